@@ -13,7 +13,6 @@ from ..device.events import NOW, Event
 from ..device.transfer import HostValue
 from ..errors import StageError
 from ..optim.parameters import LayerContents
-from .looks import Digest
 from .resident import Buffers, Gradients
 
 __all__ = ["RUNS_AGAIN", "Collected", "Copies", "WrittenBuffers"]
@@ -48,7 +47,7 @@ class Collected:
     input_gradients: dict[int, Copies] = dataclasses.field(default_factory=dict)
     gradients: dict[int, Gradients] = dataclasses.field(default_factory=dict)
     loss_gradients: dict[int, dict[nn.Parameter, torch.Tensor]] = dataclasses.field(default_factory=dict)
-    digests: dict[tuple[int, int], Digest] = dataclasses.field(default_factory=dict)
+    digests: dict[tuple[int, int], list[tuple[torch.Tensor, Event]]] = dataclasses.field(default_factory=dict)
 
     def add_loss_gradients(self, layer: int) -> None:
         """Add the gradients of the loss function's parameters to those of a layer, in the order of microbatches.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import torch
 
@@ -24,14 +24,15 @@ __all__ = [
     "check_leaves",
     "check_repeated",
     "digest",
+    "is_compared",
     "is_digested",
     "is_due",
     "same_numbers",
     "watch_escaped",
 ]
 
-# Sums of the numbers of a tensor with random signs, and the norm of the tensor, on the host.
-Digest = list[torch.Tensor]
+# Sums of the numbers of a tensor with random signs, and the norm of the tensor.
+Digest: TypeAlias = list[torch.Tensor]
 
 _SUMS = 4
 # By how much of the norm sums may differ: a layer on an accelerator may add in another order.
@@ -52,7 +53,10 @@ def is_due(count: int) -> bool:
 
 
 def digest(tensors: Sequence[torch.Tensor]) -> Digest:
-    """Return what shows whether a layer has computed the same once more, of the outputs that gradients flow through."""
+    """Return what shows whether a layer has computed the same once more, of the outputs that gradients flow through.
+
+    It is where the outputs are: who reads it there waits for the device.
+    """
     found = []
     with torch.no_grad():
         for tensor in tensors:
@@ -66,7 +70,7 @@ def digest(tensors: Sequence[torch.Tensor]) -> Digest:
                 within = rows @ _signs(rows.shape[1], _SUMS, rows)
                 sums = (within * _signs(rows.shape[0], _SUMS, rows)).sum(0, dtype=torch.float64)
                 norm = torch.linalg.vector_norm(rows, dtype=torch.float64).reshape(1)
-                found.append(torch.cat([sums, norm]).cpu())
+                found.append(torch.cat([sums, norm]))
     return found
 
 
@@ -89,8 +93,8 @@ def check_repeated(title: str, before: Digest, now: Digest, dtypes: Sequence[tor
 
     Args:
         title: description of the layer.
-        before: outputs of the forward.
-        now: outputs of the recomputation.
+        before: digest of the outputs of the forward, on the host.
+        now: digest of the outputs of the recomputation, on the host.
         dtypes: their dtypes.
 
     Raises:
@@ -197,15 +201,14 @@ def _refuse(title: str, gradient: torch.Tensor) -> NoReturn:
 # -- parameters ------------------------------------------------------------------------------------------------------
 
 
-def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> bool:
-    """Report whether a copy of a parameter still has its numbers; what is made of other tensors is not looked at."""
-    is_plain = source.layout == torch.strided and not is_traceable_wrapper_subclass(source)
-    if not is_plain or source.is_inference():
-        return True
+def is_compared(source: torch.Tensor) -> bool:
+    """Report whether the numbers of a parameter can be compared: what is made of other tensors is not looked at."""
+    return not source.is_inference() and source.layout == torch.strided and not is_traceable_wrapper_subclass(source)
+
+
+def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return whether a copy of a parameter still has its numbers, where both are."""
     with torch.no_grad():  # nothing is detached: a view of the host's numbers would count as memory of a virtual device
-        found = copy if copy.device == source.device else copy.to(source.device)
-        if found.shape != source.shape or found.dtype != source.dtype:
-            return False
-        if torch.equal(found, source):
-            return True
-        return bool(((found == source) | (found.isnan() & source.isnan())).all())
+        if copy.device.type == "cpu" and torch.equal(copy, source):
+            return torch.ones((), dtype=torch.bool)
+        return ((copy == source) | (copy.isnan() & source.isnan())).all()

@@ -38,24 +38,31 @@ class MicrobatchLoss:
         self._entries, entered = enter(outputs, as_leaves=False)
         self._outputs = outputs.structure.rebuild(entered)
         self._terms: Sequence[BackwardTerm] = ()
+        # What the means in the loss were taken over, as far as it is known.
+        self._items: Sequence[float] = ()
 
     def compute(self, labels: Any) -> None:
         """Call the loss function with labels on the device."""
         run, spec = self._run, self._run.spec
-        invoke = partial(spec.loss_fn, self._outputs, labels)
+        invoke = partial(self._invoke, labels)
         call = partial(watch_forward, invoke, spec.loss_fn, self._device.torch_device)
         if spec.preserve_rng_state:
             seed = partial(spec.seed, len(spec.contents), self._microbatch)
             place = partial(CallDraws, run.draws, len(spec.contents), self._microbatch)
             call = partial(run_seeded, call, spec.loss_fn, seed, self._generator, call, None, place)
-        if run.contract.reduction == "mean":  # which is that over rows; counting waits for an accelerator
-            with run.loss_lock, count_items() as items:
-                result = call()
-            self._terms = run.contract.add(self._microbatch, result, items.trained)
-            return
         with run.loss_lock:
             result = call()
-        self._terms = run.contract.add(self._microbatch, result)
+        self._terms = run.contract.add(self._microbatch, result, self._items)
+
+    def _invoke(self, labels: Any) -> Any:
+        """Call the loss function; a second time if the first one shows that it draws, so only the last one counts."""
+        loss_fn = self._run.spec.loss_fn
+        if self._run.contract.reduction != "mean":  # that over rows; counting waits for an accelerator
+            return loss_fn(self._outputs, labels)
+        with count_items() as items:
+            result = loss_fn(self._outputs, labels)
+        self._items = items.trained
+        return result
 
     def back(self) -> list[torch.Tensor | None]:
         """Go back; return the gradients of the last layer's outputs, ``None`` where none flows."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from yobx_flatten.private_names.of_torch import NormBase
 
+from ..device.accelerator import PIECE
 from ..device.events import Event
 from ..device.virtual import Device
 from ..errors import StageError
@@ -18,7 +19,7 @@ from ..optim.parameters import LayerContents
 from .gradient_memory import GradientMemory
 from .kept_parameters import KeptParameters
 from .layer_traits import traits_of
-from .looks import same_numbers, watch_escaped
+from .looks import is_compared, same_numbers, watch_escaped
 
 __all__ = ["Buffers", "Gradients", "LayerOnDevice", "check_not_kept"]
 
@@ -165,9 +166,32 @@ class LayerOnDevice:
         """
         if not self.contents.module.training:
             return
-        written = [not same_numbers(copy, source(parameter)) for _, _, copy, parameter in self._places]
-        if any(written):
-            raise self._wrote_parameter(written)
+        found = [self._are_as_copied(copy, source(parameter)) for _, _, copy, parameter in self._places]
+        there = [one for one in found if isinstance(one, torch.Tensor)]
+        if there:  # one wait for all
+            flags, complete = self.device.copy_out(torch.stack(there), last=True, parameter=True)
+            complete.result()
+            on_host = iter(flags.tolist())
+            found = [next(on_host) if isinstance(one, torch.Tensor) else one for one in found]
+        if not all(found):
+            raise self._wrote_parameter([not one for one in found])
+
+    def _are_as_copied(self, copy: nn.Parameter, source: torch.Tensor) -> bool | torch.Tensor:
+        """Whether a copy has the numbers of the host; on an accelerator, which compares them, a tensor of it."""
+        if not is_compared(source):
+            return True
+        if copy.shape != source.shape or copy.dtype != source.dtype:
+            return False
+        if copy.device == source.device:
+            return bool(same_numbers(copy, source))
+        # uploaded once more: the host's numbers are pinned, and memory for a download of them would stay so
+        pieces = zip(_pieces(copy), _pieces(source), strict=True) if _has_no_gaps(copy, source) else [(copy, source)]
+        flags = []
+        for own, other in pieces:
+            again = self.device.copy_in(other, parameter=True)
+            with self.device.computing(self.device.arrival()):
+                flags.append(same_numbers(own, again))
+        return torch.stack(flags).all() if flags else True
 
     def _wrote_parameter(self, written: Sequence[bool]) -> StageError:
         names = {
@@ -336,6 +360,17 @@ def _move_gradient(found: list[torch.Tensor], copy: torch.Tensor) -> None:
     if copy.grad is not None:
         found.append(copy.grad)
         copy.grad = None
+
+
+def _has_no_gaps(copy: torch.Tensor, source: torch.Tensor) -> bool:
+    return copy.is_contiguous() and source.is_contiguous()
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Views of the numbers of a tensor without gaps, one after the other."""
+    flat = tensor.detach().view(-1)
+    nbytes = flat.element_size()
+    return [flat[start : start + PIECE // nbytes] for start in range(0, len(flat), PIECE // nbytes)]
 
 
 def _addend(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ..device.events import NOW, Event
 from ..device.transfer import HostCopies, HostValue, TreeStructure, fetch, flatten_value, send, shapes_of
 from ..device.virtual import Device, HasRoom
 from ..device.worker import StoppedRun, add_note_once
@@ -377,12 +378,18 @@ class Visit:
         if kind == "fused" or not self.spec.preserve_rng_state:
             return
         with self.device.computing(resident.ready):
-            found = digest(exits)
+            found = [self._digest_down(one) for one in digest(exits)]
         if kind == "forward":
             self.collected.digests[key] = found
         elif key in self.collected.digests:
             dtypes = [tensor.dtype for tensor in exits if is_digested(tensor)]
-            check_repeated(resident.title, self.collected.digests.pop(key), found, dtypes)
+            check_repeated(resident.title, _complete(self.collected.digests.pop(key)), _complete(found), dtypes)
+
+    def _digest_down(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        if tensor.device.type == "cpu":
+            return tensor, NOW
+        # not urgent: it is read when the layer is recomputed, and nobody waits before
+        return self.device.copy_out(tensor, last=True, parameter=True)
 
     def _call_here(
         self,
@@ -488,3 +495,10 @@ class Visit:
             "(ModelExecutePlan, model_memory_limit), cut the batch into more microbatches (num_microbatch), or "
             "recompute layer by layer (recompute_grain='layer')."
         )
+
+
+def _complete(copies: Sequence[tuple[torch.Tensor, Event]]) -> list[torch.Tensor]:
+    """Wait for copies on the host."""
+    for _, complete in copies:
+        complete.result()
+    return [copy for copy, _ in copies]

@@ -1,5 +1,7 @@
 """One short training that uses all of a pipeline, and what it leaves, bit by bit."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -10,7 +12,7 @@ from roundpipe_runtime import Device, RoundPipe, RoundPipeRunConfig, VirtualDevi
 from roundpipe_runtime.device.accelerator import AcceleratorDevice
 from tests.runtime.small import Tied, batch, cut_plan, small_model, state
 
-__all__ = ["GRAINS", "expected", "late_devices", "train"]
+__all__ = ["GRAINS", "expected", "late_devices", "moved_by_runs", "train"]
 
 F = nn.functional
 GRAINS = ["stage", "layer"]
@@ -36,6 +38,18 @@ def late_devices(count: int) -> list[Device]:
     made = [AcceleratorDevice(torch.device("late", number), _STREAMS.get(number, ())) for number in range(count)]
     _STREAMS.update((number, device.streams) for number, device in enumerate(made))
     return made
+
+
+@contextlib.contextmanager
+def moved_by_runs(count: int) -> Iterator[None]:
+    """Check that the block moves torch's generator by one number for each run, as runs do in which a layer draws."""
+    before = torch.get_rng_state()
+    yield
+    found = torch.get_rng_state()
+    torch.set_rng_state(before)
+    for _ in range(count):
+        torch.empty((), dtype=torch.int64).random_()
+    assert torch.equal(found, torch.get_rng_state())
 
 
 def _short_model() -> nn.Sequential:

@@ -127,7 +127,7 @@ class LossCheck:
             raise _refused(self._reduction, expected[0], [one for one, _ in found], rows)
 
     def _values(self, outputs: Any, labels: Any, *, seed: int) -> tuple[LossValue, tuple[float, ...]]:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # and no other: devices have theirs
         outputs, labels = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (outputs, labels))
         with torch.no_grad(), count_items() as items:
             value = read_loss(self._loss_fn(outputs, labels))

@@ -201,7 +201,7 @@ class _Tail:
 
     def _loss(self, rows: SomeRows, way: WeightBy, seed: int) -> tuple[torch.Tensor | None, float]:
         options = dataclasses.replace(self.options, weight_by=way)
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # and no other: devices have theirs
         if rows.state is None:
             args, kwargs = rows.args, {**rows.kwargs, CALL_OPTIONS: options}
         else:

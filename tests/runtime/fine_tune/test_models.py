@@ -69,7 +69,7 @@ def test_folders_that_hold_no_language_model_are_refused(tmp_path, content, word
     assert str(tmp_path) in str(caught.value)
 
 
-@pytest.mark.parametrize("size", [2**40, 10**7, 10**30, -3])
+@pytest.mark.parametrize("size", [2**40, 10**8, 10**30, -3])
 def test_weights_that_no_memory_holds_are_refused(tmp_path, size):
     """Random ones, and those of a folder whose configuration is of another model."""
     alone, folder = tiny.config_folder(tmp_path / "config"), tiny.weights_folder(tmp_path / "weights")

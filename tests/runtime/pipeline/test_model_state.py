@@ -60,7 +60,7 @@ def test_one_norm_in_two_places_is_refused(wrap):
     model = nn.Sequential(norm, nn.Linear(4, 4), norm)
     before = norm.running_mean.clone()
     with pytest.raises(StageError, match=r"layer 0 \(BatchNorm1d\) and layer 2 \(BatchNorm1d\)"):
-        wrap(model).forward_backward((batch(6)[0],), loss_fn=lambda o, _: o.sum(), run_config=MEAN)
+        wrap(model).forward_backward((batch(6)[0],), loss_fn=lambda o, _: o.mean(), run_config=MEAN)
     assert torch.equal(norm.running_mean, before)
 
 
@@ -133,6 +133,6 @@ def test_a_parameter_keeps_its_class(wrap):
             return x @ self.weight
 
     model = Looks()
-    wrap(model).forward_backward((batch(6)[0],), loss_fn=lambda outputs, _: outputs.sum(), run_config=MEAN)
+    wrap(model).forward_backward((batch(6)[0],), loss_fn=lambda outputs, _: outputs.mean(), run_config=MEAN)
     assert type(model.weight) is Marked
     assert model.weight.grad is not None

@@ -93,6 +93,7 @@ def split_pictures(config: Any, kwargs: Kwargs) -> Callable[..., Any] | None:
                 row, picture, patch = row + count, picture + pictures, patch + length
         return [part.args for part in parts], made
 
+    split_input.is_of_batch = True  # type: ignore[attr-defined] # an attribute of a function
     return split_input
 
 

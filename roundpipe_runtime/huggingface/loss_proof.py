@@ -38,7 +38,7 @@ from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share
 from .loss.moe_aux_loss import has_auxiliary_loss, without_auxiliary_loss
 from .loss.weights import WeightBy, label_names, loss_of, shares_of
 
-__all__ = ["LossProof", "SomeRows", "Way", "prove"]
+__all__ = ["LossProof", "SomeRows", "Way", "gives_loss", "prove"]
 
 Way: TypeAlias = WeightBy | Literal["joined", "whole"]
 
@@ -95,6 +95,19 @@ class LossProof:
             return f"computed {how}: {self.reason}"
         weights = {"items": "weighted by the items they count", "rows": "weighted by rows", "sum": "added"}[self.way]
         return f"losses of microbatches are {weights}, proven with {self.variants} sets of labels and masks"
+
+
+def gives_loss(piece: nn.Module, state: CutState, options: CallOptions) -> bool:
+    """Report whether the code after the last layer returns a loss.
+
+    Args:
+        piece: last piece of the cut model.
+        state: what the layers returned for some rows.
+        options: options of the call.
+    """
+    with _left_as_found(piece), torch.no_grad():
+        output, _, _ = piece(dataclasses.replace(state, options=dataclasses.replace(options, weight_by="items")))
+    return loss_of(output) is not None
 
 
 def prove(
@@ -327,7 +340,8 @@ def _left_as_found(piece: nn.Module) -> Iterator[None]:
     state, numpy = random.getstate(), sys.modules.get("numpy")
     drawn = None if numpy is None else numpy.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # without autocast, as rounding would hide wrong weights
+        with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:

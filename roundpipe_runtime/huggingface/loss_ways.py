@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs
@@ -17,14 +18,16 @@ from yobx_flatten.recipe.aliases import Kwargs
 from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
-from ..engine.run_spec import captured_autocast
 from ..errors import DeviceMemoryError, RoundPipeError
+from .batches import split_pictures
 from .cutting.check import engine_on_host, evaluating
 from .cutting.cut import Cut
 from .cutting.cut_state import CutState, drops_layers
 from .cutting.joined_state import CannotJoinError, RowAxes, join_states, split_state
+from .errors import BatchStructureError
 from .loss.call_options import CallOptions, split_options
-from .loss_proof import LossProof, SomeRows, prove
+from .loss_proof import LossProof, SomeRows, gives_loss, prove
+from .row_lists import split_lists
 
 __all__ = ["LossWays"]
 
@@ -71,7 +74,7 @@ class LossWays:
                 proof = self._prove(args, kwargs, config)
         except CannotJoinError as error:
             proof = LossProof("whole", str(error))
-        except (torch.OutOfMemoryError, DeviceMemoryError):
+        except (torch.OutOfMemoryError, DeviceMemoryError, BatchStructureError):
             raise
         except (RoundPipeError, RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
             # a model may refuse a few rows of a batch; what concerns the whole batch is raised by the call itself
@@ -102,7 +105,8 @@ class LossWays:
         kind = self._kind_of(args, kwargs)
         if kind not in self._axes:
             try:
-                self._some_states(kind, *next(self._some_rows(args, kwargs, config)), config)
+                states, shown = self._some_states(*next(self._some_rows(args, kwargs, config)), config)
+                self._axes[kind] = RowAxes.of(shown, states[-1])
             except CannotJoinError:
                 return None
         return functools.partial(join_states, axes=self._axes[kind], args=args, kwargs=kwargs)
@@ -116,11 +120,10 @@ class LossWays:
     def _prove(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossProof:
         proof = LossProof("joined", "no labels count in this batch, or it is not finite")
         kind = self._kind_of(args, kwargs)
-        with _autocast_here(self._engine):
-            for rows in self._some_rows(args, kwargs, config):
-                proof = self._prove_with(kind, *rows, split_options(kwargs)[1] or CallOptions(), config)
-                if proof.variants or proof.way != "joined":
-                    break  # else no labels count in these rows: others may have some
+        for rows in self._some_rows(args, kwargs, config):
+            proof = self._prove_with(kind, *rows, split_options(kwargs)[1] or CallOptions(), config)
+            if proof.variants or proof.way != "joined":
+                break  # else no labels count in these rows: others may have some
         return proof
 
     def _prove_with(
@@ -134,7 +137,10 @@ class LossWays:
         made, whole, parts = self._made, _rows_of(first), [_rows_of(one) for one in microbatches]
         if made.report.is_whole:
             return prove(made.model, made.pieces[-1], whole, parts, options)
-        states, axes = self._some_states(kind, first, microbatches, config)
+        states, shown = self._some_states(first, microbatches, config)
+        if not gives_loss(made.pieces[-1], states[0], options):
+            return LossProof("items")  # nothing to weigh
+        axes = self._axes[kind] = RowAxes.of(shown, states[-1])
         nbytes = sum(value.nbytes for state in states for value in state.values.values())
         proof = prove(
             made.model,
@@ -159,15 +165,24 @@ class LossWays:
         for first in self._engine.split(batch, dataclasses.replace(config, num_microbatch=number)):
             if first.rows == 1:
                 continue
-            microbatches = self._engine.split(FlatBatch.of(*_call_of(first), None), in_two)
+            given = _call_of(first)
+            again = self._split_again(*given, in_two)
+            microbatches = self._engine.split(FlatBatch.of(*given, None), again)
             if len(microbatches) != 2 or None in (first.rows, *(one.rows for one in microbatches)):
                 raise CannotJoinError("it is not clear how many rows a part of the batch has")
             yield first, microbatches
 
+    def _split_again(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> RoundPipeRunConfig:
+        """The settings for a few rows: a split function that was made for the batch is made for them."""
+        if not getattr(config.split_input, "is_of_batch", False):
+            return config
+        pictures = split_pictures(getattr(self._made.model, "config", None), kwargs)
+        return dataclasses.replace(config, split_input=split_lists(self._made.model, args, kwargs, pictures))
+
     def _some_states(
-        self, kind: Hashable, first: FlatMicrobatch, parts: Sequence[FlatMicrobatch], config: RoundPipeRunConfig
-    ) -> tuple[list[CutState], RowAxes]:
-        """What the layers return for parts of some rows, and where it has its rows."""
+        self, first: FlatMicrobatch, parts: Sequence[FlatMicrobatch], config: RoundPipeRunConfig
+    ) -> tuple[list[CutState], CutState]:
+        """What the layers return for parts of some rows, and for more rows than the last part has."""
         with contextlib.ExitStack() as stack:
             engine = self._engine
             if self._shares_batches:
@@ -175,8 +190,7 @@ class LossWays:
             # devices have room for a microbatch, so no more rows run at once than it takes
             shown = [first] if parts[0].rows == parts[-1].rows else []
             states = engine.outputs_before_last([*parts, *shown], config)
-        self._axes[kind] = RowAxes.of(states[-1] if shown else states[0], states[len(parts) - 1])
-        return states[: len(parts)], self._axes[kind]
+        return states[: len(parts)], states[-1] if shown else states[0]
 
 
 def _call_of(microbatch: FlatMicrobatch) -> tuple[tuple[Any, ...], Kwargs]:
@@ -197,19 +211,17 @@ def _kind(value: Any) -> Hashable:
     return type(value).__qualname__
 
 
-@contextlib.contextmanager
-def _autocast_here(engine: Engine) -> Iterator[None]:
-    """Compute on the host in the caller's autocast mode of the devices."""
-    kinds = [device.torch_device.type for device in engine.devices]
-    mode = next(iter(captured_autocast(kinds)), None)
-    with contextlib.nullcontext() if mode is None else torch.autocast(**{**mode, "device_type": "cpu"}):
-        yield
+def _depends_on_parts(model: nn.Module) -> bool:
+    """Whether a model computes other numbers for parts of a batch by design: it drops layers, or has batch norms."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    normalizes = any(isinstance(module, kinds) for module in model.modules())
+    return model.training and (normalizes or drops_layers(model))
 
 
 @contextlib.contextmanager
 def _with_all_layers(made: Cut) -> Iterator[None]:
-    """Evaluate a model that drops layers at random in training, as parts of a batch would drop others."""
-    if not (made.model.training and drops_layers(made.model)):
+    """Evaluate a model of which parts of a batch would be computed otherwise in training."""
+    if not _depends_on_parts(made.model):
         yield
         return
     with evaluating(made.model):

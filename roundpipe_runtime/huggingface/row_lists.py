@@ -69,6 +69,7 @@ def split_lists(
             part |= {name: given[name][start:stop] for name in names}
         return [part for part, _ in parts], made
 
+    split_input.is_of_batch = True  # type: ignore[attr-defined] # an attribute of a function
     return split_input
 
 

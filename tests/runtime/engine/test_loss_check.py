@@ -11,7 +11,6 @@ from torch import nn
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
 from roundpipe_runtime.device.generator import generator_lock
 from roundpipe_runtime.engine.loss_check import LossChecks
-from roundpipe_runtime.engine.recompute import VisitGenerator
 from tests.runtime.small import batch, near
 
 F = nn.functional
@@ -19,7 +18,7 @@ F = nn.functional
 
 def check(loss_fn, outputs, labels):
     found = LossChecks().of(loss_fn, "mean")
-    found.offer(outputs, labels, len(outputs), len(outputs), VisitGenerator(torch.device("cpu")))
+    found.offer(outputs, labels, len(outputs), len(outputs))
 
 
 def states():

@@ -18,7 +18,7 @@ from tests.runtime.huggingface.hf_small import worst_gradient, wrapped
 from tests.runtime.huggingface.trainer.trainer_runs import TOLERANCE, arguments, history
 
 # what a microbatch of such a loss is divided by is the number of objects in it
-pytestmark = pytest.mark.filterwarnings("ignore:The loss of .* is not known:roundpipe_runtime.RoundPipeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:The loss of .* does not follow:roundpipe_runtime.RoundPipeWarning")
 
 
 class Detector(nn.Module):

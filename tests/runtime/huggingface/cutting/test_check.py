@@ -209,9 +209,10 @@ def test_layers_of_every_kind_take_part():
 
     class Wrong(Wide):
         def forward(self, x):
-            return right(x) + 1e-3 * (right.scale - right.scale.detach())
+            return super().forward(x) + 1e-3 * (self.scale - self.scale.detach())
 
     pieces[-2].layer = Wrong()
+    pieces[-2].layer.mixing, pieces[-2].layer.scale = right.mixing, right.scale
     with pytest.raises(CutError, match=r"outputs differ by 0.0e\+00 .*layers.3.scale"):
         check_equivalence(model, pieces, (), {"input_ids": tokens(2)})
 

@@ -34,7 +34,7 @@ class Total(nn.Module):
 
 
 def train() -> None:
-    config = RoundPipeRunConfig(loss_reduction="mean")
+    config = RoundPipeRunConfig(loss_reduction="sum")
     model = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), devices="virtual:2", model_run_config=config)
     assert_type(model.forward_backward(CALL, label=Y, loss_fn=squared), torch.Tensor)
     assert_type(model.forward_backward(CALL, label=Y, loss_fn=weighted), torch.Tensor)

@@ -30,6 +30,7 @@ from ..batch.loss import LossValue, read_loss
 from ..batch.splitting import split_flat
 from ..device.generator import generator_alone
 from ..errors import JoinError, LossError, RoundPipeError, SplitError
+from .generators import held_generators, process_generators
 
 __all__ = ["LossCheck", "LossChecks"]
 
@@ -113,8 +114,7 @@ class LossCheck:
         self._note()
 
     def _compare(self, whole: tuple[Any, Any], parts: Sequence[tuple[Any, Any, int]]) -> None:
-        # the generator of the CPU is that of all threads, of which others run layers meanwhile
-        with generator_alone(), _left_as_found(self._loss_fn):
+        with _left_as_found(self._loss_fn):
             try:
                 expected, again = self._values(*whole, seed=1), self._values(*whole, seed=2)
                 found = [self._values(*part[:2], seed=1) for part in parts]
@@ -227,12 +227,17 @@ def _refused(
 
 @contextlib.contextmanager
 def _left_as_found(loss_fn: Any) -> Iterator[None]:
-    """Restore random states, and the buffers of a loss that is a module."""
+    """Restore the generators of the host, which no other thread has meanwhile, and the buffers of a loss."""
     buffers = [(buffer, buffer.clone()) for buffer in loss_fn.buffers()] if isinstance(loss_fn, nn.Module) else []
-    try:
-        with torch.random.fork_rng(devices=[]):
+    with generator_alone():
+        drawn = torch.default_generator.get_state()
+        states = [(one, one.get()) for one in (*held_generators(loss_fn), *process_generators())]
+        try:
             yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        finally:
+            torch.default_generator.set_state(drawn)
+            for one, state in states:
+                one.set(state)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)

@@ -388,7 +388,7 @@ class Visit:
     def _digest_down(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
         if tensor.device.type == "cpu":
             return tensor, NOW
-        # not urgent: it is read when the layer is recomputed, and nobody waits before
+        # not urgent: it is read when the layer is recomputed, and not before
         return self.device.copy_out(tensor, last=True, parameter=True)
 
     def _call_here(

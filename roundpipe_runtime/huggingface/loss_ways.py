@@ -44,7 +44,7 @@ class LossWays:
         made: cut of the model.
         engine: engine that runs it.
         shares_batches: whether other processes run parts of the same batches. They may have fewer rows than a proof
-            needs, so it runs on the host of each one, and nobody waits for another.
+            needs, so it runs on the host of each one, and no process waits for another.
 
     Attributes:
         proofs: Proofs so far, by kind.

@@ -8,8 +8,8 @@ of the batch. A pipeline refuses such a loss in microbatches, and computes it on
 """
 
 # %%
-# Pairs to tell apart
-# -------------------
+# Pairs to distinguish
+# --------------------
 #
 # Each input has a partner. The layers map it to a vector that is to be like the partner of the same row, and unlike
 # those of all other rows.
@@ -39,7 +39,7 @@ def contrast(outputs, labels):
 # Microbatches would change the loss
 # ----------------------------------
 #
-# With three microbatches, each row would be told apart from seven others instead of 23. The first run notices it: the
+# With three microbatches, each row would be compared with seven others instead of 23. The first run notices it: the
 # loss of some rows is not the mean of those of their parts.
 
 model = RoundPipe(copy.deepcopy(plain), devices="virtual:2")

@@ -60,7 +60,8 @@ def test_its_numbers_are_those_of_the_last_measurements():
     matrix = (ROOT / "docs" / "matrix.md").read_text(encoding="utf-8")
     glance = re.findall(r"^\| [A-Z][^|]+models \|(.*)\|$", matrix, re.MULTILINE)
     kinds = [[int(cell) for cell in row.split("|")] for row in glance]
-    peer = re.search(r"^\| other batch and length \| (\d+) of (\d+) \|(?:.*\|)? (\d+) of (\d+) \|$", matrix, re.MULTILINE)
+    row = r"^\| other batch and length \| (\d+) of (\d+) \|(?:.*\|)? (\d+) of (\d+) \|$"
+    peer = re.search(row, matrix, re.MULTILINE)
     ours, theirs = [tuple(map(int, peer.groups()[at : at + 2])) for at in (0, 2)]
     assert numbers == [(sum(kind[-1] for kind in kinds), sum(kind[0] for kind in kinds)), ours, theirs]
     steps = json.loads((ROOT / "docs" / "data" / "bench-pipeline.json").read_text(encoding="utf-8"))

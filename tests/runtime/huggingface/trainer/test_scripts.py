@@ -65,7 +65,7 @@ def test_three_lines_are_changed_and_nothing_else(tmp_path, monkeypatch, name):
     if name == "lora":
         pytest.importorskip("peft", reason="adapters are PEFT's")
     if name == "seq2seq" and is_older_than("4.57"):
-        pytest.xfail("refused: with 4.56, its decoder layer computes other numbers in a recomputation, not explained yet")
+        pytest.xfail("refused with 4.56: a decoder layer recomputes other numbers, not explained yet")
     folder = tmp_path / "model"
     make_model(MODELS[name]).save_pretrained(folder)
     save_tokenizer(folder)

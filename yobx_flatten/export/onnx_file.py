@@ -130,8 +130,15 @@ def convert(
         fuse_skip_norms(converted.model)
     if fuse:
         put_tokens_first(converted.model)
-    name_axes(converted.model, axes)
+    name_axes(converted.model, axes, _example_sizes(program))
     return converted
+
+
+def _example_sizes(program: ExportedProgram) -> dict[str, int]:
+    """The size that each symbol of the inputs has in the example."""
+    inputs = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
+    dims = [dim for value in inputs if isinstance(value, torch.Tensor) for dim in value.shape]
+    return {str(dim): dim.node.hint for dim in dims if isinstance(dim, torch.SymInt) and dim.node.has_hint()}
 
 
 def _decomposed_where_needed(program: ExportedProgram) -> ExportedProgram:

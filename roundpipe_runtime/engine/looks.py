@@ -170,8 +170,9 @@ def check_leaves(
 
 
 def _references() -> int:
-    tensor = torch.ones((), requires_grad=True) * 1
-    return max(sys.getrefcount(leaf) for leaf in other_leaves([tensor], []))
+    with torch.inference_mode(False), torch.enable_grad():  # this module may be imported in a block without gradients
+        tensor = torch.ones((), requires_grad=True) * 1
+        return max(sys.getrefcount(leaf) for leaf in other_leaves([tensor], []))
 
 
 # References to a leaf of a graph in a loop over what `other_leaves` returned, if there is no other.

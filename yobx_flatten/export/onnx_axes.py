@@ -87,8 +87,8 @@ def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[A
     read = {"decoder_input_ids": own, "decoder_inputs_embeds": own, "decoder_attention_mask": total}
     if "decoder_input_ids" in inputs or "decoder_inputs_embeds" in inputs:
         read |= dict.fromkeys(("input_ids", "inputs_embeds", "attention_mask"), "encoder_sequence_length")
-        found = [match for match in map(_CACHE.fullmatch, inputs) if match]
-        if "input_ids" in inputs and found and all(match[2] is None for match in found):
+        parts_of_cache = [match for match in map(_CACHE.fullmatch, inputs) if match]
+        if "input_ids" in inputs and cached and all(match[2] is None for match in parts_of_cache):
             # a cache without sides holds the tokens of `input_ids`, and the mask covers both, as in DiffusionGemma
             past, read["attention_mask"] = "past_encoder_", "total_encoder_sequence_length"
     else:

@@ -136,9 +136,12 @@ def convert(
 
 def _example_sizes(program: ExportedProgram) -> dict[str, int]:
     """The size that each symbol of the inputs has in the example."""
-    inputs = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
-    dims = [dim for value in inputs if isinstance(value, torch.Tensor) for dim in value.shape]
-    return {str(dim): dim.node.hint for dim in dims if isinstance(dim, torch.SymInt) and dim.node.has_hint()}
+    sizes: dict[str, int] = {}
+    for node in program.graph.nodes:
+        value = node.meta.get("val") if node.op == "placeholder" else None
+        dims: Sequence[int | torch.SymInt] = value.shape if isinstance(value, torch.Tensor) else ()
+        sizes |= {str(dim): dim.node.hint for dim in dims if isinstance(dim, torch.SymInt) and dim.node.has_hint()}
+    return sizes
 
 
 def _decomposed_where_needed(program: ExportedProgram) -> ExportedProgram:

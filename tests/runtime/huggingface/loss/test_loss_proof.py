@@ -199,7 +199,7 @@ def test_masks_count_like_labels():
 
 
 def test_a_mask_that_some_rows_do_not_need_is_not_joined():
-    """Zaya hands its layers a mask only where a row is padded: whatever is done then, the numbers are the plain ones."""
+    """Zaya hands its layers a mask only where a row is padded; the numbers are those of the plain model."""
     plain = make_model("zaya").train()  # it computes in float32, whatever its weights are
     model = copy.deepcopy(plain)
     ids = torch.randint(3, 60, (6, 12), generator=torch.Generator().manual_seed(0))

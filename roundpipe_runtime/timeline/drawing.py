@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from yobx_flatten.terminal.output import printable
+
 from .record import Timeline
 
 __all__ = ["draw_on"]
@@ -36,7 +38,7 @@ def draw_on(console: Any, timeline: Timeline) -> None:
     found = set()
     for line in drawing.splitlines():
         name, row = line.rstrip("|").split(" |")
-        text = Text(f"{name} ")
+        text = Text(f"{printable(name)} ")
         for letter, same in itertools.groupby(row):
             text.append("".join(same), _WORK[letter][1])
             found.add(letter)

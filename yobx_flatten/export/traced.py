@@ -29,7 +29,7 @@ from .replay import clone
 from .sizes_in_specs import check_static_parts
 from .stated_sizes import asserted_in_forward
 from .swallowed import check_all_read, named_in_forward, swallowed_names
-from .undisturbed import draws_random_numbers, own_written_state, undisturbed, written_state
+from .undisturbed import draws_random_numbers, own_attributes, own_written_state, undisturbed, written_state
 
 __all__ = ["Traced", "described", "fill", "trace"]
 
@@ -112,7 +112,8 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
         leaves = pytree.tree_leaves(example.inputs)
         named = named_in_forward(module, swallowed)
         asserted = asserted_in_forward(module, example.args, example.kwargs, example.names, example.relations)
-        with naming_untried_versions(), torch.no_grad(), fake_weights(module, leaves), named, asserted:
+        untouched, faked = own_attributes(module), fake_weights(module, leaves)
+        with naming_untried_versions(), torch.no_grad(), untouched as originals, faked, named, asserted:
             program = torch.export.export(
                 module,
                 clone(example.args),
@@ -126,6 +127,8 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
         if explained is None:
             raise
         raise explained from error
+    for name, tensor in program.constants.items():  # a copy in which the trace may have written
+        program.constants[name] = originals.get(id(tensor), tensor)
     check_all_read(module, swallowed, program, _by_argument(example.inputs, _user_inputs(program)))
     if example.bounds is not None:
         example.bounds.check_program(example.inputs, example.shapes, program, example.names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -60,7 +61,9 @@ def undisturbed(module: torch.nn.Module, written: Collection[str] = ()) -> Itera
 def own_attributes(module: torch.nn.Module) -> Iterator[Mapping[int, torch.Tensor]]:
     """Call a module inside: what it puts into attributes that are neither buffers nor parameters is gone afterwards.
 
-    A trace runs in-place operations on a tensor that is a plain attribute, and leaves symbols in attributes.
+    A trace runs in-place operations on a tensor that is a plain attribute, and leaves symbols in attributes. What is in
+    dictionaries, lists and sets among the attributes is also restored: transformers notes in an attribute that it has
+    added hooks, and one without the other would add them twice.
 
     Args:
         module: a module; copies stand in the place of tensors among the attributes.
@@ -69,6 +72,8 @@ def own_attributes(module: torch.nn.Module) -> Iterator[Mapping[int, torch.Tenso
         A context manager; inside, the tensors by the id of their copy.
     """
     found = [(vars(owner), dict(vars(owner))) for owner in module.modules()]
+    values = [value for _, before in found for value in before.values()]
+    filled: list[tuple[Any, Any]] = [(one, one.copy()) for one in values if type(one) in _CONTAINERS]
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for held, before in found:
         for name, value in before.items():
@@ -80,6 +85,12 @@ def own_attributes(module: torch.nn.Module) -> Iterator[Mapping[int, torch.Tenso
         for held, before in found:
             held.clear()
             held.update(before)
+        for container, items in filled:
+            container.clear()
+            (container.extend if type(container) is list else container.update)(items)
+
+
+_CONTAINERS = {dict, collections.OrderedDict, list, set}
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ class Switch:
             return False
         if self.rereads is None:
             raise GenerationError(
-                f"This text grew past {self.length} tokens, where the positions of the model are turned by other angles "
+                f"This text grew past {self.length} tokens, where the positions of the model get other angles "
                 "(longrope, dynamic), and nothing states whether the model reads its text again there, as Phi-3 does: "
                 "other tokens could follow. yobx_flatten.json of an exported folder states it; write the folder with\n"
                 "    export_folder(model, folder)\n"

@@ -20,7 +20,7 @@ class Half(torch.nn.Module):
 
 class Upwards(torch.nn.Module):
     def forward(self, x):
-        return F.interpolate(x[:, None, None], size=(3, int(math.ceil(x.shape[1] / 4))))
+        return F.interpolate(x[:, None, None], size=(3, math.ceil(x.shape[1] / 4)))
 
 
 class Rounded(torch.nn.Module):
@@ -138,7 +138,7 @@ def test_a_session_names_what_it_refuses(tmp_path):
 
 
 def test_a_given_program_that_takes_too_much_is_named():
-    """A program that other code traced cannot be traced again here: its report states it, and its file fixes the size."""
+    """A program that other code traced is not traced again here: its report names the size."""
     program = torch.export.export(
         Rounded(),
         (torch.randn(2, 8),),

@@ -7,7 +7,7 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -91,24 +91,35 @@ def clone(tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
+class _Step(NamedTuple):
+    given: Mapping[str, Any]
+    outputs: Any
+    goes_on: bool  # whether its cache is the one that the step before returned
+
+
 def eager_steps(
-    module: torch.nn.Module, case: Case, following: Next, written: Collection[str] = ()
-) -> list[tuple[Mapping[str, Any], Any]]:
+    module: torch.nn.Module, case: Case, following: Next, written: Collection[str] = (), *, twice: bool = False
+) -> list[_Step]:
     """Run a case eagerly: inputs and outputs of each step, both copied before anything writes to them.
+
+    With ``twice``, a single call that leaves other values in attributes of the module is made again: a program has the
+    values of the trace, so the next call of the module may do what no call of the program does.
 
     Afterwards the state of the module is restored; from step to step the module keeps its changes.
     """
-    steps: list[tuple[Mapping[str, Any], Any]] = []
+    steps: list[_Step] = []
     kwargs: Mapping[str, Any] | None = named_for(forward_of(module), clone(dict(case.kwargs)))
-    with undisturbed(module, written):
-        for index in range(case.steps):
-            if kwargs is None:
-                break
-            given = clone(kwargs)
+    with undisturbed(module, written) as changed:
+        while kwargs is not None:
+            given, index, first = clone(kwargs), len(steps), not steps
             with torch.no_grad(), seeded(index):
                 outputs = module(*clone(case.args), **kwargs)
-            steps.append((given, clone(outputs)))
+            steps.append(_Step(given, clone(outputs), goes_on=not first))
             kwargs = following(given, outputs, index) if index + 1 < case.steps else None
+        if twice and len(steps) == 1 and changed():
+            with torch.no_grad(), seeded(1):
+                outputs = module(*clone(case.args), **clone(steps[0].given))
+            steps.append(_Step(steps[0].given, clone(outputs), goes_on=False))
     return steps
 
 
@@ -171,6 +182,7 @@ def replay(
     *,
     taken: Collection[str] = (),
     written: Collection[str] = (),
+    keeps_state: bool = False,
 ) -> CaseResult:
     """Run one case eagerly and by what was exported, and compare every output of every step.
 
@@ -181,19 +193,20 @@ def replay(
         following: makes the next step's inputs from the eager outputs.
         taken: names of inputs, see :func:`.naming.output_names`; none by default.
         written: parameters that the module writes to, see :func:`.undisturbed.undisturbed`; none by default.
+        keeps_state: whether what was exported keeps what it writes from call to call; ``False`` by default.
 
     Returns:
         The differences, or why the case stopped.
     """
-    expected = eager_steps(module, case, following, written)
+    expected = eager_steps(module, case, following, written, twice=keeps_state or not written)
     differences: dict[str, float] = {}
     nan: dict[str, list[float]] = {}
     outputs: Any = None
     seconds = 0.0
     padding = Padding()
     positional = inspect.signature(module.forward).bind_partial(*case.args).arguments
-    for index, (kwargs, eager) in enumerate(expected):
-        fed = kwargs if index == 0 else side.feed_back(kwargs, outputs)
+    for index, (kwargs, eager, goes_on) in enumerate(expected):
+        fed = side.feed_back(kwargs, outputs) if goes_on else kwargs
         padding.next_call({**positional, **kwargs})
         start = time.perf_counter()
         try:

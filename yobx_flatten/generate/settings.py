@@ -15,6 +15,7 @@ from ..files.document import read_document
 from .entries import Entries
 from .pictures import Pictures
 from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_tokens, score_rules
+from .switch import Switch, read_switch
 
 __all__ = ["GenerationSettings", "ScoreProcessor", "read_settings", "settings_of"]
 
@@ -37,6 +38,7 @@ class GenerationSettings:
         tokens_per_second: positions that a second of a video takes, where the model counts seconds.
         sees_prompt: whether all tokens of a prompt see each other, where the decoder takes types of tokens, and not
             those of an image only; ``False`` by default.
+        switch: where the positions of the model change with the length of the text; ``None`` for nowhere.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -51,6 +53,7 @@ class GenerationSettings:
     sees_prompt: bool = False
     video_token_id: int | None = None
     tokens_per_second: float | None = None
+    switch: Switch | None = dataclasses.field(default=None, repr=False)
 
     def images(self, pixel_values: torch.Tensor | None, sizes: torch.Tensor | None) -> Pictures:
         """Return the pictures of a call.
@@ -127,7 +130,9 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
         else:
             found.append({})
     with damage_as(GenerationError, f"config.json or generation_config.json in {folder}"):
-        return settings_of(*found)
+        config = found[0]
+        switch = read_switch(folder, {**config, **(config.get("text_config") or {})})
+        return dataclasses.replace(settings_of(*found), switch=switch)
 
 
 def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> GenerationSettings:

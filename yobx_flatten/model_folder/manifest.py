@@ -10,11 +10,11 @@ from ..errors import DamagedFileError, ForeignFileError
 from ..export.quality import Quality
 from ..export.report import TOLERANCES
 from ..files.document import read_document
+from ..generate.layout import MANIFEST
 from ..runners.open import RUNTIMES
 
 __all__ = ["MANIFEST", "FolderManifest", "read_manifest", "write_manifest"]
 
-MANIFEST = "yobx_flatten.json"
 _VERSION = 3
 
 
@@ -38,6 +38,8 @@ class FolderManifest:
         runtime: the library that runs the files: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"`` or
             ``"openvino"``.
         sha256: digests by name, of files for other runtimes than the first two.
+        rereads_at_switch: for a model whose positions change with the length of the text (longrope, dynamic), whether
+            ``model.generate`` reads the whole text again where they do; ``None`` for others, or where it is not known.
     """
 
     model: str
@@ -53,6 +55,7 @@ class FolderManifest:
     cache: str = "growing"
     runtime: str = ""
     sha256: dict[str, str] = dataclasses.field(default_factory=dict)
+    rereads_at_switch: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.runtime:  # folders of versions 1 and 2 name the format only

@@ -34,7 +34,9 @@ from ..export.replay import Case
 from ..export.report import TOLERANCES, ExportReport
 from ..export.room import check_room
 from ..export.text_cases import text_cases
+from ..export.undisturbed import undisturbed
 from ..files.scratch import publish_folder, scratch_for, settle
+from ..huggingface.position_switch import rereads_at_switch, switch_of
 from ..recipe.aliases import TransformersModel
 from ..runners.open import RUNTIMES
 from ..storage.cases import save_case
@@ -65,6 +67,9 @@ from .writable import check_writable
 __all__ = ["ExportedFolder", "export_folder"]
 
 logger = logging.getLogger("yobx_flatten")
+
+_LONGEST = 1024
+"""The longest text that is generated from where positions change at a length; more take minutes."""
 
 _LIBRARIES = ("torch", "transformers", "onnx", "onnxruntime", "executorch", "openvino")
 
@@ -202,7 +207,8 @@ def export_folder(
     whole_cache = optimize is not None
     with started.timed("inputs"):
         try:
-            task, pieces = pieces_for(model, task, batch, whole_cache=whole_cache, **cut)
+            with undisturbed(model):  # positions can depend on the longest text that was read
+                task, pieces = pieces_for(model, task, batch, whole_cache=whole_cache, **cut)
         except RuntimeError as error:
             if not opened.is_streamed or "meta" not in str(error):
                 raise
@@ -214,6 +220,8 @@ def export_folder(
         rows = (8 if proof == "full" else 2) if batch is None else batch
         tokens = python_text(model, None if source is None else pathlib.Path(source), rows)
         quantization = dataclasses.replace(quantization, tokens=fitting_text(tokens, largest))
+    switch = switch_of(model.config.get_text_config(decoder=True).to_dict()) if task == "text-generation" else None
+    rereads = None if switch is None else rereads_at_switch(model, switch)
     with scratch_for(place) as work:
         reports, cases = {}, {}
         shared: list[str] = []
@@ -243,6 +251,9 @@ def export_folder(
             count = TOKENS if proof == "full" else SAMPLED_TOKENS
             with first.timed("generate"):
                 cases[""] = [_store_generation(model, task, batch, room_for_tokens(largest, count), work)]
+                crosses = rereads is not None and proof == "full" and largest is None
+                if switch is not None and crosses and 4 < switch <= _LONGEST:
+                    cases[""].append(_store_generation(model, task, batch, 12, work, switch - 3))
         write_companions(work, model, None if source is None else pathlib.Path(source))
         if task == "text-generation" and form == "onnx":
             contents = genai_config(model, reports["model.onnx"].input_names, shared=shared)
@@ -256,7 +267,7 @@ def export_folder(
         described = (name, task, form, dtype, tolerance, names, cases, versions, proof, quality, cache)
         made = sorted(file.name for file in work.iterdir() if file.suffix in (suffix, ".bin"))
         sha256 = {} if runtime in ("onnxruntime", "torch") else digests(work, made)
-        write_manifest(work, FolderManifest(*described, runtime, sha256))
+        write_manifest(work, FolderManifest(*described, runtime, sha256, rereads))
         verified = verify_folder(work, trust=True)  # of what was made here
         if not verified.ok and proof != "none":
             raise ReplayError(f"The exported {type(model).__qualname__} does not do what the model does.\n{verified}")
@@ -348,8 +359,12 @@ def _store_text(piece: Piece, tokens: torch.Tensor, work: pathlib.Path) -> list[
     return names
 
 
-def _store_generation(model: TransformersModel, task: str, batch: int | None, tokens: int, work: pathlib.Path) -> str:
-    case = generation_case(model, task, batch or 3, tokens)
+def _store_generation(
+    model: TransformersModel, task: str, batch: int | None, tokens: int, work: pathlib.Path, after: int = 0
+) -> str:
+    """Store what the model generates, after a short prompt, or ``after`` so many tokens."""
+    case = generation_case(model, task, batch or 3, tokens, **({"length": after} if after else {}))
     outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens, "margins": case.margins}
-    save_case(work / "cases/generate.case", case.inputs, outputs, name=f"{case.new_tokens} tokens, greedily")
-    return "cases/generate.case"
+    path, text = f"cases/generate{f'-{after}' if after else ''}.case", f"{case.new_tokens} tokens, greedily"
+    save_case(work / path, case.inputs, outputs, name=f"{text}, after {after}" if after else text)
+    return path

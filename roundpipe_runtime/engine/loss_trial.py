@@ -1,0 +1,354 @@
+"""Try on a few rows whether the losses of parts add up to that of all of them, with values as they are and others.
+
+::
+
+    as it is                rows 0 to 2 in one piece, rows 0 and 1, and row 2      value, gradients of the outputs
+    other labels            the same, with labels that were exchanged, cleared, or drawn from those that there are
+    other decisions         the same, with other answers to comparisons of values, see `value_probe`
+
+The weights of the parts (their rows; 1; the items that losses of torch average over) have to hold in all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from yobx_flatten.private_names.of_torch import pytree
+
+from ..batch.averages import count_items
+from ..batch.joining import join
+from ..batch.loss import LossValue, read_loss
+from ..batch.steady_draws import SteadyDraws
+from ..batch.value_probe import Answers, Decision, Decisions, ValueProbe
+
+__all__ = ["NotCallableError", "Reduction", "Refusal", "Row", "try_rows"]
+
+Reduction: TypeAlias = Literal["sum", "mean"]
+
+# Outputs and labels of some rows, and their number.
+Row: TypeAlias = tuple[Any, Any, int]
+
+_TOLERANCE = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_USUAL = 1e-4
+
+# What a loss raises for values that it does not take.
+_REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError, ZeroDivisionError)
+
+
+class NotCallableError(Exception):
+    """The loss cannot be called for a few rows, or returns other numbers each time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why the losses of parts do not add up.
+
+    Attributes:
+        whole: Loss of all rows; ``None`` where it is what the loss decides by that is not known.
+        parts: Losses of the parts.
+        rows: Rows of the parts.
+        by_values: Whether it shows with other values of labels, or other decisions, only.
+    """
+
+    whole: LossValue | None
+    parts: Sequence[LossValue]
+    rows: Sequence[int]
+    by_values: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    value: LossValue
+    gradients: Sequence[torch.Tensor | None]
+    items: tuple[float, ...]
+    decisions: Sequence[Decision]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The losses of all rows and of the parts."""
+
+    whole: _Found
+    parts: Sequence[_Found]
+
+
+def try_rows(
+    loss_fn: Callable[[Any, Any], Any], reduction: Reduction, rows: Sequence[Row], cuts: Sequence[int]
+) -> tuple[Refusal | None, bool]:
+    """Return why losses of parts do not add up, if so, and whether anything was compared.
+
+    Args:
+        loss_fn: loss function.
+        reduction: reduction of the losses of microbatches.
+        rows: rows, or microbatches.
+        cuts: number of rows in each part.
+
+    Raises:
+        NotCallableError: nothing can be compared.
+    """
+    trial = _Trial(loss_fn, cuts)
+    try:
+        first = trial.run(rows)
+        again = trial.find(rows)
+    except _REFUSALS as error:
+        raise NotCallableError(f"{type(error).__name__}: {error}") from error
+    if not _is_near(again.value.tensors, first.whole.value.tensors, _limit(first.whole)):
+        raise NotCallableError("it returns other numbers each time")
+    ways = _Ways(reduction, trial.counts(rows))
+    if not ways.hold(first):
+        return ways.refusal(first, by_values=False), True
+    labels = _other_labels(rows, first.whole.decisions)
+    decisions = Decisions(first.whole.decisions, [one.decisions for one in first.parts])
+    if not decisions.is_aligned:
+        return Refusal(None, (), trial.counts(rows), by_values=True), True
+    decisions.note(first.whole.decisions, *(one.decisions for one in first.parts))
+    for changed in labels:
+        run = _tried(trial, changed)
+        if run is not None and not ways.hold(run):
+            return ways.refusal(run, by_values=True), True
+    for whole, parts in decisions.changed():
+        run = _tried(trial, rows, whole, parts)
+        if run is None:
+            continue
+        if not ways.hold(run):
+            return ways.refusal(run, by_values=True), True
+        decisions.note(run.whole.decisions, *(one.decisions for one in run.parts))
+    # who returns a sum and its weight has said what he reads of rows
+    for answers in decisions.others(reads_rows=first.whole.value.kind != "pair"):
+        try:
+            found = trial.find(rows, answers)
+        except _REFUSALS:
+            continue  # an error is no wrong number
+        if not _is_same_loss(found, first.whole):
+            return Refusal(None, (), trial.counts(rows), by_values=True), True
+    return None, ways.compared > 0
+
+
+def _tried(trial: _Trial, rows: Sequence[Row], whole: Answers = (), parts: Sequence[Answers] = ()) -> _Run | None:
+    try:
+        return trial.run(rows, whole, parts)
+    except _REFUSALS:
+        return None
+
+
+class _Trial:
+    """Evaluations of a loss for some rows in one piece and in parts."""
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Any], cuts: Sequence[int]) -> None:
+        self._loss_fn, self._cuts = loss_fn, cuts
+        self._own = [one for one in loss_fn.parameters() if one.requires_grad] if isinstance(loss_fn, nn.Module) else []
+
+    def counts(self, rows: Sequence[Row]) -> list[int]:
+        """The rows of each part."""
+        return [sum(count for *_, count in part) for part in self._parts(rows)]
+
+    def run(self, rows: Sequence[Row], whole: Answers = (), parts: Sequence[Answers] = ()) -> _Run:
+        """The losses of all rows and of the parts."""
+        with torch.enable_grad():
+            rows = [(_leaves(outputs), labels, count) for outputs, labels, count in rows]
+            leaves = [*_floats([outputs for outputs, *_ in rows]), *self._own]
+            given = parts or [()] * len(self._cuts)
+            return _Run(
+                self._evaluate(rows, whole, leaves),
+                [self._evaluate(part, one, leaves) for part, one in zip(self._parts(rows), given, strict=True)],
+            )
+
+    def find(self, rows: Sequence[Row], answers: Answers = ()) -> _Found:
+        """The loss of all rows."""
+        with torch.no_grad():
+            return self._evaluate(rows, answers, [], seed=2)
+
+    def _parts(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+        start = 0
+        for cut in self._cuts:
+            yield rows[start : start + cut]
+            start += cut
+
+    def _evaluate(self, rows: Sequence[Row], answers: Answers, leaves: Sequence[torch.Tensor], seed: int = 1) -> _Found:
+        torch.default_generator.manual_seed(seed)  # and no other: devices have theirs
+        outputs, labels = _joined(rows)
+        labels = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, labels)
+        # clones: of what requires a gradient, they may be written in place
+        outputs = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
+        given = [one for one in pytree.tree_leaves((outputs, labels)) if isinstance(one, torch.Tensor)]
+        with SteadyDraws(), count_items() as items, ValueProbe(given, answers) as probe:
+            value = read_loss(self._loss_fn(outputs, labels))
+        flowing = [tensor * (1 + 0.1 * k) for k, tensor in enumerate(value.tensors) if tensor.requires_grad]
+        gradients: Sequence[torch.Tensor | None] = [None] * len(leaves)
+        if flowing and leaves:
+            total = torch.stack([one.double() for one in flowing]).sum()
+            gradients = torch.autograd.grad(total, leaves, allow_unused=True)
+        value = dataclasses.replace(value, tensors=tuple(one.detach() for one in value.tensors))
+        return _Found(value, gradients, tuple(items.counts), probe.decisions)
+
+
+class _Ways:
+    """The weights of parts that have held so far."""
+
+    def __init__(self, reduction: Reduction, rows: Sequence[int]) -> None:
+        self._reduction, self._rows = reduction, rows
+        # a script that divides by the number of microbatches itself has means, by rows or by items
+        self._left = ["rows", "ones", "items"] if reduction == "sum" else ["rows"]
+        self.compared = 0
+
+    def hold(self, run: _Run) -> bool:
+        """Report whether some weights hold for these losses as well; nothing follows from those that are no numbers."""
+        whole, parts = run.whole.value, [one.value for one in run.parts]
+        if any((one.kind, len(one.tensors)) != (whole.kind, len(whole.tensors)) for one in parts):
+            return True  # the contract of the losses states that itself
+        if not all(bool(one.isfinite()) for one in whole.tensors):
+            return True
+        if self._reduction == "mean" and self._is_refused_anyway(run):
+            return True
+        if whole.kind == "pair":
+            weights = [one.weight or 0.0 for one in parts]
+            if not whole.weight or not sum(weights):
+                return True
+            self.compared += 1
+            return _adds_up(run, [1 / sum(weights) if weight else 0.0 for weight in weights], 1 / whole.weight)
+        self.compared += 1
+        self._left = [way for way in self._left if (shares := self._shares(way, run)) and _adds_up(run, shares)]
+        return bool(self._left)
+
+    def _is_refused_anyway(self, run: _Run) -> bool:
+        """Whether losses of torch average over items that the contract of the losses refuses in each call."""
+        ratios = {
+            tuple(round(count / rows, 9) for count in one.items)
+            for one, rows in zip((run.whole, *run.parts), (sum(self._rows), *self._rows), strict=True)
+        }
+        return len(ratios) > 1
+
+    def _shares(self, way: str, run: _Run) -> list[float] | None:
+        if way == "ones":
+            return [1.0] * len(self._rows)
+        if way == "rows":
+            return [count / sum(self._rows) for count in self._rows]
+        items = [one.items for one in run.parts]
+        if not all(len(set(counts)) == 1 for counts in items) or not sum(counts[0] for counts in items):
+            return None
+        return [counts[0] / sum(other[0] for other in items) for counts in items]
+
+    def refusal(self, run: _Run, *, by_values: bool) -> Refusal:
+        """State what was found."""
+        return Refusal(run.whole.value, [one.value for one in run.parts], self._rows, by_values)
+
+
+def _adds_up(run: _Run, shares: Sequence[float], factor: float = 1.0) -> bool:
+    limit = _limit(run.whole)
+    terms = [(one, share) for one, share in zip(run.parts, shares, strict=True) if share]
+    for number, tensor in enumerate(run.whole.value.tensors):
+        found = torch.stack([one.value.tensors[number].double().cpu() * share for one, share in terms]).sum()
+        if not _is_near([found], [tensor.double().cpu() * factor], limit):
+            return False
+    totals, expected = [], []
+    for number, gradient in enumerate(run.whole.gradients):
+        parts = [one.gradients[number] for one, _ in terms]
+        if gradient is None and all(part is None for part in parts):
+            continue
+        like = next(one for one in (gradient, *parts) if one is not None)
+        expected.append(torch.zeros_like(like) if gradient is None else gradient * factor)
+        flowing = [part * share for part, (_, share) in zip(parts, terms, strict=True) if part is not None]
+        totals.append(torch.stack(flowing).sum(0) if flowing else torch.zeros_like(like))
+    scale = max((float(one.double().norm()) for one in expected), default=0.0)
+    pairs = [(one.double(), other.double()) for one, other in zip(totals, expected, strict=True)]
+    return all(
+        float((one - other).norm()) <= 10 * limit * max(float(other.norm()), 0.1 * scale, 1e-9) for one, other in pairs
+    )
+
+
+def _is_same_loss(one: _Found, other: _Found) -> bool:
+    """Whether two evaluations have the same loss; of a pair, the same sum, as its weight is compared with parts."""
+    same_kind = one.value.kind == other.value.kind and len(one.value.tensors) == len(other.value.tensors)
+    return same_kind and _is_near(one.value.tensors, other.value.tensors, _limit(other))
+
+
+def _limit(found: _Found) -> float:
+    dtypes = [one.dtype for one in (*found.value.tensors, *found.gradients) if one is not None]
+    return max(_TOLERANCE.get(dtype, _USUAL) for dtype in dtypes)
+
+
+def _is_near(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], limit: float) -> bool:
+    return len(found) == len(expected) and all(
+        torch.allclose(one.double().cpu(), other.double().cpu(), rtol=limit, atol=limit * 1e-2, equal_nan=True)
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+def _joined(rows: Sequence[Row]) -> tuple[Any, Any]:
+    counts = [count for *_, count in rows]
+    outputs, labels = (join([row[place] for row in rows], counts, rows=counts) for place in range(2))
+    return outputs, labels
+
+
+def _leaves(outputs: Any) -> Any:
+    return pytree.tree_map_only(
+        torch.Tensor,
+        lambda one: one.detach().requires_grad_() if one.is_floating_point() or one.is_complex() else one,
+        outputs,
+    )
+
+
+def _floats(outputs: Any) -> list[torch.Tensor]:
+    return [one for one in pytree.tree_leaves(outputs) if isinstance(one, torch.Tensor) and one.requires_grad]
+
+
+# -- other labels ----------------------------------------------------------------------------------------------------
+
+
+def _other_labels(rows: Sequence[Row], decisions: Sequence[Decision]) -> Iterator[list[Row]]:
+    """Yield the same rows with other labels: drawn of those there are and what they are compared with, or cleared."""
+    columns = [pytree.tree_flatten(labels)[0] for _, labels, _ in rows]
+    cut = [
+        number
+        for number, column in enumerate(zip(*columns, strict=True))
+        if all(_is_of_row(one, row) for one, row in zip(column, rows, strict=True))
+        and len({id(one) for one in column}) == len(rows)
+    ]
+    if not cut:
+        return
+    constants = sorted({round(number) for one in decisions for number in one.constants if abs(number) < 2**31})
+    generator = torch.Generator().manual_seed(5)
+    for extra in ([*constants, 0, 1], [0, 1], []):
+        made = [list(column) for column in columns]
+        for number in cut:
+            _draw(made, number, extra, generator)
+        yield _with_labels(rows, made)
+    for filling in (-100, 0):
+        made = [list(column) for column in columns]
+        for number in cut:
+            made[-1][number] = torch.full_like(made[-1][number], filling if _may_be_ignored(made[-1][number]) else 0)
+        yield _with_labels(rows, made)
+
+
+def _is_of_row(leaf: Any, row: Row) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == row[2]
+
+
+def _may_be_ignored(labels: torch.Tensor) -> bool:
+    return labels.dtype in (torch.int64, torch.int32, torch.int16)
+
+
+def _draw(columns: list[list[Any]], number: int, extra: Sequence[int], generator: torch.Generator) -> None:
+    held = [column[number] for column in columns]
+    first = held[0]
+    if first.is_floating_point():
+        for column in columns:
+            one = column[number]
+            column[number] = one * torch.rand(one.shape, generator=generator).to(one.dtype)
+    elif not first.is_complex():
+        pool = torch.unique(torch.cat([*(one.flatten() for one in held), torch.tensor(extra, dtype=first.dtype)]))
+        for column in columns:
+            one = column[number]
+            column[number] = pool[torch.randint(len(pool), one.shape, generator=generator)]
+
+
+def _with_labels(rows: Sequence[Row], columns: Sequence[Sequence[Any]]) -> list[Row]:
+    return [
+        (outputs, pytree.tree_unflatten(list(column), pytree.tree_structure(labels)), count)
+        for (outputs, labels, count), column in zip(rows, columns, strict=True)
+    ]

@@ -95,16 +95,17 @@ class ValueProbe(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         given = pytree.tree_leaves((args, kwargs or {}))
         tensors = [one for one in given if isinstance(one, torch.Tensor)]
-        self._has_begun = self._has_begun or any(one in self._awaited for one in tensors)
+        made = [one for one in pytree.tree_leaves(found) if isinstance(one, torch.Tensor)]
+        if made or name in _READS:  # and not a shape
+            self._has_begun = self._has_begun or any(one in self._awaited for one in tensors)
         if name in _OF_NO_NUMBER or not any(one in self._of_batch for one in tensors):
             return found
         if self._has_begun and (name in _READS or _compares(tensors, found)):
             found = self._decided(name, given, found)
-        made = [found] if isinstance(found, torch.Tensor) else found if isinstance(found, (tuple, list)) else []
+            made = [found] if isinstance(found, torch.Tensor) else []
         changed = tensors[:1] if name.endswith("_") else []  # in place, or `__setitem__`
         for one in (*made, *changed):
-            if isinstance(one, torch.Tensor):
-                self._of_batch[one] = True
+            self._of_batch[one] = True
         return found
 
     def _decided(self, name: str, given: Sequence[Any], found: Any) -> Any:
@@ -203,15 +204,15 @@ class Decisions:
         ]
         groups: list[list[_Question]] = []
         for one in self._questions:
-            same = next((group for group in groups if group[0].whole.is_of(one.whole.name, one.whole.given)), None)
-            if same is None:
+            linked = next((group for group in groups if _is_about_the_same(group[0].whole, one.whole)), None)
+            if linked is None:
                 groups.append([one])
             else:
-                same.append(one)
-        of_each = groups if 1 < len(groups) <= _SINGLE else []
-        for group, change in itertools.product([self._questions, *of_each], changes):
-            if group:
-                found = _alike([one.answers(change) for one in group])
+                linked.append(one)
+        of_each = [[group] for group in groups] if 1 < len(groups) <= _SINGLE else []
+        for chosen, change in itertools.product([groups, *of_each], changes):
+            if chosen:
+                found = [answer for group in chosen for answer in _linked(group, change)]
                 of_parts = [
                     [part for _, parts in found if (part := parts[number]) is not None]
                     for number in range(self._number)
@@ -231,16 +232,49 @@ class Decisions:
             yield from ([answer] for answer in _opposites(one))
 
 
-def _alike(
-    answers: Sequence[tuple[Decision, list[Decision | None]]],
+def _is_about_the_same(one: Decision, other: Decision) -> bool:
+    """Whether two decisions are about the same values, and say the same or the opposite."""
+    (first, *_), (second, *_) = ([x for x in each.given if isinstance(x, torch.Tensor)] for each in (one, other))
+    if (
+        first.numel() != second.numel()
+        or first.dtype != second.dtype
+        or not _is_close(first.flatten(), second.flatten())
+    ):
+        return False
+    return _relation(one, other) is not None
+
+
+def _relation(one: Decision, other: Decision) -> bool | None:
+    """Whether a decision says the opposite of another one; ``None`` where it says something else."""
+    found, before = (torch.as_tensor(each.found).flatten() for each in (other, one))
+    if found.shape != before.shape:
+        return None
+    return False if torch.equal(found, before) else True if torch.equal(found, ~before) else None
+
+
+def _linked(
+    group: Sequence[_Question], change: Callable[[torch.Tensor, bool], torch.Tensor]
 ) -> list[tuple[Decision, list[Decision | None]]]:
-    """The answers, such that two decisions about the same values have the same."""
-    made: list[tuple[Decision, list[Decision | None]]] = []
-    for whole, parts in answers:
-        before = next((one for one, _ in made if one.is_of(whole.name, whole.given)), whole)
-        same = [one and dataclasses.replace(one, found=before.found) for one in parts] if before is not whole else parts
-        made.append((before if before is not whole else whole, parts if len(parts) == sum(map(bool, parts)) else same))
-    return made
+    """The answers to questions about the same values, which do not contradict each other."""
+    first, own = group[0], group[0].answers(change)
+    found = [own]
+    for one in group[1:]:
+        is_opposite = bool(_relation(first.whole, one.whole))
+        pairs = zip((one.whole, *one.parts), (own[0], *own[1]), strict=True)
+        whole, *parts = [
+            None
+            if asked is None
+            else dataclasses.replace(asked, found=_said((answer or own[0]).found, asked.found, is_opposite))
+            for asked, answer in pairs
+        ]
+        assert whole is not None
+        found.append((whole, parts))
+    return found
+
+
+def _said(answer: Any, found: Any, is_opposite: bool) -> Any:
+    truth = torch.as_tensor(answer) ^ is_opposite
+    return truth.reshape(found.shape) if isinstance(found, torch.Tensor) else bool(truth)
 
 
 def _opposites(one: Decision) -> Iterator[Decision]:

@@ -2,7 +2,7 @@
 
 ::
 
-    as it is                rows 0 to 2 in one piece, rows 0 and 1, and row 2      value, gradients of the outputs
+    as it is                rows 0 to 2 in one piece, rows 0 and 1, and row 2
     other labels            the same, with labels that were exchanged, cleared, or drawn from those that there are
     other decisions         the same, with other answers to comparisons of values, see `value_probe`
 
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import nn
 
 from yobx_flatten.private_names.of_torch import pytree
 
@@ -64,7 +63,6 @@ class Refusal:
 @dataclasses.dataclass(frozen=True)
 class _Found:
     value: LossValue
-    gradients: Sequence[torch.Tensor | None]
     items: tuple[float, ...]
     decisions: Sequence[Decision]
 
@@ -141,7 +139,6 @@ class _Trial:
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any], cuts: Sequence[int]) -> None:
         self._loss_fn, self._cuts = loss_fn, cuts
-        self._own = [one for one in loss_fn.parameters() if one.requires_grad] if isinstance(loss_fn, nn.Module) else []
 
     def counts(self, rows: Sequence[Row]) -> list[int]:
         """The rows of each part."""
@@ -149,42 +146,25 @@ class _Trial:
 
     def run(self, rows: Sequence[Row], whole: Answers = (), parts: Sequence[Answers] = ()) -> _Run:
         """The losses of all rows and of the parts."""
-        with torch.enable_grad():
-            rows = [(_leaves(outputs), labels, count) for outputs, labels, count in rows]
-            leaves = [*_floats([outputs for outputs, *_ in rows]), *self._own]
-            given = parts or [()] * len(self._cuts)
-            return _Run(
-                self._evaluate(rows, whole, leaves),
-                [self._evaluate(part, one, leaves) for part, one in zip(self._parts(rows), given, strict=True)],
-            )
+        given = parts or [()] * len(self._cuts)
+        of_parts = [self.find(part, one) for part, one in zip(self._parts(rows), given, strict=True)]
+        return _Run(self.find(rows, whole), of_parts)
 
     def find(self, rows: Sequence[Row], answers: Answers = ()) -> _Found:
-        """The loss of all rows."""
-        with torch.no_grad():
-            return self._evaluate(rows, answers, [], seed=2)
+        """The loss of some rows in one piece."""
+        torch.default_generator.manual_seed(1)  # and no other: devices have theirs
+        # clones, which may be written in place
+        outputs, labels = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, _joined(rows))
+        given = [one for one in pytree.tree_leaves((outputs, labels)) if isinstance(one, torch.Tensor)]
+        with torch.no_grad(), SteadyDraws(), count_items() as items, ValueProbe(given, answers) as probe:
+            value = read_loss(self._loss_fn(outputs, labels))
+        return _Found(value, tuple(items.counts), probe.decisions)
 
     def _parts(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
         start = 0
         for cut in self._cuts:
             yield rows[start : start + cut]
             start += cut
-
-    def _evaluate(self, rows: Sequence[Row], answers: Answers, leaves: Sequence[torch.Tensor], seed: int = 1) -> _Found:
-        torch.default_generator.manual_seed(seed)  # and no other: devices have theirs
-        outputs, labels = _joined(rows)
-        labels = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, labels)
-        # clones: of what requires a gradient, they may be written in place
-        outputs = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
-        given = [one for one in pytree.tree_leaves((outputs, labels)) if isinstance(one, torch.Tensor)]
-        with SteadyDraws(), count_items() as items, ValueProbe(given, answers) as probe:
-            value = read_loss(self._loss_fn(outputs, labels))
-        flowing = [tensor * (1 + 0.1 * k) for k, tensor in enumerate(value.tensors) if tensor.requires_grad]
-        gradients: Sequence[torch.Tensor | None] = [None] * len(leaves)
-        if flowing and leaves:
-            total = torch.stack([one.double() for one in flowing]).sum()
-            gradients = torch.autograd.grad(total, leaves, allow_unused=True)
-        value = dataclasses.replace(value, tensors=tuple(one.detach() for one in value.tensors))
-        return _Found(value, gradients, tuple(items.counts), probe.decisions)
 
 
 class _Ways:
@@ -207,7 +187,9 @@ class _Ways:
             return True
         if whole.kind == "pair":
             weights = [one.weight or 0.0 for one in parts]
-            if not whole.weight or not sum(weights):
+            # a sum of nothing that is not zero: torch's losses count labels that were answered not to count
+            contradicts = self.compared and any(not one.weight and bool(one.tensors[0]) for one in parts)
+            if not whole.weight or not sum(weights) or contradicts:
                 return True
             self.compared += 1
             return _adds_up(run, [1 / sum(weights) if weight else 0.0 for weight in weights], 1 / whole.weight)
@@ -245,20 +227,7 @@ def _adds_up(run: _Run, shares: Sequence[float], factor: float = 1.0) -> bool:
         found = torch.stack([one.value.tensors[number].double().cpu() * share for one, share in terms]).sum()
         if not _is_near([found], [tensor.double().cpu() * factor], limit):
             return False
-    totals, expected = [], []
-    for number, gradient in enumerate(run.whole.gradients):
-        parts = [one.gradients[number] for one, _ in terms]
-        if gradient is None and all(part is None for part in parts):
-            continue
-        like = next(one for one in (gradient, *parts) if one is not None)
-        expected.append(torch.zeros_like(like) if gradient is None else gradient * factor)
-        flowing = [part * share for part, (_, share) in zip(parts, terms, strict=True) if part is not None]
-        totals.append(torch.stack(flowing).sum(0) if flowing else torch.zeros_like(like))
-    scale = max((float(one.double().norm()) for one in expected), default=0.0)
-    pairs = [(one.double(), other.double()) for one, other in zip(totals, expected, strict=True)]
-    return all(
-        float((one - other).norm()) <= 10 * limit * max(float(other.norm()), 0.1 * scale, 1e-9) for one, other in pairs
-    )
+    return True
 
 
 def _is_same_loss(one: _Found, other: _Found) -> bool:
@@ -268,7 +237,7 @@ def _is_same_loss(one: _Found, other: _Found) -> bool:
 
 
 def _limit(found: _Found) -> float:
-    dtypes = [one.dtype for one in (*found.value.tensors, *found.gradients) if one is not None]
+    dtypes = [one.dtype for one in found.value.tensors]
     return max(_TOLERANCE.get(dtype, _USUAL) for dtype in dtypes)
 
 
@@ -283,18 +252,6 @@ def _joined(rows: Sequence[Row]) -> tuple[Any, Any]:
     counts = [count for *_, count in rows]
     outputs, labels = (join([row[place] for row in rows], counts, rows=counts) for place in range(2))
     return outputs, labels
-
-
-def _leaves(outputs: Any) -> Any:
-    return pytree.tree_map_only(
-        torch.Tensor,
-        lambda one: one.detach().requires_grad_() if one.is_floating_point() or one.is_complex() else one,
-        outputs,
-    )
-
-
-def _floats(outputs: Any) -> list[torch.Tensor]:
-    return [one for one in pytree.tree_leaves(outputs) if isinstance(one, torch.Tensor) and one.requires_grad]
 
 
 # -- other labels ----------------------------------------------------------------------------------------------------

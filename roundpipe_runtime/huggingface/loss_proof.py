@@ -7,8 +7,9 @@ runs on a few of its rows, in one piece and in two uneven parts. Weights for the
     rows     the number of rows
     sum      1, so that losses are added
 
-Those that give the loss and every gradient of all rows, also where labels of a row are ignored in part or whole, are
-used. Where none does, or where parts draw other random numbers, the loss is computed once for all rows.
+Those are used that give the loss and every gradient of all rows, also where labels of a row are ignored in part or
+whole or are others, and where comparisons of values come out otherwise (see `value_probe`). Where none does, where
+parts draw other random numbers, or where values of several rows decide, the loss is computed once for all rows.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs
 
+from ..batch.value_probe import Answers, Decision, Decisions, ValueProbe
 from .cutting.cut_state import CutState
 from .cutting.digest import digest, distance, typical
 from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share
@@ -139,26 +141,83 @@ def prove(
             return LossProof("items")  # nothing to weigh
         if not _are_close(tail.of_all(whole, seed=2), first):
             return LossProof("whole", "the model draws random numbers after its layers")
-        left, compared = list(_WAYS), 0
-        is_share = gives_share(whole.kwargs)
-        for change in _label_changes(model, whole):
-            try:
-                expected = tail.of_all(change(whole), seed=1)
-            except _REFUSALS:
-                if change is _unchanged:
-                    raise
-                continue
-            if expected is None or expected.count == 0 or not expected.loss.isfinite():
-                continue
-            changed = [*parts[:-1], change(parts[-1])]
-            left = [way for way in left if _are_close(tail.of_parts(whole, changed, split, way, is_share), expected)]
-            compared += 1
-            if not left:
+        ways = _Ways(tail, whole, parts, split)
+        for change in _label_changes(model, whole, first.decisions):
+            if not ways.hold_with(change):
                 reason = "it is not a mean or sum over rows, nor over labels that torch's loss functions count"
-                return LossProof("joined" if split else "whole", reason, compared)
-    if not compared:
-        return LossProof("joined" if split else "whole", "no labels count in its first rows, or it is not finite there")
-    return LossProof(left[0], variants=compared)
+                return ways.otherwise(reason)
+        if not ways.compared:
+            return ways.otherwise("no labels count in its first rows, or it is not finite there")
+        if not ways.hold_for_other_values():
+            return ways.otherwise("it decides by values of several rows, such as which of them it averages over")
+    return LossProof(ways.left[0], variants=ways.compared)
+
+
+class _Ways:
+    """The weights of the parts that have held so far."""
+
+    def __init__(
+        self,
+        tail: _Tail,
+        whole: SomeRows,
+        parts: Sequence[SomeRows],
+        split: Callable[[CutState], Sequence[CutState]] | None,
+    ) -> None:
+        self._tail, self._whole, self._parts, self._split = tail, whole, parts, split
+        self._is_share = gives_share(whole.kwargs)
+        self._usual: tuple[_Found, _Found] | None = None  # of the rows as they are
+        self.left, self.compared = list(_WAYS), 0
+
+    def otherwise(self, reason: str) -> LossProof:
+        """The proof that no weights are known."""
+        return LossProof("joined" if self._split else "whole", reason, self.compared)
+
+    def hold_with(self, change: Callable[[SomeRows], SomeRows]) -> bool:
+        """Report whether some weights hold where the last row is changed as well."""
+        try:
+            expected = self._tail.of_all(change(self._whole), seed=1)
+        except _REFUSALS:
+            if change is _unchanged:
+                raise
+            return True
+        return self._hold(expected, [*self._parts[:-1], change(self._parts[-1])])
+
+    def hold_for_other_values(self) -> bool:
+        """Report whether they also hold where comparisons of values come out otherwise."""
+        if self._usual is None:
+            return False
+        expected, found = self._usual
+        decisions = Decisions(expected.decisions, found.of_parts)
+        if not decisions.is_aligned:
+            return False
+        decisions.note(expected.decisions, *found.of_parts)
+        for whole, parts in decisions.changed():
+            try:
+                is_held = self._hold(self._tail.of_all(self._whole, seed=1, answers=whole), self._parts, parts)
+            except _REFUSALS:
+                continue  # an error is no wrong number
+            if not is_held:
+                return False
+        for answers in decisions.others(reads_rows=True):
+            try:
+                other = self._tail.of_all(self._whole, seed=1, answers=answers)
+            except _REFUSALS:
+                continue
+            if not _are_close(other, self._usual[0]):
+                return False
+        return True
+
+    def _hold(self, expected: _Found | None, parts: Sequence[SomeRows], answers: Sequence[Answers] = ()) -> bool:
+        if expected is None or expected.count == 0 or not expected.loss.isfinite():
+            return True
+        left, tail = [], self._tail
+        for way in self.left:
+            found = tail.of_parts(self._whole, parts, self._split, way, self._is_share, answers)
+            if found is not None and _are_close(found, expected):
+                left.append(way)
+                self._usual = self._usual or (expected, found)
+        self.left, self.compared = left, self.compared + 1
+        return bool(left)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +227,8 @@ class _Found:
     loss: torch.Tensor
     count: float
     gradients: Sequence[torch.Tensor | None]
+    decisions: Sequence[Decision] = ()
+    of_parts: Sequence[Sequence[Decision]] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,12 +241,14 @@ class _Tail:
     has_auxiliary: bool
     parameters: Mapping[str, torch.Tensor]
 
-    def of_all(self, rows: SomeRows, *, seed: int) -> _Found | None:
+    def of_all(self, rows: SomeRows, *, seed: int, answers: Answers = ()) -> _Found | None:
         """The loss of all rows; ``None`` without one."""
         state, leaves = _with_leaves(rows.state)
         with torch.enable_grad():
-            loss, count = self._loss(dataclasses.replace(rows, state=state), "items", seed)
-        return None if loss is None or not loss.requires_grad else self._found(loss, count, leaves)
+            loss, count, decisions = self._loss(dataclasses.replace(rows, state=state), "items", seed, answers)
+        if loss is None or not loss.requires_grad:
+            return None
+        return dataclasses.replace(self._found(loss, count, leaves), decisions=decisions)
 
     def of_parts(
         self,
@@ -194,25 +257,29 @@ class _Tail:
         split: Callable[[CutState], Sequence[CutState]] | None,
         way: WeightBy,
         is_share: bool,
+        answers: Sequence[Answers] = (),
     ) -> _Found | None:
         """The weighted losses of the parts; ``None`` where they have no such weights."""
         state, leaves = _with_leaves(whole.state)
         with torch.enable_grad():
             states = [None] * len(parts) if state is None or split is None else split(state)
             found = [
-                self._loss(dataclasses.replace(part, state=one), way, seed=1)
-                for part, one in zip(parts, states, strict=True)
+                self._loss(dataclasses.replace(part, state=one), way, 1, answered)
+                for part, one, answered in zip(parts, states, answers or [()] * len(parts), strict=True)
             ]
-            losses = [loss for loss, _ in found if loss is not None]
-            counts = [count for _, count in found]
+            losses = [loss for loss, *_ in found if loss is not None]
+            counts = [count for _, count, _ in found]
             is_share = is_share or way == "sum"
             if len(losses) < len(parts) or not all(math.isfinite(n) and (n >= 0 or is_share) for n in counts):
                 return None
             shares = shares_of(counts)
             loss = torch.stack([a * b for a, b in zip(losses, shares, strict=True)]).sum()
-            return self._found(loss, sum(counts), leaves) if loss.requires_grad else None
+            made = self._found(loss, sum(counts), leaves) if loss.requires_grad else None
+            return made and dataclasses.replace(made, of_parts=[decisions for *_, decisions in found])
 
-    def _loss(self, rows: SomeRows, way: WeightBy, seed: int) -> tuple[torch.Tensor | None, float]:
+    def _loss(
+        self, rows: SomeRows, way: WeightBy, seed: int, answers: Answers
+    ) -> tuple[torch.Tensor | None, float, Sequence[Decision]]:
         options = dataclasses.replace(self.options, weight_by=way)
         torch.default_generator.manual_seed(seed)  # and no other: devices have theirs
         if rows.state is None:
@@ -220,11 +287,20 @@ class _Tail:
         else:
             call = rows.args, rows.kwargs
             args, kwargs = (dataclasses.replace(rows.state, call=call, options=options, seed=seed),), {}
-        output, count, _ = functional_call(self.piece, dict(self.parameters), args, kwargs)
+        # what runs before the code looks at outputs of the last layer, or at labels, runs before the layers
+        values = {} if rows.state is None else rows.state.values
+        given, last = list(values.values()), max((key.call for key in values), default=0)
+        labels = [rows.kwargs.get(name) for name in label_names(self.model)] if rows.state is None else []
+        begins = [one for key, one in values.items() if key.call == last]
+        begins = begins or [one for one in labels if isinstance(one, torch.Tensor)]
+        sources = [one for one in pytree.tree_leaves((rows.args, rows.kwargs)) if isinstance(one, torch.Tensor)]
+        with ValueProbe([*given, *sources], answers, begins) as probe:
+            output, count, _ = functional_call(self.piece, dict(self.parameters), args, kwargs)
         loss = loss_of(output)
         if loss is None:
-            return None, count
-        return (without_auxiliary_loss(self.model, output) if self.has_auxiliary else loss), count
+            return None, count, probe.decisions
+        loss = without_auxiliary_loss(self.model, output) if self.has_auxiliary else loss
+        return loss, count, probe.decisions
 
     def _found(self, loss: torch.Tensor, count: float, leaves: Sequence[torch.Tensor]) -> _Found:
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
@@ -278,11 +354,13 @@ def _unchanged(rows: SomeRows) -> SomeRows:
     return rows
 
 
-def _label_changes(model: nn.Module, whole: SomeRows) -> Iterator[Callable[[SomeRows], SomeRows]]:
+def _label_changes(
+    model: nn.Module, whole: SomeRows, decisions: Sequence[Decision]
+) -> Iterator[Callable[[SomeRows], SomeRows]]:
     """Yield functions that change what counts in the last row, so that parts have other numbers of items, or none.
 
-    Labels are ignored, all of them or all but one. Of masks, which are what holds nothing but zeros and ones, one place
-    is left: no loss is meant for rows without any.
+    Labels are ignored, all of them or all but one; or others, of those there are and what they are compared with. Of
+    masks, which are what holds nothing but zeros and ones, one place is left: no loss is meant for rows without any.
     """
     yield _unchanged
     own = getattr(getattr(model, "config", None), "semantic_loss_ignore_index", None)
@@ -292,7 +370,10 @@ def _label_changes(model: nn.Module, whole: SomeRows) -> Iterator[Callable[[Some
         if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] != whole.count:
             continue
         last = value[-1]
-        if name in labels and not value.is_floating_point() and value.dtype != torch.bool:
+        if name in labels and value.dtype.is_floating_point:
+            yield functools.partial(_with_last, name=name, last=last * torch.rand(last.shape, generator=_seeded()))
+        elif name in labels and value.dtype != torch.bool:
+            yield functools.partial(_with_last, name=name, last=_others(value, decisions))
             for filling in ignored:
                 yield functools.partial(_with_last, name=name, last=torch.full_like(last, filling))
                 if last.numel() > 1:
@@ -301,6 +382,17 @@ def _label_changes(model: nn.Module, whole: SomeRows) -> Iterator[Callable[[Some
             yield functools.partial(
                 _with_last, name=name, last=_but_for_one(last, 0, torch.ones_like(last.flatten()[-1]))
             )
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+def _others(value: torch.Tensor, decisions: Sequence[Decision]) -> torch.Tensor:
+    """Other labels for the last row: some that occur, or with which values are compared, and that do not make it up."""
+    constants = {round(number) for one in decisions for number in one.constants if 0 <= number <= int(value.max())}
+    pool: torch.Tensor = torch.unique(torch.cat([value.flatten(), torch.tensor([0, *constants], dtype=value.dtype)]))
+    return pool[torch.randint(len(pool), value[-1].shape, generator=_seeded())].to(value.dtype)
 
 
 def _but_for_one(row: torch.Tensor, filling: int, kept: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from yobx_flatten.private_names.of_torch import pytree
 
-__all__ = ["Answers", "Decision", "Decisions", "ValueProbe"]
+__all__ = ["Answers", "Changed", "Decision", "Decisions", "ValueProbe"]
 
 # How Python gets numbers out of a tensor; comparisons of whole tensors are among them.
 _READS = {"__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "item", "tolist", "numpy",
@@ -66,6 +66,25 @@ class Decision:
 
 # What calls return instead, the first of each call and values.
 Answers: TypeAlias = Sequence[Decision]
+
+
+@dataclasses.dataclass(frozen=True)
+class Changed:
+    """Answers about rows.
+
+    Attributes:
+        whole: Answers for all rows in one piece.
+        parts: Answers for each part.
+        may_contradict: Whether one of several answers may change what another one is about, in some parts only.
+    """
+
+    whole: Answers
+    parts: Sequence[Answers]
+    may_contradict: bool
+
+    def contradicts(self, whole: Sequence[Decision], parts: Sequence[Sequence[Decision]]) -> bool:
+        """Report whether a run with these answers decided otherwise in one piece than in parts, which says nothing."""
+        return self.may_contradict and _aligned(whole, parts) is None
 
 
 class ValueProbe(TorchFunctionMode):
@@ -189,7 +208,7 @@ class Decisions:
                 if one is not None and one.name == asked.name and _is_truth(one.found):
                     self._seen.setdefault(place, set()).add(bool(torch.as_tensor(one.found).all()))
 
-    def changed(self) -> Iterator[tuple[Answers, Sequence[Answers]]]:
+    def changed(self) -> Iterator[Changed]:
         """Yield answers about rows, in one piece and in the parts."""
         generator = torch.Generator().manual_seed(3)
 
@@ -217,7 +236,7 @@ class Decisions:
                     [part for _, parts in found if (part := parts[number]) is not None]
                     for number in range(self._number)
                 ]
-                yield [whole for whole, _ in found], of_parts
+                yield Changed([whole for whole, _ in found], of_parts, len(chosen) > 1 and bool(of_each))
 
     def others(self, *, reads_rows: bool) -> Iterator[Answers]:
         """Yield other answers in one piece to what concerns all rows.

@@ -32,7 +32,7 @@ from ..errors import JoinError, LossError, RoundPipeError, RoundPipeWarning, Spl
 from .generators import held_generators, process_generators
 from .loss_trial import NotCallableError, Reduction, Refusal, Row, try_rows
 
-__all__ = ["LossCheck", "LossChecks"]
+__all__ = ["LossCheck", "LossChecks", "loss_code"]
 
 # Rows that are enough for two parts with different numbers of rows.
 _ROWS = 3
@@ -56,12 +56,12 @@ class LossChecks:
         """
         if getattr(loss_fn, "has_proven_weights", False):
             return None
-        key = _code(loss_fn), reduction, tuple(map(_kind, labels))
+        key = loss_code(loss_fn), reduction, tuple(map(_kind, labels))
         return None if key in self._done else LossCheck(loss_fn, reduction, functools.partial(self._done.add, key))
 
 
-def _code(function: Any) -> Hashable:
-    """What stays the same where a script makes its loss function anew in each step."""
+def loss_code(function: Any) -> Hashable:
+    """Return what stays the same where a script makes its loss function anew in each step."""
     function = inspect.unwrap(function)
     while isinstance(function, functools.partial):
         function = function.func

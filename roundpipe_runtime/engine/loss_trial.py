@@ -109,17 +109,17 @@ def try_rows(
         run = _tried(trial, changed)
         if run is not None and not ways.hold(run):
             return ways.refusal(run, by_values=True), True
-    for whole, parts in decisions.changed():
-        run = _tried(trial, rows, whole, parts)
-        if run is None:
+    for answers in decisions.changed():
+        run = _tried(trial, rows, answers.whole, answers.parts)
+        if run is None or answers.contradicts(run.whole.decisions, [one.decisions for one in run.parts]):
             continue
         if not ways.hold(run):
             return ways.refusal(run, by_values=True), True
         decisions.note(run.whole.decisions, *(one.decisions for one in run.parts))
     # who returns a sum and its weight has said what he reads of rows
-    for answers in decisions.others(reads_rows=first.whole.value.kind != "pair"):
+    for others in decisions.others(reads_rows=first.whole.value.kind != "pair"):
         try:
-            found = trial.find(rows, answers)
+            found = trial.find(rows, others)
         except _REFUSALS:
             continue  # an error is no wrong number
         if not _is_same_loss(found, first.whole):

@@ -17,12 +17,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
 
-from ..batch.value_probe import Changed, Decision, Decisions
+from ..batch.value_probe import Answers, Decision, Decisions
 from .cutting.cut_state import CutState
 from .loss.call_options import CallOptions, gives_share
 from .loss.moe_aux_loss import has_auxiliary_loss
@@ -107,22 +107,28 @@ def prove(
         first = tail.of_all(whole, seed=1)
         if first is None:
             return LossProof("items")  # nothing to weigh
-        if not are_close(tail.of_all(whole, seed=2), first):
+        if first.draws and not are_close(tail.of_all(whole, seed=2), first):
             return LossProof("whole", "the model draws random numbers after its layers")
         ways = _Ways(tail, whole, parts, split)
-        for change in _label_changes(model, whole, first.decisions):
-            if not ways.hold_with(change):
-                reason = "it is not a mean or sum over rows, nor over labels that torch's loss functions count"
-                return ways.otherwise(reason)
+        changes = list(_label_changes(model, whole, first.decisions))
+        found: WeightBy | None = next((way for way in _WAYS if ways.hold(way, changes)), None)
         if not ways.compared:
             return ways.otherwise("no labels count in its first rows, or it is not finite there")
-        if first.decisions and not ways.hold_for_other_values():
+        if found is not None and ways.has_refused and not ways.hold(found, list(_other_labels(model, whole, first))):
+            found = None
+        if found is None:
+            reason = "it is not a mean or sum over rows, nor over labels that torch's loss functions count"
+            return ways.otherwise(reason)
+        if first.decisions and not ways.hold_for_other_values(found, first):
             return ways.otherwise("it decides by values of several rows, such as which of them it averages over")
-    return LossProof(ways.left[0], variants=ways.compared)
+    return LossProof(found, variants=ways.compared)
+
+
+Change: TypeAlias = Callable[[SomeRows], SomeRows]
 
 
 class _Ways:
-    """The weights of the parts that have held so far."""
+    """Compares the weighted losses of the parts with those of all rows."""
 
     def __init__(
         self,
@@ -133,44 +139,67 @@ class _Ways:
     ) -> None:
         self._tail, self._whole, self._parts, self._split = tail, whole, parts, split
         self._is_share = gives_share(whole.kwargs)
-        self._shown: list[tuple[Found, Found]] = []  # of all rows and of the parts, those that held
-        self.left, self.compared = list(_WAYS), 0
+        self._expected: dict[Change, Found | None] = {}
+        self.compared = 0
 
     def otherwise(self, reason: str) -> LossProof:
         """The proof that no weights are known."""
         return LossProof("joined" if self._split else "whole", reason, self.compared)
 
-    def hold_with(self, change: Callable[[SomeRows], SomeRows]) -> bool:
-        """Report whether some weights hold where the last row is changed as well."""
-        try:
-            expected = self._tail.of_all(change(self._whole), seed=1)
-        except _REFUSALS:
-            if change is _unchanged:
-                raise
-            return True
-        return self._hold(expected, [*self._parts[:-1], change(self._parts[-1])])
+    def hold(self, way: WeightBy, changes: Sequence[Change]) -> bool:
+        """Report whether weights hold for the rows as they are, and where the last row is changed."""
+        compared, is_held = 0, True
+        for change in changes:
+            expected = self._expected_with(change)
+            if _is_comparable(expected):
+                compared += 1
+                is_held = are_close(self._of_parts(way, [*self._parts[:-1], change(self._parts[-1])]), expected)
+            if not is_held:
+                break
+        self.compared = max(self.compared, compared)
+        return is_held and self.compared > 0
 
-    def hold_for_other_values(self) -> bool:
-        """Report whether they also hold where comparisons of values come out otherwise."""
-        usual = self._tail.of_all(self._whole, seed=1)
-        found = self._tail.of_parts(self._whole, self._parts, self._split, self.left[0], self._is_share)
-        if usual is None or found is None:
+    @property
+    def has_refused(self) -> bool:
+        """Whether the model raised an error for some labels, so that fewer were compared."""
+        return any(one is None for one in self._expected.values())
+
+    def _expected_with(self, change: Change) -> Found | None:
+        if change not in self._expected:
+            try:
+                self._expected[change] = self._tail.of_all(change(self._whole), seed=1)
+            except _REFUSALS:
+                if change is _unchanged:
+                    raise
+                self._expected[change] = None
+        return self._expected[change]
+
+    def _of_parts(self, way: WeightBy, parts: Sequence[SomeRows], answers: Sequence[Answers] = ()) -> Found | None:
+        return self._tail.of_parts(self._whole, parts, self._split, way, self._is_share, answers)
+
+    def hold_for_other_values(self, way: WeightBy, usual: Found) -> bool:
+        """Report whether weights that held also do where comparisons of values come out otherwise."""
+        found = self._of_parts(way, self._parts)
+        if found is None:
             return False
         decisions = Decisions(usual.decisions, found.of_parts)
         if not decisions.is_aligned:
             return False
         decisions.note(usual.decisions, *found.of_parts)
         for answers in decisions.changed():
-            self._shown.clear()
             try:
                 expected = self._tail.of_all(self._whole, seed=1, answers=answers.whole)
-                is_held = self._hold(expected, self._parts, answers)
+                if not _is_comparable(expected):
+                    continue
+                found = self._of_parts(way, self._parts, answers.parts)
             except _REFUSALS:
                 continue  # an error is no wrong number
-            if not is_held:
+            if found is not None and answers.contradicts(expected.decisions, found.of_parts):
+                continue
+            self.compared += 1
+            if found is None or not are_close(found, expected):
                 return False
-            for one, of_parts in self._shown:
-                decisions.note(one.decisions, *of_parts.of_parts)
+            decisions.note(expected.decisions, *found.of_parts)
         for others in decisions.others(reads_rows=True):
             try:
                 other = self._tail.of_all(self._whole, seed=1, answers=others)
@@ -180,19 +209,10 @@ class _Ways:
                 return False
         return True
 
-    def _hold(self, expected: Found | None, parts: Sequence[SomeRows], answers: Changed | None = None) -> bool:
-        if expected is None or expected.count == 0 or not expected.loss.isfinite():
-            return True
-        left, tail, given = [], self._tail, () if answers is None else answers.parts
-        for way in self.left:
-            found = tail.of_parts(self._whole, parts, self._split, way, self._is_share, given)
-            if found is not None and answers is not None and answers.contradicts(expected.decisions, found.of_parts):
-                return True
-            if found is not None and are_close(found, expected):
-                left.append(way)
-                self._shown.append((expected, found))
-        self.left, self.compared = left, self.compared + 1
-        return bool(left)
+
+def _is_comparable(expected: Found | None) -> TypeGuard[Found]:
+    """Whether a loss is a number that depends on something."""
+    return expected is not None and expected.count != 0 and bool(expected.loss.isfinite())
 
 
 def _unchanged(rows: SomeRows) -> SomeRows:
@@ -218,15 +238,29 @@ def _label_changes(
         if name in labels and value.dtype.is_floating_point:
             yield functools.partial(_with_last, name=name, last=last * torch.rand(last.shape, generator=_seeded()))
         elif name in labels and value.dtype != torch.bool:
-            yield functools.partial(_with_last, name=name, last=_others(value, decisions))
-            for filling in ignored:
-                yield functools.partial(_with_last, name=name, last=torch.full_like(last, filling))
-                if last.numel() > 1:
-                    yield functools.partial(_with_last, name=name, last=_but_for_one(last, filling, last.flatten()[-1]))
+            others = _others(value, decisions)
+            if last.numel() > 1:  # of many labels, all or all but one are ignored, and that one is another
+                for filling in ignored[:1] + ignored[len(_IGNORED) :]:
+                    yield functools.partial(_with_last, name=name, last=torch.full_like(last, filling))
+                    kept = _but_for_one(last, filling, others.flatten()[-1])
+                    yield functools.partial(_with_last, name=name, last=kept)
+            else:
+                yield functools.partial(_with_last, name=name, last=others)
+                for filling in ignored:
+                    yield functools.partial(_with_last, name=name, last=torch.full_like(last, filling))
         elif value.dim() > 1 and bool(((value == 0) | (value == 1)).all()):
             yield functools.partial(
                 _with_last, name=name, last=_but_for_one(last, 0, torch.ones_like(last.flatten()[-1]))
             )
+
+
+def _other_labels(model: nn.Module, whole: SomeRows, first: Found) -> Iterator[Change]:
+    """Yield functions that put others in place of the many labels of the last row, for a model that ignores none."""
+    for name in sorted(label_names(model)):
+        value = whole.kwargs.get(name)
+        is_many = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[0] == whole.count
+        if is_many and value.dtype != torch.bool and not value.dtype.is_floating_point:
+            yield functools.partial(_with_last, name=name, last=_others(value, first.decisions))
 
 
 def _seeded() -> torch.Generator:
@@ -237,6 +271,7 @@ def _others(value: torch.Tensor, decisions: Sequence[Decision]) -> torch.Tensor:
     """Other labels for the last row: some that occur, or with which values are compared, and that do not make it up."""
     constants = {round(number) for one in decisions for number in one.constants if 0 <= number <= int(value.max())}
     pool: torch.Tensor = torch.unique(torch.cat([value.flatten(), torch.tensor([0, *constants], dtype=value.dtype)]))
+    pool = pool[pool >= 0]
     return pool[torch.randint(len(pool), value[-1].shape, generator=_seeded())].to(value.dtype)
 
 

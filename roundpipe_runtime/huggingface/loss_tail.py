@@ -22,7 +22,7 @@ from yobx_flatten.recipe.aliases import Kwargs
 
 from ..batch.value_probe import Answers, Decision, ValueProbe
 from .cutting.cut_state import CutState
-from .cutting.digest import digest, distance, typical
+from .cutting.digest import Digest, digest, distance, typical
 from .loss.call_options import CALL_OPTIONS, CallOptions
 from .loss.moe_aux_loss import without_auxiliary_loss
 from .loss.weights import WeightBy, label_names, loss_of, shares_of
@@ -32,6 +32,9 @@ __all__ = ["Found", "NoDropout", "SomeRows", "Tail", "are_close", "left_as_found
 # Parts are summed in another order than all rows, in 32 bits or more, as weights of 16 bits are widened for the proof.
 # Wrong weights are off by far more, as labels are spread unevenly.
 _TOLERANCE = 3e-5
+
+# Numbers of a gradient of which all are kept.
+_WHOLE = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +56,14 @@ class SomeRows:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A loss, the number of items that it was seen to average over, and its gradients."""
+    """A loss, the number of items that it was seen to average over, and what is known of its gradients."""
 
     loss: torch.Tensor
     count: float
-    gradients: Sequence[torch.Tensor | None]
+    gradients: Sequence[Digest | None]
     decisions: Sequence[Decision] = ()
     of_parts: Sequence[Sequence[Decision]] = ()
+    draws: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +83,8 @@ class Tail:
             loss, count, decisions = self._loss(dataclasses.replace(rows, state=state), "items", seed, answers)
         if loss is None or not loss.requires_grad:
             return None
-        return dataclasses.replace(self._found(loss, count, leaves), decisions=decisions)
+        draws = not torch.equal(torch.default_generator.get_state(), _seeded_state(seed))
+        return dataclasses.replace(self._found(loss, count, leaves), decisions=decisions, draws=draws)
 
     def of_parts(
         self,
@@ -135,7 +140,16 @@ class Tail:
 
     def _found(self, loss: torch.Tensor, count: float, leaves: Sequence[torch.Tensor]) -> Found:
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
-        return Found(loss.detach(), count, torch.autograd.grad(loss, [*leaves, *trained], allow_unused=True))
+        found: list[torch.Tensor | None] = [*torch.autograd.grad(loss, [*leaves, *trained], allow_unused=True)]
+        digests: list[Digest | None] = []
+        while found:  # large ones are gone as soon as they are digested
+            gradient = found.pop(0)
+            digests.append(None if gradient is None else digest(gradient, whole=_WHOLE))
+        return Found(loss.detach(), count, digests)
+
+
+def _seeded_state(seed: int) -> torch.Tensor:
+    return torch.Generator().manual_seed(seed).get_state()
 
 
 def _with_leaves(state: CutState | None) -> tuple[CutState | None, list[torch.Tensor]]:
@@ -175,12 +189,9 @@ def are_close(found: Found | None, expected: Found) -> bool:
     difference = (found.loss.double() - expected.loss.double()).abs()
     if not difference <= _TOLERANCE * expected.loss.double().abs().clamp(min=1e-6):  # NaN is not
         return False
-    digests = [
-        tuple(None if one is None else digest(one) for one in pair)
-        for pair in zip(found.gradients, expected.gradients, strict=True)
-    ]
-    least = 0.1 * max((typical(right) for _, right in digests if right is not None), default=0.0)
-    return all(distance(left, right, least) <= _TOLERANCE for left, right in digests)
+    pairs = list(zip(found.gradients, expected.gradients, strict=True))
+    least = 0.1 * max((typical(right) for _, right in pairs if right is not None), default=0.0)
+    return all(distance(left, right, least) <= _TOLERANCE for left, right in pairs)
 
 
 class NoDropout(TorchFunctionMode):

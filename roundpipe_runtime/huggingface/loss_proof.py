@@ -258,8 +258,9 @@ def _other_labels(model: nn.Module, whole: SomeRows, first: Found) -> Iterator[C
     """Yield functions that put others in place of the many labels of the last row, for a model that ignores none."""
     for name in sorted(label_names(model)):
         value = whole.kwargs.get(name)
-        is_many = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[0] == whole.count
-        if is_many and value.dtype != torch.bool and not value.dtype.is_floating_point:
+        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[0] != whole.count:
+            continue
+        if value.dtype != torch.bool and not value.dtype.is_floating_point:
             yield functools.partial(_with_last, name=name, last=_others(value, first.decisions))
 
 

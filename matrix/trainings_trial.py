@@ -188,6 +188,8 @@ class Trial:
         """
         for what, error in errors.items():
             if not error <= self.tolerance:
+                if stated := [note for note in self.notes if note.startswith("The batch was split unevenly")]:
+                    raise RefusedError(f"a warning states it: {stated[0]}")
                 notes = "; ".join(note[:90] for note in self.notes)
                 cause = self.cause(batch)
                 raise DifferenceError(f"{what} off by {error:.1e}{cause}" + (f" [{notes}]" if notes else ""))
@@ -195,7 +197,7 @@ class Trial:
         if self.tolerance != TOLERANCE:
             made["dtype"] = "float32"
         if self.notes:
-            made["notes"] = [note[:200] for note in self.notes]
+            made["notes"] = [note[:400] for note in self.notes]
         return made
 
     def cause(self, batch: Batch) -> str:

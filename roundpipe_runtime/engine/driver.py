@@ -362,7 +362,8 @@ class Engine:
         ]
         rows = [microbatch.rows for microbatch in microbatches]
         is_split = len(rows) > 1 or contract is not None  # a part of the batch of all ranks
-        check = self._loss_checks.of(loss_fn, config.reduction_of_parts) if is_split else None
+        first = microbatches[0].labels if microbatches else ()
+        check = self._loss_checks.of(loss_fn, config.reduction_of_parts, first) if is_split else None
         of_spec |= {"loss_fn": loss_fn, "loss_check": check}
         run = self.prepare("fused", config, rows, contract, labels=labels, **of_spec)
         return run, _inputs_of(microbatches, run, pinned)

@@ -56,7 +56,8 @@ class OpenedModel:
         assert checkpoint is not None
         remarks = (f"the model is loaded as a whole: {reason}.",)
         _check_memory(self.found, checkpoint, dtype, memory_available(), remarks)
-        return OpenedModel(self.found.load(dtype=str(dtype).removeprefix("torch.")), self.folder, remarks=remarks)
+        model, noted = self.found.load_with_remarks(dtype=str(dtype).removeprefix("torch."))
+        return OpenedModel(model, self.folder, remarks=(*remarks, *noted))
 
 
 def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) -> OpenedModel:
@@ -83,18 +84,20 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
     if checkpoint is None or found.folder is None:
         if weights == "stream":
             raise InvalidArgumentError(f"weights='stream' reads files of safetensors, and {found.name} has none.")
-        return OpenedModel(found.load(dtype=dtype), found.folder)
+        model, noted = found.load_with_remarks(dtype=dtype)
+        return OpenedModel(model, found.folder, remarks=noted)
     size, free = checkpoint.bytes_as(wanted), memory_available()
     remarks: tuple[str, ...] = ()
     if weights == "stream" or (weights == "auto" and to == "onnx" and _PART * size > free):
         try:
-            model = streamed_model(found.config, found.folder, checkpoint, wanted)
+            model, noted = streamed_model(found, checkpoint, wanted)
             shown = f"weights of {format_bytes(size)} were read from {found.name} one by one, for each call of a layer."
-            return OpenedModel(model, found.folder, True, (shown,), found)
+            return OpenedModel(model, found.folder, True, (shown, *noted), found)
         except NotStreamableError as reason:
             remarks = (f"the model is loaded as a whole: {reason}.",)
     _check_memory(found, checkpoint, wanted, free, remarks)
-    return OpenedModel(found.load(dtype=dtype), found.folder, remarks=remarks)
+    model, noted = found.load_with_remarks(dtype=dtype)
+    return OpenedModel(model, found.folder, remarks=(*remarks, *noted))
 
 
 def _check_memory(

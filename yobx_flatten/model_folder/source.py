@@ -12,6 +12,7 @@ from ..errors.dependencies import require
 from ..errors.messages import first_line
 from .classes import class_for
 from .configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
+from .stored_weights import UnmatchedWeights, load_stored
 from .tiny_models import small_config
 
 __all__ = ["MODEL_NAMES", "FoundModel", "find_model", "require_transformers"]
@@ -49,6 +50,7 @@ class FoundModel:
         folder: where its weights and its tokenizer are, ``None`` where there are none.
         has_weights: whether the folder holds weights; else they are random.
         is_small: whether the name is a type, which stands for a small configuration.
+        unmatched_weights: what is done where the weights are not those of the class.
     """
 
     name: str
@@ -56,6 +58,7 @@ class FoundModel:
     folder: pathlib.Path | None = None
     has_weights: bool = False
     is_small: bool = False
+    unmatched_weights: UnmatchedWeights = "refuse"
 
     def __str__(self) -> str:
         if self.has_weights:
@@ -69,17 +72,32 @@ class FoundModel:
             dtype: the dtype of the weights.
 
         Raises:
-            ModelSourceError: when the weights cannot be read.
+            ModelSourceError: when the weights cannot be read, or are not those of the model.
+        """
+        return self.load_with_remarks(dtype=dtype)[0]
+
+    def load_with_remarks(self, *, dtype: str = "float32") -> tuple[Any, tuple[str, ...]]:
+        """Return the model of :meth:`load`, and notes on weights that are not those of the folder.
+
+        Args:
+            dtype: the dtype of the weights.
+
+        Raises:
+            ModelSourceError: when the weights cannot be read, or are not those of the model.
         """
         import torch
 
         wanted, kind = getattr(torch, dtype), class_for(self.config)
         with bounded_weights(self.name, failure=ModelSourceError, stored=self.stored_bytes()):
             if self.has_weights:
-                return kind.from_pretrained(self.folder, dtype=wanted, **FILES_ONLY).eval()
+                how: dict[str, Any] = {"dtype": wanted, **FILES_ONLY}
+                model, differences = load_stored(
+                    kind, self.folder, self.name, choice=self.unmatched_weights, failure=ModelSourceError, **how
+                )
+                return model.eval(), differences.remarks()
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                return kind(self.config).to(wanted).eval()
+                return kind(self.config).to(wanted).eval(), ()
 
     def stored_bytes(self) -> int:
         """Return how many bytes its files of weights have; 0 without weights."""

@@ -48,6 +48,7 @@ from .proofs import SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
 from .quality_text import python_text
 from .sidecar_files import genai_config, write_companions, write_genai_config
 from .source import FoundModel, find_model, require_transformers
+from .stored_weights import UnmatchedWeights, check_unmatched
 from .targets import (
     FORMATS,
     Target,
@@ -107,6 +108,7 @@ def export_folder(
     bounds: Mapping[str, int] | None = None,
     dtype: str | None = None,
     weights: WeightsIn = "auto",
+    unmatched_weights: UnmatchedWeights | None = None,
 ) -> ExportedFolder:
     """Export a model of transformers to a folder that generation tools open, and prove that it generates the same.
 
@@ -148,11 +150,16 @@ def export_folder(
             reads them from the files of safetensors, those of a layer when it is called and each one when it is
             written, so that the memory holds one layer. ``"auto"``, the default, streams weights of more than a
             quarter of the free memory to ONNX files.
+        unmatched_weights: what is done where the weights of a model that is named are not those of its class.
+            ``"refuse"``, the default, raises, with their names. ``"unused"`` leaves out those that the class does not
+            have; ``"random"`` also draws those that the folder lacks or has in another shape. The report
+            names them.
 
     Returns:
         The folder, with a report of every export and every replay.
 
     Raises:
+        ModelSourceError: when a model that is named cannot be read, or its weights are not those of its class.
         InvalidArgumentError: when ``to`` or ``target`` is unknown, bounds are missing, or onnxruntime has no
             kernels for the type of the weights.
         FolderExistsError: when the folder is not empty.
@@ -177,7 +184,7 @@ def export_folder(
     form, suffix, largest = FORMATS[runtime], RUNTIMES[runtime][0], choose_bounds(bounds, batch)
     place = pathlib.Path(folder)
     check_target(place, overwrite)
-    opened = _open(model, dtype, weights, form)
+    opened = _open(model, dtype, weights, form, unmatched_weights)
     model, source = without_peft(opened.model), opened.folder if source is None else source
     if largest is not None:
         largest.check_positions(model)
@@ -265,13 +272,20 @@ def export_folder(
 
 
 def _open(
-    model: TransformersModel | str | os.PathLike[str] | FoundModel, dtype: str | None, weights: WeightsIn, to: str
+    model: TransformersModel | str | os.PathLike[str] | FoundModel,
+    dtype: str | None,
+    weights: WeightsIn,
+    to: str,
+    unmatched: UnmatchedWeights | None,
 ) -> OpenedModel:
     """The model itself, or the one that is named."""
     if isinstance(model, (str, os.PathLike, FoundModel)):
         found = model if isinstance(model, FoundModel) else find_model(os.fspath(model))
+        if unmatched is not None:
+            check_unmatched(unmatched)
+            found = dataclasses.replace(found, unmatched_weights=unmatched)
         return open_model(found, dtype=dtype or "float32", weights=weights, to=to)
-    given = {"dtype": dtype, "weights": None if weights == "auto" else weights}
+    given = {"dtype": dtype, "weights": None if weights == "auto" else weights, "unmatched_weights": unmatched}
     for name, value in given.items():
         if value is not None:
             raise InvalidArgumentError(f"{name}={value!r} is for a model that is named; a loaded one has its own.")

@@ -19,6 +19,7 @@ from ..private_names.of_torch import pytree
 from ..trees.naming import output_names
 from .padding import Padding
 from .undisturbed import seeded, undisturbed
+from .untouched import untouched_copy
 
 __all__ = ["Case", "CaseResult", "Side", "check_cases", "clone", "following", "replay"]
 
@@ -96,19 +97,23 @@ def eager_steps(
 ) -> list[tuple[Mapping[str, Any], Any]]:
     """Run a case eagerly: inputs and outputs of each step, both copied before anything writes to them.
 
-    Afterwards the state of the module is restored; from step to step the module keeps its changes.
+    The module gets the objects of the caller, copied as they are; what is returned is flattened, as the other side is
+    given it. Afterwards the state of the module is restored; from step to step the module keeps its changes.
     """
     steps: list[tuple[Mapping[str, Any], Any]] = []
-    kwargs: Mapping[str, Any] | None = named_for(forward_of(module), clone(dict(case.kwargs)))
+    first = untouched_copy((case.args, dict(case.kwargs)), module)
+    args: tuple[Any, ...] = first[0]
+    kwargs: Mapping[str, Any] | None = named_for(forward_of(module), first[1])
     with undisturbed(module, written):
         for index in range(case.steps):
             if kwargs is None:
                 break
             given = clone(kwargs)
             with torch.no_grad(), seeded(index):
-                outputs = module(*clone(case.args), **kwargs)
+                outputs = module(*args, **kwargs)
             steps.append((given, clone(outputs)))
-            kwargs = following(given, outputs, index) if index + 1 < case.steps else None
+            if index + 1 < case.steps:
+                args, kwargs = untouched_copy(case.args, module), following(given, outputs, index)
     return steps
 
 

@@ -11,6 +11,7 @@ import torch
 
 from ..declare.scopes import register_flattening_functions
 from ..export.replay import Case, clone
+from ..export.untouched import untouched_copy
 from ..generate.settings import settings_of
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import TransformersModel
@@ -58,8 +59,8 @@ def stored_calls(piece: Piece, cases: Sequence[Case]) -> Iterator[tuple[str, dic
     for case in (Case("the example", (), piece.kwargs), *cases):
         with register_flattening_functions(patch_transformers=True), torch.no_grad():
             kwargs = clone(dict(case.kwargs))
-            inputs = dict(zip(leaf_names(kwargs), pytree.tree_leaves(clone(kwargs)), strict=True))
-            outputs = piece.module(**kwargs)
+            inputs = dict(zip(leaf_names(kwargs), pytree.tree_leaves(kwargs), strict=True))
+            outputs = piece.module(**untouched_copy(dict(case.kwargs), piece.module))
             names = output_names(outputs, inputs)
             results = dict(zip(names, pytree.tree_leaves(clone(outputs)), strict=True))
         yield case.name, _without_none(inputs), _without_none(results)

@@ -9,14 +9,16 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..errors import ModelSourceError
-from ..files.document import check_regular
+from ..files.document import check_regular, read_document
 from ..huggingface.cache_names import CACHE, PRESENT
 from ..recipe.aliases import TransformersModel
 
-__all__ = ["genai_config", "write_companions"]
+__all__ = ["TOKENIZER_INPUTS", "genai_config", "state_tokenizer_inputs", "write_companions", "write_genai_config"]
 
 # Everything that is next to weights and is text, but for what is written anew.
 _LARGEST = 2**30  # bytes
+TOKENIZER_INPUTS = ("input_ids", "token_type_ids", "attention_mask")
+"""What a tokenizer may return of a text, or of a pair."""
 _PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 _WRITTEN_ANEW = {"config.json", "generation_config.json"}
 
@@ -44,6 +46,21 @@ def write_companions(folder: pathlib.Path, model: TransformersModel, source: pat
             if path.name not in _WRITTEN_ANEW and not path.name.endswith(".index.json"):
                 _check_own(path)
                 shutil.copyfile(path, folder / path.name)
+
+
+def state_tokenizer_inputs(folder: pathlib.Path, names: Collection[str]) -> None:
+    """Let the tokenizer of a folder return what its file takes, and nothing else; no tokenizer is made.
+
+    Args:
+        folder: an exported folder.
+        names: the inputs of its file.
+    """
+    path = folder / "tokenizer_config.json"
+    if "input_ids" not in names or not path.exists():
+        return
+    stated = read_document(path, dict[str, Any], failure=ModelSourceError, finite=False)
+    text = json.dumps({**stated, "model_input_names": list(names)}, indent=2, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _check_own(path: pathlib.Path) -> None:

@@ -46,7 +46,13 @@ from .manifest import FolderManifest, write_manifest
 from .pieces import Piece, keeps_more
 from .proofs import SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
 from .quality_text import python_text
-from .sidecar_files import genai_config, write_companions, write_genai_config
+from .sidecar_files import (
+    TOKENIZER_INPUTS,
+    genai_config,
+    state_tokenizer_inputs,
+    write_companions,
+    write_genai_config,
+)
 from .source import FoundModel, find_model, require_transformers
 from .stored_weights import UnmatchedWeights, check_unmatched
 from .targets import (
@@ -251,6 +257,8 @@ def export_folder(
             with first.timed("generate"):
                 cases[""] = [_store_generation(model, task, batch, room_for_tokens(largest, count), work)]
         write_companions(work, model, None if source is None else pathlib.Path(source))
+        if task != "image-text-to-text":  # where a processor hands over more
+            state_tokenizer_inputs(work, [name for name in TOKENIZER_INPUTS if name in pieces[0].kwargs])
         if task == "text-generation" and form == "onnx":
             contents = genai_config(model, reports["model.onnx"].input_names, shared=shared)
             if contents is not None:

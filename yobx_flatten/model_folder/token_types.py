@@ -1,7 +1,7 @@
 """Types of tokens (``token_type_ids``) as an input of a model's file: which of two texts a token is of.
 
 A tokenizer returns them for a pair of texts, and BERT, ELECTRA or DeBERTa add an embedding for each. Whether a model
-does is found by calling it: a configuration may state types that no layer reads, and GPT-2 takes types that nobody has.
+does is found by calling it: a configuration may state types that no layer reads, and the types of GPT-2 are words.
 """
 
 from __future__ import annotations

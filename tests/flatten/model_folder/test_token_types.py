@@ -1,4 +1,4 @@
-"""Folders of encoders take the types of tokens that a tokenizer returns for a pair of texts, where the model has types."""
+"""Folders of encoders take the types of tokens that a tokenizer returns for a pair, where the model has types."""
 
 import json
 
@@ -16,7 +16,7 @@ from yobx_flatten import export_folder
 from yobx_flatten.model_folder.tiny_models import small_config
 from yobx_flatten.model_folder.token_types import has_types, pair_types
 
-WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *"is it raining today no the sun shines".split()]
+WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "is", "it", "raining", "no", "the", "sun", "shines", "today"]
 
 
 def _model(name, kind="ForSequenceClassification", **entries):

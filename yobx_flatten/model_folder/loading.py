@@ -33,6 +33,8 @@ class OpenedModel:
         is_streamed: whether the weights of a layer are read when it is called.
         remarks: notes for the report.
         found: what a streamed model was opened from; ``None`` for others.
+        reads_bytes: whether its weights are random, and there is no folder with another tokenizer.
+        no_folder: why its folder is not known; empty where it is, and where weights are random.
     """
 
     model: Any
@@ -40,6 +42,8 @@ class OpenedModel:
     is_streamed: bool = False
     remarks: tuple[str, ...] = ()
     found: FoundModel | None = None
+    reads_bytes: bool = False
+    no_folder: str = ""
 
     def as_a_whole(self, reason: str) -> OpenedModel:
         """Return a streamed model loaded as a whole.
@@ -85,7 +89,7 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
         if weights == "stream":
             raise InvalidArgumentError(f"weights='stream' reads files of safetensors, and {found.name} has none.")
         model, noted = found.load_with_remarks(dtype=dtype)
-        return OpenedModel(model, found.folder, remarks=noted)
+        return OpenedModel(model, found.folder, remarks=noted, reads_bytes=found.folder is None)
     size, free = checkpoint.bytes_as(wanted), memory_available()
     remarks: tuple[str, ...] = ()
     if weights == "stream" or (weights == "auto" and to == "onnx" and _PART * size > free):

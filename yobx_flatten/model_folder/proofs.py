@@ -106,6 +106,7 @@ def generation_case(model: TransformersModel, task: str, rows: int = 3, tokens: 
         max_length=None,
         do_sample=False,
         num_beams=1,
+        num_return_sequences=1,
         return_dict_in_generate=True,
         output_scores=True,
     )

@@ -23,23 +23,27 @@ _PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 _WRITTEN_ANEW = {"config.json", "generation_config.json"}
 
 
-def write_companions(folder: pathlib.Path, model: TransformersModel, source: pathlib.Path | None) -> None:
+def write_companions(
+    folder: pathlib.Path, model: TransformersModel, source: pathlib.Path | None, *, reads_bytes: bool = False
+) -> None:
     """Write what belongs next to the files of a model.
 
     Args:
         folder: where they are.
         model: a model of transformers.
-        source: the folder it is from, whose tokenizer and processor are copied. ``None`` for a small model with random
-            weights, which reads bytes.
+        source: the folder it is from, whose tokenizer and processor are copied; ``None`` where it is not known.
+        reads_bytes: whether a model without a folder gets a tokenizer of bytes: one with random weights, which were
+            trained on no other.
     """
     model.config.architectures = model.config.architectures or [type(model).__name__]
     model.config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
-    if source is None:
+    if source is None and reads_bytes:
         from transformers import ByT5Tokenizer
 
         ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
+    if source is None:
         return
     for pattern in _PATTERNS:
         for path in source.glob(pattern):

@@ -35,6 +35,7 @@ from ..export.report import TOLERANCES, ExportReport
 from ..export.room import check_room
 from ..export.text_cases import text_cases
 from ..files.scratch import publish_folder, scratch_for, settle
+from ..generate.settings import settings_of
 from ..recipe.aliases import TransformersModel
 from ..runners.open import RUNTIMES
 from ..storage.cases import save_case
@@ -43,6 +44,7 @@ from .classes import without_peft
 from .digests import digests
 from .loading import OpenedModel, WeightsIn, open_model
 from .manifest import FolderManifest, write_manifest
+from .origin import origin_of, reader_of
 from .pieces import Piece, keeps_more
 from .proofs import SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
 from .quality_text import python_text
@@ -65,7 +67,7 @@ from .targets import (
     room_for_tokens,
     write_piece,
 )
-from .tasks import GENERATES, pieces_for
+from .tasks import GENERATES, pieces_for, task_of
 from .verify import FolderReport, verify_folder
 from .writable import check_writable
 
@@ -128,8 +130,9 @@ def export_folder(
         task: the task to export for, which decides what becomes a file: see :data:`TASKS`. ``"auto"``, the default,
             takes the task of the model.
         to: format of the files: ``"onnx"``, the default, for onnxruntime, or ``"program"`` for ``torch.export``.
-        source: the folder the model is from, whose tokenizer and processor are copied. Without one the folder gets a
-            tokenizer of bytes. By default the folder that ``model`` names.
+        source: the folder the model is from, whose tokenizer and processor are copied. By default the folder that
+            ``model`` names, or was loaded from. Where that is not known, there is no tokenizer, and the report states
+            why; a type or a ``config.json``, whose weights are random, gets one of bytes.
         opset_version: version of ONNX's operators; ``None``, the default, for what :func:`export_onnx` finds best.
         batch: a fixed batch size; ``None`` for any.
         overwrite: whether to replace the contents of ``folder``; ``False`` by default.
@@ -201,6 +204,8 @@ def export_folder(
             f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Take float32 or float16, or to='program'; "
             'or proof="none" for files of another provider, unproven.'
         )
+    if task_of(model) in GENERATES and getattr(model, "generation_config", None) is not None:
+        settings_of(model.config.to_dict(), model.generation_config.to_dict())  # raises for what files do not do
     quantization = choose_quantization(quantize, model, "export_folder", runtime)
     if optimize not in (None, "onnxruntime") or (optimize is not None and form != "onnx"):
         raise InvalidArgumentError(f'optimize must be None, or "onnxruntime" for to="onnx"; found {optimize!r}.')
@@ -256,7 +261,10 @@ def export_folder(
             count = TOKENS if proof == "full" else SAMPLED_TOKENS
             with first.timed("generate"):
                 cases[""] = [_store_generation(model, task, batch, room_for_tokens(largest, count), work)]
-        write_companions(work, model, None if source is None else pathlib.Path(source))
+        write_companions(work, model, None if source is None else pathlib.Path(source), reads_bytes=opened.reads_bytes)
+        if not reader_of(work):
+            why = opened.no_folder if source is None else f"{source} holds none"
+            first.remark(f"there is no tokenizer in the folder: {why}. Name a folder with its files: source=FOLDER")
         if task != "image-text-to-text":  # where a processor hands over more
             state_tokenizer_inputs(work, [name for name in TOKENIZER_INPUTS if name in pieces[0].kwargs])
         if task == "text-generation" and form == "onnx":
@@ -297,7 +305,8 @@ def _open(
     for name, value in given.items():
         if value is not None:
             raise InvalidArgumentError(f"{name}={value!r} is for a model that is named; a loaded one has its own.")
-    return OpenedModel(model)
+    folder, no_folder = origin_of(without_peft(model))
+    return OpenedModel(model, folder, no_folder=no_folder)
 
 
 def check_target(folder: pathlib.Path, overwrite: bool) -> None:

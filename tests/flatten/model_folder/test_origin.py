@@ -55,13 +55,13 @@ def test_a_loaded_model_has_the_tokenizer_of_its_checkpoint(is_adapted, checkpoi
     assert _note(done) is None
 
 
-def _made(folder):
-    return LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).eval(), None
+def _as_it_is(folder):
+    return _loaded(folder), None
 
 
 def _from_nowhere(folder):
     model = _loaded(folder)
-    model.config.name_or_path = ""
+    model.config.name_or_path = model.name_or_path = ""
     return model, "does not state the folder that it is from"
 
 
@@ -84,7 +84,7 @@ def _with_more_words(folder):
     return model, "is of a vocabulary of 300, and this model's has 310"
 
 
-CHANGES = [_made, _from_nowhere, _moved, _of_another_kind, _with_more_words]
+CHANGES = [_as_it_is, _from_nowhere, _moved, _of_another_kind, _with_more_words]
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -83,16 +83,21 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
         raise InvalidArgumentError(f"weights must be one of {', '.join(map(repr, get_args(WeightsIn)))}: {weights!r}.")
     if weights == "stream" and to != "onnx":
         raise InvalidArgumentError(f"weights='stream' is for ONNX files: others hold their weights. Found {to!r}.")
+    if weights == "stream" and found.adapter is not None:
+        raise InvalidArgumentError(
+            f"weights='stream' reads weights as they are stored, and the adapter of {found.name} is merged into them. "
+            "Merge it, save the model, and export that; or leave weights='stream' out."
+        )
     wanted = getattr(torch, dtype)
     checkpoint = open_checkpoint(found.folder) if found.has_weights and found.folder is not None else None
     if checkpoint is None or found.folder is None:
         if weights == "stream":
             raise InvalidArgumentError(f"weights='stream' reads files of safetensors, and {found.name} has none.")
         model, noted = found.load_with_remarks(dtype=dtype)
-        return OpenedModel(model, found.folder, remarks=noted, reads_bytes=found.folder is None)
+        return OpenedModel(model, found.reader_folder, remarks=noted, reads_bytes=found.folder is None)
     size, free = checkpoint.bytes_as(wanted), memory_available()
     remarks: tuple[str, ...] = ()
-    if weights == "stream" or (weights == "auto" and to == "onnx" and _PART * size > free):
+    if weights == "stream" or (weights == "auto" and to == "onnx" and _PART * size > free and found.adapter is None):
         try:
             model, noted = streamed_model(found, checkpoint, wanted)
             shown = f"weights of {format_bytes(size)} were read from {found.name} one by one, for each call of a layer."
@@ -101,7 +106,7 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
             remarks = (f"the model is loaded as a whole: {reason}.",)
     _check_memory(found, checkpoint, wanted, free, remarks)
     model, noted = found.load_with_remarks(dtype=dtype)
-    return OpenedModel(model, found.folder, remarks=(*remarks, *noted))
+    return OpenedModel(model, found.reader_folder, remarks=(*remarks, *noted))
 
 
 def _check_memory(

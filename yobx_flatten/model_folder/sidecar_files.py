@@ -12,6 +12,7 @@ from ..errors import ModelSourceError
 from ..files.document import check_regular, read_document
 from ..huggingface.cache_names import CACHE, PRESENT
 from ..recipe.aliases import TransformersModel
+from .adapter import ADAPTER
 
 __all__ = ["TOKENIZER_INPUTS", "genai_config", "state_tokenizer_inputs", "write_companions", "write_genai_config"]
 
@@ -20,7 +21,8 @@ _LARGEST = 2**30  # bytes
 TOKENIZER_INPUTS = ("input_ids", "token_type_ids", "attention_mask")
 """What a tokenizer may return of a text, or of a pair."""
 _PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
-_WRITTEN_ANEW = {"config.json", "generation_config.json"}
+# an adapter is merged: next to the file it would be read as one that is not
+_WRITTEN_ANEW = {"config.json", "generation_config.json", ADAPTER}
 
 
 def write_companions(

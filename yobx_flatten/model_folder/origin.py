@@ -69,5 +69,5 @@ def _downloaded(name: str) -> pathlib.Path | None:
 
     try:
         return pathlib.Path(huggingface_hub.snapshot_download(name, local_files_only=True))
-    except (OSError, ValueError):  # nothing was downloaded, or it is no id of the hub
+    except (OSError, ValueError):  # nothing was downloaded, or the name is not an id of the hub
         return None

@@ -325,11 +325,10 @@ class Generator:
         return self._tokens(sequence, self._limit(max_new_tokens, sequence), chooser)
 
     def _limit(self, max_new_tokens: int | None, sequence: _Sequence) -> int:
-        limit, longest = self.settings.max_new_tokens, self.settings.max_length
+        limit, longest, start = self.settings.max_new_tokens, self.settings.max_length, sequence.tokens.shape[1]
         if max_new_tokens is not None:
             limit = max_new_tokens
         elif longest is not None:
-            start = sequence.tokens.shape[1]
             if start >= longest:
                 raise InvalidArgumentError(
                     f"There are {start} tokens, and generation_config.json ends at max_length={longest}. Pass "
@@ -391,6 +390,7 @@ class Generator:
 
     def _step(self, sequence: _Sequence) -> torch.Tensor:
         """Run the files once; the scores of the token after the last one, float32 of shape (batch, vocabulary)."""
+        self._check_positions(sequence)
         decoder = self.parts.decoder
         runner = decoder if sequence.cache or self.parts.prefill is None else self.parts.prefill
         outputs, cache = runner.step(self._feeds(runner, sequence), sequence.cache)
@@ -398,6 +398,19 @@ class Generator:
             cache = {slot.port.name: cache[present_of(slot.port.name) or ""] for slot in decoder.slots}
         sequence.cache = cache
         return outputs["logits"][:, -1].float()
+
+    def _check_positions(self, sequence: _Sequence) -> None:
+        """Refuse a token that the model has no position for: what a file does with it depends on its runtime."""
+        most = self.settings.positions
+        if most is None:
+            return
+        used = int(sequence.mask.sum(-1).max())
+        if used > most:
+            begun = sequence.new.shape[1]
+            raise InvalidArgumentError(
+                f"The text has {used} tokens, and the model has {most} positions. "
+                + (f"Pass a prompt of {most} or less." if begun > 1 else "Pass a shorter prompt, or max_new_tokens.")
+            )
 
     def _feeds(self, runner: Runner, sequence: _Sequence) -> dict[str, torch.Tensor]:
         made = {**sequence.context, "input_ids": sequence.new, "attention_mask": sequence.mask}

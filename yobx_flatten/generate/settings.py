@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 
 from ..errors import GenerationError, InvalidArgumentError
@@ -19,7 +20,10 @@ from .sampling import Sampling
 from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_tokens, score_rules
 from .stated_choice import beams_of, sampling_of
 
-__all__ = ["GenerationSettings", "ScoreProcessor", "read_settings", "settings_of"]
+__all__ = ["MANIFEST", "GenerationSettings", "ScoreProcessor", "read_settings", "settings_of"]
+
+MANIFEST = "yobx_flatten.json"
+"""The description of an exported folder, of which generation reads how many positions the model has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +39,7 @@ class GenerationSettings:
         max_length: tokens of a row at most, with the prompt, in place of ``max_new_tokens``; ``None`` by default.
         sampling: how tokens are chosen where the caller gives nothing; the likeliest by default.
         beams: what a search keeps where the caller gives nothing; by default there is none.
+        positions: tokens of a row at most that the files read, where each position has a row of a table.
         processors: rules that are applied to the scores, in order.
         forced_bos_token_id: the second token, after a single first one: with mBART the language to translate into.
         forced_eos_token_id: the last token, or one of several, where ``max_new_tokens`` ends a row.
@@ -60,6 +65,7 @@ class GenerationSettings:
     max_length: int | None = None
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     beams: BeamSettings = dataclasses.field(default_factory=BeamSettings)
+    positions: int | None = None
 
     def images(self, pixel_values: torch.Tensor | None, sizes: torch.Tensor | None) -> Pictures:
         """Return the pictures of a call.
@@ -135,8 +141,15 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
             found.append(read_document(path, form, failure=GenerationError, finite=False))
         else:
             found.append({})
+    stated = folder / MANIFEST
+    positions = read_document(stated, _Described, failure=GenerationError).positions if stated.exists() else None
     with damage_as(GenerationError, f"config.json or generation_config.json in {folder}"):
-        return settings_of(*found)
+        return dataclasses.replace(settings_of(*found), positions=positions)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Described:
+    positions: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> GenerationSettings:

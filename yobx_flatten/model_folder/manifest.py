@@ -10,11 +10,11 @@ from ..errors import DamagedFileError, ForeignFileError
 from ..export.quality import Quality
 from ..export.report import TOLERANCES
 from ..files.document import read_document
+from ..generate.settings import MANIFEST
 from ..runners.open import RUNTIMES
 
 __all__ = ["MANIFEST", "FolderManifest", "read_manifest", "write_manifest"]
 
-MANIFEST = "yobx_flatten.json"
 _VERSION = 3
 
 
@@ -38,6 +38,7 @@ class FolderManifest:
         runtime: the library that runs the files: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"`` or
             ``"openvino"``.
         sha256: digests by name, of files for other runtimes than the first two.
+        positions: tokens that the model reads at most, where each position has a row of a table; ``None`` for others.
     """
 
     model: str
@@ -53,6 +54,7 @@ class FolderManifest:
     cache: str = "growing"
     runtime: str = ""
     sha256: dict[str, str] = dataclasses.field(default_factory=dict)
+    positions: int | None = None
 
     def __post_init__(self) -> None:
         if not self.runtime:  # folders of versions 1 and 2 name the format only

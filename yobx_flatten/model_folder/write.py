@@ -46,6 +46,7 @@ from .loading import OpenedModel, WeightsIn, open_model
 from .manifest import FolderManifest, write_manifest
 from .origin import origin_of, reader_of
 from .pieces import Piece, keeps_more
+from .positions import positions_of
 from .proofs import SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
 from .quality_text import python_text
 from .sidecar_files import (
@@ -279,7 +280,9 @@ def export_folder(
         described = (name, task, form, dtype, tolerance, names, cases, versions, proof, quality, cache)
         made = sorted(file.name for file in work.iterdir() if file.suffix in (suffix, ".bin"))
         sha256 = {} if runtime in ("onnxruntime", "torch") else digests(work, made)
-        write_manifest(work, FolderManifest(*described, runtime, sha256))
+        asks = task in GENERATES and not opened.is_streamed  # each call would read all weights
+        positions = positions_of(model, is_large=proof != "full") if asks else None
+        write_manifest(work, FolderManifest(*described, runtime, sha256, positions))
         verified = verify_folder(work, trust=True)  # of what was made here
         if not verified.ok and proof != "none":
             raise ReplayError(f"The exported {type(model).__qualname__} does not do what the model does.\n{verified}")

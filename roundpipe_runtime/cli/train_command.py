@@ -47,6 +47,7 @@ def train(
     steps: given.Steps = None,
     epochs: given.Epochs = None,
     dtype: given.Dtype = "auto",
+    unmatched_weights: given.UnmatchedWeights = "refuse",
     optim_dtype: given.OptimDtype = "float32",
     keep_parameters: given.KeepParameters = "0",
     lora: given.LoraText = None,
@@ -113,7 +114,7 @@ def train(
     )
 
     def read() -> tuple[tuning.ModelSource, tuning.Lora | None, tuning.Tokenizer, tuning.Blocks]:
-        source = source_of(named)
+        source = dataclasses.replace(source_of(named), unmatched_weights=unmatched_weights)
         adapters = _adapters(lora, source)
         reader = tuning.load_tokenizer(source, tokenizer)
         blocks = tuning.read_blocks(

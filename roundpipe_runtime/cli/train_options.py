@@ -82,6 +82,13 @@ Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"],
     typer.Option(help="Type of the weights; auto: as they are stored.", rich_help_panel=_STEP),
 ]
+UnmatchedWeights = Annotated[
+    Literal["refuse", "unused", "random"],
+    typer.Option(
+        help="Weights that the folder has and the model not: left out; or lacks: random. refuse: an error.",
+        rich_help_panel=_STEP,
+    ),
+]
 OptimDtype = Annotated[
     Literal["float32", "bfloat16", "same"],
     typer.Option(help="Type of what AdamW works on; same: that of the weights.", rich_help_panel=_STEP),

@@ -12,6 +12,7 @@ from torch import nn
 
 from yobx_flatten.errors.dependencies import require
 from yobx_flatten.model_folder.configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
+from yobx_flatten.model_folder.stored_weights import UnmatchedWeights, load_stored
 
 from .errors import FineTuneError
 
@@ -29,12 +30,15 @@ class ModelSource:
         config: configuration of transformers.
         folder: folder of its tokenizer and its weights; ``None`` where there are none.
         has_weights: whether the folder holds weights; otherwise they are random.
+        unmatched_weights: ``"refuse"`` raises where the weights are not those of the model; ``"unused"`` leaves out
+            those that it does not have; ``"random"`` also draws those that the folder lacks.
     """
 
     name: str
     config: Any
     folder: pathlib.Path | None = None
     has_weights: bool = False
+    unmatched_weights: UnmatchedWeights = "refuse"
 
     @classmethod
     def of(cls, config: Any, name: str) -> ModelSource:
@@ -85,17 +89,16 @@ class ModelSource:
                     torch.manual_seed(seed)
                     made = transformers.AutoModelForCausalLM.from_config(self.config, dtype=dtype or torch.float32)
                 return _module(made)
-            loaded, found = transformers.AutoModelForCausalLM.from_pretrained(
+            how: dict[str, Any] = {"config": self.config, "dtype": dtype or _stored_dtype(self.config), **FILES_ONLY}
+            loaded, _ = load_stored(
+                transformers.AutoModelForCausalLM,
                 self.folder,
-                config=self.config,
-                dtype=dtype or _stored_dtype(self.config),
-                **FILES_ONLY,
-                output_loading_info=True,
-            )
-        if missing := sorted(found["missing_keys"]):
-            raise FineTuneError(
-                f"{self.name} holds the weights of another model: {len(missing)} of {type(loaded).__name__} are "
-                f"missing, like {missing[0]}."
+                self.name,
+                choice=self.unmatched_weights,
+                failure=FineTuneError,
+                option="--unmatched-weights {}",
+                seed=seed,
+                **how,
             )
         return _module(loaded)
 

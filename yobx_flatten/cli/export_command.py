@@ -72,6 +72,10 @@ def export(
         Literal["auto", "memory", "stream"],
         typer.Option(help="Load all weights, or read them layer by layer; auto: by the free memory."),
     ] = "auto",
+    unmatched_weights: Annotated[
+        Literal["refuse", "unused", "random"],
+        typer.Option(help="Weights that MODEL has and its class not: left out; or lacks: random. refuse: an error."),
+    ] = "refuse",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what DIR holds.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
@@ -104,6 +108,7 @@ def export(
             bounds=None if max_length is None else {"batch": max_batch, "length": max_length},
             dtype=dtype,
             weights=weights,
+            unmatched_weights=unmatched_weights,
         )
     if json:
         say_json(_as_dict(done, found))

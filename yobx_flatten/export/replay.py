@@ -19,6 +19,7 @@ from ..private_names.of_torch import pytree
 from ..trees.naming import output_names
 from .padding import Padding
 from .undisturbed import seeded, undisturbed
+from .untouched import untouched_copy
 
 __all__ = ["Case", "CaseResult", "Side", "check_cases", "clone", "following", "replay"]
 
@@ -102,23 +103,32 @@ def eager_steps(
 ) -> list[_Step]:
     """Run a case eagerly: inputs and outputs of each step, both copied before anything writes to them.
 
-    With ``twice``, a single call that leaves other values in attributes of the module is made again: a program has the
-    values of the trace, so the next call of the module may do what no call of the program does.
+    The module gets the objects of the caller, copied as they are; what is returned is flattened, as the other side is
+    given it. With ``twice``, a single call that leaves other values in attributes of the module is made again: a
+    program has the values of the trace, so the next call of the module may do what no call of the program does.
 
     Afterwards the state of the module is restored; from step to step the module keeps its changes.
     """
+
+    def copied() -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        args, kwargs = untouched_copy((case.args, dict(case.kwargs)), module)
+        return args, named_for(forward_of(module), kwargs)
+
     steps: list[_Step] = []
-    kwargs: Mapping[str, Any] | None = named_for(forward_of(module), clone(dict(case.kwargs)))
+    args, first = copied()
+    kwargs: Mapping[str, Any] | None = first
     with undisturbed(module, written) as changed:
         while kwargs is not None:
-            given, index, first = clone(kwargs), len(steps), not steps
+            given, index = clone(kwargs), len(steps)
             with torch.no_grad(), seeded(index):
-                outputs = module(*clone(case.args), **kwargs)
-            steps.append(_Step(given, clone(outputs), goes_on=not first))
+                outputs = module(*args, **kwargs)
+            steps.append(_Step(given, clone(outputs), goes_on=index > 0))
+            args = untouched_copy(case.args, module)
             kwargs = following(given, outputs, index) if index + 1 < case.steps else None
         if twice and len(steps) == 1 and changed():
+            args, again = copied()
             with torch.no_grad(), seeded(1):
-                outputs = module(*clone(case.args), **clone(steps[0].given))
+                outputs = module(*args, **again)
             steps.append(_Step(steps[0].given, clone(outputs), goes_on=False))
     return steps
 

@@ -14,6 +14,7 @@ from .replay import clone
 from .report import ExportReport
 from .traced import Traced
 from .undisturbed import seeded, undisturbed
+from .untouched import untouched_copy
 
 __all__ = ["without_counter"]
 
@@ -37,7 +38,7 @@ def without_counter(example: Example, traced: Traced, report: ExportReport) -> E
         decoder = SlidingDecoder(module, kwargs)
         inputs = decoder.inputs(kwargs)
         with torch.no_grad(), undisturbed(module, traced.written), seeded(0):
-            expected = module(**clone(dict(kwargs)))
+            expected = module(**untouched_copy(dict(kwargs), module))
             found = decoder(**clone(inputs))
         if largest_difference(expected["logits"], found["logits"]) <= report.tolerance:
             fed = make_example(decoder, (), inputs, decoder.shapes(example.shapes), example.bounds)

@@ -36,6 +36,17 @@ class Entries(_Tokens):
     """
 
     max_new_tokens: _Count | None = None
+    max_length: _Count | None = None
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: _Count | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    num_beams: _Count | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    num_return_sequences: _Count | None = None
     image_token_id: _Id | None = None
     image_token_index: _Id | None = None
     video_token_id: _Id | None = None

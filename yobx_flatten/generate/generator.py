@@ -59,7 +59,7 @@ class _Sequence:
     context: dict[str, torch.Tensor]
     # features of pictures and videos, until the first call takes them
     seen: list[Seen] = dataclasses.field(default_factory=list)
-    # what the encoder read, where that is tokens
+    # what the encoder read, where that is tokens; the prompt of a decoder
     source: torch.Tensor | None = None
     # of the tokens of the next call in time, height and width, where the decoder takes those
     positions: torch.Tensor | None = None
@@ -121,20 +121,25 @@ class Generator:
         video_grid_thw: torch.Tensor | None = None,
         second_per_grid_ts: torch.Tensor | Sequence[float] | None = None,
         decoder_input_ids: torch.Tensor | None = None,
-        num_beams: int = 1,
-        length_penalty: float = 1.0,
-        early_stopping: bool | Literal["never"] = False,
-        num_return_sequences: int = 1,
+        num_beams: int | None = None,
+        length_penalty: float | None = None,
+        early_stopping: bool | Literal["never"] | None = None,
+        num_return_sequences: int | None = None,
     ) -> torch.Tensor:
         """Generate tokens until every row has ended.
+
+        What is not passed is as ``generation_config.json`` states it, as for ``model.generate``.
 
         Args:
             input_ids: the prompt, integers of shape (batch, length); for an encoder-decoder model, what its encoder
                 reads.
             attention_mask: a mask of the same shape, 0 where a row is padded; no padding by default. Prompts are padded
                 on the left, as for ``model.generate``.
-            max_new_tokens: largest number of new tokens; by default that of ``generation_config.json``, or 20.
-            sampling: how tokens are chosen; by default the likeliest.
+            max_new_tokens: largest number of new tokens; by default that of ``generation_config.json``, or what is left
+                of its ``max_length``, or 20.
+            sampling: how tokens are chosen; by default as ``generation_config.json`` states (``do_sample``,
+                ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``typical_p``), and the likeliest where it states
+                nothing: ``Sampling()``.
             input_features: sound for the encoder, in place of ``input_ids``.
             pixel_values: images, for the image tokens of the prompt.
             image_grid_thw: patches of each image in time, height and width, integers of shape (images, 3), for models
@@ -144,13 +149,13 @@ class Generator:
             second_per_grid_ts: seconds from one frame of each video to the next, for models that count them
                 (Qwen2.5-VL); 1 for all by default.
             decoder_input_ids: first tokens of an encoder-decoder model's output; by default its start token.
-            num_beams: continuations of each row that a beam search keeps; 1, the default, for none. What
-                ``generation_config.json`` has of beams is not read.
+            num_beams: continuations of each row that a beam search keeps; 1 for none, as without a configuration.
             length_penalty: exponent of the length by which the sum of log-probabilities of a continuation is divided;
-                1.0 by default.
-            early_stopping: ``True`` ends a row when ``num_beams`` continuations have ended; ``False``, the default,
-                when none of the same length could be better; ``"never"`` when none of any length could.
-            num_return_sequences: sequences returned for each row, the best first, ``num_beams`` at most; 1 by default.
+                1.0 without a configuration.
+            early_stopping: ``True`` ends a row when ``num_beams`` continuations have ended; ``False``, as without a
+                configuration, when none of the same length could be better; ``"never"`` when none of any length could.
+            num_return_sequences: sequences returned for each row, the best first, ``num_beams`` at most; 1 without a
+                configuration.
 
         Returns:
             The prompt (of an encoder-decoder model: its start) and the new tokens, as ``model.generate`` returns
@@ -163,13 +168,24 @@ class Generator:
         """
         images = self.settings.images(pixel_values, image_grid_thw)
         videos = self.settings.videos(pixel_values_videos, video_grid_thw, second_per_grid_ts)
-        beams = BeamSettings(num_beams, length_penalty, early_stopping, num_return_sequences)
-        if num_beams > 1 and sampling is not None and sampling.do_sample:
-            raise InvalidArgumentError("A beam search draws no tokens: pass num_beams, or Sampling(do_sample=True).")
+        given: dict[str, Any] = {
+            "num_beams": num_beams,
+            "length_penalty": length_penalty,
+            "early_stopping": early_stopping,
+            "num_return_sequences": num_return_sequences,
+        }
+        beams = dataclasses.replace(
+            self.settings.beams, **{name: value for name, value in given.items() if value is not None}
+        )
+        sampling = self.settings.sampling if sampling is None else sampling
+        if beams.num_beams > 1 and sampling.do_sample:
+            raise InvalidArgumentError(
+                "A beam search draws no tokens: pass num_beams=1, or sampling=Sampling() for the likeliest ones."
+            )
         sequence = self._begin(input_ids, attention_mask, input_features, decoder_input_ids, (images, videos))
         first = sequence.tokens
-        if num_beams > 1:
-            return self._search(sequence, self._limit(max_new_tokens), beams)
+        if beams.num_beams > 1:
+            return self._search(sequence, self._limit(max_new_tokens, sequence), beams)
         new = list(self._stream(sequence, max_new_tokens, sampling))
         return torch.cat([first, torch.stack(new, dim=1)], dim=1) if new else first
 
@@ -188,7 +204,7 @@ class Generator:
         second_per_grid_ts: torch.Tensor | Sequence[float] | None = None,
         decoder_input_ids: torch.Tensor | None = None,
     ) -> Iterator[torch.Tensor]:
-        """Return the tokens of :meth:`generate` one step at a time.
+        """Return the tokens of :meth:`generate` one step at a time, without a search.
 
         The inputs are checked, and the encoder runs, before it returns. An iterator has a cache of its own, so several
         can be read in turns.
@@ -253,7 +269,7 @@ class Generator:
                 types = self.settings.token_types(tokens)
         reader = self.parts.prefill or self.parts.decoder
         cache = {} if self.parts.prefill is not None else reader.cache(empty_cache(reader.slots, len(tokens)))
-        source = input_ids if self.parts.encoder is not None and input_features is None else None
+        source = tokens if self.parts.encoder is None else input_ids if input_features is None else None
         of_types = (types, self.settings.generated_type)
         return _Sequence(tokens, mask, tokens, cache, context, seen, source, positions, *of_types)
 
@@ -305,10 +321,20 @@ class Generator:
     def _stream(
         self, sequence: _Sequence, max_new_tokens: int | None, sampling: Sampling | None
     ) -> Iterator[torch.Tensor]:
-        return self._tokens(sequence, self._limit(max_new_tokens), TokenChooser(sampling or Sampling()))
+        chooser = TokenChooser(self.settings.sampling if sampling is None else sampling)
+        return self._tokens(sequence, self._limit(max_new_tokens, sequence), chooser)
 
-    def _limit(self, max_new_tokens: int | None) -> int:
-        limit = self.settings.max_new_tokens if max_new_tokens is None else max_new_tokens
+    def _limit(self, max_new_tokens: int | None, sequence: _Sequence) -> int:
+        limit, longest, start = self.settings.max_new_tokens, self.settings.max_length, sequence.tokens.shape[1]
+        if max_new_tokens is not None:
+            limit = max_new_tokens
+        elif longest is not None:
+            if start >= longest:
+                raise InvalidArgumentError(
+                    f"There are {start} tokens, and generation_config.json ends at max_length={longest}. Pass "
+                    "max_new_tokens."
+                )
+            limit = longest - start
         if type(limit) is not int or limit < 1:
             raise InvalidArgumentError(f"max_new_tokens must be an int of 1 or more, found {describe_class(limit)}.")
         return limit
@@ -380,6 +406,7 @@ class Generator:
 
     def _step(self, sequence: _Sequence) -> torch.Tensor:
         """Run the files once; the scores of the token after the last one, float32 of shape (batch, vocabulary)."""
+        self._check_positions(sequence)
         decoder = self.parts.decoder
         runner = decoder if sequence.cache or self.parts.prefill is None else self.parts.prefill
         outputs, cache = runner.step(self._feeds(runner, sequence), sequence.cache)
@@ -387,6 +414,19 @@ class Generator:
             cache = {slot.port.name: cache[present_of(slot.port.name) or ""] for slot in decoder.slots}
         sequence.cache = cache
         return outputs["logits"][:, -1].float()
+
+    def _check_positions(self, sequence: _Sequence) -> None:
+        """Refuse a token that the model has no position for: what a file does with it depends on its runtime."""
+        most = self.settings.positions
+        if most is None:
+            return
+        used = int(sequence.mask.sum(-1).max())
+        if used > most:
+            begun = sequence.new.shape[1]
+            raise InvalidArgumentError(
+                f"The text has {used} tokens, and the model has {most} positions. "
+                + (f"Pass a prompt of {most} or less." if begun > 1 else "Pass a shorter prompt, or max_new_tokens.")
+            )
 
     def _feeds(self, runner: Runner, sequence: _Sequence) -> dict[str, torch.Tensor]:
         made = {**sequence.context, "input_ids": sequence.new, "attention_mask": sequence.mask}

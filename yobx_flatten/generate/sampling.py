@@ -22,6 +22,9 @@ class Sampling:
         top_k: number of likeliest tokens to draw from; ``None`` for all.
         top_p: probability in (0, 1]: the draw is among the fewest likeliest tokens that have it together; ``None`` for
             all.
+        min_p: share in [0, 1] of the likeliest token's probability below which a token is not drawn; ``None`` for none.
+        typical_p: probability in (0, 1]: the draw is among the tokens whose surprise is closest to the expected one, as
+            many as have it together; ``None`` for all.
         seed: seed of the draws; ``None`` for torch's global generator.
 
     Raises:
@@ -35,6 +38,8 @@ class Sampling:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -47,10 +52,14 @@ class Sampling:
             raise InvalidArgumentError(
                 f"top_k must be an int of 1 or more, or None; found {describe_class(self.top_k)}."
             )
-        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise InvalidArgumentError(
-                f"top_p must be above 0 and at most 1, or None; found {describe_class(self.top_p)}."
-            )
+        for name in ("top_p", "typical_p"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0 < value <= 1):
+                raise InvalidArgumentError(
+                    f"{name} must be above 0 and at most 1, or None; found {describe_class(value)}."
+                )
+        if self.min_p is not None and not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
+            raise InvalidArgumentError(f"min_p must be from 0 to 1, or None; found {describe_class(self.min_p)}.")
 
 
 def _is_number(value: object) -> bool:
@@ -80,7 +89,7 @@ class TokenChooser:
 
 
 def probabilities(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return what is drawn from: temperature first, then ``top_k``, then ``top_p``, as transformers does.
+    """Return what is drawn from: temperature, ``top_k``, ``top_p``, ``min_p``, ``typical_p``, as transformers does.
 
     >>> probabilities(torch.tensor([[0.0, 0.0, 0.0, -50.0]]).log_softmax(-1), Sampling(top_p=0.5))
     tensor([[0.5000, 0.5000, 0.0000, 0.0000]])
@@ -93,5 +102,21 @@ def probabilities(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.top_p is not None:
         # a token is left out when those before it have the probability already; the first one never is
         shares = shares.masked_fill(shares.cumsum(-1) - shares >= sampling.top_p, 0.0)
+        shares = shares / shares.sum(-1, keepdim=True)
+    if sampling.min_p is not None:
+        shares = shares.masked_fill(shares < sampling.min_p * shares[:, :1], 0.0)
+        shares = shares / shares.sum(-1, keepdim=True)
+    if sampling.typical_p is not None:
+        shares = shares.masked_fill(_untypical(shares, sampling.typical_p), 0.0)
     shares = shares / shares.sum(-1, keepdim=True)
     return torch.zeros_like(shares).scatter(-1, order, shares)
+
+
+def _untypical(shares: torch.Tensor, mass: float) -> torch.Tensor:
+    """Tokens that are left out: locally typical sampling (Meister et al., 2022, arXiv 2202.00666)."""
+    surprise = -shares.log()
+    expected = (shares * surprise).nansum(-1, keepdim=True)
+    distance = (surprise - expected).abs()
+    nearest, order = distance.sort(dim=-1)
+    last = (shares.gather(-1, order).cumsum(-1) < mass).sum(-1, keepdim=True).clamp(max=shares.shape[-1] - 1)
+    return distance > nearest.gather(-1, last)

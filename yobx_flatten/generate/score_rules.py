@@ -13,6 +13,7 @@ import torch
 
 from ..errors import GenerationError
 from ..files.damage import damage_as
+from .stated_choice import check_known
 
 __all__ = ["GenerationCall", "RuleOfCall", "ScoreProcessor", "forced_tokens", "score_rules"]
 
@@ -29,7 +30,7 @@ class GenerationCall:
         longest: tokens of a row at most, with the new ones.
         eos_token_ids: a row ends with one of these.
         mask: the mask of the start, 0 where a row is padded; ``None`` where nothing is known of it.
-        source: the tokens that an encoder read, ``None`` where there are none.
+        source: the tokens that an encoder read, or the prompt of a decoder; ``None`` where there are none.
     """
 
     start: int = 1
@@ -64,12 +65,7 @@ def score_rules(generation: Mapping[str, Any]) -> tuple[ScoreProcessor, ...]:
     Raises:
         GenerationError: when a rule is none of those that are known here, or transformers is not installed.
     """
-    unknown = [name for name, plain in _UNKNOWN.items() if generation.get(name) not in plain]
-    if unknown:
-        raise GenerationError(
-            f"generation_config.json asks for {', '.join(unknown)}, which the files here cannot do. "
-            "Take the entry out of it, or let model.generate do it."
-        )
+    check_known(generation)
     made = (make(generation) for make in _RULES)
     return tuple(rule for rule in made if rule is not None)
 
@@ -111,15 +107,6 @@ def _only(wanted: tuple[int, ...], scores: torch.Tensor) -> torch.Tensor:
     left = torch.full_like(scores, -math.inf)
     left[:, list(wanted)] = 0.0
     return left
-
-
-# Of transformers' rules those that are not here, with the values that mean that they do nothing.
-_UNKNOWN: dict[str, tuple[Any, ...]] = {
-    "guidance_scale": (None, 1, 1.0),
-    "sequence_bias": (None,),
-    "exponential_decay_length_penalty": (None,),
-    "watermarking_config": (None,),
-}
 
 
 def _rule(name: str, arguments: Callable[[GenerationCall], tuple[Any, ...] | None]) -> RuleOfCall:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 
 from ..errors import GenerationError, InvalidArgumentError
 from ..files.damage import damage_as
 from ..files.document import read_document
+from .beams import BeamSettings
 from .entries import Entries
+from .layout import MANIFEST
 from .pictures import Pictures
+from .sampling import Sampling
 from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_tokens, score_rules
+from .stated_choice import beams_of, sampling_of
 from .switch import Switch, read_switch
 
 __all__ = ["GenerationSettings", "ScoreProcessor", "read_settings", "settings_of"]
@@ -30,6 +35,10 @@ class GenerationSettings:
         decoder_start_token_id: first token of an encoder-decoder model's output.
         image_token_id: token that image features replace.
         max_new_tokens: number of new tokens where the caller of ``generate`` gives none; 20 by default.
+        max_length: tokens of a row at most, with the prompt, in place of ``max_new_tokens``; ``None`` by default.
+        sampling: how tokens are chosen where the caller gives nothing; the likeliest by default.
+        beams: what a search keeps where the caller gives nothing; by default there is none.
+        positions: tokens of a row at most that the files read, where each position has a row of a table.
         processors: rules that are applied to the scores, in order.
         forced_bos_token_id: the second token, after a single first one: with mBART the language to translate into.
         forced_eos_token_id: the last token, or one of several, where ``max_new_tokens`` ends a row.
@@ -53,6 +62,10 @@ class GenerationSettings:
     sees_prompt: bool = False
     video_token_id: int | None = None
     tokens_per_second: float | None = None
+    max_length: int | None = None
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    beams: BeamSettings = dataclasses.field(default_factory=BeamSettings)
+    positions: int | None = None
     switch: Switch | None = dataclasses.field(default=None, repr=False)
 
     def images(self, pixel_values: torch.Tensor | None, sizes: torch.Tensor | None) -> Pictures:
@@ -129,46 +142,60 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
             found.append(read_document(path, form, failure=GenerationError, finite=False))
         else:
             found.append({})
+    stated = folder / MANIFEST
+    positions = read_document(stated, _Described, failure=GenerationError).positions if stated.exists() else None
     with damage_as(GenerationError, f"config.json or generation_config.json in {folder}"):
         config = found[0]
         switch = read_switch(folder, {**config, **(config.get("text_config") or {})})
-        return dataclasses.replace(settings_of(*found), switch=switch)
+        return dataclasses.replace(settings_of(*found), switch=switch, positions=positions)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Described:
+    positions: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> GenerationSettings:
     """Take the settings from the two configurations of a model.
 
+    Where the second one holds anything, transformers generates by it alone, also without an end: ``config.json`` stands
+    in where there is no ``generation_config.json``.
+
     Args:
         config: the configuration of the model.
-        generation: the configuration of its generation; its entries come first. Where it is empty, the rules for scores
-            are those of the model's, as in transformers.
+        generation: the configuration of its generation.
 
     Returns:
         The settings.
 
-    >>> settings_of({"eos_token_id": 1, "pad_token_id": 0}, {"eos_token_id": [2, 3], "max_new_tokens": 5})
-    GenerationSettings(eos_token_ids=(2, 3), pad_token_id=0, decoder_start_token_id=None, image_token_id=None, \
-max_new_tokens=5, processors=(), forced_bos_token_id=None, forced_eos_token_id=None, spatial_merge_size=None, \
-sees_prompt=False, video_token_id=None, tokens_per_second=None)
+    Raises:
+        GenerationError: when the configuration asks for what generation from files does not do.
+
+    >>> found = settings_of({"eos_token_id": 1, "pad_token_id": 0}, {"eos_token_id": [2, 3], "max_new_tokens": 5})
+    >>> found.eos_token_ids, found.pad_token_id, found.max_new_tokens
+    ((2, 3), 2, 5)
     """
     text = {**config, **(config.get("text_config") or {})}
     vision = config.get("vision_config") or {}
+    places = (generation,) if generation else (config, text)
 
-    def first(name: str) -> Any:
-        places = (generation, config, text)
+    def stated(name: str) -> Any:
         return next((place[name] for place in places if place.get(name) is not None), None)
 
     rules = generation or text
-    ends = _ids(first("eos_token_id"))
+    ends = _ids(stated("eos_token_id"))
     forced = rules.get("forced_eos_token_id")
-    pad = first("pad_token_id")
-    start = first("decoder_start_token_id")
+    pad = stated("pad_token_id")
+    starts = ("decoder_start_token_id", "bos_token_id")
+    start = next((stated(name) for name in starts if stated(name) is not None), None)
+    new = stated("max_new_tokens")
     return GenerationSettings(
         ends,
         pad if pad is not None else ends[0] if ends else None,
-        start if start is not None else first("bos_token_id"),
+        # one that a caller would have to pass otherwise
+        next((token for token in (start, *map(text.get, starts)) if token is not None), None),
         next((config[name] for name in ("image_token_id", "image_token_index") if config.get(name) is not None), None),
-        first("max_new_tokens") or 20,
+        new or 20,
         score_rules(rules),
         rules.get("forced_bos_token_id"),
         tuple(forced) if isinstance(forced, list) else forced,
@@ -176,6 +203,9 @@ sees_prompt=False, video_token_id=None, tokens_per_second=None)
         config.get("model_type") == "paligemma",
         next((config[name] for name in ("video_token_id", "video_token_index") if config.get(name) is not None), None),
         vision.get("tokens_per_second"),
+        stated("max_length") if not new else None,
+        sampling_of(rules),
+        beams_of(rules),
     )
 
 

@@ -33,6 +33,8 @@ class OpenedModel:
         is_streamed: whether the weights of a layer are read when it is called.
         remarks: notes for the report.
         found: what a streamed model was opened from; ``None`` for others.
+        reads_bytes: whether its weights are random, and there is no folder with another tokenizer.
+        no_folder: why its folder is not known; empty where it is, and where weights are random.
     """
 
     model: Any
@@ -40,6 +42,8 @@ class OpenedModel:
     is_streamed: bool = False
     remarks: tuple[str, ...] = ()
     found: FoundModel | None = None
+    reads_bytes: bool = False
+    no_folder: str = ""
 
     def as_a_whole(self, reason: str) -> OpenedModel:
         """Return a streamed model loaded as a whole.
@@ -56,7 +60,8 @@ class OpenedModel:
         assert checkpoint is not None
         remarks = (f"the model is loaded as a whole: {reason}.",)
         _check_memory(self.found, checkpoint, dtype, memory_available(), remarks)
-        return OpenedModel(self.found.load(dtype=str(dtype).removeprefix("torch.")), self.folder, remarks=remarks)
+        model, noted = self.found.load_with_remarks(dtype=str(dtype).removeprefix("torch."))
+        return OpenedModel(model, self.folder, remarks=(*remarks, *noted))
 
 
 def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) -> OpenedModel:
@@ -78,23 +83,30 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
         raise InvalidArgumentError(f"weights must be one of {', '.join(map(repr, get_args(WeightsIn)))}: {weights!r}.")
     if weights == "stream" and to != "onnx":
         raise InvalidArgumentError(f"weights='stream' is for ONNX files: others hold their weights. Found {to!r}.")
+    if weights == "stream" and found.adapter is not None:
+        raise InvalidArgumentError(
+            f"weights='stream' reads weights as they are stored, and the adapter of {found.name} is merged into them. "
+            "Merge it, save the model, and export that; or leave weights='stream' out."
+        )
     wanted = getattr(torch, dtype)
     checkpoint = open_checkpoint(found.folder) if found.has_weights and found.folder is not None else None
     if checkpoint is None or found.folder is None:
         if weights == "stream":
             raise InvalidArgumentError(f"weights='stream' reads files of safetensors, and {found.name} has none.")
-        return OpenedModel(found.load(dtype=dtype), found.folder)
+        model, noted = found.load_with_remarks(dtype=dtype)
+        return OpenedModel(model, found.reader_folder, remarks=noted, reads_bytes=found.folder is None)
     size, free = checkpoint.bytes_as(wanted), memory_available()
     remarks: tuple[str, ...] = ()
-    if weights == "stream" or (weights == "auto" and to == "onnx" and _PART * size > free):
+    if weights == "stream" or (weights == "auto" and to == "onnx" and _PART * size > free and found.adapter is None):
         try:
-            model = streamed_model(found.config, found.folder, checkpoint, wanted)
+            model, noted = streamed_model(found, checkpoint, wanted)
             shown = f"weights of {format_bytes(size)} were read from {found.name} one by one, for each call of a layer."
-            return OpenedModel(model, found.folder, True, (shown,), found)
+            return OpenedModel(model, found.folder, True, (shown, *noted), found)
         except NotStreamableError as reason:
             remarks = (f"the model is loaded as a whole: {reason}.",)
     _check_memory(found, checkpoint, wanted, free, remarks)
-    return OpenedModel(found.load(dtype=dtype), found.folder, remarks=remarks)
+    model, noted = found.load_with_remarks(dtype=dtype)
+    return OpenedModel(model, found.reader_folder, remarks=(*remarks, *noted))
 
 
 def _check_memory(

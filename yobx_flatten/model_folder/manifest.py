@@ -40,6 +40,7 @@ class FolderManifest:
         sha256: digests by name, of files for other runtimes than the first two.
         rereads_at_switch: for a model whose positions change with the length of the text (longrope, dynamic), whether
             ``model.generate`` reads the whole text again where they do; ``None`` for others, or where it is not known.
+        positions: tokens that the model reads at most, where each position has a row of a table; ``None`` for others.
     """
 
     model: str
@@ -56,6 +57,7 @@ class FolderManifest:
     runtime: str = ""
     sha256: dict[str, str] = dataclasses.field(default_factory=dict)
     rereads_at_switch: bool | None = None
+    positions: int | None = None
 
     def __post_init__(self) -> None:
         if not self.runtime:  # folders of versions 1 and 2 name the format only

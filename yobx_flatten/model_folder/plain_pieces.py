@@ -11,6 +11,7 @@ from ..errors import GenerationError
 from ..export.replay import Case
 from ..recipe.aliases import TransformersModel
 from .pieces import Piece, random_tokens
+from .token_types import TYPES, has_types, pair_types
 
 __all__ = ["plain_pieces"]
 
@@ -46,7 +47,8 @@ def _tokens(model: TransformersModel, batch: int, length: int) -> dict[str, torc
     tokens = random_tokens(model, (batch, length))
     mask = torch.ones_like(tokens)
     mask[0, length - 1 :] = 0  # padded on the right, as encoders are
-    return {"input_ids": tokens, "attention_mask": mask}
+    types = {TYPES: pair_types(model, batch, length)} if has_types(model, tokens) else {}
+    return {"input_ids": tokens, "attention_mask": mask, **types}
 
 
 def _sound(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 from ..declare.scopes import register_flattening_functions
 from ..export.replay import Case, clone
 from ..export.undisturbed import undisturbed
+from ..export.untouched import untouched_copy
 from ..generate.settings import settings_of
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import TransformersModel
@@ -60,8 +61,8 @@ def stored_calls(piece: Piece, cases: Sequence[Case]) -> Iterator[tuple[str, dic
         opened = register_flattening_functions(patch_transformers=True)
         with opened, torch.no_grad(), undisturbed(piece.module):
             kwargs = clone(dict(case.kwargs))
-            inputs = dict(zip(leaf_names(kwargs), pytree.tree_leaves(clone(kwargs)), strict=True))
-            outputs = piece.module(**kwargs)
+            inputs = dict(zip(leaf_names(kwargs), pytree.tree_leaves(kwargs), strict=True))
+            outputs = piece.module(**untouched_copy(dict(case.kwargs), piece.module))
             names = output_names(outputs, inputs)
             results = dict(zip(names, pytree.tree_leaves(clone(outputs)), strict=True))
         yield case.name, _without_none(inputs), _without_none(results)
@@ -111,6 +112,7 @@ def generation_case(
             max_length=None,
             do_sample=False,
             num_beams=1,
+            num_return_sequences=1,
             return_dict_in_generate=True,
             output_scores=True,
         )

@@ -9,41 +9,64 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..errors import ModelSourceError
-from ..files.document import check_regular
+from ..files.document import check_regular, read_document
 from ..huggingface.cache_names import CACHE, PRESENT
 from ..recipe.aliases import TransformersModel
+from .adapter import ADAPTER
 
-__all__ = ["genai_config", "write_companions"]
+__all__ = ["TOKENIZER_INPUTS", "genai_config", "state_tokenizer_inputs", "write_companions", "write_genai_config"]
 
 # Everything that is next to weights and is text, but for what is written anew.
 _LARGEST = 2**30  # bytes
+TOKENIZER_INPUTS = ("input_ids", "token_type_ids", "attention_mask")
+"""What a tokenizer may return of a text, or of a pair."""
 _PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
-_WRITTEN_ANEW = {"config.json", "generation_config.json"}
+# an adapter is merged: next to the file it would be read as one that is not
+_WRITTEN_ANEW = {"config.json", "generation_config.json", ADAPTER}
 
 
-def write_companions(folder: pathlib.Path, model: TransformersModel, source: pathlib.Path | None) -> None:
+def write_companions(
+    folder: pathlib.Path, model: TransformersModel, source: pathlib.Path | None, *, reads_bytes: bool = False
+) -> None:
     """Write what belongs next to the files of a model.
 
     Args:
         folder: where they are.
         model: a model of transformers.
-        source: the folder it is from, whose tokenizer and processor are copied. ``None`` for a small model with random
-            weights, which reads bytes.
+        source: the folder it is from, whose tokenizer and processor are copied; ``None`` where it is not known.
+        reads_bytes: whether a model without a folder gets a tokenizer of bytes: one with random weights, which were
+            trained on no other.
     """
     model.config.architectures = model.config.architectures or [type(model).__name__]
     model.config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
-    if source is None:
+    if source is None and reads_bytes:
         from transformers import ByT5Tokenizer
 
         ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
+    if source is None:
         return
     for pattern in _PATTERNS:
         for path in source.glob(pattern):
             if path.name not in _WRITTEN_ANEW and not path.name.endswith(".index.json"):
                 _check_own(path)
                 shutil.copyfile(path, folder / path.name)
+
+
+def state_tokenizer_inputs(folder: pathlib.Path, names: Collection[str]) -> None:
+    """Let the tokenizer of a folder return what its file takes, and nothing else; no tokenizer is made.
+
+    Args:
+        folder: an exported folder.
+        names: the inputs of its file.
+    """
+    path = folder / "tokenizer_config.json"
+    if "input_ids" not in names or not path.exists():
+        return
+    stated = read_document(path, dict[str, Any], failure=ModelSourceError, finite=False)
+    text = json.dumps({**stated, "model_input_names": list(names)}, indent=2, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _check_own(path: pathlib.Path) -> None:

@@ -7,21 +7,25 @@ import pathlib
 import re
 from typing import Any
 
-from ..errors import ModelSourceError
+from ..errors import InvalidArgumentError, ModelSourceError
 from ..errors.dependencies import require
 from ..errors.messages import first_line
+from .adapter import base_of, holds_adapter, merged, not_found
 from .classes import class_for
 from .configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
+from .origin import reader_of
+from .stored_weights import UnmatchedWeights, load_stored
 from .tiny_models import small_config
 
 __all__ = ["MODEL_NAMES", "FoundModel", "find_model", "require_transformers"]
 
 MODEL_NAMES = (
-    "A folder that save_pretrained wrote or an id of the hub (owner/name); or, with random weights, a config.json, a "
-    "folder without weights, or a type such as llama, for a small one."
+    "A folder that save_pretrained wrote, also one of adapters, or an id of the hub (owner/name); or, with random "
+    "weights, a config.json, a folder without weights, or a type such as llama, for a small one."
 )
 """What a model can be named by, in both command lines."""
 
+_FIX = 'Write a folder with weights into adapter_config.json ("base_model_name_or_path").'
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # what stands next to the weights and is not code
 _BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"]
@@ -49,6 +53,8 @@ class FoundModel:
         folder: where its weights and its tokenizer are, ``None`` where there are none.
         has_weights: whether the folder holds weights; else they are random.
         is_small: whether the name is a type, which stands for a small configuration.
+        unmatched_weights: what is done where the weights are not those of the class.
+        adapter: the folder of an adapter that is merged into the model of ``folder``; ``None`` without one.
     """
 
     name: str
@@ -56,6 +62,13 @@ class FoundModel:
     folder: pathlib.Path | None = None
     has_weights: bool = False
     is_small: bool = False
+    unmatched_weights: UnmatchedWeights = "refuse"
+    adapter: pathlib.Path | None = None
+
+    @property
+    def reader_folder(self) -> pathlib.Path | None:
+        """The folder of its tokenizer: that of the adapter, where it holds one."""
+        return self.adapter if self.adapter is not None and reader_of(self.adapter) else self.folder
 
     def __str__(self) -> str:
         if self.has_weights:
@@ -69,17 +82,36 @@ class FoundModel:
             dtype: the dtype of the weights.
 
         Raises:
-            ModelSourceError: when the weights cannot be read.
+            ModelSourceError: when the weights cannot be read, or are not those of the model.
+        """
+        return self.load_with_remarks(dtype=dtype)[0]
+
+    def load_with_remarks(self, *, dtype: str = "float32") -> tuple[Any, tuple[str, ...]]:
+        """Return the model of :meth:`load`, and notes on weights that are not those of the folder.
+
+        Args:
+            dtype: the dtype of the weights.
+
+        Raises:
+            ModelSourceError: when the weights cannot be read, or are not those of the model.
         """
         import torch
 
         wanted, kind = getattr(torch, dtype), class_for(self.config)
         with bounded_weights(self.name, failure=ModelSourceError, stored=self.stored_bytes()):
             if self.has_weights:
-                return kind.from_pretrained(self.folder, dtype=wanted, **FILES_ONLY).eval()
+                how: dict[str, Any] = {"dtype": wanted, **FILES_ONLY}
+                model, differences = load_stored(
+                    kind, self.folder, self.name, choice=self.unmatched_weights, failure=ModelSourceError, **how
+                )
+                if self.adapter is None:
+                    return model.eval(), differences.remarks()
+                model, of_adapter = merged(model, self.adapter, self.name, choice=self.unmatched_weights)
+                noted = f"the adapter of {self.name} was merged into the weights of {self.folder}."
+                return model, (noted, *differences.remarks(), *of_adapter.remarks())
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                return kind(self.config).to(wanted).eval()
+                return kind(self.config).to(wanted).eval(), ()
 
     def stored_bytes(self) -> int:
         """Return how many bytes its files of weights have; 0 without weights."""
@@ -90,7 +122,8 @@ def find_model(source: str, *, weights: bool = True) -> FoundModel:
     """Find out what a name stands for; no weights are read.
 
     Args:
-        source: a folder that ``save_pretrained`` wrote; an id of the hub, ``"owner/name"``; for random weights a
+        source: a folder that ``save_pretrained`` wrote, also that of PEFT, whose adapter is merged into the model that
+            it names; an id of the hub, ``"owner/name"``; for random weights a
             ``config.json``, a folder without weights, or a type of model such as ``"llama"``, for a small one.
         weights: whether to download those of the hub.
 
@@ -102,6 +135,10 @@ def find_model(source: str, *, weights: bool = True) -> FoundModel:
         ModelSourceError: when the folder holds no model, is damaged, or the hub cannot be reached.
     """
     require_transformers("a model")
+    return _find(source, weights=weights)
+
+
+def _find(source: str, *, weights: bool, of_adapter: str = "") -> FoundModel:
     path = pathlib.Path(source)
     if path.is_dir():
         folder: pathlib.Path | None = path
@@ -115,11 +152,27 @@ def find_model(source: str, *, weights: bool = True) -> FoundModel:
         )
     else:
         return FoundModel(source, small_config(source), is_small=True)
+    if folder is not None and holds_adapter(folder):
+        if of_adapter:
+            raise ModelSourceError(f"{of_adapter} holds an adapter of another adapter, {source}. Merge that one first.")
+        return _adapted(source, folder, weights=weights)
     file = path if folder is None else folder / "config.json"
     if not file.is_file():
         raise ModelSourceError(f"{source} holds no config.json: it is not a folder that save_pretrained wrote.")
     has_weights = folder is not None and bytes_of_weights(folder, failure=ModelSourceError) > 0
     return FoundModel(source, read_config(file, source, failure=ModelSourceError), folder, has_weights)
+
+
+def _adapted(source: str, folder: pathlib.Path, *, weights: bool) -> FoundModel:
+    """The model that an adapter is of, with the adapter."""
+    base = base_of(folder, source)
+    try:
+        found = _find(base, weights=weights, of_adapter=source)
+    except (ModelSourceError, InvalidArgumentError) as error:
+        raise not_found(source, base, error) from error
+    if not found.has_weights:
+        raise ModelSourceError(f"{source} holds an adapter of {base}, a configuration without weights. {_FIX}")
+    return dataclasses.replace(found, name=source, adapter=folder)
 
 
 def _download(source: str, patterns: list[str]) -> pathlib.Path:

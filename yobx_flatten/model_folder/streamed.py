@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import math
 import pathlib
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from ..huggingface.layer_weights import Reader, stream_layers
 from ..registry.patches import AttributePatch
 from .classes import class_for
 from .configuration import stated_weights
+from .source import FoundModel
+from .stored_weights import KeyDifferences
 
 __all__ = ["Checkpoint", "NotStreamableError", "open_checkpoint", "streamed_model"]
 
@@ -111,22 +114,22 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
     return Checkpoint(files, shapes, types)
 
 
-def streamed_model(config: Any, folder: pathlib.Path, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """Return a model in evaluation mode that reads the weights of a layer when the layer is called.
+def streamed_model(found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Any, tuple[str, ...]]:
+    """Return a model in evaluation mode that reads the weights of a layer when the layer is called, with notes on them.
 
     Args:
-        config: a configuration of transformers.
-        folder: what the model is from.
+        found: the model, which has a folder.
         checkpoint: the weights of the folder.
         dtype: the type of the weights.
 
     Raises:
         NotStreamableError: when the files do not hold the weights one by one as the model has them.
-        ModelSourceError: when a weight is missing, or has another shape.
+        ModelSourceError: when they are not those of the model.
     """
-    if getattr(config, "quantization_config", None) is not None:
+    assert found.folder is not None
+    if getattr(found.config, "quantization_config", None) is not None:
         raise NotStreamableError("its weights are quantised")
-    model = _empty_model(copy.deepcopy(config), folder, dtype)
+    model = _empty_model(copy.deepcopy(found.config), found.folder, dtype)
     kept = [*(getattr(model, "_keep_in_fp32_modules", None) or ())] if dtype is torch.float16 else []
     if dtype is not torch.float32:
         kept += getattr(model, "_keep_in_fp32_modules_strict", None) or ()
@@ -136,22 +139,46 @@ def streamed_model(config: Any, folder: pathlib.Path, checkpoint: Checkpoint, dt
     for name, buffer in model.named_buffers():
         if name in sources:
             buffer.copy_(checkpoint.read(sources[name], dtype))
+    tied = _tied(model)
+    differences = _differences(model, checkpoint, sources, tied)
+    differences.check(found.name, type(model).__qualname__, found.unmatched_weights, ModelSourceError)
+    if differences.missing or differences.reshaped:
+        raise NotStreamableError("weights that its files do not hold are random")
     readers: dict[str, Reader] = {}
-    for names, parameter in _tied(model):
-        found = list(dict.fromkeys(sources[name] for name in names if name in sources))
-        if not found:
-            raise ModelSourceError(f"{folder} lacks the weight {names[0]} of {type(model).__qualname__}.")
-        shape = tuple(checkpoint.shapes[found[0]])
-        if shape != tuple(parameter.shape):
-            raise ModelSourceError(
-                f"{folder}: {found[0]} has shape {shape}, and the model takes {tuple(parameter.shape)}."
-            )
-        first = checkpoint.read(found[0], dtype) if len(found) > 1 else None
-        if first is not None and not all(first.equal(checkpoint.read(other, dtype)) for other in found[1:]):
+    for names, _ in tied:
+        held = list(dict.fromkeys(sources[name] for name in names if name in sources))
+        first = checkpoint.read(held[0], dtype) if len(held) > 1 else None
+        if first is not None and not all(first.equal(checkpoint.read(other, dtype)) for other in held[1:]):
             raise NotStreamableError(f"{', '.join(names)} are tied, and differ in the files")
-        readers |= dict.fromkeys(names, functools.partial(checkpoint.read, found[0], dtype))
+        readers |= dict.fromkeys(names, functools.partial(checkpoint.read, held[0], dtype))
     stream_layers(model, readers)
-    return model
+    return model, differences.remarks()
+
+
+def _differences(
+    model: Any,
+    checkpoint: Checkpoint,
+    sources: Mapping[str, str],
+    tied: Sequence[tuple[list[str], torch.nn.Parameter]],
+) -> KeyDifferences:
+    """What `from_pretrained` would state of the files, with the names that it leaves out of it."""
+    missing, reshaped = [], []
+    for names, parameter in tied:
+        held = [sources[name] for name in names if name in sources]
+        shape = tuple(checkpoint.shapes[held[0]]) if held else ()
+        if not held:
+            missing.append(names[0])
+        elif shape != tuple(parameter.shape):
+            reshaped.append((names[0], shape, tuple(parameter.shape)))
+    state = model.state_dict(keep_vars=True)
+    left = sorted(checkpoint.files.keys() - {key for name, key in sources.items() if name in state})
+    buffers = [name for name, _ in model.named_buffers()]
+    # buffers that older versions stored, and that are computed now
+    old = {r"rotary_emb\.inv_freq": "rotary_emb.inv_freq", r"(^|\.)position_ids$": "position_ids"}
+    known = [pattern for pattern, ending in old.items() if any(name.endswith(ending) for name in buffers)]
+    known += getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unused = [name for name in left if not any(re.search(pattern, name) for pattern in known)]
+    return KeyDifferences(tuple(missing), tuple(unused), tuple(reshaped))
 
 
 def _empty_model(config: Any, folder: pathlib.Path, dtype: torch.dtype) -> Any:

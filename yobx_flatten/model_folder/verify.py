@@ -17,7 +17,9 @@ from ..errors.messages import first_line, table
 from ..export.quality import Quality
 from ..files.document import inside
 from ..files.scratch import is_folder
+from ..generate.beams import BeamSettings
 from ..generate.runtime_generator import generator_for
+from ..generate.sampling import Sampling
 from ..runners.onnx_session import has_mapped_weights, mapped_options
 from ..runners.open import open_runner
 from ..runners.runner import Runner
@@ -238,7 +240,8 @@ def _check_tokens(
     mapped = any(map(has_mapped_weights, folder.glob("*.onnx")))
     pack = bool(manifest.quality) or not mapped  # the model that was exported can also be in memory
     generator = generator_for(folder, manifest.runtime, pack=pack, trust=trust)
-    found = generator.generate(**case.inputs, max_new_tokens=case.outputs["new_tokens"])
+    likeliest = {"sampling": Sampling(), **dataclasses.asdict(BeamSettings())}  # whatever the folder's default is
+    found = generator.generate(**case.inputs, max_new_tokens=case.outputs["new_tokens"], **likeliest)
     if found.shape != expected.shape:
         return float(max(found.numel(), expected.numel()))
     differs = found != expected

@@ -36,6 +36,7 @@ from ..export.room import check_room
 from ..export.text_cases import text_cases
 from ..export.undisturbed import undisturbed
 from ..files.scratch import publish_folder, scratch_for, settle
+from ..generate.settings import settings_of
 from ..huggingface.position_switch import rereads_at_switch, switch_of
 from ..recipe.aliases import TransformersModel
 from ..runners.open import RUNTIMES
@@ -45,11 +46,20 @@ from .classes import without_peft
 from .digests import digests
 from .loading import OpenedModel, WeightsIn, open_model
 from .manifest import FolderManifest, write_manifest
+from .origin import origin_of, reader_of
 from .pieces import Piece, keeps_more
+from .positions import positions_of
 from .proofs import SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
 from .quality_text import python_text
-from .sidecar_files import genai_config, write_companions, write_genai_config
+from .sidecar_files import (
+    TOKENIZER_INPUTS,
+    genai_config,
+    state_tokenizer_inputs,
+    write_companions,
+    write_genai_config,
+)
 from .source import FoundModel, find_model, require_transformers
+from .stored_weights import UnmatchedWeights, check_unmatched
 from .targets import (
     FORMATS,
     Target,
@@ -60,7 +70,7 @@ from .targets import (
     room_for_tokens,
     write_piece,
 )
-from .tasks import GENERATES, pieces_for
+from .tasks import GENERATES, pieces_for, task_of
 from .verify import FolderReport, verify_folder
 from .writable import check_writable
 
@@ -112,6 +122,7 @@ def export_folder(
     bounds: Mapping[str, int] | None = None,
     dtype: str | None = None,
     weights: WeightsIn = "auto",
+    unmatched_weights: UnmatchedWeights | None = None,
 ) -> ExportedFolder:
     """Export a model of transformers to a folder that generation tools open, and prove that it generates the same.
 
@@ -125,8 +136,9 @@ def export_folder(
         task: the task to export for, which decides what becomes a file: see :data:`TASKS`. ``"auto"``, the default,
             takes the task of the model.
         to: format of the files: ``"onnx"``, the default, for onnxruntime, or ``"program"`` for ``torch.export``.
-        source: the folder the model is from, whose tokenizer and processor are copied. Without one the folder gets a
-            tokenizer of bytes. By default the folder that ``model`` names.
+        source: the folder the model is from, whose tokenizer and processor are copied. By default the folder that
+            ``model`` names, or was loaded from. Where that is not known, there is no tokenizer, and the report states
+            why; a type or a ``config.json``, whose weights are random, gets one of bytes.
         opset_version: version of ONNX's operators; ``None``, the default, for what :func:`export_onnx` finds best.
         batch: a fixed batch size; ``None`` for any.
         overwrite: whether to replace the contents of ``folder``; ``False`` by default.
@@ -153,11 +165,16 @@ def export_folder(
             reads them from the files of safetensors, those of a layer when it is called and each one when it is
             written, so that the memory holds one layer. ``"auto"``, the default, streams weights of more than a
             quarter of the free memory to ONNX files.
+        unmatched_weights: what is done where the weights of a model that is named are not those of its class.
+            ``"refuse"``, the default, raises, with their names. ``"unused"`` leaves out those that the class does not
+            have; ``"random"`` also draws those that the folder lacks or has in another shape. The report
+            names them.
 
     Returns:
         The folder, with a report of every export and every replay.
 
     Raises:
+        ModelSourceError: when a model that is named cannot be read, or its weights are not those of its class.
         InvalidArgumentError: when ``to`` or ``target`` is unknown, bounds are missing, or onnxruntime has no
             kernels for the type of the weights.
         FolderExistsError: when the folder is not empty.
@@ -182,7 +199,7 @@ def export_folder(
     form, suffix, largest = FORMATS[runtime], RUNTIMES[runtime][0], choose_bounds(bounds, batch)
     place = pathlib.Path(folder)
     check_target(place, overwrite)
-    opened = _open(model, dtype, weights, form)
+    opened = _open(model, dtype, weights, form, unmatched_weights)
     model, source = without_peft(opened.model), opened.folder if source is None else source
     if largest is not None:
         largest.check_positions(model)
@@ -193,6 +210,8 @@ def export_folder(
             f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Take float32 or float16, or to='program'; "
             'or proof="none" for files of another provider, unproven.'
         )
+    if task_of(model) in GENERATES and getattr(model, "generation_config", None) is not None:
+        settings_of(model.config.to_dict(), model.generation_config.to_dict())  # raises for what files do not do
     quantization = choose_quantization(quantize, model, "export_folder", runtime)
     if optimize not in (None, "onnxruntime") or (optimize is not None and form != "onnx"):
         raise InvalidArgumentError(f'optimize must be None, or "onnxruntime" for to="onnx"; found {optimize!r}.')
@@ -254,7 +273,12 @@ def export_folder(
                 crosses = rereads is not None and proof == "full" and largest is None
                 if switch is not None and crosses and 4 < switch <= _LONGEST:
                     cases[""].append(_store_generation(model, task, batch, 12, work, switch - 3))
-        write_companions(work, model, None if source is None else pathlib.Path(source))
+        write_companions(work, model, None if source is None else pathlib.Path(source), reads_bytes=opened.reads_bytes)
+        if not reader_of(work):
+            why = opened.no_folder if source is None else f"{source} holds none"
+            first.remark(f"there is no tokenizer in the folder: {why}. Name a folder with its files: source=FOLDER")
+        if task != "image-text-to-text":  # where a processor hands over more
+            state_tokenizer_inputs(work, [name for name in TOKENIZER_INPUTS if name in pieces[0].kwargs])
         if task == "text-generation" and form == "onnx":
             contents = genai_config(model, reports["model.onnx"].input_names, shared=shared)
             if contents is not None:
@@ -267,7 +291,9 @@ def export_folder(
         described = (name, task, form, dtype, tolerance, names, cases, versions, proof, quality, cache)
         made = sorted(file.name for file in work.iterdir() if file.suffix in (suffix, ".bin"))
         sha256 = {} if runtime in ("onnxruntime", "torch") else digests(work, made)
-        write_manifest(work, FolderManifest(*described, runtime, sha256, rereads))
+        asks = task in GENERATES and not opened.is_streamed  # each call would read all weights
+        positions = positions_of(model, is_large=proof != "full") if asks else None
+        write_manifest(work, FolderManifest(*described, runtime, sha256, rereads, positions))
         verified = verify_folder(work, trust=True)  # of what was made here
         if not verified.ok and proof != "none":
             raise ReplayError(f"The exported {type(model).__qualname__} does not do what the model does.\n{verified}")
@@ -276,17 +302,25 @@ def export_folder(
 
 
 def _open(
-    model: TransformersModel | str | os.PathLike[str] | FoundModel, dtype: str | None, weights: WeightsIn, to: str
+    model: TransformersModel | str | os.PathLike[str] | FoundModel,
+    dtype: str | None,
+    weights: WeightsIn,
+    to: str,
+    unmatched: UnmatchedWeights | None,
 ) -> OpenedModel:
     """The model itself, or the one that is named."""
     if isinstance(model, (str, os.PathLike, FoundModel)):
         found = model if isinstance(model, FoundModel) else find_model(os.fspath(model))
+        if unmatched is not None:
+            check_unmatched(unmatched)
+            found = dataclasses.replace(found, unmatched_weights=unmatched)
         return open_model(found, dtype=dtype or "float32", weights=weights, to=to)
-    given = {"dtype": dtype, "weights": None if weights == "auto" else weights}
+    given = {"dtype": dtype, "weights": None if weights == "auto" else weights, "unmatched_weights": unmatched}
     for name, value in given.items():
         if value is not None:
             raise InvalidArgumentError(f"{name}={value!r} is for a model that is named; a loaded one has its own.")
-    return OpenedModel(model)
+    folder, no_folder = origin_of(without_peft(model))
+    return OpenedModel(model, folder, no_folder=no_folder)
 
 
 def check_target(folder: pathlib.Path, overwrite: bool) -> None:

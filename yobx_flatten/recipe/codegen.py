@@ -4,9 +4,13 @@ A loop over field names costs several times what the attributes themselves cost.
 attribute once; a traceback shows it, and so does :func:`inspect.getsource`::
 
     def flatten_state(obj):
+        if len(obj.__dict__) != 2:
+            undeclared(obj)
         return [obj.hidden, obj.cell], NAMES
 
     def flatten_with_keys_state(obj):
+        if len(obj.__dict__) != 2:
+            undeclared(obj)
         return [(KEY_0, obj.hidden), (KEY_1, obj.cell)], NAMES
 
     def unflatten_state(children, static, output_type=None):
@@ -41,6 +45,7 @@ from ..private_names.of_torch import GetAttrKey, MappingKey, SequenceKey
 from .contract import Flatten, FlattenWithKeys, Unflatten, require_node
 from .hashable import own_copy
 from .static_codec import check_static
+from .undeclared import undeclared_check
 
 __all__ = [
     "builtin_base",
@@ -87,7 +92,8 @@ def functions_from_fields(
         ``None``, or a tuple of the values, which is hashable where they are, as JAX wants it. The items of a subclass
         of ``dict``, ``list`` or ``tuple`` are children after the attributes, and the keys of a ``dict`` come last in
         the static part. Flatten raises :class:`~yobx_flatten.errors.StaticDataError`, with the name of the attribute,
-        for a value that cannot be static data.
+        for a value that cannot be static data, and :class:`~yobx_flatten.errors.RoundTripError` for an instance with
+        an attribute that is not named.
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class, or a name is not a valid name or is given twice.
@@ -107,12 +113,14 @@ def functions_from_fields(
     _check_names(cls, names + static_names)
     keys = {f"KEY_{i}": GetAttrKey(name) for i, name in enumerate(names)}
     helpers = {"cls": cls, "builtin": builtin_base(cls), "checked": checked, "own_copy": own_copy, "unset": _unset}
+    holds_more, of_check = undeclared_check(cls, [*names, *static_names])
     scope: dict[str, Any] = {"NAMES": names, "MappingKey": MappingKey, "SequenceKey": SequenceKey, **keys, **helpers}
+    scope |= of_check
     suffix = snake_case(cls.__name__)
     made = [f"flatten_{suffix}", f"flatten_with_keys_{suffix}", f"unflatten_{suffix}"]
     run_source(
         f"<functions of {cls.__module__}.{cls.__qualname__}",
-        _source(cls, made, names, static_names, names_in_static),
+        _source(cls, made, names, static_names, names_in_static, holds_more),
         scope,
     )
     flatten, flatten_with_keys, unflatten = (scope[name] for name in made)
@@ -221,7 +229,9 @@ def require_content(cls: type, caller: str) -> None:
         )
 
 
-def _source(cls: type, made: list[str], names: list[str], static_names: list[str], names_in_static: bool) -> str:
+def _source(
+    cls: type, made: list[str], names: list[str], static_names: list[str], names_in_static: bool, holds_more: str
+) -> str:
     items = _items_of(cls)
     attributes = [f"obj.{name}" for name in names]
     values = [f"checked(obj.{name}, {f'{cls.__qualname__}.{name}'!r})" for name in static_names]
@@ -236,11 +246,14 @@ def _source(cls: type, made: list[str], names: list[str], static_names: list[str
     if items is not None:
         attributes.append(items.children)
         keyed.append(items.keyed)
+    more = [f"    if {holds_more}:", "        undeclared(obj)"] if holds_more else []
     lines = [
         f"def {made[0]}(obj):",
+        *more,
         *_reading(cls, names + static_names, f"return [{', '.join(attributes)}], {static}"),
         "",
         f"def {made[1]}(obj):",
+        *more,
         *_reading(cls, names + static_names, f"return [{', '.join(keyed)}], {static}"),
         "",
         f"def {made[2]}(children, static, output_type=None):",

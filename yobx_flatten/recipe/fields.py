@@ -20,7 +20,7 @@ None of these libraries is imported: the classes carry marks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from ..errors import InvalidRegistrationError, describe_class
@@ -30,6 +30,7 @@ from .contract import Flatten, FlattenWithKeys, Recipe, Unflatten, require_node
 from .hashable import own_copy
 from .keys import torch_key
 from .mappings import is_mapping, is_mapping_like, mapping_functions
+from .undeclared import is_derived, lost_attribute, slots_of
 
 __all__ = ["functions_of", "is_mapping_like", "recipe_of"]
 
@@ -135,9 +136,12 @@ def _pydantic_functions(cls: Any) -> _Functions:
     names = [name for name in extras if name not in static_names]
     is_root = cls.__pydantic_root_model__  # holds one field, and has no place for more
     set_field = object.__setattr__
+    count = len(extras)
 
     def flatten(obj: Any) -> tuple[list[Any], Any]:
         state = obj.__dict__
+        if len(state) != count:
+            _check_state(cls, state, extras)
         extra = None if is_root else obj.__pydantic_extra__
         private = None if is_root else obj.__pydantic_private__
         static = {
@@ -169,23 +173,18 @@ def _pydantic_functions(cls: Any) -> _Functions:
     return flatten, flatten_with_keys, unflatten
 
 
-def _slots_of(cls: type) -> list[str]:
-    """The slots of a class and of its bases, as they are spelt in the instance; bases come first."""
-    found = []
-    for base in reversed(cls.__mro__):
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            private = name.startswith("__") and not name.endswith("__")
-            found.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
-    return [name for name in dict.fromkeys(found) if name != "__weakref__"]
+def _check_state(cls: type, state: Mapping[str, Any], declared: Collection[str]) -> None:
+    for name, value in state.items():
+        if name not in declared and not is_derived(cls, name, value):
+            raise lost_attribute(cls, name, declared)
 
 
 def _has_only_slots(cls: type) -> bool:
-    return cls.__dictoffset__ == 0 and cls.__itemsize__ == 0 and bool(_slots_of(cls))
+    return cls.__dictoffset__ == 0 and cls.__itemsize__ == 0 and bool(slots_of(cls))
 
 
 def _slots_functions(cls: type) -> _Functions:
-    return functions_from_fields(cls, _slots_of(cls))
+    return functions_from_fields(cls, slots_of(cls))
 
 
 # The first row that fits is used: what an author wrote for the purpose comes before what a library wrote.

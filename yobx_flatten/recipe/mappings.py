@@ -20,6 +20,7 @@ from ..errors import RoundTripError
 from ..private_names.of_torch import MappingKey
 from .codegen import builtin_base
 from .contract import Flatten, FlattenWithKeys, Unflatten
+from .undeclared import is_derived
 
 __all__ = ["is_mapping", "is_mapping_like", "mapping_functions"]
 
@@ -84,20 +85,24 @@ def _has_slots(cls: type) -> bool:
 def _check_of(cls: type) -> Callable[[Any], None]:
     if dataclasses.is_dataclass(cls):
         return _check_of_fields(cls)
-    if issubclass(cls, (dict, collections.UserDict)) and cls.__dictoffset__:
-        return _check_attributes
-    return lambda obj: None
+    if not cls.__dictoffset__:
+        return lambda obj: None
+    return _check_attributes if issubclass(cls, (dict, collections.UserDict)) else _check_of_constructor(cls)
 
 
 def _check_of_fields(cls: Any) -> Callable[[Any], None]:
     """What a field holds is an item, or ``None``."""
     names = [field.name for field in dataclasses.fields(cls)]
 
+    known = frozenset(names)
+
     def check_items(obj: Any) -> None:
         for name in names:
             value = getattr(obj, name, None)
             if value is not dict.get(obj, name):
                 raise _not_an_item(obj, name, [name])
+        if not vars(obj).keys() <= known:
+            _check_attributes(obj)
 
     return check_items
 
@@ -110,10 +115,27 @@ def _check_attributes(obj: Any) -> None:
     more = [
         name
         for name, value in held.items()
-        if not (is_dict and dict.get(obj, name, obj) is value) and not (name == "data" and not is_dict)
+        if not (is_dict and dict.get(obj, name, obj) is value)
+        and not (name == "data" and not is_dict)
+        and not is_derived(type(obj), name, value)
     ]
     if more:
         raise _not_an_item(obj, more[0], more)
+
+
+def _check_of_constructor(cls: type) -> Callable[[Any], None]:
+    """What the constructor sets is set again by it; any other attribute would be lost."""
+    rebuild, known = _rebuilding(cls), set[str]()
+
+    def check_items(obj: Any) -> None:
+        if obj.__dict__.keys() <= known:
+            return
+        known.update(rebuild(dict(zip(obj.keys(), obj.values(), strict=True))).__dict__)
+        more = [name for name, value in obj.__dict__.items() if not (name in known or is_derived(cls, name, value))]
+        if more:
+            raise _not_an_item(obj, more[0], more)
+
+    return check_items
 
 
 def _not_an_item(obj: Any, name: str, names: list[str]) -> RoundTripError:

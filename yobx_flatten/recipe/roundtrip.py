@@ -6,8 +6,6 @@ Each check takes a registered recipe and a sample, and raises for one kind of di
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +16,7 @@ from ..errors import RoundTripError, StaticDataError, describe_class
 from ..private_names.of_torch import TorchDispatchMode, get_node_type, pop_mode, push_mode, pytree
 from .contract import Recipe
 from .hashable import hashable
+from .undeclared import UNSET, held_attributes, is_derived
 
 __all__ = ["CHECKS", "check_round_trip"]
 
@@ -93,10 +92,10 @@ def _check_rebuilt(recipe: Recipe, sample: Any) -> None:
             f"{name}: the rebuilt object has another static part than the original.\n"
             f"  original: {static!r}\n  rebuilt:  {static_again!r}"
         )
-    for attribute in _lost_tensors(sample, rebuilt):
+    for attribute in _lost_attributes(sample, rebuilt):
         raise RoundTripError(
-            f"{name}: its attribute {attribute!r} holds tensors that do not come back, since it is not among the "
-            "children. Declare it as a field, or name it:\n"
+            f"{name}: its attribute {attribute!r} does not come back as it was, since it is neither among the children "
+            "nor static data. Declare it as a field, or name it:\n"
             f"    f, k, u = functions_from_fields({name}, [..., {attribute!r}])\n"
             f"    register_class_flattening({name}, f, u, k)"
         )
@@ -204,16 +203,39 @@ def _tensors_in(static: Any) -> Iterator[Any]:
             left += [*value, *value.values()] if isinstance(value, dict) else value
 
 
-def _lost_tensors(sample: Any, rebuilt: Any) -> list[str]:
-    """The attributes that hold tensors and are not there any more; what is computed anew when it is read may go."""
-    before, after = (getattr(obj, "__dict__", {}) for obj in (sample, rebuilt))
-    return [
-        name
-        for name, value in before.items()
-        if name not in after
-        and any(isinstance(part, torch.Tensor) for part in (value if type(value) in (list, tuple) else [value]))
-        and not isinstance(inspect.getattr_static(type(sample), name, None), functools.cached_property)
-    ]
+def _lost_attributes(sample: Any, rebuilt: Any) -> Iterator[str]:
+    """The attributes that have another value, or none; what is computed anew when it is read may go.
+
+    A default of the constructor has the name of what it replaces: values are compared, tensors by identity.
+    """
+    after = held_attributes(rebuilt)
+    for name, value in held_attributes(sample).items():
+        found = after.get(name, UNSET if value is not None else None)
+        if not (found is UNSET and is_derived(type(sample), name, value)) and not _unchanged(value, found, set()):
+            yield name
+
+
+def _unchanged(before: Any, after: Any, seen: set[int]) -> bool:
+    """Whether two values are the same, down to the attributes of objects that are equal to nothing but themselves."""
+    if before is after or id(before) in seen:
+        return True
+    if type(before) is not type(after) or isinstance(before, torch.Tensor):
+        return False
+    seen.add(id(before))
+    if isinstance(before, (list, tuple)):
+        pairs = zip(before, after, strict=False)
+        return len(before) == len(after) and all(_unchanged(one, other, seen) for one, other in pairs)
+    if isinstance(before, dict):
+        return before.keys() == after.keys() and all(_unchanged(before[key], after[key], seen) for key in before)
+    compares: object = type(before).__eq__
+    if compares is not object.__eq__:
+        return _equal(before, after)
+    held, kept = held_attributes(before), held_attributes(after)
+    return all(
+        _unchanged(value, kept.get(name, UNSET), seen)
+        for name, value in held.items()
+        if name in kept or not is_derived(type(before), name, value)
+    )
 
 
 class _OperatorLog(TorchDispatchMode):

@@ -22,6 +22,16 @@ class Cell:
         self.hidden, self.state, self.size = hidden, state, size
 
 
+class Pair:
+    def __init__(self, hidden, state):
+        self.hidden, self.state = hidden, state
+
+
+class Sized:
+    def __init__(self, size=3):
+        self.size = size
+
+
 class Slotted:
     __slots__ = ("a", "b")
 
@@ -79,13 +89,14 @@ def test_a_class_name_is_spelt_as_a_function_name(name, spelt):
 
 def test_the_source_names_every_attribute_once():
     """What stands in a traceback is the code one would write by hand."""
-    flatten, flatten_with_keys, unflatten = functions_from_fields(Cell, ["hidden", "state"])
-    assert inspect.getsource(flatten) == "def flatten_cell(obj):\n    return [obj.hidden, obj.state], NAMES\n"
+    flatten, flatten_with_keys, unflatten = functions_from_fields(Pair, ["hidden", "state"])
+    check = "    if len(obj.__dict__) != 2:\n        undeclared(obj)\n"
+    assert inspect.getsource(flatten) == f"def flatten_pair(obj):\n{check}    return [obj.hidden, obj.state], NAMES\n"
     assert inspect.getsource(flatten_with_keys) == (
-        "def flatten_with_keys_cell(obj):\n    return [(KEY_0, obj.hidden), (KEY_1, obj.state)], NAMES\n"
+        f"def flatten_with_keys_pair(obj):\n{check}    return [(KEY_0, obj.hidden), (KEY_1, obj.state)], NAMES\n"
     )
     assert inspect.getsource(unflatten) == (
-        "def unflatten_cell(children, static, output_type=None):\n"
+        "def unflatten_pair(children, static, output_type=None):\n"
         "    obj = builtin.__new__(cls)\n"
         "    obj.hidden, obj.state, = children\n"
         "    return obj\n"
@@ -94,13 +105,13 @@ def test_the_source_names_every_attribute_once():
 
 def test_a_traceback_shows_the_line():
     """An attribute that is missing is found in the line that reads it."""
-    flatten, _, _ = functions_from_fields(Cell, ["hidden", "state"])
-    cell = Cell(1, 2)
+    flatten, _, _ = functions_from_fields(Pair, ["hidden", "state"])
+    cell = Pair(1, 2)
     del cell.state
-    with pytest.raises(AttributeError, match="'Cell' object has no attribute 'state'") as caught:
+    with pytest.raises(AttributeError, match="'Pair' object has no attribute 'state'") as caught:
         flatten(cell)
     frame = traceback.extract_tb(caught.value.__traceback__)[-1]
-    assert (frame.name, frame.line) == ("flatten_cell", "return [obj.hidden, obj.state], NAMES")
+    assert (frame.name, frame.line) == ("flatten_pair", "return [obj.hidden, obj.state], NAMES")
 
 
 def test_two_classes_of_one_name_keep_their_own_sources():
@@ -134,7 +145,7 @@ def test_the_static_part_may_do_without_the_names():
     flatten, _, unflatten = functions_from_fields(Cell, ["hidden", "state"], ["size"], names_in_static=False)
     assert flatten(Cell(1, 2)) == ([1, 2], (3,))
     assert vars(unflatten([4, 5], (6,))) == {"hidden": 4, "state": 5, "size": 6}
-    assert functions_from_fields(Cell, ["hidden"], names_in_static=False)[0](Cell(1, 2)) == ([1], None)
+    assert functions_from_fields(Pair, ["hidden", "state"], names_in_static=False)[0](Pair(1, 2)) == ([1, 2], None)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +175,8 @@ def test_another_number_of_children_is_refused(cls, children):
 
 def test_a_class_without_children_takes_none():
     """An object of static data only is rebuilt from no children, and from no others."""
-    flatten, _, unflatten = functions_from_fields(Cell, [], ["size"])
-    assert flatten(Cell(1, 2)) == ([], [[], [3]])
+    flatten, _, unflatten = functions_from_fields(Sized, [], ["size"])
+    assert flatten(Sized()) == ([], [[], [3]])
     assert vars(unflatten([], [[], [7]])) == {"size": 7}
     with pytest.raises(ValueError, match="too many values to unpack"):
         unflatten([1], [[], [7]])
@@ -238,7 +249,7 @@ def test_static_data_that_changes_is_copied(value):
 )
 def test_flatten_names_the_attribute_that_is_no_static_data(value, found):
     """A tensor, what nobody could store, and what would not be equal after a trip through a file."""
-    flatten, flatten_with_keys, _ = functions_from_fields(Cell, ["hidden"], ["size"])
+    flatten, flatten_with_keys, _ = functions_from_fields(Cell, ["hidden", "state"], ["size"])
     for function in (flatten, flatten_with_keys):
         with pytest.raises(StaticDataError, match=found):
             function(Cell(1, 2, value))

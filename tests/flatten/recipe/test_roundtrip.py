@@ -179,7 +179,7 @@ def test_a_tensor_that_is_no_child_is_named(value):
     """Flatten cannot know of it, and it would be missing without a word."""
     bag = Bag([torch.zeros(2)])
     bag.scale = value
-    assert "its attribute 'scale' holds tensors that do not come back" in problem_of(recipe_for(), bag)
+    assert "its attribute 'scale' does not come back as it was" in problem_of(recipe_for(), bag)
     bag.scale = None
     assert problem_of(recipe_for(), bag) == ""
 

@@ -334,7 +334,8 @@ def test_transformers_is_quiet_meanwhile_and_as_before_afterwards(here, capsys):
     capsys.readouterr()
     assert main(["train", "--model", "model", "texts", "-o", "out", *FEW]) == 2
     shown = capsys.readouterr().err
-    assert shown.startswith("roundpipe: model holds the weights of another model: 9 of LlamaForCausalLM are missing")
+    assert shown.startswith("roundpipe: model lacks 9 weights, model.layers")
+    assert "--unmatched-weights random" in shown
     assert shown.count("\n") == 1
     assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == before
 

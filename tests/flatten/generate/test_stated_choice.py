@@ -1,0 +1,203 @@
+"""What a generation_config.json states is what a generator does, as model.generate: how long, how, to which end."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.generation import logits_process as warpers
+
+from tests.flatten.generate.eager_runner import EagerRunner
+from yobx_flatten import GenerationError, InvalidArgumentError, Sampling
+from yobx_flatten.generate.generator import Generator, Parts
+from yobx_flatten.generate.sampling import probabilities
+from yobx_flatten.generate.settings import read_settings, settings_of
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.5,
+}
+PROMPT = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])
+MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+
+
+def _pair(config=None, **entries):
+    """A model whose generation configuration has these entries, and a generator that reads them from its two files."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **{"eos_token_id": None, **(config or {})})).eval()
+    model.generation_config = GenerationConfig(**{"pad_token_id": 0, "bos_token_id": 1, **entries})
+    settings = settings_of(model.config.to_dict(), json.loads(model.generation_config.to_json_string()))
+    return model, Generator(Parts(EagerRunner(model)), settings)
+
+
+def _tokens(model, prompt=PROMPT, mask=MASK, **options):
+    return model.generate(prompt, attention_mask=mask, **options)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"max_length": 30}, {"max_length": 9}, {"max_new_tokens": 7, "max_length": 9}, {"max_new_tokens": 3}],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
+def test_as_many_tokens_come_as_from_the_model(limits):
+    """Counted with the prompt, or without it; 20 where nothing is stated."""
+    model, generator = _pair(**limits)
+    assert torch.equal(generator.generate(PROMPT, MASK), _tokens(model))
+    assert len(list(generator.stream(PROMPT, MASK))) == _tokens(model).shape[1] - 4
+
+
+def test_a_prompt_as_long_as_the_limit_is_refused():
+    """transformers refuses it, too; a limit of the caller's own comes first."""
+    model, generator = _pair(max_length=4)
+    with pytest.raises(ValueError, match="max_length"):
+        _tokens(model)
+    with pytest.raises(InvalidArgumentError, match=r"There are 4 tokens.*max_length=4\. Pass max_new_tokens"):
+        generator.generate(PROMPT, MASK)
+    assert generator.generate(PROMPT, MASK, max_new_tokens=2).shape == (2, 6)
+
+
+DRAWS = [
+    {},
+    {"temperature": 1.7},
+    {"top_k": 3},
+    {"top_k": 0, "temperature": 0.9},
+    {"top_p": 0.7, "temperature": 2.0},
+    {"min_p": 0.2, "temperature": 3.0},
+    {"typical_p": 0.5, "temperature": 2.0},
+    {"temperature": 2.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.8},
+]
+
+
+@pytest.mark.parametrize("entries", DRAWS, ids=str)
+def test_tokens_are_drawn_as_stated(entries):
+    """With one seed, the tokens of model.generate."""
+    model, generator = _pair(do_sample=True, **entries)
+    torch.manual_seed(7)
+    wanted = _tokens(model, max_new_tokens=12)
+    torch.manual_seed(7)
+    found = generator.generate(PROMPT, MASK, max_new_tokens=12)
+    assert torch.equal(found, wanted)
+    torch.manual_seed(7)
+    streamed = torch.stack(list(generator.stream(PROMPT, MASK, max_new_tokens=12)), 1)
+    assert torch.equal(streamed, wanted[:, 4:])
+    likeliest = _tokens(model, max_new_tokens=12, do_sample=False)
+    assert torch.equal(generator.generate(PROMPT, MASK, max_new_tokens=12, sampling=Sampling()), likeliest)
+    assert not torch.equal(found, likeliest)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "warper"),
+    [
+        (Sampling(min_p=0.3), warpers.MinPLogitsWarper(0.3)),
+        (Sampling(min_p=0.0), warpers.MinPLogitsWarper(0.0)),
+        (Sampling(typical_p=0.2), warpers.TypicalLogitsWarper(0.2)),
+        (Sampling(typical_p=0.95), warpers.TypicalLogitsWarper(0.95)),
+        (Sampling(top_p=0.3), warpers.TopPLogitsWarper(0.3)),
+    ],
+    ids=["min_p=0.3", "min_p=0.0", "typical_p=0.2", "typical_p=0.95", "top_p=0.3"],
+)
+def test_probabilities_are_those_of_transformers(sampling, warper):
+    """Of peaked and of flat scores."""
+    scores = torch.randn(64, 40, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 9, 64)[:, None]
+    expected = warper(None, scores.clone()).softmax(-1)
+    torch.testing.assert_close(probabilities(scores, sampling), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "beams", [{"num_beams": 3}, {"num_beams": 4, "length_penalty": 2.0, "early_stopping": True}], ids=str
+)
+def test_a_search_is_made_as_stated(beams):
+    """And none where the caller says so."""
+    model, generator = _pair(eos_token_id=5, **beams)
+    assert torch.equal(generator.generate(PROMPT, MASK, max_new_tokens=12), _tokens(model, max_new_tokens=12))
+    one = {"num_beams": 1, "max_new_tokens": 12}
+    assert torch.equal(generator.generate(PROMPT, MASK, **one), _tokens(model, **one, early_stopping=False))
+
+
+def test_a_search_that_draws_is_refused():
+    """With both ways out."""
+    _, generator = _pair(num_beams=3, do_sample=True)
+    with pytest.raises(InvalidArgumentError, match=r"num_beams=1, or sampling=Sampling\(\)"):
+        generator.generate(PROMPT, MASK)
+
+
+def test_without_an_end_rows_go_on_as_in_the_model():
+    """config.json has one, and generation_config.json none: transformers reads the second alone."""
+    model, generator = _pair(config={"eos_token_id": 2})
+    prompt = torch.arange(3, 93)[:, None]
+    wanted = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=30, do_sample=False)
+    assert bool((wanted[:, 1:-1] == 2).any())
+    assert torch.equal(generator.generate(prompt, max_new_tokens=30), wanted)
+
+
+def test_the_end_pads_where_no_other_token_does():
+    """As in transformers, which does not look for one in config.json."""
+    assert settings_of({"pad_token_id": 0, "eos_token_id": 4}, {"eos_token_id": [2, 3]}).pad_token_id == 2
+    assert settings_of({"pad_token_id": 0, "eos_token_id": 4}, {}).pad_token_id == 0
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"encoder_no_repeat_ngram_size": 2},
+        {"encoder_repetition_penalty": 1.5},
+        {"encoder_repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "repetition_penalty": 1.2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_rules_of_an_encoder_are_of_a_decoders_prompt(rules, is_padded):
+    """transformers applies them to what was given, also where a row is padded; the model would repeat it."""
+    model, generator = _pair(**rules)
+    plain, _ = _pair()
+    for seed in range(50):
+        begun = torch.randint(3, 96, (2, 2), generator=torch.Generator().manual_seed(seed))
+        prompt = plain.generate(begun, attention_mask=torch.ones_like(begun), max_new_tokens=38, do_sample=False)
+        mask = torch.ones_like(prompt)
+        if is_padded:
+            mask[0, :2] = 0
+        wanted = _tokens(model, prompt, mask, max_new_tokens=12)
+        if not torch.equal(wanted, _tokens(plain, prompt, mask, max_new_tokens=12)):
+            break
+    else:
+        pytest.fail("the rule changes nothing: no test")
+    assert torch.equal(generator.generate(prompt, mask, max_new_tokens=12), wanted)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("stop_strings", ["end"]),
+        ("penalty_alpha", 0.6),
+        ("prompt_lookup_num_tokens", 3),
+        ("num_beam_groups", 2),
+        ("force_words_ids", [[1]]),
+        ("dola_layers", "low"),
+        ("eta_cutoff", 0.1),
+    ],
+)
+def test_what_files_do_not_do_is_refused_by_name(entry, value, tmp_path):
+    """In one line, when the settings are read."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({entry: value, "do_sample": True}), "utf-8")
+    with pytest.raises(GenerationError, match=entry) as refused:
+        read_settings(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [("temperature", 0.0), ("min_p", 3.0), ("top_p", -1.0), ("num_beams", 0), ("length_penalty", "x")],
+)
+def test_numbers_out_of_their_range_are_errors_of_the_file(entry, value, tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, entry: value}), "utf-8")
+    with pytest.raises(GenerationError, match=r"generation_config\.json"):
+        read_settings(tmp_path)

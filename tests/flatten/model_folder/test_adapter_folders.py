@@ -1,0 +1,189 @@
+"""A folder of adapters stands for the model that they are of, with the adapters merged."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+
+import peft
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+from roundpipe_runtime.fine_tune import Lora, add_lora, load_tokenizer, model_source, save_model
+from yobx_flatten import export_folder, open_generator
+from yobx_flatten.__main__ import main
+from yobx_flatten.errors import InvalidArgumentError, ModelSourceError
+from yobx_flatten.model_folder.loading import open_model
+from yobx_flatten.model_folder.source import find_model
+
+# PEFT 0.21 asks models of transformers 5.23 for an attribute by its old name
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+IDS = torch.tensor([[5, 6, 7, 8]])
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A folder of a model with weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        initializer_range=0.5,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def _adapter(base, config=None):
+    """Save adapters whose numbers are not those that they begin with, and return their folder."""
+    config = config or peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(base.parent / "adapter")
+    return base.parent / "adapter"
+
+
+@torch.no_grad()
+def _logits(base, adapter=None):
+    """Of PEFT's model, whose adapters are not merged."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    return (model if adapter is None else peft.PeftModel.from_pretrained(model, adapter)).eval()(input_ids=IDS).logits
+
+
+KINDS = {
+    "LoRA": None,
+    "DoRA": peft.LoraConfig(r=4, target_modules=["o_proj"], use_dora=True),
+    "a head that was trained": peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "all linear layers": peft.LoraConfig(r=2, lora_alpha=3, use_rslora=True, target_modules="all-linear"),
+    "IA3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "LoHa": peft.LoHaConfig(r=2, target_modules=["q_proj"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_model_of_an_adapter_is_the_adapted_one(kind, base):
+    """With the scores of PEFT's model, which are not those of the base."""
+    adapter = _adapter(base, KINDS[kind])
+    wanted = _logits(base, adapter)
+    with torch.no_grad():
+        found = find_model(str(adapter)).load()(input_ids=IDS).logits
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-4)
+    assert (wanted - _logits(base)).abs().max() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained_by", ["PEFT", "roundpipe train --lora"])
+def test_a_folder_of_adapters_is_exported(trained_by, base, tmp_path):
+    """Sixteen tokens of the adapted model; its tokenizer is that of the adapter, or of the base."""
+    if trained_by == "PEFT":
+        adapter = _adapter(base)
+        ByT5Tokenizer(extra_ids=0).save_pretrained(base)
+    else:
+        source = model_source(base)
+        model = add_lora(source.load(), Lora.parse("2"))
+        for parameter in model.parameters():
+            parameter.data += 0.3 * torch.ones_like(parameter) if parameter.requires_grad else 0
+        adapter = save_model(model, load_tokenizer(source, "bytes"), tmp_path / "adapter", source=source)
+    assert main(["export", str(adapter), "-o", str(tmp_path / "out")]) == 0
+    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()
+    mask = torch.ones_like(IDS)
+    wanted = adapted.generate(input_ids=IDS, attention_mask=mask, max_new_tokens=16, do_sample=False)
+    assert torch.equal(open_generator(tmp_path / "out").generate(IDS, max_new_tokens=16), wanted)
+    assert (tmp_path / "out/tokenizer_config.json").is_file()
+    assert not (tmp_path / "out/adapter_config.json").exists()
+
+
+def test_a_configuration_next_to_the_adapter_changes_nothing(base):
+    """As some tools leave it there."""
+    adapter = _adapter(base)
+    (adapter / "config.json").write_bytes((base / "config.json").read_bytes())
+    assert find_model(str(adapter)).adapter == adapter
+
+
+def _rewrite(adapter, change):
+    weights = load_file(adapter / WEIGHTS)
+    change(weights, next(name for name in weights if "v_proj.lora_B" in name))
+    save_file(weights, adapter / WEIGHTS, metadata={"format": "pt"})
+
+
+WRONG = {
+    "missing": (lambda weights, name: weights.pop(name), r"lacks the weight .*v_proj\.lora_B"),
+    "unused": (lambda weights, name: weights.update(more=torch.ones(1)), "holds the weight more"),
+}
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_weights_that_are_not_those_of_the_adapter_are_refused_by_name(change, base):
+    """PEFT warns of missing ones, and is silent about others."""
+    adapter = _adapter(base)
+    _rewrite(adapter, WRONG[change][0])
+    with pytest.raises(ModelSourceError, match=WRONG[change][1]):
+        find_model(str(adapter)).load()
+
+
+def _state(adapter, **entries):
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), **entries}), "utf-8")
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        ({"base_model_name_or_path": "./nowhere/base"}, r"nowhere/base, which is not found(.|\n)*merge_and_unload"),
+        ({"base_model_name_or_path": None}, r"does not state of which model(.|\n)*merge_and_unload"),
+        ({"base_model_name_or_path": "llama"}, "a configuration without weights"),
+        ({"megatron_config": {"a": 1}}, "names a module to import"),
+        ({"peft_type": "OWN"}, "states 'OWN', which PEFT does not know"),
+    ],
+)
+def test_an_adapter_without_a_model_is_refused_with_what_to_do(entries, reason, base):
+    adapter = _adapter(base)
+    _state(adapter, **entries)
+    with pytest.raises(ModelSourceError, match=reason):
+        find_model(str(adapter))
+
+
+def test_an_adapter_of_itself_is_refused(base):
+    """And not followed for ever."""
+    adapter = _adapter(base)
+    _state(adapter, base_model_name_or_path=str(adapter))
+    with pytest.raises(ModelSourceError, match="another adapter"):
+        find_model(str(adapter))
+
+
+def test_weights_of_a_model_next_to_an_adapter_are_refused(base):
+    """transformers would load the model that the adapter names."""
+    adapter = _adapter(base)
+    (adapter / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes())
+    with pytest.raises(ModelSourceError, match=r"also weights of a model \(model\.safetensors\)\. Remove one"):
+        find_model(str(adapter))
+
+
+def test_learned_prompts_are_refused(base):
+    """They are inputs, and no file has such an input."""
+    adapter = _adapter(base, peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    with pytest.raises(InvalidArgumentError, match="holds learned prompts"):
+        find_model(str(adapter))
+
+
+def test_an_adapter_is_not_streamed(base):
+    """It changes the weights that are stored."""
+    with pytest.raises(InvalidArgumentError, match="merged into them"):
+        open_model(find_model(str(_adapter(base))), dtype="float32", weights="stream", to="onnx")
+
+
+@pytest.mark.slow
+def test_the_report_states_the_adapter(base, tmp_path):
+    done = export_folder(_adapter(base), tmp_path / "out", proof="none")
+    assert any("adapter" in note and "was merged" in note for note in done.reports["model.onnx"].remarks)

@@ -1,0 +1,136 @@
+"""A folder whose weights are not those of its class is refused with their names, wherever a model is loaded from it."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertForSequenceClassification, BertModel, LlamaConfig, LlamaForCausalLM
+
+from roundpipe_runtime.fine_tune import FineTuneError, model_source
+from yobx_flatten import export_folder
+from yobx_flatten.__main__ import main
+from yobx_flatten.errors import InvalidArgumentError, ModelSourceError
+from yobx_flatten.model_folder.loading import open_model
+from yobx_flatten.model_folder.source import find_model
+
+pytest.importorskip("onnxruntime")
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+MATRIX = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def llama(tmp_path):
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def _rewrite(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+CHANGES = {
+    "missing": (lambda weights: weights.pop(MATRIX), f"lacks the weight {MATRIX} of LlamaForCausalLM"),
+    "unused": (
+        lambda weights: weights.update({"model.layers.1.mlp.gate_up.weight": torch.ones(3)}),
+        "holds the weight model.layers.1.mlp.gate_up.weight, which LlamaForCausalLM does not have",
+    ),
+    "of another shape": (
+        lambda weights: weights.update({MATRIX: torch.ones(48, 31)}),
+        rf"{MATRIX} has shape \(48, 31\), and LlamaForCausalLM takes \(48, 32\)",
+    ),
+}
+DOORS = {
+    "loaded": lambda folder: find_model(str(folder)).load(),
+    "streamed": lambda folder: open_model(find_model(str(folder)), dtype="float32", weights="stream", to="onnx"),
+    "exported": lambda folder: export_folder(folder, folder.parent / "out"),
+    "trained": lambda folder: model_source(folder).load(),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_are_not_those_of_the_class_are_refused_by_name(change, door, llama):
+    """With the option that accepts them, and before anything is written."""
+    remove, message = CHANGES[change]
+    _rewrite(llama, remove)
+    choice = "unused" if change == "unused" else "random"
+    with pytest.raises((ModelSourceError, FineTuneError), match=rf"(?s){message}.*unmatched.weights.*{choice}"):
+        DOORS[door](llama)
+    assert not (llama.parent / "out").exists()
+
+
+def test_a_head_that_only_the_configuration_states_is_refused(tmp_path):
+    """A base model whose configuration names a class with a head."""
+    BertModel(BertConfig(**SIZES)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    stated = {**config, "architectures": ["BertForSequenceClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(stated), "utf-8")
+    with pytest.raises(ModelSourceError, match=r"lacks 2 weights, classifier\.bias, classifier\.weight of BertFor"):
+        find_model(str(tmp_path)).load()
+
+
+def test_the_command_line_names_the_weight_and_its_option(llama, capsys):
+    """One line, and the exit status of what cannot be done."""
+    _rewrite(llama, lambda weights: weights.pop(MATRIX))
+    assert main(["export", str(llama), "-o", str(llama.parent / "out")]) == 2
+    shown = capsys.readouterr().err
+    assert MATRIX in shown
+    assert "--unmatched-weights random" in shown
+
+
+@pytest.mark.parametrize("weights", ["memory", "stream"])
+def test_random_weights_on_purpose_are_named_in_the_report(weights, llama):
+    """The same numbers each time, and all others from the folder."""
+    stored = load_file(llama / "model.safetensors")
+    _rewrite(llama, lambda weights: weights.pop(MATRIX))
+    done = export_folder(
+        llama, llama.parent / "out", proof="none", weights=weights, unmatched_weights="random", to="onnx"
+    )
+    assert any(MATRIX in remark and "random" in remark for remark in done.reports["model.onnx"].remarks)
+    found = find_model(str(llama))
+    object.__setattr__(found, "unmatched_weights", "random")
+    one, other = (found.load().state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], other[name]) for name in stored)
+    assert all(torch.equal(one[name], stored[name]) for name in stored if name != MATRIX)
+    assert not torch.equal(one[MATRIX], stored[MATRIX])
+
+
+def test_leaving_weights_out_does_not_allow_random_ones(llama):
+    """Two choices, of which the second includes the first."""
+    _rewrite(llama, lambda weights: weights.update({"more": torch.ones(3)}))
+    done = export_folder(llama, llama.parent / "out", proof="none", unmatched_weights="unused")
+    assert any("more" in remark for remark in done.reports["model.onnx"].remarks)
+    _rewrite(llama, lambda weights: weights.pop(MATRIX))
+    with pytest.raises(ModelSourceError, match="lacks the weight"):
+        export_folder(llama, llama.parent / "other", proof="none", unmatched_weights="unused")
+
+
+@pytest.mark.parametrize("weights", ["memory", "stream"])
+def test_what_older_versions_stored_and_ties_are_no_differences(weights, tmp_path):
+    """A tied head is not in the file; computed buffers were."""
+    LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).save_pretrained(tmp_path)
+    _rewrite(tmp_path, lambda held: held.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    opened = open_model(find_model(str(tmp_path)), dtype="float32", weights=weights, to="onnx")
+    assert not [remark for remark in opened.remarks if "inv_freq" in remark]
+
+
+def test_a_loaded_model_takes_no_such_option(llama, tmp_path):
+    """Its weights are what they are."""
+    model = BertForSequenceClassification(BertConfig(**SIZES)).eval()
+    with pytest.raises(InvalidArgumentError, match="unmatched_weights='random' is for a model that is named"):
+        export_folder(model, tmp_path / "out", unmatched_weights="random")
+
+
+def test_an_unknown_choice_names_the_choices(llama):
+    with pytest.raises(InvalidArgumentError, match="'refuse', 'unused', 'random': 'yes'"):
+        export_folder(llama, llama.parent / "out", unmatched_weights="yes")

@@ -1,0 +1,123 @@
+"""Folders of encoders take the types of tokens that a tokenizer returns for a pair, where the model has types."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+import onnxruntime
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from yobx_flatten import export_folder
+from yobx_flatten.model_folder.tiny_models import small_config
+from yobx_flatten.model_folder.token_types import has_types, pair_types
+
+WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "is", "it", "raining", "no", "the", "sun", "shines", "today"]
+
+
+def _model(name, kind="ForSequenceClassification", **entries):
+    config = small_config(name)
+    for key, value in {"initializer_range": 0.2, "num_labels": 2, "pad_token_id": 0, **entries}.items():
+        setattr(config, key, value)
+    torch.manual_seed(0)
+    head = {"ForSequenceClassification": "AutoModelForSequenceClassification", "Model": "AutoModel"}
+    auto = getattr(transformers, head.get(kind, f"AutoModel{kind}"))
+    return auto.from_config(config).eval()
+
+
+def _tokenizer(folder):
+    """Returns types of tokens, as that of BERT does."""
+    tokens = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+    pair = {"single": "[CLS] $A [SEP]", "pair": "[CLS] $A [SEP] $B:1 [SEP]:1"}
+    tokens.post_processor = processors.TemplateProcessing(**pair, special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokens, unk_token="[UNK]", pad_token="[PAD]", model_input_names=names
+    )
+    made.save_pretrained(folder)
+    return made
+
+
+PAIRS = ["is it raining", "sun"], ["no the sun shines today", "the sun"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("bert", "ForSequenceClassification"),
+        ("electra", "ForSequenceClassification"),
+        ("deberta-v2", "ForSequenceClassification"),
+        ("albert", "ForQuestionAnswering"),
+        ("bert", "ForTokenClassification"),
+    ],
+)
+def test_what_a_tokenizer_returns_for_pairs_is_fed_as_it_is(name, kind, tmp_path):
+    """Scores of two pairs of other lengths, in onnxruntime alone, are the eager model's; without types they are not."""
+    entries = {"type_vocab_size": 2} if name == "deberta-v2" else {}
+    model = _model(name, kind, **entries)
+    model.save_pretrained(tmp_path / "model")
+    _tokenizer(tmp_path / "model")
+    export_folder(tmp_path / "model", tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    fed = tokenizer(*PAIRS, padding=True, return_tensors="np")
+    session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx", providers=["CPUExecutionProvider"])
+    found = torch.from_numpy(session.run(None, dict(fed))[0])
+    given = {name: torch.from_numpy(value) for name, value in fed.items()}
+    assert given["token_type_ids"].max() == 1
+    with torch.no_grad():
+        expected = model(**given).to_tuple()[0]
+        without = model(**{**given, "token_type_ids": None}).to_tuple()[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert (without - expected).abs().max() > 0.01
+
+
+@pytest.mark.slow
+def test_a_model_without_types_takes_none_and_its_tokenizer_returns_none(tmp_path):
+    """DeBERTa's tokenizer returns types also for models that ignore them; that of the folder does not."""
+    model = _model("deberta-v2", type_vocab_size=0)
+    model.save_pretrained(tmp_path / "model")
+    _tokenizer(tmp_path / "model")
+    export_folder(tmp_path / "model", tmp_path / "out")
+    fed = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")(*PAIRS, padding=True, return_tensors="np")
+    session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx", providers=["CPUExecutionProvider"])
+    found = torch.from_numpy(session.run(None, dict(fed))[0])
+    types = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")(*PAIRS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(**types).logits, atol=1e-4, rtol=1e-4)
+    assert "token_type_ids" in types
+    stated = json.loads((tmp_path / "out/tokenizer_config.json").read_text("utf-8"))
+    assert stated["model_input_names"] == ["input_ids", "attention_mask"]
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "expected"),
+    [
+        ("bert", {}, True),
+        ("bert", {"type_vocab_size": 1}, False),
+        ("roberta", {"type_vocab_size": 1}, False),
+        ("deberta", {"type_vocab_size": 0}, False),
+        ("deberta", {"type_vocab_size": 2}, True),
+        ("distilbert", {}, False),
+        ("fnet", {}, True),
+        ("tapas", {}, True),
+        ("gpt2", {}, False),  # its types are words, and its tokenizer returns none
+    ],
+)
+def test_whether_a_model_has_types_is_found_by_calling_it(name, entries, expected):
+    """A configuration may state types that no layer reads, or have another word for them."""
+    model = _model(name, **entries)
+    assert has_types(model, torch.arange(12).reshape(2, 6) + 3) is expected
+
+
+def test_pairs_have_both_types_in_each_row():
+    """And the second text begins at another place in each."""
+    model = _model("bert")
+    types = pair_types(model, 4, 5)
+    assert types.tolist() == [[0, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 1, 1], [0, 0, 0, 0, 1]]
+    assert pair_types(model, 9, 3).sum(1).min() >= 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .cache_names import argument_of
+from .cache_names import argument_of, installed_name
 
 __all__ = ["rereads_at_switch", "switch_of", "switch_of_kind"]
 
@@ -86,7 +86,7 @@ def _reads(model: Any, length: int) -> str:
     # a model hands on to the general one what it does not read itself
     loops: Any = (model.prepare_inputs_for_generation, GenerationMixin.prepare_inputs_for_generation)
     asked = {name for loop in loops for name in inspect.signature(loop).parameters}
-    cache_is = argument_of(model.forward) or "past_key_values"
+    cache_is = argument_of(model.forward) or installed_name()
     given = {cache_is: cache, "attention_mask": torch.ones_like(ids)}
     by_version = {"next_sequence_length": 1, "cache_position": torch.tensor([length - 1])}
     given |= {name: value for name, value in by_version.items() if name in asked}

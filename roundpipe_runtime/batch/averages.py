@@ -63,7 +63,7 @@ class _Watch(TorchFunctionMode):
         source, target, weight = _named(args, kwargs)
         count, reduction = None, kwargs.get("reduction", "mean")
         if reduction == "mean":
-            with DisableTorchFunction():  # what is counted is no decision of the loss
+            with DisableTorchFunction():  # what is counted is not a decision of the loss
                 count = _count(self.averaging[func], target, weight, kwargs.get("ignore_index", -100))
         if reduction == "none" or self._compares_rows(source, target):
             self.items.others += 1

@@ -7,7 +7,7 @@ so comparisons are answered differently for some of them, alike in one piece and
     rows 0 and 1                         [T, T]                [T, T]
     row 2                                [T]                   [F]
 
-Values that Python reads (``if mask.any()``, ``count.item()``) are watched as well: of those that were not seen both
+Values that Python reads (``if mask.any()``, ``count.item()``) are also watched: of those that were not seen both
 ways, other ones are returned, and nothing may come of it.
 """
 
@@ -30,7 +30,7 @@ __all__ = ["Answers", "Changed", "Decision", "Decisions", "ValueProbe"]
 _READS = {"__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "item", "tolist", "numpy",
           "__array__", "equal", "allclose", "is_nonzero"}  # fmt: skip
 
-# A loss that is not finite is no loss, whatever it does about it.
+# A loss that is not finite is not a loss, whatever it does about it.
 _OF_NO_NUMBER = {"isnan", "isinf", "isfinite", "isposinf", "isneginf"}
 
 # Numbers next to one that was read, for a loss that compares it with a limit of its own.
@@ -83,7 +83,7 @@ class Changed:
     may_contradict: bool
 
     def contradicts(self, whole: Sequence[Decision], parts: Sequence[Sequence[Decision]]) -> bool:
-        """Report whether a run with these answers decided otherwise in one piece than in parts, which says nothing."""
+        """Report whether a run with these answers decided otherwise in one piece than in parts, which proves nothing."""
         return self.may_contradict and _aligned(whole, parts) is None
 
 
@@ -264,7 +264,7 @@ def _is_about_the_same(one: Decision, other: Decision) -> bool:
 
 
 def _relation(one: Decision, other: Decision) -> bool | None:
-    """Whether a decision says the opposite of another one; ``None`` where it says something else."""
+    """Whether a decision is the opposite of another one; ``None`` where it is something else."""
     found, before = (torch.as_tensor(each.found).flatten() for each in (other, one))
     if found.shape != before.shape:
         return None
@@ -313,7 +313,7 @@ def _is_truth(found: Any) -> bool:
 
 
 def _reads_truth(one: Decision) -> bool:
-    """Whether Python reads what a comparison, which is answered itself, or a label says."""
+    """Whether Python reads what a comparison, which is answered itself, or a label states."""
     return one.name in _READS and isinstance(one.given[0], torch.Tensor) and one.given[0].dtype == torch.bool
 
 

@@ -121,7 +121,7 @@ def try_rows(
         try:
             found = trial.find(rows, others)
         except _REFUSALS:
-            continue  # an error is no wrong number
+            continue  # an error is not a wrong number
         if not _is_same_loss(found, first.whole):
             return Refusal(None, (), trial.counts(rows), by_values=True), True
     return None, ways.compared > 0
@@ -177,7 +177,7 @@ class _Ways:
         self.compared = 0
 
     def hold(self, run: _Run) -> bool:
-        """Report whether some weights hold for these losses as well; nothing follows from those that are no numbers."""
+        """Report whether some weights also hold for these losses; nothing follows from those that are no numbers."""
         whole, parts = run.whole.value, [one.value for one in run.parts]
         if any((one.kind, len(one.tensors)) != (whole.kind, len(whole.tensors)) for one in parts):
             return True  # the contract of the losses states that itself

@@ -193,7 +193,7 @@ class _Ways:
                     continue
                 found = self._of_parts(way, self._parts, answers.parts)
             except _REFUSALS:
-                continue  # an error is no wrong number
+                continue  # an error is not a wrong number
             if found is not None and answers.contradicts(expected.decisions, found.of_parts):
                 continue
             self.compared += 1

@@ -145,7 +145,7 @@ class SlidingDecoder(torch.nn.Module):
     def next_inputs(self, kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[str, Any]:
         """Make the inputs of the next call: what was kept, as many random tokens, a longer mask.
 
-        Tokens with codes beside them (Kyutai's speech to text) stay: each codebook has a vocabulary of its own.
+        Tokens with codes next to them (Kyutai's speech to text) stay: each codebook has a vocabulary of its own.
         """
         ids, mask, vocabulary = kwargs["input_ids"], kwargs["attention_mask"], outputs["logits"].shape[-1]
         generator = torch.Generator().manual_seed(seed)

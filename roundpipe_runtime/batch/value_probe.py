@@ -83,7 +83,7 @@ class Changed:
     may_contradict: bool
 
     def contradicts(self, whole: Sequence[Decision], parts: Sequence[Sequence[Decision]]) -> bool:
-        """Report whether a run with these answers decided otherwise in one piece than in parts, which proves nothing."""
+        """Report whether a run with these answers decided otherwise in one piece than in parts: a proof of nothing."""
         return self.may_contradict and _aligned(whole, parts) is None
 
 

@@ -235,8 +235,8 @@ def _memory(report: PlanReport) -> list[str]:
 
 def _joined_loss(found: JoinedLoss) -> list[str]:
     text = (
-        f"A loss that is not a weighted sum over microbatches runs once for the batch: {format_bytes(found.device)} on a "
-        f"device, {format_bytes(found.host)} more on the host. The first step proves which losses do."
+        f"A loss that is not a weighted sum over microbatches runs once for the batch: {format_bytes(found.device)} on "
+        f"a device, {format_bytes(found.host)} more on the host. The first step proves which losses do."
     )
     return textwrap.wrap(text, _COLUMNS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 
 from ..errors import DamagedFileError, ForeignFileError
@@ -40,6 +41,8 @@ class FolderManifest:
         sha256: digests by name, of files for other runtimes than the first two.
         rereads_at_switch: for a model whose positions change with the length of the text (longrope, dynamic), whether
             ``model.generate`` reads the whole text again where they do; ``None`` for others, or where it is not known.
+        tolerances: by file and output, the difference that the type of the weights explains, where it was measured; see
+            :func:`export_onnx`. :func:`verify_folder` takes no more of it than a tenth of the output's range.
     """
 
     model: str
@@ -56,6 +59,7 @@ class FolderManifest:
     runtime: str = ""
     sha256: dict[str, str] = dataclasses.field(default_factory=dict)
     rereads_at_switch: bool | None = None
+    tolerances: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.runtime:  # folders of versions 1 and 2 name the format only
@@ -96,6 +100,8 @@ def read_manifest(folder: pathlib.Path) -> FolderManifest:
         raise DamagedFileError(
             f"{path} states the tolerance {found.tolerance}; that of {found.dtype} is {TOLERANCES[found.dtype]}."
         )
+    if not all(0 <= one < math.inf for outputs in found.tolerances.values() for one in outputs.values()):
+        raise DamagedFileError(f"{path} states a tolerance that is no number of 0 or more.")
     return found
 
 

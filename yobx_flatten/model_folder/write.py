@@ -229,8 +229,8 @@ def export_folder(
             name = piece.stem + suffix
             quantized = quantization if has_projections(piece.module) else None
             how: dict[str, Any] = {"tolerance": TOLERANCES[dtype], "proof": proof, "quantize": quantized}
-            if form == "onnx":
-                how |= {"opset_version": opset_version, "optimize": optimize}
+            if form == "onnx":  # which measures what half precision costs
+                how |= {"opset_version": opset_version, "optimize": optimize, "tolerance": None}
             reports[name] = _export(piece, work / name, batch, how, runtime, largest)
             shared = [] if optimize is None else shared_inputs(work / name)
             if not shared and keeps_more(piece, model):
@@ -264,10 +264,11 @@ def export_folder(
         name, tolerance = type(model).__qualname__, TOLERANCES[dtype]
         cache = "shared" if shared else "growing"
         quality = {name: report.quality for name, report in reports.items() if report.quality}
+        measured = {name: dict(one.yardstick.largest) for name, one in reports.items() if one.yardstick is not None}
         described = (name, task, form, dtype, tolerance, names, cases, versions, proof, quality, cache)
         made = sorted(file.name for file in work.iterdir() if file.suffix in (suffix, ".bin"))
         sha256 = {} if runtime in ("onnxruntime", "torch") else digests(work, made)
-        write_manifest(work, FolderManifest(*described, runtime, sha256, rereads))
+        write_manifest(work, FolderManifest(*described, runtime, sha256, rereads, measured))
         verified = verify_folder(work, trust=True)  # of what was made here
         if not verified.ok and proof != "none":
             raise ReplayError(f"The exported {type(model).__qualname__} does not do what the model does.\n{verified}")

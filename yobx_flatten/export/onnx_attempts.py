@@ -113,13 +113,14 @@ def write_proven(
         report.operators = count_operators(converted.model.graph)
         del converted
         replay_file(file.path, example, traced, cases, report)
-        failed = [case for case in report.cases[done:] if not case.max_difference <= report.tolerance]
+        failed = [case for case in report.cases[done:] if not case.within(report.tolerance)]
         if not failed or last:
             if "GroupQueryAttention" in report.operators:
                 report.remark(_SEVERAL_ROWS)
             return
         case = failed[0]
-        reason = case.error if case.error is not None else f"it differs by {case.max_difference:.1e}"
+        name, difference, most = case.worst(report.tolerance)
+        reason = case.error or f"{name} differs by {difference:.1e}, allowed {most:.1e}"
         report.remark(f"{attempt} was left out: {case.case}: {reason}")
         del report.cases[done:]
 

@@ -352,7 +352,8 @@ def replay_program(runner: ProgramRunner, example: Example, traced: Traced, case
     for case in cases:
         logger.info("replaying %s with torch.export", case.name, extra=STEP)
         with undisturbed(runner.module, traced.written):
-            side, how = Nested(runner, example.cache_is), {"taken": example.names, "written": traced.written}
+            side = Nested(runner, example.cache_is)
+            how: dict[str, Any] = {"taken": example.names, "written": traced.written}
             results.append(replay(side, example.module, case, following(), **how, keeps_state=True))
     return results
 

@@ -64,6 +64,7 @@ class CaseResult:
         left_out: outputs of which positions of padding were left out of the comparison.
         nan: share of elements that are NaN in the eager model, by output name, the mean over all steps; 1.0 where no
             element is finite.
+        allowed: what outputs may differ by, where that was measured; the others by the tolerance of the report.
     """
 
     case: str
@@ -74,6 +75,28 @@ class CaseResult:
     error: str | None = None
     left_out: tuple[str, ...] = ()
     nan: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    allowed: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def worst(self, tolerance: float) -> tuple[str, float, float]:
+        """Return the output that is furthest off for what it is allowed, how far, and what is allowed.
+
+        Args:
+            tolerance: what an output may differ by that was not measured.
+        """
+        rows = [(name, found, self.allowed.get(name, tolerance)) for name, found in self.differences.items()]
+        # nothing is further off than what is not within, also where nothing is allowed
+        return max(
+            rows, key=lambda row: (not row[1] <= row[2], row[1] / (row[2] or 1.0)), default=("-", 0.0, tolerance)
+        )
+
+    def within(self, tolerance: float) -> bool:
+        """Return whether the case ran, and every output is as close as it has to be.
+
+        Args:
+            tolerance: what an output may differ by that was not measured.
+        """
+        _, found, allowed = self.worst(tolerance)
+        return self.error is None and found <= allowed
 
     @property
     def max_difference(self) -> float:
@@ -193,6 +216,7 @@ def replay(
     taken: Collection[str] = (),
     written: Collection[str] = (),
     keeps_state: bool = False,
+    allowed: Mapping[str, float] | None = None,
 ) -> CaseResult:
     """Run one case eagerly and by what was exported, and compare every output of every step.
 
@@ -204,6 +228,7 @@ def replay(
         taken: names of inputs, see :func:`.naming.output_names`; none by default.
         written: parameters that the module writes to, see :func:`.undisturbed.undisturbed`; none by default.
         keeps_state: whether what was exported keeps what it writes from call to call; ``False`` by default.
+        allowed: what outputs may differ by, as far as it was measured; nothing by default.
 
     Returns:
         The differences, or why the case stopped.
@@ -237,7 +262,8 @@ def replay(
         for name, share in shares_of_nan(padding.kept_leaves(eager, names), names).items():
             nan.setdefault(name, []).append(share)
     left_out, means = tuple(padding.left_out), {name: sum(shares) / len(shares) for name, shares in nan.items()}
-    return CaseResult(case.name, side.runtime, len(expected), differences, seconds, left_out=left_out, nan=means)
+    how: dict[str, Any] = {"left_out": left_out, "nan": means, "allowed": allowed or {}}
+    return CaseResult(case.name, side.runtime, len(expected), differences, seconds, **how)
 
 
 def check_cases(cases: Iterable[Any]) -> list[Case]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 
 from ..errors import DamagedFileError, ForeignFileError
@@ -41,6 +42,8 @@ class FolderManifest:
         rereads_at_switch: for a model whose positions change with the length of the text (longrope, dynamic), whether
             ``model.generate`` reads the whole text again where they do; ``None`` for others, or where it is not known.
         positions: tokens that the model reads at most, where each position has a row of a table; ``None`` for others.
+        tolerances: by file and output, the difference that the type of the weights explains, where it was measured; see
+            :func:`export_onnx`. :func:`verify_folder` takes no more of it than a tenth of the output's range.
     """
 
     model: str
@@ -58,6 +61,7 @@ class FolderManifest:
     sha256: dict[str, str] = dataclasses.field(default_factory=dict)
     rereads_at_switch: bool | None = None
     positions: int | None = None
+    tolerances: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.runtime:  # folders of versions 1 and 2 name the format only
@@ -98,6 +102,8 @@ def read_manifest(folder: pathlib.Path) -> FolderManifest:
         raise DamagedFileError(
             f"{path} states the tolerance {found.tolerance}; that of {found.dtype} is {TOLERANCES[found.dtype]}."
         )
+    if not all(0 <= one < math.inf for outputs in found.tolerances.values() for one in outputs.values()):
+        raise DamagedFileError(f"{path} states a tolerance that is no number of 0 or more.")
     return found
 
 

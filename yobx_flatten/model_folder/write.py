@@ -248,8 +248,8 @@ def export_folder(
             name = piece.stem + suffix
             quantized = quantization if has_projections(piece.module) else None
             how: dict[str, Any] = {"tolerance": TOLERANCES[dtype], "proof": proof, "quantize": quantized}
-            if form == "onnx":
-                how |= {"opset_version": opset_version, "optimize": optimize}
+            if form == "onnx":  # which measures what half precision costs
+                how |= {"opset_version": opset_version, "optimize": optimize, "tolerance": None}
             reports[name] = _export(piece, work / name, batch, how, runtime, largest)
             shared = [] if optimize is None else shared_inputs(work / name)
             if not shared and keeps_more(piece, model):
@@ -288,12 +288,13 @@ def export_folder(
         name, tolerance = type(model).__qualname__, TOLERANCES[dtype]
         cache = "shared" if shared else "growing"
         quality = {name: report.quality for name, report in reports.items() if report.quality}
+        measured = {name: dict(one.yardstick.largest) for name, one in reports.items() if one.yardstick is not None}
         described = (name, task, form, dtype, tolerance, names, cases, versions, proof, quality, cache)
         made = sorted(file.name for file in work.iterdir() if file.suffix in (suffix, ".bin"))
         sha256 = {} if runtime in ("onnxruntime", "torch") else digests(work, made)
         asks = task in GENERATES and not opened.is_streamed  # each call would read all weights
         positions = positions_of(model, is_large=proof != "full") if asks else None
-        write_manifest(work, FolderManifest(*described, runtime, sha256, rereads, positions))
+        write_manifest(work, FolderManifest(*described, runtime, sha256, rereads, positions, measured))
         verified = verify_folder(work, trust=True)  # of what was made here
         if not verified.ok and proof != "none":
             raise ReplayError(f"The exported {type(model).__qualname__} does not do what the model does.\n{verified}")

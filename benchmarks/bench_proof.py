@@ -19,10 +19,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the package of the benchmarks
 
 from benchmarks.bench_flatten import machine  # found there only
+
+ROOT = Path(__file__).parent.parent
 
 # The proof may take this much of the time of the check; a later step, of that of a step before.
 PROOF_BAR, STEP_BAR = 1.5, 1.05

@@ -234,8 +234,9 @@ def _memory(report: PlanReport) -> list[str]:
 
 
 def _joined_loss(found: JoinedLoss) -> list[str]:
+    device, host = format_bytes(found.device), format_bytes(found.host)
     return [
-        f"A loss of the whole batch: {format_bytes(found.device)} on a device, {format_bytes(found.host)} more on the host",
+        f"A loss of the whole batch: {device} on a device, {host} more on the host",
         "  The first step proves whether the loss adds up over microbatches, or needs it",
     ]
 

@@ -234,11 +234,11 @@ def _memory(report: PlanReport) -> list[str]:
 
 
 def _joined_loss(found: JoinedLoss) -> list[str]:
-    text = (
-        f"A loss that is not a weighted sum over microbatches runs once for the batch: {format_bytes(found.device)} on "
-        f"a device, {format_bytes(found.host)} more on the host. The first step proves which losses do."
-    )
-    return textwrap.wrap(text, _COLUMNS)
+    device, host = format_bytes(found.device), format_bytes(found.host)
+    return [
+        f"A loss of the whole batch: {device} on a device, {host} more on the host",
+        "  The first step proves whether the loss adds up over microbatches, or needs it",
+    ]
 
 
 def _sizes(named: Sequence[tuple[str, float]]) -> list[str]:

@@ -430,7 +430,7 @@ class Engine:
             stays=kind == "fused" and self.planner.fits(),
             one_thread=self.planner.prefers_one_thread(kind),
             take_gradient=self.take_gradient,
-            looks=kind != "infer" and is_due(self._count(kind)),
+            looks=is_due(self._count(kind)),
         )
         spec = dataclasses.replace(spec, **of_spec)
         draws = Draws(spec.base_seed or run_base(), spec.tag, in_order=len(rows) == 1, moves=self.moves_generators())

@@ -269,6 +269,32 @@ def test_a_parameter_written_in_a_forward_is_refused(pipe, write, classic, numbe
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize("write", [clamp, replace, count])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_parameter_written_in_an_evaluation_is_refused(pipe, write, number):
+    """The next state dict would lack what plain layers would have written."""
+
+    class Writes(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                write(self)
+            return super().forward(x)
+
+    layers = [nn.Linear(4, 4), nn.Linear(4, 3)]
+    layers[number] = Writes(4, 4 - number)
+    model = pipe(*layers).eval()
+    with torch.no_grad(), pytest.raises(StageError, match=rf"layer {number} \(Writes\) writes Writes\.weight in its"):
+        model(INPUTS, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2))
+
+
+def test_norms_of_embeddings_that_a_lookup_renews_are_refused_in_an_evaluation(pipe):
+    """`max_norm` writes the table; plain, the weights are others afterwards."""
+    model = pipe(nn.Embedding(10, 4, max_norm=0.1), nn.Linear(4, 3)).eval()
+    tokens = torch.arange(6)
+    with torch.no_grad(), pytest.raises(StageError, match=r"writes Embedding\.weight in its forward"):
+        model(tokens, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2))
+
+
 def test_a_parameter_that_is_nan_was_not_written(pipe):
     """NaN differs from itself, and is no write."""
     model = pipe(nn.Linear(4, 3))

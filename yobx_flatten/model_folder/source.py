@@ -28,6 +28,8 @@ MODEL_NAMES = (
 
 _FIX = 'Write a folder with weights into adapter_config.json ("base_model_name_or_path").'
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# of other frameworks and tools, which transformers reads in part, or with an argument of its own
+_OTHER_WEIGHTS = (".h5", ".msgpack", ".gguf", ".pth", ".pt", ".ckpt", ".bin", ".npz")
 # what stands next to the weights and is not code
 _BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"]
 
@@ -113,10 +115,24 @@ class FoundModel:
                 model, of_adapter = merged(model, self.adapter, self.name, choice=self.unmatched_weights)
                 noted = f"the adapter of {self.name} was merged into the weights of {self.folder}."
                 return model, (noted, *differences.remarks(), *of_adapter.remarks())
+            self._check_without_weights()
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 made = kind.from_config(self.config, **code) if self.runs_code else kind(self.config)
-                return made.to(wanted).eval(), ()
+                random = f"the weights are random: {self.name} holds none."
+                return made.to(wanted).eval(), () if self.folder is None else (random,)
+
+    def _check_without_weights(self) -> None:
+        """Refuse a folder with weights in a form that is not read: they would be random instead."""
+        if self.folder is None or self.unmatched_weights == "random":
+            return
+        files = sorted(path.name for suffix in _OTHER_WEIGHTS for path in self.folder.glob(f"*{suffix}"))
+        if files:
+            raise ModelSourceError(
+                f"{self.name} holds {files[0]}, and weights are read from safetensors and pytorch_model.bin. Load the "
+                "model, save it with save_pretrained, and name that folder; or, for random weights on purpose: "
+                'unmatched_weights="random" (--unmatched-weights random)'
+            )
 
     def stored_bytes(self) -> int:
         """Return how many bytes its files of weights have; 0 without weights."""

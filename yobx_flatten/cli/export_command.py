@@ -76,6 +76,9 @@ def export(
         Literal["refuse", "unused", "random"],
         typer.Option(help="Weights that MODEL has and its class not: left out; or lacks: random. refuse: an error."),
     ] = "refuse",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python files of MODEL (auto_map): you know who wrote them.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what DIR holds.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
@@ -91,7 +94,7 @@ def export(
         raise UserError("--perplexity-ratio is of quantised weights. Add --quantize int8 or --quantize int4.")
     check_target(output, overwrite)
     with progress(f"loading {model}"):
-        found = find_model(model)
+        found = find_model(model, trust_remote_code=trust_remote_code)
         done = export_folder(
             found,
             output,

@@ -28,7 +28,7 @@ from ..trees.weights import has_no_data
 from .example import Example, sizes_of
 from .program import ExportedModel, cases_of, finish, replay_program
 from .proof import Proof, choose_proof
-from .replay import Case, check_cases
+from .replay import Case, check_cases, clone
 from .report import ExportReport
 from .runtimes import Source
 from .traced import described
@@ -119,6 +119,9 @@ def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
             "        exported = DynamoExporter().export(model, inputs, config)"
         )
     no_data = has_no_data(module, pytree.tree_leaves((args, kwargs)), {})
+    if not no_data:
+        # a program keeps the counter of all layers of a cache as one tensor; rebuilt, each layer has its own number
+        args, kwargs = clone((args, kwargs))
     why_not, remarks = sizes_of(module, args, kwargs)
     varies = any(any(type(size) is not int for size in shape) for shape in _shapes_taken(program))
     shapes = dynamic_shapes(kwargs) if varies else None

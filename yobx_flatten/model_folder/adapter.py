@@ -44,7 +44,7 @@ def base_of(folder: pathlib.Path, name: str) -> str:
 
     Raises:
         ModelSourceError: when the configuration is damaged, states no model, or names a module to import.
-        InvalidArgumentError: when the adapter is a prompt, which is not a part of the model's weights.
+        InvalidArgumentError: when the adapter is a prompt, which is not part of the model's weights.
         MissingDependencyError: when PEFT is not installed.
     """
     require("peft", purpose="a folder of adapters", extra="lora")

@@ -15,6 +15,7 @@ from ..errors.messages import first_line, format_bytes
 from ..export.room import memory_available
 from ..files.document import check_regular, inside, read_document
 from ..recipe.stated_config import objection_to
+from .own_code import own_code
 
 __all__ = ["FILES_ONLY", "bounded_weights", "bytes_of_weights", "read_config", "stated_weights"]
 
@@ -25,7 +26,15 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _MOST_PARAMETERS = 300_000  # tensors; a model of 61 layers with 384 experts has 70,000
 
 
-def read_config(file: pathlib.Path, name: str, *, failure: type[Exception], remedy: str = "") -> Any:
+def read_config(
+    file: pathlib.Path,
+    name: str,
+    *,
+    failure: type[Exception],
+    remedy: str = "",
+    runs_code: bool = False,
+    of_code: str = "",
+) -> Any:
     """Read a ``config.json`` of transformers.
 
     Args:
@@ -33,6 +42,8 @@ def read_config(file: pathlib.Path, name: str, *, failure: type[Exception], reme
         name: what the user called the model.
         failure: class of the error.
         remedy: the end of the message: what to do.
+        runs_code: whether classes of Python files in the folder may be used.
+        of_code: the end of the message for a configuration that needs such a class.
 
     Returns:
         The configuration.
@@ -46,7 +57,14 @@ def read_config(file: pathlib.Path, name: str, *, failure: type[Exception], reme
     objection = objection_to(stated)
     if objection is not None:
         raise failure(f"{file} {objection}.{remedy and ' '}{remedy}")
+    code = own_code(stated)
+    if code and not runs_code:
+        raise failure(
+            f"{name} needs code of its own ({code}, in auto_map of config.json), which is not run. {of_code or remedy}"
+        )
     try:
+        if runs_code and "auto_map" in stated:
+            return transformers.AutoConfig.from_pretrained(file.parent, **{**FILES_ONLY, "trust_remote_code": True})
         return transformers.AutoConfig.from_pretrained(file, **FILES_ONLY)
     except Exception as error:  # transformers, huggingface_hub and JSON each raise their own
         raise failure(

@@ -1,7 +1,7 @@
 """How many positions a model has, where each has a row of its own in a table: a text ends there.
 
 Rotations go on past what a configuration states, and tables do not. Which of them a model has is found by calling it:
-the runtimes do not agree on what a row past the last one is, and one of them returns zeros.
+the runtimes do not agree on what a row after the last one is, and one of them returns zeros.
 """
 
 from __future__ import annotations

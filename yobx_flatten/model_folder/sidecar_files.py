@@ -39,6 +39,7 @@ def write_companions(
     """
     model.config.architectures = model.config.architectures or [type(model).__name__]
     model.config.save_pretrained(folder)
+    _without_code(folder / "config.json")
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
     if source is None and reads_bytes:
@@ -67,6 +68,13 @@ def state_tokenizer_inputs(folder: pathlib.Path, names: Collection[str]) -> None
     stated = read_document(path, dict[str, Any], failure=ModelSourceError, finite=False)
     text = json.dumps({**stated, "model_input_names": list(names)}, indent=2, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
+
+
+def _without_code(path: pathlib.Path) -> None:
+    """Leave out names of classes in Python files: these are not copied, and what is exported needs none."""
+    stated = read_document(path, dict[str, Any], failure=ModelSourceError, finite=False)
+    if stated.pop("auto_map", None) is not None:
+        path.write_text(json.dumps(stated, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _check_own(path: pathlib.Path) -> None:

@@ -14,6 +14,7 @@ from .adapter import base_of, holds_adapter, merged, not_found
 from .classes import class_for
 from .configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
 from .origin import reader_of
+from .own_code import ON_PURPOSE, own_auto_class
 from .stored_weights import UnmatchedWeights, load_stored
 from .tiny_models import small_config
 
@@ -27,6 +28,8 @@ MODEL_NAMES = (
 
 _FIX = 'Write a folder with weights into adapter_config.json ("base_model_name_or_path").'
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# of other frameworks and tools, which transformers reads in part, or with an argument of its own
+_OTHER_WEIGHTS = (".h5", ".msgpack", ".gguf", ".pth", ".pt", ".ckpt", ".bin", ".npz")
 # what stands next to the weights and is not code
 _BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"]
 
@@ -55,6 +58,7 @@ class FoundModel:
         is_small: whether the name is a type, which stands for a small configuration.
         unmatched_weights: what is done where the weights are not those of the class.
         adapter: the folder of an adapter that is merged into the model of ``folder``; ``None`` without one.
+        runs_code: whether its class is one of Python files in the folder.
     """
 
     name: str
@@ -64,6 +68,7 @@ class FoundModel:
     is_small: bool = False
     unmatched_weights: UnmatchedWeights = "refuse"
     adapter: pathlib.Path | None = None
+    runs_code: bool = False
 
     @property
     def reader_folder(self) -> pathlib.Path | None:
@@ -97,10 +102,11 @@ class FoundModel:
         """
         import torch
 
-        wanted, kind = getattr(torch, dtype), class_for(self.config)
+        wanted, code = getattr(torch, dtype), {"trust_remote_code": True} if self.runs_code else {}
+        kind = own_auto_class(self.config) if self.runs_code else class_for(self.config)
         with bounded_weights(self.name, failure=ModelSourceError, stored=self.stored_bytes()):
             if self.has_weights:
-                how: dict[str, Any] = {"dtype": wanted, **FILES_ONLY}
+                how: dict[str, Any] = {"dtype": wanted, **FILES_ONLY, **code}
                 model, differences = load_stored(
                     kind, self.folder, self.name, choice=self.unmatched_weights, failure=ModelSourceError, **how
                 )
@@ -109,16 +115,31 @@ class FoundModel:
                 model, of_adapter = merged(model, self.adapter, self.name, choice=self.unmatched_weights)
                 noted = f"the adapter of {self.name} was merged into the weights of {self.folder}."
                 return model, (noted, *differences.remarks(), *of_adapter.remarks())
+            self._check_without_weights()
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                return kind(self.config).to(wanted).eval(), ()
+                made = kind.from_config(self.config, **code) if self.runs_code else kind(self.config)
+                random = f"the weights are random: {self.name} holds none."
+                return made.to(wanted).eval(), () if self.folder is None else (random,)
+
+    def _check_without_weights(self) -> None:
+        """Refuse a folder with weights in a form that is not read: they would be random instead."""
+        if self.folder is None or self.unmatched_weights == "random":
+            return
+        files = sorted(path.name for suffix in _OTHER_WEIGHTS for path in self.folder.glob(f"*{suffix}"))
+        if files:
+            raise ModelSourceError(
+                f"{self.name} holds {files[0]}, and weights are read from safetensors and pytorch_model.bin. Load the "
+                "model, save it with save_pretrained, and name that folder; or, for random weights on purpose: "
+                'unmatched_weights="random" (--unmatched-weights random)'
+            )
 
     def stored_bytes(self) -> int:
         """Return how many bytes its files of weights have; 0 without weights."""
         return bytes_of_weights(self.folder, failure=ModelSourceError) if self.folder is not None else 0
 
 
-def find_model(source: str, *, weights: bool = True) -> FoundModel:
+def find_model(source: str, *, weights: bool = True, trust_remote_code: bool = False) -> FoundModel:
     """Find out what a name stands for; no weights are read.
 
     Args:
@@ -126,26 +147,28 @@ def find_model(source: str, *, weights: bool = True) -> FoundModel:
             it names; an id of the hub, ``"owner/name"``; for random weights a
             ``config.json``, a folder without weights, or a type of model such as ``"llama"``, for a small one.
         weights: whether to download those of the hub.
+        trust_remote_code: whether classes of Python files in the folder may run; ``False`` by default.
 
     Returns:
         The model as far as it is known without its weights.
 
     Raises:
         InvalidArgumentError: when there is no such folder and no such type.
-        ModelSourceError: when the folder holds no model, is damaged, or the hub cannot be reached.
+        ModelSourceError: when the folder holds no model, is damaged, needs code of its own that is not trusted, or
+            the hub cannot be reached.
     """
     require_transformers("a model")
-    return _find(source, weights=weights)
+    return _find(source, weights=weights, trust=trust_remote_code)
 
 
-def _find(source: str, *, weights: bool, of_adapter: str = "") -> FoundModel:
+def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> FoundModel:
     path = pathlib.Path(source)
     if path.is_dir():
         folder: pathlib.Path | None = path
     elif path.is_file():
         folder = None
     elif _HUB_ID.fullmatch(source) and not source.startswith("."):
-        folder = _download(source, _BESIDE_WEIGHTS if weights else ["config.json"])
+        folder = _download(source, [*(_BESIDE_WEIGHTS if weights else ["config.json"]), *(["*.py"] if trust else [])])
     elif "/" in source or "\\" in source or source in (".", ".."):
         raise ModelSourceError(
             f"There is no folder {source}. Name one that save_pretrained wrote, or a type such as llama."
@@ -155,19 +178,21 @@ def _find(source: str, *, weights: bool, of_adapter: str = "") -> FoundModel:
     if folder is not None and holds_adapter(folder):
         if of_adapter:
             raise ModelSourceError(f"{of_adapter} holds an adapter of another adapter, {source}. Merge that one first.")
-        return _adapted(source, folder, weights=weights)
+        return _adapted(source, folder, weights=weights, trust=trust)
     file = path if folder is None else folder / "config.json"
     if not file.is_file():
         raise ModelSourceError(f"{source} holds no config.json: it is not a folder that save_pretrained wrote.")
     has_weights = folder is not None and bytes_of_weights(folder, failure=ModelSourceError) > 0
-    return FoundModel(source, read_config(file, source, failure=ModelSourceError), folder, has_weights)
+    config = read_config(file, source, failure=ModelSourceError, runs_code=trust, of_code=ON_PURPOSE)
+    runs_code = trust and own_auto_class(config) is not None
+    return FoundModel(source, config, folder, has_weights, runs_code=runs_code)
 
 
-def _adapted(source: str, folder: pathlib.Path, *, weights: bool) -> FoundModel:
+def _adapted(source: str, folder: pathlib.Path, *, weights: bool, trust: bool) -> FoundModel:
     """The model that an adapter is of, with the adapter."""
     base = base_of(folder, source)
     try:
-        found = _find(base, weights=weights, of_adapter=source)
+        found = _find(base, weights=weights, trust=trust, of_adapter=source)
     except (ModelSourceError, InvalidArgumentError) as error:
         raise not_found(source, base, error) from error
     if not found.has_weights:

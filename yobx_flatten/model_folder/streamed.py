@@ -127,6 +127,8 @@ def streamed_model(found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype
         ModelSourceError: when they are not those of the model.
     """
     assert found.folder is not None
+    if found.runs_code:
+        raise NotStreamableError("its class is not one of transformers")
     if getattr(found.config, "quantization_config", None) is not None:
         raise NotStreamableError("its weights are quantised")
     model = _empty_model(copy.deepcopy(found.config), found.folder, dtype)

@@ -123,6 +123,7 @@ def export_folder(
     dtype: str | None = None,
     weights: WeightsIn = "auto",
     unmatched_weights: UnmatchedWeights | None = None,
+    trust_remote_code: bool = False,
 ) -> ExportedFolder:
     """Export a model of transformers to a folder that generation tools open, and prove that it generates the same.
 
@@ -169,6 +170,8 @@ def export_folder(
             ``"refuse"``, the default, raises, with their names. ``"unused"`` leaves out those that the class does not
             have; ``"random"`` also draws those that the folder lacks or has in another shape. The report
             names them.
+        trust_remote_code: whether the code of a model that is named may run: classes in Python files next to its
+            ``config.json`` (``auto_map``). ``False``, the default, refuses such a model, and never asks.
 
     Returns:
         The folder, with a report of every export and every replay.
@@ -199,7 +202,7 @@ def export_folder(
     form, suffix, largest = FORMATS[runtime], RUNTIMES[runtime][0], choose_bounds(bounds, batch)
     place = pathlib.Path(folder)
     check_target(place, overwrite)
-    opened = _open(model, dtype, weights, form, unmatched_weights)
+    opened = _open(model, dtype, weights, form, unmatched_weights, trust=trust_remote_code)
     model, source = without_peft(opened.model), opened.folder if source is None else source
     if largest is not None:
         largest.check_positions(model)
@@ -308,10 +311,12 @@ def _open(
     weights: WeightsIn,
     to: str,
     unmatched: UnmatchedWeights | None,
+    *,
+    trust: bool,
 ) -> OpenedModel:
     """The model itself, or the one that is named."""
     if isinstance(model, (str, os.PathLike, FoundModel)):
-        found = model if isinstance(model, FoundModel) else find_model(os.fspath(model))
+        found = model if isinstance(model, FoundModel) else find_model(os.fspath(model), trust_remote_code=trust)
         if unmatched is not None:
             check_unmatched(unmatched)
             found = dataclasses.replace(found, unmatched_weights=unmatched)

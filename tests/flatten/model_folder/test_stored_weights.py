@@ -88,6 +88,23 @@ def test_the_command_line_names_the_weight_and_its_option(llama, capsys):
     assert "--unmatched-weights random" in shown
 
 
+@pytest.mark.parametrize(
+    "name", ["tf_model.h5", "flax_model.msgpack", "model.gguf", "consolidated.00.pth", "model.bin"]
+)
+def test_weights_in_another_form_are_not_replaced_by_random_ones(name, llama):
+    """Their folder would look like one without weights."""
+    (llama / "model.safetensors").rename(llama / name)
+    with pytest.raises(ModelSourceError, match=rf"holds {name}, and weights are read from.*unmatched_weights"):
+        find_model(str(llama)).load()
+
+
+def test_random_weights_of_a_folder_without_any_are_in_the_report(llama):
+    """A folder of a configuration alone stands for them."""
+    (llama / "model.safetensors").unlink()
+    done = export_folder(llama, llama.parent / "out", proof="none")
+    assert any("weights are random" in note for note in done.reports["model.onnx"].remarks)
+
+
 @pytest.mark.parametrize("weights", ["memory", "stream"])
 def test_random_weights_on_purpose_are_named_in_the_report(weights, llama):
     """The same numbers each time, and all others from the folder."""

@@ -1,0 +1,46 @@
+"""A folder whose ``config.json`` names classes in Python files next to it (``auto_map``): code, run only if asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["ON_PURPOSE", "own_auto_class", "own_code"]
+
+ON_PURPOSE = "Where you trust its author: trust_remote_code=True (--trust-remote-code)."
+"""What to type, in Python and on the command line of an export."""
+
+
+def own_code(stated: Mapping[str, Any]) -> str:
+    """Return the class that a configuration needs code of its own for; ``""`` where transformers has the classes.
+
+    Args:
+        stated: contents of ``config.json``.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    named = stated.get("auto_map")
+    if not isinstance(named, Mapping):
+        return ""
+    wanted = [name for name in stated.get("architectures") or () if isinstance(name, str)]
+    is_known = stated.get("model_type") in CONFIG_MAPPING and all(hasattr(transformers, name) for name in wanted)
+    return "" if is_known else next((str(named[key]) for key in ("AutoConfig", *named) if key in named), "")
+
+
+def own_auto_class(config: Any) -> Any:
+    """Return the class of transformers that loads a model by the code of its folder.
+
+    Args:
+        config: a configuration.
+
+    Returns:
+        ``None`` where there is no such code, or it has no model.
+    """
+    import transformers
+
+    named: Mapping[str, str] = getattr(config, "auto_map", None) or {}
+    kinds = [key for key in named if key.startswith("AutoModel") and hasattr(transformers, key)]
+    wanted = set(getattr(config, "architectures", None) or ())
+    fitting = [key for key in kinds if str(named[key]).rpartition(".")[2] in wanted]
+    return getattr(transformers, (fitting or kinds)[0]) if kinds else None

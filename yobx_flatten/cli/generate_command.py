@@ -66,7 +66,7 @@ def generate(
     made: list[torch.Tensor] = []
     text = ""
     if streamed and not encoder_decoder:
-        say(prompt[0], end="")
+        say(prompt[0], end="", is_result=True)
     inputs = given["input_ids"].long(), given["attention_mask"].long()
     if beams > 1:
         found = generator.generate(*inputs, max_new_tokens=tokens, sampling=sampling, num_beams=beams)
@@ -78,7 +78,7 @@ def generate(
                 grown = tokenizer.decode(torch.stack(made, 1)[0], skip_special_tokens=True)
                 # the bytes of a character may still be on their way
                 if not grown.endswith("�"):
-                    say(grown[len(text) :], end="")
+                    say(grown[len(text) :], end="", is_result=True)
                     text = grown
     seconds = time.perf_counter() - start
     texts = [tokenizer.decode(row, skip_special_tokens=True) for row in torch.stack(made, 1)]
@@ -93,7 +93,7 @@ def _finish(
         rows: list[Any] = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
         say_json({"rows": rows, "steps": steps, "seconds": seconds})
     elif streamed:
-        say(rest)
+        say(rest, is_result=True)
     else:
         for prompt, text in zip(prompts, texts, strict=True):
             say(f"{prompt!r}\n  {text!r}")

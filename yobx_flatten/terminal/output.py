@@ -41,9 +41,16 @@ def printable(text: str) -> str:
     return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r\n", "\n"))
 
 
-def say(text: str = "", *, end: str = "\n") -> None:
-    """Print text at once, with its control characters spelled out."""
-    sys.stdout.write(printable(text) + end)
+def say(text: str = "", *, end: str = "\n", is_result: bool = False) -> None:
+    """Print text at once, with its control characters spelled out.
+
+    Args:
+        text: what is printed.
+        end: what follows it.
+        is_result: whether it is what the command was asked for, such as the text of a model: a file or another command
+            gets that as it is.
+    """
+    sys.stdout.write((text if is_result and not sys.stdout.isatty() else printable(text)) + end)
     sys.stdout.flush()
 
 

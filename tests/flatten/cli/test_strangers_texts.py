@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from yobx_flatten import save_nested
 from yobx_flatten.cli.app import app
 from yobx_flatten.terminal.failures import UserError, explain_failure
-from yobx_flatten.terminal.output import printable, say_json, table
+from yobx_flatten.terminal.output import printable, say, say_json, table
 
 # clears the screen, sets the title, a bell, a line that covers another one, C1, and text that reads backwards
 ATTACK = "a\x1b[2J\x1b]0;title\x07\rok\x9b31m\u202egnp"
@@ -61,3 +61,11 @@ def test_other_text_stays():
     text = "Grüße\t日本語\nไทย 🙂\u200d\u200f"
     assert printable(text) == text
     assert printable("a\r\nb") == "a\nb"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_a_model_writes_is_spelled_out_on_a_terminal_only(capsys, monkeypatch, is_terminal):
+    """A file gets every character."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    say(ATTACK, is_result=True)
+    assert capsys.readouterr().out == (SHOWN if is_terminal else ATTACK) + "\n"

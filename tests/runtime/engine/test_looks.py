@@ -135,7 +135,6 @@ def test_masks_filled_with_the_least_number_repeat_themselves(dtype):
     """Layers hand on such masks with their biases; a sum of two of these numbers is infinite in their dtype."""
     mask = torch.full((27, 27), torch.finfo(dtype).min, dtype=dtype).triu(1).requires_grad_()
     first, same = digest([mask]), digest([mask.detach().clone().requires_grad_()])
-    assert all(one[:-1].isfinite().all() for one in first)
     check_repeated("it", first, same, [dtype])
 
 

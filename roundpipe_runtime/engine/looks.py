@@ -38,6 +38,9 @@ _SUMS = 4
 # By how much of the norm sums may differ: a layer on an accelerator may add in another order.
 _TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.05}
 _USUAL = 1e-3
+# Factors of the sums: masks are filled with the least number of their dtype, of which two are already too much for it.
+_FACTORS = {torch.float16: 2.0**-10}
+_USUAL_FACTOR = 2.0**-40
 
 
 def is_due(count: int) -> bool:
@@ -62,8 +65,9 @@ def digest(tensors: Sequence[torch.Tensor]) -> Digest:
         for tensor in tensors:
             if is_digested(tensor):
                 rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
-                within = rows @ _signs(rows.shape[1], _SUMS, rows)
-                sums = (within * _signs(rows.shape[0], _SUMS, rows)).sum(0, dtype=torch.float64)
+                factor = _FACTORS.get(rows.dtype, _USUAL_FACTOR)
+                within = rows @ (_signs(rows.shape[1], _SUMS, rows) * factor)
+                sums = (within * _signs(rows.shape[0], _SUMS, rows)).sum(0, dtype=torch.float64) / factor
                 norm = torch.linalg.vector_norm(rows, dtype=torch.float64).reshape(1)
                 found.append(torch.cat([sums, norm]))
     return found

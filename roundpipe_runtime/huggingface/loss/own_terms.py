@@ -50,6 +50,7 @@ class OwnTerms:
         loss = loss_of(output)
         if loss is None or not bool(loss.isfinite()):
             return
+        loss = loss.detach()
         found = [self._value(loss_fn, output, loss * scale, labels) for scale in (0.0, 1.0, 2.0)]
         if any(one is None for one in found):
             return  # several losses, or a sum and its weight

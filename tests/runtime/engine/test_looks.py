@@ -130,6 +130,14 @@ def test_one_number_in_a_thousand_is_seen(dtype, width):
         check_repeated("it", first, changed, [dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_masks_filled_with_the_least_number_repeat_themselves(dtype):
+    """Layers hand on such masks with their biases; a sum of two of these numbers is infinite in their dtype."""
+    mask = torch.full((27, 27), torch.finfo(dtype).min, dtype=dtype).triu(1).requires_grad_()
+    first, same = digest([mask]), digest([mask.detach().clone().requires_grad_()])
+    check_repeated("it", first, same, [dtype])
+
+
 # -- tensors that leave a layer in another way than its output -------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from .entries import Entries
 from .pictures import Pictures
 from .sampling import Sampling
 from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_tokens, score_rules
+from .spoken import SpokenPrompt, spoken_prompt_of
 from .stated_choice import beams_of, sampling_of
 
 __all__ = ["MANIFEST", "GenerationSettings", "ScoreProcessor", "read_settings", "settings_of"]
@@ -40,6 +41,7 @@ class GenerationSettings:
         sampling: how tokens are chosen where the caller gives nothing; the likeliest by default.
         beams: what a search keeps where the caller gives nothing; by default there is none.
         positions: tokens of a row at most that the files read, where each position has a row of a table.
+        spoken: what comes after the start of a transcript; ``None`` for models other than Whisper.
         processors: rules that are applied to the scores, in order.
         forced_bos_token_id: the second token, after a single first one: with mBART the language to translate into.
         forced_eos_token_id: the last token, or one of several, where ``max_new_tokens`` ends a row.
@@ -66,6 +68,7 @@ class GenerationSettings:
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     beams: BeamSettings = dataclasses.field(default_factory=BeamSettings)
     positions: int | None = None
+    spoken: SpokenPrompt | None = None
 
     def images(self, pixel_values: torch.Tensor | None, sizes: torch.Tensor | None) -> Pictures:
         """Return the pictures of a call.
@@ -203,6 +206,7 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
         stated("max_length") if not new else None,
         sampling_of(rules),
         beams_of(rules),
+        spoken=spoken_prompt_of(config, generation),
     )
 
 

@@ -14,7 +14,7 @@ from ..errors import GenerationError, InvalidArgumentError
 from ..files.damage import damage_as
 from ..files.document import read_document
 from .beams import BeamSettings
-from .entries import Entries
+from .entries import Choices, Entries
 from .pictures import Pictures
 from .sampling import Sampling
 from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_tokens, score_rules
@@ -137,10 +137,10 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
         GenerationError: when one of them is damaged.
     """
     found: list[Mapping[str, Any]] = []
-    for name in ("config.json", "generation_config.json"):
+    for name, entries in (("config.json", Entries), ("generation_config.json", Choices)):
         path, form = folder / name, dict[str, Any]
         if path.exists():
-            read_document(path, Entries, failure=GenerationError, finite=False)  # of the types that are computed with
+            read_document(path, entries, failure=GenerationError, finite=False)  # of the types that are computed with
             found.append(read_document(path, form, failure=GenerationError, finite=False))
         else:
             found.append({})
@@ -188,7 +188,7 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
     pad = stated("pad_token_id")
     starts = ("decoder_start_token_id", "bos_token_id")
     start = next((stated(name) for name in starts if stated(name) is not None), None)
-    new = stated("max_new_tokens")
+    new, longest = stated("max_new_tokens"), stated("max_length")
     return GenerationSettings(
         ends,
         pad if pad is not None else ends[0] if ends else None,
@@ -203,7 +203,7 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
         config.get("model_type") == "paligemma",
         next((config[name] for name in ("video_token_id", "video_token_index") if config.get(name) is not None), None),
         vision.get("tokens_per_second"),
-        stated("max_length") if not new else None,
+        longest if not new and type(longest) is int else None,
         sampling_of(rules),
         beams_of(rules),
         spoken=spoken_prompt_of(config, generation),

@@ -50,7 +50,7 @@ class SpokenPrompt:
 
         Args:
             start: the start tokens, of shape (batch, 1).
-            scores: of the token after them, where a language is detected.
+            scores: scores of the token after them, where a language is detected.
         """
         parts = [start]
         if scores is not None:

@@ -21,6 +21,7 @@ def write_benchmarks(folder: Path) -> None:
         ("export", _export),
         ("runtimes", _runtimes),
         ("pipeline", _pipeline),
+        ("proof", _proof),
         ("ranks", _ranks),
         ("steps", _steps),
         ("memory", _memory),
@@ -172,6 +173,20 @@ def _pipeline(data: Mapping[str, Any], _: Path) -> list[str]:
         "",
         f"The pipeline adds {per_layer['overhead, processor']:.0f} µs of processor time per layer and microbatch.",
     ]
+
+
+def _proof(data: Mapping[str, Any], _: Path) -> list[str]:
+    now, before = data["found"]["now"], data["found"]["before"]
+    rows = []
+    for part, name in (
+        ("wrap", "wrap, with the check of the cut"),
+        ("first step", "first step"),
+        ("later step", "later step"),
+    ):
+        cells = [f"{side[part]['seconds']:.1f} s, {side[part]['bytes'] / 1e9:.2f} GB" for side in (before, now)]
+        rows.append([name, *cells])
+    rows.append(["proof of the loss / check of the cut", "", f"{data['ratios']['proof / check before']:.2f}"])
+    return _table(["", "before losses were proven", "now"], rows)
 
 
 def _ranks(data: Mapping[str, Any], _: Path) -> list[str]:

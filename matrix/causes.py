@@ -31,6 +31,10 @@ CAUSES: dict[str, str] = {
         "`forward` takes the whole text in every call and cuts off what the cache holds (modeling_cpmant.py, "
         "`prepare_inputs_for_generation`): there is no decode call of the new tokens alone"
     ),
+    "image:llama4": (
+        "its forward fails in eager PyTorch: it reads `image_outputs` of an output class that has none "
+        "(modeling_llama4.py, 5.24; `llama4` without pictures passes)"
+    ),
     "rwkv": "its kernel for the CPU loops over the tokens of a call (modeling_rwkv.py), which the program unrolls",
     "speech:moonshine_streaming": (
         "its decoder adds positions in place to what the encoder returned (modeling_moonshine_streaming.py, "

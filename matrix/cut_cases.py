@@ -53,7 +53,6 @@ class CutTrial:
             lower_threshold=0,
             model_run_config=RoundPipeRunConfig(num_microbatch=microbatches),
             example=batch_of(self.name, model, 2, 0),
-            check=False,
             devices=f"virtual:{devices}",
         )
 

@@ -1,6 +1,6 @@
 """The columns of trainings: the loss of the whole batch with its gradients, for any number of microbatches.
 
-What is refused by an error of this package is neither right nor wrong: the cell holds the error.
+Where this package refuses to train, the cell holds its error, and no number is compared.
 """
 
 from __future__ import annotations

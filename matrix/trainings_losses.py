@@ -28,7 +28,7 @@ class OwnLoss:
     """
 
     function: Function
-    reduction: Literal["sum", "mean"] = "mean"
+    reduction: Literal["sum", "mean", "joined"] = "mean"
     of: Literal["rows", "tokens", "numbers"] = "rows"
     piece: Function | None = None
 
@@ -122,6 +122,7 @@ LOSSES: Mapping[str, OwnLoss] = {
     "correlation": OwnLoss(_correlation, of="numbers"),
     "largest of the rows": OwnLoss(lambda x, y: functional.cross_entropy(x, y, reduction="none").max()),
     "rows of one class": OwnLoss(_rows_with_a_class),
+    "rows of one class (joined)": OwnLoss(_rows_with_a_class, "joined"),
     "distillation": OwnLoss(
         lambda x, y: functional.kl_div(
             torch.log_softmax(x / 2, -1), torch.softmax(x.detach().roll(1, -1), -1), reduction="batchmean"
@@ -139,8 +140,13 @@ LOSSES: Mapping[str, OwnLoss] = {
     "tokens (class weights)": OwnLoss(lambda x, y: _tokens(x, y, weight=_weights()), "mean", "tokens"),
     "perplexity": OwnLoss(lambda x, y: _tokens(x, y).exp(), "mean", "tokens"),
     "negatives of the batch": OwnLoss(_in_batch),
+    "negatives of the batch (joined)": OwnLoss(_in_batch, "joined"),
     "supervised contrast": OwnLoss(_supervised),
+    "supervised contrast (joined)": OwnLoss(_supervised, "joined"),
     "hardest triplets": OwnLoss(_triplets),
+    "hardest triplets (joined)": OwnLoss(_triplets, "joined"),
     "preferences between rows": OwnLoss(_preferred),
+    "preferences between rows (joined)": OwnLoss(_preferred, "joined"),
     "variance and covariance": OwnLoss(_varied),
+    "variance and covariance (joined)": OwnLoss(_varied, "joined"),
 }

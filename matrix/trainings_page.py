@@ -35,9 +35,11 @@ ignored, and microbatches in how many rows they have. Everything runs in float64
 model that does not run in float64 may differ by {single:.0e}, and is marked "float32". A gradient that is zero but for
 rounding is compared with the largest of the model. Nothing is random in training: dropout and masks are off.
 
-`1:` before a number: the loss is not known to be a mean over rows or labels, so the batch ran in one microbatch.
-**refused**: an error of this package states so, below. – : the reference model has no such case (why is stated below);
-empty: not run.
+`joined:` before a number: the loss was not proven to be a weighted sum over microbatches, so the last layer and the
+loss ran once, on what the layers before return for the batch. `1:` – the same of a model in one piece, or one that
+draws random numbers after its layers: the batch ran in one microbatch.
+**refused**: an error or a warning of this package states so, below. – : the reference model has no such case (why is
+stated below); empty: not run.
 Models that gather statistics in training, as batch norm does, gather those of each microbatch, as in a loop over them:
 they train in one.
 
@@ -57,7 +59,16 @@ _KINDS = {
     "trainer": ("Options of the Trainer", "`RoundPipeTrainer` next to `Trainer`: losses, norms, rates and weights."),
 }
 _HEADS = {"1 microbatch": "1", "2 microbatches": "2", "3 microbatches": "3", "rows without labels": "without labels"}
-_OUTCOMES = ("equal", "equal in one microbatch", "refused", "wrong", "no loss", "not built", "not compared")
+_OUTCOMES = (
+    "equal",
+    "equal, joined loss",
+    "equal in one microbatch",
+    "refused",
+    "wrong",
+    "no loss",
+    "not built",
+    "not compared",
+)
 
 
 def page_of(results: Results, file: str) -> str:
@@ -104,7 +115,9 @@ def outcome_of(entry: Mapping[str, Any]) -> str:
         return "refused"
     if not any(result["ok"] for result in cells.values()):
         return "not compared"
-    return "equal in one microbatch" if any(map(_is_whole, cells.values())) else "equal"
+    if any(map(_is_whole, cells.values())):
+        return "equal in one microbatch"
+    return "equal, joined loss" if any(map(_is_joined, cells.values())) else "equal"
 
 
 def _is_refusal(result: Mapping[str, Any]) -> bool:
@@ -119,7 +132,11 @@ def _is_left_out(column: str, result: Mapping[str, Any]) -> bool:
 
 
 def _is_whole(result: Mapping[str, Any]) -> bool:
-    return any("run in one microbatch" in note for note in result.get("notes", ()))
+    return any("batches run in one microbatch" in note for note in result.get("notes", ()))
+
+
+def _is_joined(result: Mapping[str, Any]) -> bool:
+    return any("run once for the whole batch" in note for note in result.get("notes", ()))
 
 
 def _summary(results: Results) -> str:
@@ -209,4 +226,5 @@ def _shown(result: Mapping[str, Any] | None) -> str:
         return "✗"
     errors = [value for key, value in result.items() if key != "seconds" and isinstance(value, float)]
     worst = f"{max(errors, default=0.0):.0e}" if any(errors) else "0"
-    return ("1: " if _is_whole(result) else "") + worst + (", float32" if "dtype" in result else "")
+    way = "1: " if _is_whole(result) else "joined: " if _is_joined(result) else ""
+    return way + worst + (", float32" if "dtype" in result else "")

@@ -85,6 +85,25 @@ def test_ctrl_c_during_imports_is_one_line(package, module):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("block", ["no_grad", "inference_mode", "enable_grad"])
+def test_names_may_be_asked_for_where_no_gradients_are_computed(block):
+    """An import can come late, in the middle of a user's own block."""
+    program = f"""
+import torch, roundpipe_runtime, yobx_flatten
+with torch.{block}():
+    for package in (roundpipe_runtime, yobx_flatten):
+        for name in package.__all__:
+            getattr(package, name)
+    from roundpipe_runtime.engine.looks import _LOOSE
+print(_LOOSE)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    from roundpipe_runtime.engine.looks import _LOOSE
+
+    assert int(done.stdout) == _LOOSE  # as it is where gradients are computed
+
+
 # An installation without some libraries: nobody finds them, whoever looks.
 WITHOUT = """
 import importlib.machinery, sys

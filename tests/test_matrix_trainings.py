@@ -108,7 +108,7 @@ def test_rows_that_depend_on_each_other_are_named():
 
 
 def test_an_error_of_the_package_is_a_refusal():
-    """What the package refuses by name is neither right nor wrong."""
+    """Where the package refuses to train, there is no number, and the row is listed as refused."""
     from roundpipe_runtime.errors import SplitError
 
     trial = HeadTrial(TOKENS)
@@ -168,7 +168,7 @@ def test_the_command_ends_with_1_for_a_wrong_number(tmp_path, monkeypatch):
 def test_the_page_counts_outcomes_and_gives_reasons():
     """A row per task, what is wrong first, then what is refused and what was not built."""
     page = page_of(_results(ctc__Good=GOOD, ctc__Wrong=WRONG, ctc__Refused=REFUSED, ctc__Absent=ABSENT), "one.json")
-    assert "| ctc | 4 | 1 |  | 1 | 1 |  | 1 |  |" in page
+    assert "| ctc | 4 | 1 |  |  | 1 | 1 |  | 1 |  |" in page
     assert "| `Wrong` | 1: loss off by 2.0e+00 |" in page
     assert "| `Refused` | 1 | CutError: no layers |" in page
     assert "| Good | 2e-07 |" in page

@@ -63,16 +63,13 @@ class _Watch(TorchFunctionMode):
         source, target, weight = _named(args, kwargs)
         count, reduction = None, kwargs.get("reduction", "mean")
         if reduction == "mean":
-            count = _count(self.averaging[func], target, weight, kwargs.get("ignore_index", -100))
+            with DisableTorchFunction():  # what is counted is not a decision of the loss
+                count = _count(self.averaging[func], target, weight, kwargs.get("ignore_index", -100))
         if reduction == "none" or self._compares_rows(source, target):
             self.items.others += 1
         elif reduction == "sum":
             self.items.sums += 1
-        if type(args[0] if args else None) in (torch.Tensor, torch.nn.Parameter):
-            with DisableTorchFunction():
-                found = func(*args, **kwargs)
-        else:
-            found = func(*args, **kwargs)
+        found = func(*args, **kwargs)
         if count is not None:
             self.counts.append((count, found.requires_grad))
         return found

@@ -150,7 +150,7 @@ def plan(
     if nodes > 1:
         report = of_node(report, nodes)
     if json:
-        described = as_dict(training, report, change)
+        described = as_dict(training, report, change, rows=rows, length=size["length"])
         say_json(described if nodes == 1 else {**described, "several": nodes_as_dict(found, several)})
     else:
         say(write_plan(training, report, change, rows=rows, length=size["length"]))

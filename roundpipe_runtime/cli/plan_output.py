@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from yobx_flatten.errors.messages import format_bytes, table
 
+from ..estimate.joined_loss import JoinedLoss
 from ..estimate.report import PlanReport
 from ..estimate.step_simulation import StepSimulation
 from .quantities import format_count, format_seconds
@@ -23,7 +24,9 @@ __all__ = ["as_dict", "write_plan"]
 _COLUMNS = 78
 
 
-def as_dict(training: PlannedTraining, report: PlanReport, change: SettingsChange | None) -> dict[str, Any]:
+def as_dict(
+    training: PlannedTraining, report: PlanReport, change: SettingsChange | None, *, rows: int, length: int
+) -> dict[str, Any]:
     """Return everything for JSON: sizes in bytes, times in seconds, rates per second."""
     return {
         "model": training.cut.report.model,
@@ -46,6 +49,7 @@ def as_dict(training: PlannedTraining, report: PlanReport, change: SettingsChang
         "keep_parameters": report.simulated.keep_parameters,
         "device_memory": [{**dataclasses.asdict(m), "total": m.total} for m in report.device_memory],
         "host_memory": {**dataclasses.asdict(report.host_memory), "total": report.host_memory.total},
+        "joined_loss": dataclasses.asdict(training.joined_loss(batch=rows, length=length)),
         "tokens_to_hide_transfers": {"forward": report.tokens_forward, "backward": report.tokens_backward},
         "step": {
             "seconds": report.simulation.time,
@@ -89,6 +93,7 @@ def write_plan(
         *_stages(report),
         "",
         *_memory(report),
+        *_joined_loss(training.joined_loss(batch=rows, length=length)),
         "",
         *_time(report),
         "",
@@ -225,6 +230,14 @@ def _memory(report: PlanReport) -> list[str]:
                 ("saved activations", host.activations),
             ]
         ),
+    ]
+
+
+def _joined_loss(found: JoinedLoss) -> list[str]:
+    device, host = format_bytes(found.device), format_bytes(found.host)
+    return [
+        f"A loss of the whole batch: {device} on a device, {host} more on the host",
+        "  The first step proves whether the loss adds up over microbatches, or needs it",
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from yobx_flatten.errors.messages import table
-from yobx_flatten.terminal.output import console, say, say_json
+from yobx_flatten.terminal.output import console, printable, say, say_json
 
 from ..timeline.drawing import draw_on
 from ..timeline.file import merge_timelines
@@ -58,7 +58,7 @@ def timeline(
             }
         )
         return 0
-    draw_on(console(), read)
+    draw_on(console(), read, printable)
     say("\n" + "\n".join(_devices(devices)))
     if stages:
         say("\n" + "\n".join(_stages(slowest[:stages], len(slowest))))

@@ -362,7 +362,8 @@ class Engine:
         ]
         rows = [microbatch.rows for microbatch in microbatches]
         is_split = len(rows) > 1 or contract is not None  # a part of the batch of all ranks
-        check = self._loss_checks.of(loss_fn, config.reduction_of_parts) if is_split else None
+        first = microbatches[0].labels if microbatches else ()
+        check = self._loss_checks.of(loss_fn, config.reduction_of_parts, first) if is_split else None
         of_spec |= {"loss_fn": loss_fn, "loss_check": check}
         run = self.prepare("fused", config, rows, contract, labels=labels, **of_spec)
         return run, _inputs_of(microbatches, run, pinned)
@@ -429,7 +430,7 @@ class Engine:
             stays=kind == "fused" and self.planner.fits(),
             one_thread=self.planner.prefers_one_thread(kind),
             take_gradient=self.take_gradient,
-            looks=kind != "infer" and is_due(self._count(kind)),
+            looks=is_due(self._count(kind)),
         )
         spec = dataclasses.replace(spec, **of_spec)
         draws = Draws(spec.base_seed or run_base(), spec.tag, in_order=len(rows) == 1, moves=self.moves_generators())

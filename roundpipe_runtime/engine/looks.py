@@ -1,7 +1,7 @@
-"""What is looked at in some runs, as it costs time: whether a layer repeats itself, and what its gradients end in.
+"""Checks of layers that are too slow for every run: recomputations give the same outputs, and no gradient is lost.
 
-A run that trains looks if it is the first, the second, the fourth... of its kind: so a layer that changes its ways is
-also noticed, and looking costs next to nothing over a training.
+The first, second, fourth, eighth... run that trains makes them. So a layer whose code begins to behave otherwise later
+is also found, and over a training they cost next to nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _USUAL = 1e-3
 
 
 def is_due(count: int) -> bool:
-    """Report whether the run after this many of its kind looks.
+    """Report whether the run after this many of its kind makes the checks.
 
     >>> [count + 1 for count in range(20) if is_due(count)]
     [1, 2, 4, 8, 16]
@@ -60,12 +60,7 @@ def digest(tensors: Sequence[torch.Tensor]) -> Digest:
     found = []
     with torch.no_grad():
         for tensor in tensors:
-            if (
-                tensor.requires_grad
-                and tensor.is_floating_point()
-                and tensor.layout == torch.strided
-                and tensor.numel()
-            ):
+            if is_digested(tensor):
                 rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
                 within = rows @ _signs(rows.shape[1], _SUMS, rows)
                 sums = (within * _signs(rows.shape[0], _SUMS, rows)).sum(0, dtype=torch.float64)
@@ -170,8 +165,9 @@ def check_leaves(
 
 
 def _references() -> int:
-    tensor = torch.ones((), requires_grad=True) * 1
-    return max(sys.getrefcount(leaf) for leaf in other_leaves([tensor], []))
+    with torch.inference_mode(False), torch.enable_grad():  # this module may be imported in a block without gradients
+        tensor = torch.ones((), requires_grad=True) * 1
+        return max(sys.getrefcount(leaf) for leaf in other_leaves([tensor], []))
 
 
 # References to a leaf of a graph in a loop over what `other_leaves` returned, if there is no other.

@@ -5,8 +5,9 @@
     rows 0 to 2 in one piece      loss_fn -> 0.93
     rows 0 and 1, and row 2       loss_fn -> 0.90, 0.99    mean: (2 * 0.90 + 1 * 0.99) / 3 = 0.93, as stated
 
-A loss that compares rows with each other passes no such check, and would be another one for each split of a batch. The
-function is called a few times more for it, once in a training, without gradients.
+A loss that compares rows with each other passes no such check, and would be another one for each split of a batch.
+The same holds for one that chooses rows by values, also where these rows have none that it treats otherwise; see
+`loss_trial`. The function is called some times more for it, once in a training for each kind of labels.
 """
 
 from __future__ import annotations
@@ -16,58 +17,60 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 
 from yobx_flatten.private_names.of_torch import pytree
 
-from ..batch.averages import count_items
 from ..batch.flat import FlatBatch
-from ..batch.joining import join
-from ..batch.loss import LossValue, read_loss
+from ..batch.loss import LossValue
 from ..batch.splitting import split_flat
 from ..device.generator import generator_alone
-from ..errors import JoinError, LossError, RoundPipeError, SplitError
+from ..errors import JoinError, LossError, RoundPipeError, RoundPipeWarning, SplitError, warn
 from .generators import held_generators, process_generators
+from .loss_trial import NotCallableError, Reduction, Refusal, Row, try_rows
 
-__all__ = ["LossCheck", "LossChecks"]
-
-Reduction: TypeAlias = Literal["sum", "mean"]
+__all__ = ["LossCheck", "LossChecks", "loss_code"]
 
 # Rows that are enough for two parts with different numbers of rows.
 _ROWS = 3
 
-_TOLERANCE = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
-
 
 class LossChecks:
-    """Which loss functions were checked; each once, by its code and the reduction."""
+    """Which loss functions were checked: by their code, the reduction, and the kind of their labels."""
 
     def __init__(self) -> None:
         self._done: set[Hashable] = set()
 
-    def of(self, loss_fn: Callable[[Any, Any], Any], reduction: Reduction) -> LossCheck | None:
+    def of(
+        self, loss_fn: Callable[[Any, Any], Any], reduction: Reduction, labels: Sequence[Any] = ()
+    ) -> LossCheck | None:
         """Return the check of a loss function; ``None`` if it was checked, or carries weights that were proven.
 
         Args:
             loss_fn: loss function.
             reduction: reduction of the losses of microbatches.
+            labels: labels of a microbatch, flat.
         """
         if getattr(loss_fn, "has_proven_weights", False):
             return None
-        key = _code(loss_fn), reduction
+        key = loss_code(loss_fn), reduction, tuple(map(_kind, labels))
         return None if key in self._done else LossCheck(loss_fn, reduction, functools.partial(self._done.add, key))
 
 
-def _code(function: Any) -> Hashable:
-    """What stays the same where a script makes its loss function anew in each step."""
+def loss_code(function: Any) -> Hashable:
+    """Return what stays the same where a script makes its loss function anew in each step."""
     function = inspect.unwrap(function)
     while isinstance(function, functools.partial):
         function = function.func
     code: Hashable = getattr(getattr(function, "__func__", function), "__code__", None) or id(function)
     return code
+
+
+def _kind(label: Any) -> Hashable:
+    return f"{label.dtype}, {label.dim()}" if isinstance(label, torch.Tensor) else type(label).__qualname__
 
 
 class LossCheck:
@@ -81,12 +84,15 @@ class LossCheck:
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any], reduction: Reduction, note: Callable[[], None]) -> None:
         self._loss_fn, self._reduction, self._note = loss_fn, reduction, note
-        self._held: list[tuple[Any, Any, int]] = []
+        self._held: list[Row] = []
+        self._takes_few = True
         self._is_done = False
         self._lock = threading.Lock()
 
     def offer(self, outputs: Any, labels: Any, rows: int | None, of_batch: int) -> None:
         """Take a microbatch; the check runs as soon as there are three rows, or two if the batch has no more.
+
+        A loss that does not take so few rows is checked with whole microbatches.
 
         Args:
             outputs: outputs of the last layer, on the host.
@@ -102,82 +108,53 @@ class LossCheck:
                 return
             outputs, labels = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (outputs, labels))
             self._held.append((outputs, labels, rows))
-            if sum(count for _, _, count in self._held) < min(_ROWS, of_batch):
+            held = list(self._held)
+            if sum(count for *_, count in held) < min(_ROWS, of_batch):
                 return
-            self._is_done = True
-            held, self._held = self._held, []
+            if self._takes_few:
+                self._is_done = self._check(_few_rows, held)
+                self._takes_few = False
+            if not self._is_done and len(held) > 1:
+                self._is_done = True
+                if not self._check(list, held):
+                    self._warn()
+            if self._is_done:
+                self._held = []
+
+    def _check(self, rows_of: Callable[[Sequence[Row]], list[Row]], held: Sequence[Row]) -> bool:
+        """Check with some rows; return whether these rows are enough for it."""
         try:
-            whole, parts = _pieces(held)
-        except (SplitError, JoinError):  # outputs without rows, such as a loss that the last layer computes
-            return
-        self._compare(whole, parts)
+            rows = rows_of(held)
+            with _left_as_found(self._loss_fn):
+                refusal, is_shown = try_rows(self._loss_fn, self._reduction, rows, [len(rows) - 1, 1])
+        except (SplitError, JoinError, NotCallableError) as error:
+            self._reason = error
+            return False
+        if refusal is not None:
+            raise _refused(self._reduction, refusal)
+        if is_shown:
+            self._note()
+        return True
+
+    def _warn(self) -> None:
         self._note()
-
-    def _compare(self, whole: tuple[Any, Any], parts: Sequence[tuple[Any, Any, int]]) -> None:
-        with _left_as_found(self._loss_fn):
-            try:
-                expected, again = self._values(*whole, seed=1), self._values(*whole, seed=2)
-                found = [self._values(*part[:2], seed=1) for part in parts]
-            except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError):
-                return  # it wants the rows of a microbatch, no fewer
-        if not _are_close([one.tensors for one in (expected[0], again[0])]):
-            return  # random numbers, or a state of its own: nothing can be compared
-        rows = [count for _, _, count in parts]
-        if not self._is_as_stated(expected[0], [one for one, _ in found], [items for _, items in found], rows):
-            raise _refused(self._reduction, expected[0], [one for one, _ in found], rows)
-
-    def _values(self, outputs: Any, labels: Any, *, seed: int) -> tuple[LossValue, tuple[float, ...]]:
-        torch.default_generator.manual_seed(seed)  # and no other: devices have theirs
-        outputs, labels = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (outputs, labels))
-        with torch.no_grad(), count_items() as items:
-            value = read_loss(self._loss_fn(outputs, labels))
-        return value, tuple(items.counts)
-
-    def _is_as_stated(
-        self,
-        expected: LossValue,
-        found: Sequence[LossValue],
-        items: Sequence[tuple[float, ...]],
-        rows: Sequence[int],
-    ) -> bool:
-        if any((one.kind, len(one.tensors)) != (expected.kind, len(expected.tensors)) for one in found):
-            return True  # the contract of the losses states that itself
-        if expected.kind == "pair":
-            weights = [one.weight or 0.0 for one in found]
-            if not expected.weight or not sum(weights):
-                return True
-            total = torch.stack([one.tensors[0].double() for one in found if one.weight]).sum() / sum(weights)
-            return _are_close([[expected.tensors[0].double() / expected.weight], [total]], of=expected)
-        ways = [[count / sum(rows) for count in rows]]
-        if self._reduction == "sum":
-            ways.append([1.0] * len(rows))  # a script that divides by the number of microbatches itself has means
-            if all(len(set(counts)) == 1 and counts[0] > 0 for counts in items):
-                ways.append([counts[0] / sum(other[0] for other in items) for counts in items])
-        return any(
-            _are_close(
-                [
-                    [tensor.double() for tensor in expected.tensors],
-                    [
-                        torch.stack([one.tensors[k].double() * way[i] for i, one in enumerate(found)]).sum()
-                        for k in range(len(expected.tensors))
-                    ],
-                ],
-                of=expected,
+        if isinstance(self._reason, NotCallableError):
+            warn(
+                "Whether the loss is the same for any split of a batch was not shown, as loss_fn cannot be called for "
+                f"some rows more: {self._reason}. If it compares rows with each other, or chooses some of them, state "
+                'it:\n    RoundPipeRunConfig(loss_reduction="joined")',
+                RoundPipeWarning,
             )
-            for way in ways
-        )
 
 
-def _pieces(held: Sequence[tuple[Any, Any, int]]) -> tuple[tuple[Any, Any], list[tuple[Any, Any, int]]]:
-    """Some rows, and the same rows in two parts, of which the second one has one row."""
+def _few_rows(held: Sequence[Row]) -> list[Row]:
     rows = [row for outputs, labels, count in held for row in _rows_of(outputs, labels, count)][:_ROWS]
     if len(rows) < 2:
         raise SplitError("There is one row.")
-    outputs, labels, _ = _joined(rows)
-    return (outputs, labels), [_joined(rows[:-1]), rows[-1]]
+    return rows
 
 
-def _rows_of(outputs: Any, labels: Any, count: int) -> list[tuple[Any, Any, int]]:
+def _rows_of(outputs: Any, labels: Any, count: int) -> list[Row]:
     if count == 1:
         return [(outputs, labels, 1)]
     made = []
@@ -189,36 +166,27 @@ def _rows_of(outputs: Any, labels: Any, count: int) -> list[tuple[Any, Any, int]
     return made
 
 
-def _joined(rows: Sequence[tuple[Any, Any, int]]) -> tuple[Any, Any, int]:
-    counts = [count for _, _, count in rows]
-    outputs, labels = (join([row[place] for row in rows], counts, rows=counts) for place in range(2))
-    return outputs, labels, sum(counts)
-
-
-def _are_close(pair: Sequence[Sequence[torch.Tensor]], of: LossValue | None = None) -> bool:
-    dtypes = [tensor.dtype for tensor in (pair[0] if of is None else of.tensors)]
-    limit = max(_TOLERANCE.get(dtype, 1e-4) for dtype in dtypes)
-    return all(
-        torch.allclose(one.double().cpu(), other.double().cpu(), rtol=limit, atol=limit * 1e-2, equal_nan=True)
-        for one, other in zip(*pair, strict=True)
-    )
-
-
-def _refused(
-    reduction: Reduction, expected: LossValue, found: Sequence[LossValue], rows: Sequence[int]
-) -> RoundPipeError:
+def _refused(reduction: Reduction, found: Refusal) -> RoundPipeError:
     def text(value: LossValue) -> str:
         numbers = ", ".join(f"{tensor.item():.4g}" for tensor in value.tensors)
         return numbers if value.weight is None else f"({numbers}, {value.weight:g})"
 
-    parts = " and ".join(f"{text(one)} for {count}" for one, count in zip(found, rows, strict=True))
     stated = {
         "mean": 'a mean over rows, as loss_reduction="mean" states',
         "sum": "a sum or a mean over rows or labels",
     }[reduction]
+    when = ", where labels or what it compares have other values" if found.by_values else ""
+    if found.whole is None:
+        shown = (
+            "loss_fn decides by values that it reads from tensors, or compares, over several rows, so what it is for "
+            "another batch is not shown."
+        )
+    else:
+        parts = " and ".join(f"{text(one)} for {count}" for one, count in zip(found.parts, found.rows, strict=True))
+        shown = f"loss_fn returns {text(found.whole)} for {sum(found.rows)} rows, and {parts} of them{when}."
     return LossError(
-        f"loss_fn returns {text(expected)} for {sum(rows)} rows, and {parts} of them. So it is not {stated}, and would "
-        "be another loss for each split of a batch. If it compares rows with each other, compute it once of all rows:\n"
+        f"{shown} So it is not {stated}, and would be another loss for each split of a batch. If it compares rows with "
+        "each other, or chooses rows by their values, compute it once of all rows:\n"
         '    RoundPipeRunConfig(loss_reduction="joined")\n'
         "If it is a mean over other items than rows, return the sum and the number of items:\n"
         "    return WeightedLoss(total, number)"

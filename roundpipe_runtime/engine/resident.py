@@ -162,10 +162,8 @@ class LayerOnDevice:
             source: function that returns the tensor that was copied for a parameter.
 
         Raises:
-            StageError: the layer wrote a parameter while it is trained.
+            StageError: the layer wrote a parameter.
         """
-        if not self.contents.module.training:
-            return
         found = [self._are_as_copied(copy, source(parameter)) for _, _, copy, parameter in self._places]
         there = [one for one in found if isinstance(one, torch.Tensor)]
         if there:  # one wait for all

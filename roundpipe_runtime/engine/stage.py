@@ -353,7 +353,7 @@ class Visit:
             self.collected.kept[layer, microbatch] = send(self.device, structure_kept, tensors, [False] * len(tensors))
         if kind == "forward" and self.spec.has_backward and resident.contents.buffers:
             self.collected.buffers.follow(layer, resident.changed_buffers())
-        if self.spec.looks:
+        if self.spec.looks and self.spec.has_backward:
             self._look(resident, microbatch, kind, result, exits)
         elif kind != "forward" and microbatch == 0 and layer + 1 == self.spec.span.stop:
             self._check_leaves(resident, result, exits)  # in each run: terms of a loss depend on the batch

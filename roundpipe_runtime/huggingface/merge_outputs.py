@@ -18,6 +18,7 @@ from .batches import join_outputs
 from .cutting.caches import is_held, join_held, swapped
 from .loss.call_options import gives_share, is_proven
 from .loss.moe_aux_loss import batch_auxiliary_loss, has_auxiliary_loss, has_router_logits, without_auxiliary_loss
+from .loss.own_terms import OwnTerms
 from .loss.weights import check_weights, has_labels, loss_of, shares_of, with_loss
 
 __all__ = ["loss_fn_with_weight", "merge_as_asked", "merge_as_tuple", "merge_with_cache", "merge_with_loss"]
@@ -29,6 +30,7 @@ def loss_fn_with_weight(
     *,
     is_share: bool = False,
     is_proven: bool = True,
+    own_terms: OwnTerms | None = None,
 ) -> Callable[[Any, Any], Any]:
     """Return a loss function for outputs that carry the weight of their loss.
 
@@ -37,6 +39,7 @@ def loss_fn_with_weight(
         batch: function that returns the rows of the batch, for models that compute their loss; ``None`` for others.
         is_share: whether losses that are sums are shares of that of the batch.
         is_proven: whether the weights of the losses were proven.
+        own_terms: check of what the function adds to the model's loss. Default: none is due.
 
     Returns:
         The loss function, which raises `UnprovenLossError` for a loss that cannot be a part of the batch's.
@@ -49,6 +52,8 @@ def loss_fn_with_weight(
             return result
         if rows < batch():
             check_weights([count, count], is_share=is_share, is_proven=is_proven)
+            if own_terms is not None:
+                own_terms.check(loss_fn, output, labels, is_share=count < 0)
         elif not 0 < count < math.inf:  # the whole batch
             return WeightedLoss(result, 1.0)
         if count < 0:  # already a share of the batch's loss: shares are added

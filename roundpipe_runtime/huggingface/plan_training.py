@@ -14,6 +14,7 @@ from yobx_flatten.recipe.aliases import Kwargs
 
 from ..errors import ConfigError
 from ..estimate.hardware import Hardware
+from ..estimate.joined_loss import JoinedLoss, joined_loss
 from ..estimate.layer_footprint import LayerFootprint, measure_layers
 from ..estimate.meta_kernels import device_kernels
 from ..estimate.report import PlanReport, plan_report
@@ -109,6 +110,20 @@ class PlannedTraining:
             last_stage_copies=last_stage_copies,
             keep_parameters=keep_parameters,
         )
+
+    def joined_loss(self, *, batch: int, length: int) -> JoinedLoss:
+        """Return the memory of a loss that is computed once for the whole batch.
+
+        Which losses need that is proven with the first batch of a training; on ``meta``, tensors have no values.
+
+        Args:
+            batch: number of rows per batch.
+            length: tokens per row.
+
+        Returns:
+            The memory of the device that runs the last layer, and what the host needs in addition.
+        """
+        return joined_loss(self._layers(batch, length)[-1])
 
     def remedy(self, *, batch: int, length: int, num_microbatch: int) -> SettingsChange:
         """Return a change for a batch that takes more memory than a device has: smaller microbatches, or shorter rows.

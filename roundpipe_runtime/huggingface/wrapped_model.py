@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from yobx_flatten.huggingface.cache_names import cache_of, is_cache, name_in
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..engine.config import RoundPipeRunConfig
+from ..engine.loss_check import loss_code
 from ..errors import ConfigError, RoundPipeWarning, warn
 from ..pipeline import RoundPipe
 from ..pipeline.call_types import forward_backward_method
@@ -34,6 +35,7 @@ from .generate.generation import forward_of, reason_for_host
 from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share, is_proven
 from .loss.label_smoothing import SmoothedLoss, smoothed_call
 from .loss.moe_aux_loss import has_auxiliary_loss, has_router_logits, wants_tuple
+from .loss.own_terms import OwnTerms
 from .loss.weights import UnprovenLossError, has_labels, own_loss, rows_of_call
 from .loss_proof import LossProof, Way
 from .loss_ways import LossWays
@@ -75,6 +77,12 @@ class WrappedModel(RoundPipe):
         if "_rp_loss_ways" not in own:
             own["_rp_loss_ways"] = LossWays(self.cut, self._rp_engine, shares_batches=self._rp_options.has_groups)
         found: LossWays = own["_rp_loss_ways"]
+        return found
+
+    @property
+    def _rp_shown_losses(self) -> set[Hashable]:
+        """Loss functions that were found to return a multiple of the model's loss."""
+        found: set[Hashable] = self.__dict__.setdefault("_rp_losses_shown", set())
         return found
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
@@ -362,7 +370,10 @@ class WrappedModel(RoundPipe):
         if computes_loss:  # shares of a mean are added
             config = dataclasses.replace(config, loss_reduction="sum")
         batch = self._rp_rows_of_batch(input_args, kwargs) if computes_loss else None
-        weighted = loss_fn_with_weight(loss_fn, batch, is_share=gives_share(kwargs), is_proven=is_proven(kwargs))
+        terms = OwnTerms() if loss_fn is not own_loss and loss_code(loss_fn) not in self._rp_shown_losses else None
+        weighted = loss_fn_with_weight(
+            loss_fn, batch, is_share=gives_share(kwargs), is_proven=is_proven(kwargs), own_terms=terms
+        )
         run = functools.partial(super().forward_backward, input_args, kwargs, label, weighted, return_outputs)
         try:
             result = run(config)
@@ -373,6 +384,7 @@ class WrappedModel(RoundPipe):
             if way == "joined":
                 return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config, way)
             result = run(dataclasses.replace(config, num_microbatch=1))
+        self._rp_shown_losses.add(loss_code(loss_fn))
         return (result[0], result[1][0]) if return_outputs and config.merge_output is False else result
 
     def _rp_rows_of_batch(self, args: tuple[Any, ...], kwargs: Kwargs) -> Callable[[], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from .record import Timeline
@@ -21,12 +22,13 @@ _WORK = {
 }
 
 
-def draw_on(console: Any, timeline: Timeline) -> None:
+def draw_on(console: Any, timeline: Timeline, shown: Callable[[str], str] = str) -> None:
     """Print the drawing of a timeline and its legend.
 
     Args:
         console: console of rich.
         timeline: timeline with at least one record.
+        shown: function that makes names of a file safe for a terminal; by default they are trusted.
     """
     from rich.text import Text
 
@@ -36,7 +38,7 @@ def draw_on(console: Any, timeline: Timeline) -> None:
     found = set()
     for line in drawing.splitlines():
         name, row = line.rstrip("|").split(" |")
-        text = Text(f"{name} ")
+        text = Text(f"{shown(name)} ")
         for letter, same in itertools.groupby(row):
             text.append("".join(same), _WORK[letter][1])
             found.add(letter)

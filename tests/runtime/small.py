@@ -2,11 +2,12 @@
 
 import contextlib
 import itertools
+from typing import Any
 
 import torch
 from torch import nn
 
-from roundpipe_runtime import Device, ModelExecutePlan, VirtualDevice
+from roundpipe_runtime import Device, ModelExecutePlan, RoundPipeRunConfig, VirtualDevice
 
 
 class Tied(nn.Module):
@@ -68,6 +69,12 @@ def cut_plan(num_layers: int, forward: list[int], backward: list[int], fused: in
     fwd = [range(a, b) for a, b in itertools.pairwise(starts) if a < b]
     bwd = [range(a, b) for a, b in itertools.pairwise(ends) if a < b]
     return ModelExecutePlan(fwd, [range(behind, num_layers), *reversed(bwd)])
+
+
+def all_recomputed(layers: int, microbatches: int = 2, **fields: Any) -> RoundPipeRunConfig:
+    """All of these layers run forward, and the loss, before any goes back."""
+    plan = ModelExecutePlan([range(layers)], [range(layers, layers + 1), range(layers)])
+    return RoundPipeRunConfig(execute_plan=plan, num_microbatch=microbatches, loss_reduction="mean", **fields)
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:

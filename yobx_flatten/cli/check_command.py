@@ -14,7 +14,7 @@ from ..diagnose.inputs import Findings, check_inputs
 from ..model_folder.source import MODEL_NAMES, find_model
 from ..model_folder.tasks import pieces_for
 from ..terminal.failures import CHECK_FAILED, UserError
-from ..terminal.output import say, say_json
+from ..terminal.output import printable, say, say_json
 from .targets import call_of, is_object_name, object_of
 
 __all__ = ["check"]
@@ -67,7 +67,7 @@ def _own(target: str) -> _Call:
 def _of_model(target: str) -> list[_Call]:
     found = find_model(target)
     if not found.has_weights:
-        sys.stderr.write(f"{found}\n")
+        sys.stderr.write(printable(f"{found}\n"))
     _, pieces = pieces_for(found.load(), "auto")
     # with the axes that the folder's export lets vary: a decoder with windows takes lists, whose axes all might
     return [_Call(piece.stem, piece.module, (), piece.kwargs, piece.dynamic_shapes) for piece in pieces]

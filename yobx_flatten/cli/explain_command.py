@@ -34,6 +34,9 @@ def explain(
         ),
     ],
     plain: Annotated[bool, typer.Option(help="Draw it as torch sees it outside of the block.")] = False,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Load what may run code (pickles of programs): you know who made it.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Draw what an object, or a file, is made of.
@@ -43,7 +46,7 @@ def explain(
     """
     path = pathlib.Path(target)
     if path.exists():
-        drawn = _folder(path) if is_folder(path) else [_file(path)]
+        drawn = _folder(path, trust=trust) if is_folder(path) else [_file(path, trust=trust)]
     elif is_object_name(target):
         drawn = [_object(target, object_of(target), plain=plain)]
     else:
@@ -56,21 +59,21 @@ def explain(
     return 0
 
 
-def _folder(path: pathlib.Path) -> list[tuple[str, str]]:
+def _folder(path: pathlib.Path, *, trust: bool) -> list[tuple[str, str]]:
     if call_files(path):
         return [(str(path), str(RecordedCalls.load(path)))]
     files = sorted([*path.glob("*.onnx"), *path.glob("*.pt2")])
     if not files:
         raise UserError(f"{path} holds no .onnx, no .pt2 and no recorded calls")
-    return [_file(file) for file in files]
+    return [_file(file, trust=trust) for file in files]
 
 
-def _file(path: pathlib.Path) -> tuple[str, str]:
+def _file(path: pathlib.Path, *, trust: bool) -> tuple[str, str]:
     name = str(path)
     if path.suffix == ".safetensors":
         return name, str(RecordedCalls.load(path.parent))
     if path.suffix == ".pt2":
-        runner = ProgramRunner(open_program(path), path.name)
+        runner = ProgramRunner(open_program(path, trust=trust), path.name)
         inputs = [(port.name, port.dtype, port.shape) for port in runner.ports.values()]
         return name, _ports([_program_port(*port) for port in inputs], runner.outputs)
     try:

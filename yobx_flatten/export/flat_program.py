@@ -22,10 +22,10 @@ from ..errors import InvalidArgumentError
 from ..errors.dependencies import is_installed
 from ..private_names.of_torch import OpOverload, pytree
 from ..runners.signature import Signature, Size
-from .size_relations import relations_of
+from . import size_relations
 from .traced import Traced
 
-__all__ = ["flat_program", "quietly", "signature_of"]
+__all__ = ["fixed_sizes", "flat_program", "quietly", "signature_of"]
 
 _MADE_BY = ("torch", "transformers")
 
@@ -135,7 +135,8 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
     specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     arguments = [spec.arg for spec in specs if not isinstance(spec.arg, ConstantArgument)]
     by_argument = {argument.name: name for name, argument in zip(traced.input_names, arguments, strict=True)}
-    counted = _counted(program, by_argument)
+    # a size of one value counts as a number
+    counted: dict[tuple[str, int], Size] = {**_counted(program, by_argument), **fixed_sizes(traced)}
     inputs = []
     for name, argument in zip(traced.input_names, arguments, strict=True):
         value = values[argument.name]
@@ -151,8 +152,24 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
     smallest = {name: int(found.lower) for name, found in ranges.items() if _is_finite(found.lower) and found.lower > 2}
     made_by = {name: _version(name) for name in (*_MADE_BY, *versions) if is_installed(name)}
     alone = {name for _, _, sizes in inputs for size in sizes if isinstance(size, Mapping) for name in size if name}
-    rows, relations = _rows(program, by_argument), relations_of(program, alone)
+    rows, relations = _rows(program, by_argument), size_relations.relations_of(program, alone)
     return Signature(inputs, traced.output_names, largest, smallest, made_by, rows, traced.kept, relations)
+
+
+def fixed_sizes(traced: Traced) -> dict[tuple[str, int], int]:
+    """Return sizes that have a symbol in a program, and one value only: a file states them as fixed.
+
+    Args:
+        traced: the program.
+
+    Returns:
+        The size by name of the input, and axis.
+    """
+    specs = [spec for spec in traced.program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    arguments = [spec.arg.name for spec in specs if not isinstance(spec.arg, ConstantArgument)]
+    names = dict(zip(arguments, traced.input_names, strict=True))
+    found = size_relations.fixed_sizes(traced.program) | size_relations.unasserted_sizes(traced.program)
+    return {(names[argument], axis): size for (argument, axis), size in found.items() if argument in names}
 
 
 _SAME_VALUES = ("view", "reshape", "alias", "detach", "contiguous", "clone", "slice", "unsqueeze", "squeeze")

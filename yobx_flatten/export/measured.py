@@ -55,17 +55,17 @@ def measure(
         logger.info("comparing %s", case.name, extra=STEP)
         outputs: Any = None
         padding = Padding()
-        for index, (kwargs, eager) in enumerate(eager_steps(module, case, after, traced.written)):
+        for index, (kwargs, eager, goes_on) in enumerate(eager_steps(module, case, after, traced.written)):
             padding.next_call(dict(kwargs))
             with seeded(index):
-                outputs = side.run(clone(case.args), kwargs if index == 0 else side.feed_back(kwargs, outputs))
+                outputs = side.run(clone(case.args), side.feed_back(kwargs, outputs) if goes_on else kwargs)
             names = output_names(eager, example.names)
             expected = dict(zip(names, pytree.tree_leaves(padding.blank_leaves(eager, names)), strict=True))
             tensors = {n: v for n, v in expected.items() if isinstance(v, torch.Tensor) and n in outputs}
             distance.add(tensors, {name: padding.blank(name, outputs[name]) for name in tensors})
     tokens = quantization.tokens
     for case in [] if tokens is None else text_cases(module, example.kwargs, tokens):
-        ((kwargs, eager),) = eager_steps(module, case, after, traced.written)
+        ((kwargs, eager, _),) = eager_steps(module, case, after, traced.written)
         read = kwargs["input_ids"]
         scores = eager[SCORES] if isinstance(eager, dict) else getattr(eager, SCORES)
         found = side.run((), kwargs)[SCORES]

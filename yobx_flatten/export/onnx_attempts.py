@@ -12,11 +12,12 @@ from ..errors.log import STEP
 from ..errors.messages import first_line
 from ..runners.signature import KEY
 from .example import Example
-from .flat_program import signature_of
+from .flat_program import fixed_sizes, signature_of
 from .onnx_attention import count_operators
 from .onnx_file import UnprovenFile, convert
 from .onnx_opset import ATTENTION_OPSET, attention_opset
 from .onnx_replay import replay_file
+from .onnx_sizes import fix_sizes, refuse_sizes
 from .quantization import Quantization
 from .quantize import quantize_model
 from .replay import Case
@@ -27,6 +28,9 @@ __all__ = ["write_proven"]
 
 logger = logging.getLogger("yobx_flatten")
 
+
+_SHOWN = 4
+"""How many comparisons of sizes a note has: windows of pictures are compared in lines of hundreds of characters."""
 
 _SEVERAL_ROWS = (
     "GroupQueryAttention of onnxruntime takes several tokens after others for one row only: give several rows their "
@@ -95,8 +99,7 @@ def write_proven(
                     share=attempt.share,
                     readers=traced.readers,
                 )
-            if not attempt.share:  # its cache has room for more tokens than it holds
-                _state_sizes(converted.model, traced)
+            report.remark(*_state_sizes(converted.model, traced, shared=attempt.share))
             with report.timed("save"):
                 if quantization is not None:
                     quantize_model(converted.model, quantization, report)
@@ -110,13 +113,14 @@ def write_proven(
         report.operators = count_operators(converted.model.graph)
         del converted
         replay_file(file.path, example, traced, cases, report)
-        failed = [case for case in report.cases[done:] if not case.max_difference <= report.tolerance]
+        failed = [case for case in report.cases[done:] if not case.within(report.tolerance)]
         if not failed or last:
             if "GroupQueryAttention" in report.operators:
                 report.remark(_SEVERAL_ROWS)
             return
         case = failed[0]
-        reason = case.error if case.error is not None else f"it differs by {case.max_difference:.1e}"
+        name, difference, most = case.worst(report.tolerance)
+        reason = case.error or f"{name} differs by {difference:.1e}, allowed {most:.1e}"
         report.remark(f"{attempt} was left out: {case.case}: {reason}")
         del report.cases[done:]
 
@@ -130,18 +134,29 @@ def _attempts(opset_version: int | None) -> list[_Attempt]:
     return [*([] if newest is None else [_Attempt(newest, True)]), _Attempt(None, False)]
 
 
-def _state_sizes(model: Any, traced: Traced) -> None:
-    """State in an ONNX file how sizes of its inputs depend on each other, which ONNX cannot assert.
+def _state_sizes(model: Any, traced: Traced, *, shared: bool) -> list[str]:
+    """State in an ONNX file how sizes of its inputs depend on each other, which ONNX cannot assert; return notes.
 
     Bounds are left out, since such a file takes any length, and so are inequalities: those of a trace are also about
     sizes of one, which the file takes.
     """
+    fixed = fix_sizes(model, fixed_sizes(traced))
     try:
         signature = signature_of(traced)
     except InvalidArgumentError:  # an input is a number, which has no size
-        return
+        return _notes([], fixed)
     if any(dtype.is_complex for _, dtype, _ in signature.inputs):  # pairs of numbers in the file
-        return
+        return _notes([], fixed)
     equal = [relation for relation in signature.relations if isinstance(relation, tuple) and relation[0] == "=="]
     stated = dataclasses.replace(signature, largest={}, smallest={}, relations=equal)
-    model.metadata_props[KEY] = stated.to_json()
+    if not shared:  # such a cache has room for more tokens than it holds
+        model.metadata_props[KEY] = stated.to_json()
+    return _notes(refuse_sizes(model, stated), fixed)
+
+
+def _notes(refused: Sequence[str], fixed: Sequence[str]) -> list[str]:
+    found = sorted({*refused, *fixed}, key=len)
+    found = [*found[:_SHOWN], *([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])]
+    return [f"the model's code fixes sizes in the program, and the file takes no others: {', '.join(found)}."] * bool(
+        found
+    )

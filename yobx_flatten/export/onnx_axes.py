@@ -11,7 +11,8 @@
 =========================================  ===========================================================
 
 torch names an axis by a symbol (``s43``), and two axes that are equal in every call may have two of them, since nothing
-in the program states that they are.
+in the program states that they are. Two axes of different sizes in the example never share a name: onnxruntime would
+take the memory of one for the other.
 """
 
 from __future__ import annotations
@@ -30,17 +31,20 @@ _CACHE = re.compile(rf"{CACHE}\.(\d+)\.(?:(decoder|encoder)\.)?(key|value)")
 _ENCODER = ("encoder_hidden_states", "encoder_outputs.", "encoder_attention_mask", "decoder_input_ids")
 
 
-def name_axes(model: Any, chosen: Mapping[tuple[str, int], str] | None = None) -> None:
+def name_axes(
+    model: Any, chosen: Mapping[tuple[str, int], str] | None = None, sizes: Mapping[str, int] | None = None
+) -> None:
     """Rename the axes of a graph in place.
 
     Args:
         model: an ``onnx_ir.Model`` whose inputs and outputs have their names already.
         chosen: names by input and axis, in front of all others.
+        sizes: the size of each symbol in the example, as far as it is known.
     """
     import onnx_ir as ir
 
     graph = model.graph
-    names = _names_of_symbols(graph, dict(chosen or {}))
+    names = _names_of_symbols(graph, dict(chosen or {}), sizes or {})
     if not names:
         return
     values = {id(value): value for value in (*graph.inputs, *graph.outputs)}
@@ -55,7 +59,7 @@ def name_axes(model: Any, chosen: Mapping[tuple[str, int], str] | None = None) -
             value.shape = ir.Shape(spelled)
 
 
-def _names_of_symbols(graph: Any, chosen: dict[tuple[str, int], str]) -> dict[str, str]:
+def _names_of_symbols(graph: Any, chosen: dict[tuple[str, int], str], sizes: Mapping[str, int]) -> dict[str, str]:
     """What each symbol is called: by the user, or for the part that its axis plays."""
     inputs = {value.name: [_text(dim) for dim in value.shape] for value in graph.inputs if value.shape is not None}
     outputs = {value.name: [_text(dim) for dim in value.shape] for value in graph.outputs if value.shape is not None}
@@ -66,8 +70,11 @@ def _names_of_symbols(graph: Any, chosen: dict[tuple[str, int], str]) -> dict[st
     for place, name in (*chosen.items(), *((place, own.get(part, part)) for place, part in parts.items())):
         shape = inputs.get(place[0], [])
         symbol = shape[place[1]] if place[1] < len(shape) else None
-        if isinstance(symbol, str) and _SYMBOL.fullmatch(symbol):
-            names.setdefault(symbol, name)
+        if not isinstance(symbol, str) or not _SYMBOL.fullmatch(symbol) or symbol in names:
+            continue
+        shared = [other for other, known in names.items() if known == name]
+        if all(sizes.get(other) == sizes.get(symbol) for other in shared):
+            names[symbol] = name
     return names
 
 
@@ -80,6 +87,10 @@ def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[A
     read = {"decoder_input_ids": own, "decoder_inputs_embeds": own, "decoder_attention_mask": total}
     if "decoder_input_ids" in inputs or "decoder_inputs_embeds" in inputs:
         read |= dict.fromkeys(("input_ids", "inputs_embeds", "attention_mask"), "encoder_sequence_length")
+        parts_of_cache = [match for match in map(_CACHE.fullmatch, inputs) if match]
+        if "input_ids" in inputs and cached and all(match[2] is None for match in parts_of_cache):
+            # a cache without sides holds the tokens of `input_ids`, and the mask covers both, as in DiffusionGemma
+            past, read["attention_mask"] = "past_encoder_", "total_encoder_sequence_length"
     else:
         read |= {"input_ids": own, "inputs_embeds": own, "position_ids": own, "token_type_ids": own}
         read["attention_mask"] = total

@@ -12,9 +12,10 @@ import torch
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..errors import InvalidArgumentError
 from ..errors.dependencies import require
+from ..huggingface.sliding_decoder import SlidingDecoder
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
-from .example import make_example
+from .example import Example, make_example
 from .kernels import check_kernels
 from .onnx_attempts import write_proven
 from .onnx_file import check_opset, unproven_file
@@ -22,12 +23,14 @@ from .onnx_quantized import quantize_file
 from .program import ExportedModel, cases_of, finish, replay_program, traced_example
 from .proof import Proof, choose_proof
 from .quantization import Quantization, WeightBits, choose_quantization
-from .replay import Case, check_cases
+from .replay import Case, check_cases, following
 from .report import ExportReport, tolerance_of
 from .room import check_room
 from .runtimes import Source
 from .text_cases import check_text
+from .traced import Traced
 from .without_counter import without_counter
+from .yardstick import Yardstick, in_half
 
 __all__ = ["export_onnx"]
 
@@ -63,8 +66,9 @@ def export_onnx(
         dynamic_shapes: see :func:`export_program`. Names in it are names of axes in the file.
         cases: see :func:`export_program`.
         steps: see :func:`export_program`; 3 by default.
-        tolerance: see :func:`export_program`; by default what the type of the weights explains: 1e-4, for float16 6e-2,
-            for bfloat16 2e-1.
+        tolerance: see :func:`export_program`; by default 1e-4. For weights in half precision, what the type costs the
+            model itself is measured on every case, next to float32, and each output may differ by five times that.
+            Where the memory is too small for that, 6e-2 for float16 and 2e-1 for bfloat16.
         opset_version: version of ONNX's operators; ``None``, the default, for the newest whose attention and
             normalisation the installed onnxruntime computes right (23, found with a small model that is run once), and
             for the exporter's own choice where the replay of such a file fails. The report names it.
@@ -115,6 +119,7 @@ def export_onnx(
             "replace one that did not. Name another folder."
         )
     quantization = choose_quantization(quantize, module, "export_onnx")
+    measures = tolerance is None and in_half(module)
     tolerance = tolerance_of(module) if tolerance is None else tolerance
     report = ExportReport(type(module).__qualname__, tolerance=tolerance, proof=choose_proof(proof, module))
     if report.proof != "none" and folder is None:
@@ -139,11 +144,15 @@ def export_onnx(
                 elif report.proof == "full":  # else the file alone, which holds what the program does
                     report.cases += replay_program(ProgramRunner(traced.program), example, traced, chosen)
             source = Source(example, traced, chosen, tolerance, report.proof)
+            if measures and report.proof != "none":
+                report.remark(*_measure_type(report, example, traced))
             fed = None if counter_input else without_counter(example, traced, report)
             if fed is not None:
                 decoder: Any = fed.module
                 example, chosen = fed, [Case(c.name, (), decoder.inputs(c.kwargs), c.steps) for c in chosen]
                 program = traced_example(example, report)
+                if report.yardstick is not None:
+                    _measure_type(report, example, program)
             at_once = quantization if report.proof == "none" else None
             shared = optimize is not None
             write_proven(file, example, program, chosen, report, opset_version, share=shared, quantization=at_once)
@@ -157,3 +166,14 @@ def export_onnx(
             else:
                 otherwise = f"Nothing was written to {target}. The file that failed is {file.keep(folder)}."
             return finish(traced, report, target, f"\n{otherwise}")
+
+
+def _measure_type(report: ExportReport, example: Example, traced: Traced) -> list[str]:
+    """Let a report allow what the type of the weights costs; return a note where that cannot be measured."""
+    module = example.module
+    reason = Yardstick.why_not(module)
+    if reason:
+        return [f"what the type of the weights costs was not measured, since {reason}: {report.tolerance} is allowed."]
+    after = module.next_inputs if isinstance(module, SlidingDecoder) else following()
+    report.yardstick = Yardstick(module, after, example.names, traced.written)
+    return []

@@ -130,8 +130,18 @@ def convert(
         fuse_skip_norms(converted.model)
     if fuse:
         put_tokens_first(converted.model)
-    name_axes(converted.model, axes)
+    name_axes(converted.model, axes, _example_sizes(program))
     return converted
+
+
+def _example_sizes(program: ExportedProgram) -> dict[str, int]:
+    """The size that each symbol of the inputs has in the example."""
+    sizes: dict[str, int] = {}
+    for node in program.graph.nodes:
+        value = node.meta.get("val") if node.op == "placeholder" else None
+        dims: Sequence[int | torch.SymInt] = value.shape if isinstance(value, torch.Tensor) else ()
+        sizes |= {str(dim): dim.node.hint for dim in dims if isinstance(dim, torch.SymInt) and dim.node.has_hint()}
+    return sizes
 
 
 def _decomposed_where_needed(program: ExportedProgram) -> ExportedProgram:

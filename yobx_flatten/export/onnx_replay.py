@@ -64,7 +64,9 @@ def replay_file(
     for case, side in itertools.product(cases, sides):
         logger.info("replaying %s with %s", case.name, side.runtime, extra=STEP)
         with report.timed("replay"):
-            result = replay(side, module, case, after, taken=example.names, written=traced.written)
+            allowed = None if report.yardstick is None else report.yardstick.allowed(case)
+            how: dict[str, Any] = {"taken": example.names, "written": traced.written, "allowed": allowed}
+            result = replay(side, module, case, after, **how)
         report.cases.append(result)
 
 

@@ -353,7 +353,8 @@ def replay_program(runner: ProgramRunner, example: Example, traced: Traced, case
         logger.info("replaying %s with torch.export", case.name, extra=STEP)
         with undisturbed(runner.module, traced.written):
             side = Nested(runner, example.cache_is)
-            results.append(replay(side, example.module, case, following(), taken=example.names, written=traced.written))
+            how: dict[str, Any] = {"taken": example.names, "written": traced.written}
+            results.append(replay(side, example.module, case, following(), **how, keeps_state=True))
     return results
 
 

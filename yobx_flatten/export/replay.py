@@ -7,7 +7,7 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -64,6 +64,7 @@ class CaseResult:
         left_out: outputs of which positions of padding were left out of the comparison.
         nan: share of elements that are NaN in the eager model, by output name, the mean over all steps; 1.0 where no
             element is finite.
+        allowed: what outputs may differ by, where that was measured; the others by the tolerance of the report.
     """
 
     case: str
@@ -74,6 +75,28 @@ class CaseResult:
     error: str | None = None
     left_out: tuple[str, ...] = ()
     nan: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    allowed: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def worst(self, tolerance: float) -> tuple[str, float, float]:
+        """Return the output that is furthest off for what it is allowed, how far, and what is allowed.
+
+        Args:
+            tolerance: what an output may differ by that was not measured.
+        """
+        rows = [(name, found, self.allowed.get(name, tolerance)) for name, found in self.differences.items()]
+        # nothing is further off than what is not within, also where nothing is allowed
+        return max(
+            rows, key=lambda row: (not row[1] <= row[2], row[1] / (row[2] or 1.0)), default=("-", 0.0, tolerance)
+        )
+
+    def within(self, tolerance: float) -> bool:
+        """Return whether the case ran, and every output is as close as it has to be.
+
+        Args:
+            tolerance: what an output may differ by that was not measured.
+        """
+        _, found, allowed = self.worst(tolerance)
+        return self.error is None and found <= allowed
 
     @property
     def max_difference(self) -> float:
@@ -92,28 +115,44 @@ def clone(tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
+class _Step(NamedTuple):
+    given: Mapping[str, Any]
+    outputs: Any
+    goes_on: bool  # whether its cache is the one that the step before returned
+
+
 def eager_steps(
-    module: torch.nn.Module, case: Case, following: Next, written: Collection[str] = ()
-) -> list[tuple[Mapping[str, Any], Any]]:
+    module: torch.nn.Module, case: Case, following: Next, written: Collection[str] = (), *, twice: bool = False
+) -> list[_Step]:
     """Run a case eagerly: inputs and outputs of each step, both copied before anything writes to them.
 
     The module gets the objects of the caller, copied as they are; what is returned is flattened, as the other side is
-    given it. Afterwards the state of the module is restored; from step to step the module keeps its changes.
+    given it. With ``twice``, a single call that leaves other values in attributes of the module is made again: a
+    program has the values of the trace, so the next call of the module may do what no call of the program does.
+
+    Afterwards the state of the module is restored; from step to step the module keeps its changes.
     """
-    steps: list[tuple[Mapping[str, Any], Any]] = []
-    first = untouched_copy((case.args, dict(case.kwargs)), module)
-    args: tuple[Any, ...] = first[0]
-    kwargs: Mapping[str, Any] | None = named_for(forward_of(module), first[1])
-    with undisturbed(module, written):
-        for index in range(case.steps):
-            if kwargs is None:
-                break
-            given = clone(kwargs)
+
+    def copied() -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        args, kwargs = untouched_copy((case.args, dict(case.kwargs)), module)
+        return args, named_for(forward_of(module), kwargs)
+
+    steps: list[_Step] = []
+    args, first = copied()
+    kwargs: Mapping[str, Any] | None = first
+    with undisturbed(module, written) as changed:
+        while kwargs is not None:
+            given, index = clone(kwargs), len(steps)
             with torch.no_grad(), seeded(index):
                 outputs = module(*args, **kwargs)
-            steps.append((given, clone(outputs)))
-            if index + 1 < case.steps:
-                args, kwargs = untouched_copy(case.args, module), following(given, outputs, index)
+            steps.append(_Step(given, clone(outputs), goes_on=index > 0))
+            args = untouched_copy(case.args, module)
+            kwargs = following(given, outputs, index) if index + 1 < case.steps else None
+        if twice and len(steps) == 1 and changed():
+            args, again = copied()
+            with torch.no_grad(), seeded(1):
+                outputs = module(*args, **again)
+            steps.append(_Step(steps[0].given, clone(outputs), goes_on=False))
     return steps
 
 
@@ -176,6 +215,8 @@ def replay(
     *,
     taken: Collection[str] = (),
     written: Collection[str] = (),
+    keeps_state: bool = False,
+    allowed: Mapping[str, float] | None = None,
 ) -> CaseResult:
     """Run one case eagerly and by what was exported, and compare every output of every step.
 
@@ -186,19 +227,21 @@ def replay(
         following: makes the next step's inputs from the eager outputs.
         taken: names of inputs, see :func:`.naming.output_names`; none by default.
         written: parameters that the module writes to, see :func:`.undisturbed.undisturbed`; none by default.
+        keeps_state: whether what was exported keeps what it writes from call to call; ``False`` by default.
+        allowed: what outputs may differ by, as far as it was measured; nothing by default.
 
     Returns:
         The differences, or why the case stopped.
     """
-    expected = eager_steps(module, case, following, written)
+    expected = eager_steps(module, case, following, written, twice=keeps_state or not written)
     differences: dict[str, float] = {}
     nan: dict[str, list[float]] = {}
     outputs: Any = None
     seconds = 0.0
     padding = Padding()
     positional = inspect.signature(module.forward).bind_partial(*case.args).arguments
-    for index, (kwargs, eager) in enumerate(expected):
-        fed = kwargs if index == 0 else side.feed_back(kwargs, outputs)
+    for index, (kwargs, eager, goes_on) in enumerate(expected):
+        fed = side.feed_back(kwargs, outputs) if goes_on else kwargs
         padding.next_call({**positional, **kwargs})
         start = time.perf_counter()
         try:
@@ -219,7 +262,8 @@ def replay(
         for name, share in shares_of_nan(padding.kept_leaves(eager, names), names).items():
             nan.setdefault(name, []).append(share)
     left_out, means = tuple(padding.left_out), {name: sum(shares) / len(shares) for name, shares in nan.items()}
-    return CaseResult(case.name, side.runtime, len(expected), differences, seconds, left_out=left_out, nan=means)
+    how: dict[str, Any] = {"left_out": left_out, "nan": means, "allowed": allowed or {}}
+    return CaseResult(case.name, side.runtime, len(expected), differences, seconds, **how)
 
 
 def check_cases(cases: Iterable[Any]) -> list[Case]:

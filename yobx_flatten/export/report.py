@@ -15,6 +15,7 @@ from .proof import UNPROVEN
 from .quality import Quality
 from .replay import CaseResult
 from .room import peak_memory
+from .yardstick import Yardstick
 
 __all__ = ["TOLERANCES", "ExportReport", "tolerance_of"]
 
@@ -56,6 +57,8 @@ class ExportReport(Report):
         proof: what was replayed: ``"full"``, ``"sample"``, or ``"none"``.
         peak_growth: the bytes by which each step raised the peak memory of the process, by its name.
         remarks: notes on what was not checked, and why.
+        yardstick: measures what the type of the weights costs, and so what outputs may differ by; ``None`` where the
+            tolerance is for all of them.
         quality: how far the file is from the model with its weights quantised; ``None`` where they are not, or nothing
             was replayed.
 
@@ -82,6 +85,7 @@ class ExportReport(Report):
     runtime: str = ""
     file_bytes: int | None = None
     planned_bytes: int | None = None
+    yardstick: Yardstick | None = dataclasses.field(default=None, repr=False)
 
     @property
     def export_seconds(self) -> float:
@@ -104,22 +108,35 @@ class ExportReport(Report):
     @property
     def ok(self) -> bool:
         """Whether every difference is within the tolerance, and quantised weights as close as is asked for."""
-        return super().ok and (self.quality is None or self.quality.ok)
+        return self._within and (self.quality is None or self.quality.ok)
+
+    @property
+    def _within(self) -> bool:
+        return not self.failed() and not self.without_number()
+
+    def failed(self) -> list[CaseResult]:
+        """Return the cases that stopped, or in which an output is further off than allowed."""
+        return [case for case in self.cases if not case.within(self.tolerance)]
 
     def failure(self) -> str:
         """Return why it is not ok, in a sentence."""
         if self.without_number():
             return f"The exported {self.module} was not proven: {self.nan_notes()[0]}"
-        if self.quality is not None and super().ok:
+        if self.quality is not None and self._within:
             return (
                 f"The exported {self.module} is further from the eager model than its quantised weights explain "
                 f"({self.quality}). Store more of them:\n"
                 '    quantize="int8", quantize=Quantization("int4", block_size=16), or another perplexity_ratio of it'
             )
-        return (
-            f"The exported {self.module} does not do what the eager model does (largest difference "
-            f"{self.max_difference:.1e}, allowed {self.tolerance:.1e})."
-        )
+        failed = self.failed()
+        stopped = next((case for case in failed if case.error is not None), None)
+        if stopped is not None:
+            found = f"{stopped.case}: {stopped.error}"
+        else:
+            rows = [case.worst(self.tolerance) for case in failed]
+            name, difference, allowed = max(rows, key=lambda row: row[1] / (row[2] or 1.0))
+            found = f"largest difference {difference:.1e}, allowed {allowed:.1e}, output {name!r}"
+        return f"The exported {self.module} does not do what the eager model does ({found})."
 
     @contextlib.contextmanager
     def timed(self, step: str) -> Iterator[None]:
@@ -156,19 +173,30 @@ class ExportReport(Report):
             lines.append(f"  {UNPROVEN}")
         if self.cases:
             header = ["case", "runtime".ljust(12), "steps", "max difference", "worst output"]
-            lines += table(
-                [header, *([case.case, case.runtime, str(case.steps), *case.cells()] for case in self.cases)]
-            )
+            rows = ([case.case, case.runtime, str(case.steps), *case.cells()] for case in self.cases)
+            lines += table([header, *rows])
         if self.quality is not None:
             lines.append(f"  {self.quality}")
         if self.operators:
             lines.append(f"  operators: {', '.join(f'{count} {name}' for name, count in self.operators.items())}")
-        lines += [f"  note: {remark}" for remark in (*self.remarks, *_of_padding(self.cases), *self.nan_notes())]
+        remarks = (*self.remarks, *_of_type(self.yardstick), *_of_padding(self.cases), *self.nan_notes())
+        lines += [f"  note: {remark}" for remark in remarks]
         steps = ", ".join(
             f"{step} {took:.1f} s (+{self.peak_growth.get(step, 0) / 1e6:.0f} MB)"
             for step, took in self.seconds.items()
         )
         return "\n".join([*lines, f"  proof: {self.proof}; {steps}"])
+
+
+def _of_type(yardstick: Yardstick | None) -> list[str]:
+    """The remark on what the type of the weights costs, for the output that it costs most."""
+    if yardstick is None or not yardstick.costs:
+        return []
+    name = max(yardstick.costs, key=yardstick.costs.__getitem__)
+    return [
+        f"the type of the weights costs the model itself up to {yardstick.costs[name]:.1e} next to float32 (output "
+        f"{name!r}, where the file may differ by {yardstick.largest[name]:.1e} from the model)."
+    ]
 
 
 def _of_padding(cases: list[CaseResult]) -> list[str]:

@@ -246,7 +246,7 @@ def _pte(source: Source, file: UnprovenFile, report: ExportReport, options: Mapp
         _replay(source, file, report)
         if report.ok:
             _quantized(source, file, report, functools.partial(_quantized_pte, source, file, report))
-        failed = [case for case in report.cases if not case.max_difference <= report.tolerance]
+        failed = report.failed()
         if not failed or last:
             return
         reason = failed[0].error or f"it differs by {failed[0].max_difference:.1e}"

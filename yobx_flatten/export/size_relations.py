@@ -9,15 +9,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch.export import ExportedProgram
 
 from ..runners.relations import COMPARISONS, FUNCTIONS, Expression, names_in
 
-__all__ = ["as_expression", "relations_of"]
+__all__ = ["as_expression", "fixed_sizes", "relations_of", "unasserted_sizes"]
 
 _OPERATORS = {  # classes of sympy, and of torch for it
     "Add": "+",
@@ -52,17 +54,93 @@ def relations_of(program: ExportedProgram, sizes: Collection[str]) -> tuple[Expr
     )
 
 
+def unasserted_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
+    """Return sizes that a program was traced for, and which it does not assert.
+
+    torch cannot write a comparison with a rounded number into a graph, and leaves it out silently: of
+    ``int(x.shape[1] * 0.5)`` the program has the value of its example, and takes all other sizes. A comparison that
+    other sizes do not meet fixes those in it.
+
+    Args:
+        program: the program.
+
+    Returns:
+        The size of the example, by name of an input of its graph and axis.
+    """
+    environment, one_value = _environment(program), fixed_sizes(program)
+    sizes = {place: size for place, size in _sizes(program).items() if place not in one_value}
+    examples = {size.node.expr: int(size.node.hint) for size in sizes.values() if size.node.hint is not None}
+    fixed: set[Any] = set()
+    for one in [] if environment is None else itertools.chain(*environment.deferred_runtime_asserts.values()):
+        expression = environment.replace(one.expr)
+        symbols = expression.free_symbols
+        if as_expression(expression) is None and symbols <= examples.keys() and _restricts(expression, examples):
+            fixed |= symbols
+    return {place: examples[size.node.expr] for place, size in sizes.items() if size.node.expr in fixed}
+
+
+def _restricts(expression: Any, examples: Mapping[Any, int]) -> bool:
+    """Whether a comparison that holds for the example does not hold for other sizes."""
+    kind = type(expression).__name__
+    if kind == "Unequality":  # what torch asks of sizes of one, which are right
+        return False
+    for symbol in expression.free_symbols:
+        size = examples[symbol]
+        larger = [size + 1, size + 2, size + 3, 2 * size, 3 * size + 1, 10 * size]
+        # that something is large enough also decides on sizes of one
+        smaller = [size // 2, size - 2, size - 1] if kind == "Equality" else []
+        for other in (*larger, *(one for one in smaller if one > 1)):
+            sizes = {**examples, symbol: other}
+            if expression.xreplace({name: sympy.Integer(found) for name, found in sizes.items()}) == sympy.false:
+                return True
+    return False
+
+
+def fixed_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
+    """Return sizes that have a symbol in a program, and one value only.
+
+    Args:
+        program: the program.
+
+    Returns:
+        The size by name of an input of its graph and axis.
+    """
+    found = {}
+    for place, size in _sizes(program).items():
+        known = program.range_constraints.get(size.node.expr)
+        if known is not None and known.lower == known.upper:
+            found[place] = int(known.lower)
+    return found
+
+
+def _sizes(program: ExportedProgram) -> dict[tuple[str, int], Any]:
+    """The sizes that are a symbol, by name of an input of the graph and axis."""
+    found: dict[tuple[str, int], Any] = {}
+    for node in program.graph.find_nodes(op="placeholder"):
+        value: Any = node.meta.get("val")
+        axes: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
+        for axis, size in enumerate(axes):
+            if type(size) is torch.SymInt and size.node.expr.is_Symbol:
+                found[node.name, axis] = size
+    return found
+
+
+def _environment(program: ExportedProgram) -> Any:
+    """What torch knows of the sizes of a program; ``None`` where all are fixed."""
+    values = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
+    axes: Iterator[Any] = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+    return next((size.node.shape_env for size in axes if isinstance(size, torch.SymInt)), None)
+
+
 def _asserted(program: ExportedProgram) -> Iterator[Any]:
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
         asserted = getattr(node.args[0], "meta", {}).get("val")
         if isinstance(asserted, torch.SymBool):
             yield asserted.node.expr
-    values = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
-    axes: Iterator[Any] = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
-    environment: Any = next((size.node.shape_env for size in axes if isinstance(size, torch.SymInt)), None)
-    # a trace that was not asked to assert them
-    for guard in [] if environment is None or not getattr(program, "_guards_code", None) else environment.guards:
-        yield environment.replace(guard.expr)
+    environment = _environment(program)
+    if environment is not None:  # of a trace that was not asked to assert them, and of decompositions for a file
+        for one in (*itertools.chain(*environment.deferred_runtime_asserts.values()), *environment.guards):
+            yield environment.replace(one.expr)
 
 
 def as_expression(expression: Any) -> Expression | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
@@ -25,11 +26,13 @@ from ..trees.walk import torch_leaves
 from ..trees.weights import about_devices, on_other_devices
 from .example import Example
 from .fake_weights import fake_weights
+from .kept_sizes import kept_sizes
 from .replay import clone
+from .size_relations import unasserted_sizes
 from .sizes_in_specs import check_static_parts
 from .stated_sizes import asserted_in_forward
 from .swallowed import check_all_read, named_in_forward, swallowed_names
-from .undisturbed import draws_random_numbers, own_written_state, undisturbed, written_state
+from .undisturbed import draws_random_numbers, own_attributes, own_written_state, undisturbed, written_state
 
 __all__ = ["Traced", "described", "fill", "trace"]
 
@@ -49,6 +52,8 @@ class Traced:
         drawing: operators that draw random numbers.
         readers: what reads the weights that have no data in the program, by name.
         kept: see :class:`.signature.Signature`; none by default.
+        unasserted: the example's sizes, by name of the input and axis, that it was traced for and does not assert; see
+            :func:`.size_relations.unasserted_sizes`.
     """
 
     program: ExportedProgram
@@ -59,6 +64,7 @@ class Traced:
     drawing: Sequence[str]
     readers: Mapping[str, Reader] = dataclasses.field(default_factory=dict)
     kept: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    unasserted: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
 
     def check_cache_outputs(self, name: str) -> None:
         """Refuse to make a file of a module that takes a cache and does not return it.
@@ -86,6 +92,12 @@ class Traced:
             )
         if self.drawing:
             found.append(f"random numbers are drawn ({', '.join(self.drawing)}): model and program had the same seed.")
+        if self.unasserted:
+            sizes = [f"{name}.shape[{axis}] == {size}" for (name, axis), size in self.unasserted.items()]
+            found.append(
+                f"the program was traced for {', '.join(sizes)}, since the model's code rounds a number made of it. It "
+                "takes other sizes, and its results are not the model's there. export_program fixes such sizes."
+            )
         return found
 
 
@@ -105,14 +117,36 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
         StaticDataError: when a size of the trace is part of an output's static data.
         DynamicShapesError: when a size that varies is above its bound, or the module bounds it in another way.
     """
+    logger.info("tracing %s", type(example.module).__qualname__, extra=STEP)
+    program = _traced(example, strict)
+    unasserted = _unasserted(program, example.names)
+    if unasserted:  # then the program has to: those sizes are fixed
+        logger.info("tracing %s with fixed sizes", type(example.module).__qualname__, extra=STEP)
+        own = tuple((("==", "size", size), {"size": place}) for place, size in unasserted.items())
+        program = _traced(dataclasses.replace(example, relations=(*example.relations, *own)), strict)
+    if example.bounds is not None:
+        example.bounds.check_program(example.inputs, example.shapes, program, example.names)
+    return described(program, example)
+
+
+def _unasserted(program: ExportedProgram, names: Sequence[str]) -> dict[tuple[str, int], int]:
+    """The sizes that a program does not assert, by name of a leaf of its inputs."""
+    leaves = [None if isinstance(spec.arg, ConstantArgument) else spec.arg.name for spec in _user_inputs(program)]
+    by_argument = {leaf: name for leaf, name in zip(leaves, names, strict=True) if leaf is not None}
+    found = unasserted_sizes(program).items()
+    return {(by_argument[leaf], axis): size for (leaf, axis), size in found if leaf in by_argument}
+
+
+def _traced(example: Example, strict: bool) -> ExportedProgram:
     module = example.module
-    logger.info("tracing %s", type(module).__qualname__, extra=STEP)
     swallowed = [] if example.shapes is None else swallowed_names(module, example.kwargs)
     try:
         leaves = pytree.tree_leaves(example.inputs)
         named = named_in_forward(module, swallowed)
         asserted = asserted_in_forward(module, example.args, example.kwargs, example.names, example.relations)
-        with naming_untried_versions(), torch.no_grad(), fake_weights(module, leaves), named, asserted:
+        untouched, faked = own_attributes(module), fake_weights(module, leaves)
+        kept = contextlib.nullcontext() if example.shapes is None else kept_sizes(module)
+        with naming_untried_versions(), torch.no_grad(), untouched as originals, faked, named, asserted, kept:
             program = torch.export.export(
                 module,
                 clone(example.args),
@@ -126,10 +160,10 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
         if explained is None:
             raise
         raise explained from error
+    for name, tensor in program.constants.items():  # a copy in which the trace may have written
+        program.constants[name] = originals.get(id(tensor), tensor)
     check_all_read(module, swallowed, program, _by_argument(example.inputs, _user_inputs(program)))
-    if example.bounds is not None:
-        example.bounds.check_program(example.inputs, example.shapes, program, example.names)
-    return described(program, example)
+    return program
 
 
 def described(program: ExportedProgram, example: Example) -> Traced:
@@ -153,7 +187,9 @@ def described(program: ExportedProgram, example: Example) -> Traced:
     outputs = [spec for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
     names = _in_graph(output_names(_returned(program), example.names), outputs)
     inputs, readers = _in_graph(example.names, _user_inputs(program)), streamed_readers(module)
-    return Traced(program, inputs, names, _types(program, outputs), written, drawing, readers)
+    unasserted = _unasserted(program, example.names)
+    types = _types(program, outputs)
+    return Traced(program, inputs, names, types, written, drawing, readers, unasserted=unasserted)
 
 
 def _user_inputs(program: ExportedProgram) -> list[InputSpec]:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-__all__ = ["draws_random_numbers", "own_written_state", "seeded", "undisturbed", "written_state"]
+__all__ = ["draws_random_numbers", "own_attributes", "own_written_state", "seeded", "undisturbed", "written_state"]
 
 
 @contextlib.contextmanager
-def undisturbed(module: torch.nn.Module, written: Collection[str] = ()) -> Iterator[None]:
-    """Call a module inside: what it writes to its buffers, or puts in their place, is gone afterwards.
+def undisturbed(module: torch.nn.Module, written: Collection[str] = ()) -> Iterator[Callable[[], bool]]:
+    """Call a module inside: what it writes to its buffers and attributes, or puts in their place, is gone afterwards.
 
     Its own tensors stand aside meanwhile, with the same identity, content and version afterwards, also after an
     exception. Parameters, which are large and which few modules write to, are shared but for those that are named.
 
     Args:
-        module: a module; copies stand in the place of its buffers.
+        module: a module; copies stand in the place of its buffers, and of tensors that are plain attributes.
         written: names of parameters that its ``forward`` also writes to.
 
     Returns:
-        A context manager.
+        A context manager; inside, a function that returns whether the module has put other values in attributes that
+        are no buffers since then: what a program of it cannot hold.
     """
     found = []
     copies: dict[int, torch.Tensor] = {}  # what is tied stays tied
@@ -39,11 +41,56 @@ def undisturbed(module: torch.nn.Module, written: Collection[str] = ()) -> Itera
                     copies[id(tensor)] = _copy(tensor)
                 held[name] = copies[id(tensor)]
     try:
-        yield
+        with own_attributes(module):
+            attributes = [(vars(owner), dict(vars(owner))) for owner in module.modules()]
+
+            def changed() -> bool:
+                return any(
+                    held.keys() != before.keys() or any(held[name] is not value for name, value in before.items())
+                    for held, before in attributes
+                )
+
+            yield changed
     finally:
         for held, before in found:
             held.clear()
             held.update(before)
+
+
+@contextlib.contextmanager
+def own_attributes(module: torch.nn.Module) -> Iterator[Mapping[int, torch.Tensor]]:
+    """Call a module inside: what it puts into attributes that are neither buffers nor parameters is gone afterwards.
+
+    A trace runs in-place operations on a tensor that is a plain attribute, and leaves symbols in attributes. What is in
+    dictionaries, lists and sets among the attributes is also restored: transformers notes in an attribute that it has
+    added hooks, and one without the other would add them twice.
+
+    Args:
+        module: a module; copies stand in the place of tensors among the attributes.
+
+    Returns:
+        A context manager; inside, the tensors by the id of their copy.
+    """
+    found = [(vars(owner), dict(vars(owner))) for owner in module.modules()]
+    values = [value for _, before in found for value in before.values()]
+    filled: list[tuple[Any, Any]] = [(one, one.copy()) for one in values if type(one) in _CONTAINERS]
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for held, before in found:
+        for name, value in before.items():
+            if isinstance(value, torch.Tensor):
+                held[name] = copies.setdefault(id(value), (value, _copy(value)))[1]
+    try:
+        yield {id(copy): tensor for tensor, copy in copies.values()}
+    finally:
+        for held, before in found:
+            held.clear()
+            held.update(before)
+        for container, items in filled:
+            container.clear()
+            (container.extend if type(container) is list else container.update)(items)
+
+
+_CONTAINERS = {dict, collections.OrderedDict, list, set}
 
 
 @contextlib.contextmanager
@@ -58,12 +105,12 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def written_state(program: ExportedProgram) -> list[str]:
-    """Name the buffers and parameters that a program writes to, in the order of its inputs."""
+    """Name the buffers, parameters and other tensors of its module that a program writes to, in order of its inputs."""
     signature = program.graph_signature
     names = {
         spec.arg.name: spec.target
         for spec in signature.input_specs
-        if spec.kind in (InputKind.BUFFER, InputKind.PARAMETER) and spec.target is not None
+        if spec.kind in (InputKind.BUFFER, InputKind.PARAMETER, InputKind.CONSTANT_TENSOR) and spec.target is not None
     }
     found = {*signature.buffers_to_mutate.values(), *getattr(signature, "parameters_to_mutate", {}).values()}
     for node in program.graph.nodes:
@@ -97,10 +144,12 @@ def own_written_state(program: ExportedProgram, written: Collection[str]) -> Non
 
     Args:
         program: the program; its state is changed in place.
-        written: names of buffers and parameters, see :func:`written_state`.
+        written: names of buffers, parameters and other tensors, see :func:`written_state`.
     """
     for name in written:
-        program.state_dict[name] = _copy(program.state_dict[name])
+        # buffers of persistent=False are not part of a state dict: torch keeps them with the constants
+        held = program.state_dict if name in program.state_dict else program.constants
+        held[name] = _copy(held[name])
 
 
 def draws_random_numbers(program: ExportedProgram) -> list[str]:

@@ -379,8 +379,9 @@ class Generator:
             if bool(ended.all()) or number + 1 == limit:
                 return
             sequence.follow(chosen[:, None])
-            if processors:
+            if processors or self.settings.switch is not None:
                 sequence.tokens = torch.cat([sequence.tokens, sequence.new], dim=1)
+            self._pass_switch(sequence)
 
     def _search(self, sequence: _Sequence, limit: int, settings: BeamSettings) -> torch.Tensor:
         """The sequences that a beam search finds; the prompt is read once, and then has as many rows as beams."""
@@ -403,7 +404,22 @@ class Generator:
             sequence.cache = self.parts.decoder.select_rows(sequence.cache, rows[chosen])
             rows = torch.arange(len(every))
             sequence.follow(search.tokens[:, -1:])
+            sequence.tokens = search.tokens
+            self._pass_switch(sequence)
             scores = self._step(sequence)
+
+    def _pass_switch(self, sequence: _Sequence) -> None:
+        """Let the next call read all tokens, with an empty cache, where the model's own loop does that."""
+        switch, decoder = self.settings.switch, self.parts.decoder
+        if switch is None or not switch.passed_at(sequence.mask.shape[1]):
+            return
+        if self.parts.embed is not None or self.parts.prefill is not None:
+            raise GenerationError(
+                f"This text grew past {switch.length} tokens, where the model reads it again from the first one, with "
+                "its pictures or what its encoder read. These files do not: ask for fewer new tokens."
+            )
+        sequence.new = sequence.tokens
+        sequence.cache = decoder.cache(empty_cache(decoder.slots, len(sequence.tokens)))
 
     def _step(self, sequence: _Sequence) -> torch.Tensor:
         """Run the files once; the scores of the token after the last one, float32 of shape (batch, vocabulary)."""

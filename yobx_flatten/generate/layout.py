@@ -15,7 +15,10 @@ import pathlib
 from ..errors import GenerationError
 from ..files.scratch import is_folder
 
-__all__ = ["LAYOUTS", "find_parts"]
+__all__ = ["LAYOUTS", "MANIFEST", "find_parts"]
+
+MANIFEST = "yobx_flatten.json"
+"""The description of a folder that :func:`export_folder` wrote."""
 
 LAYOUTS: tuple[dict[str, str], ...] = (
     {"decoder": "decoder_with_past_model", "prefill": "decoder_model", "encoder": "encoder_model"},

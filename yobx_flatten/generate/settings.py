@@ -15,16 +15,15 @@ from ..files.damage import damage_as
 from ..files.document import read_document
 from .beams import BeamSettings
 from .entries import Choices, Entries
+from .layout import MANIFEST
 from .pictures import Pictures
 from .sampling import Sampling
 from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_tokens, score_rules
 from .spoken import SpokenPrompt, spoken_prompt_of
 from .stated_choice import beams_of, sampling_of
+from .switch import Switch, read_switch
 
-__all__ = ["MANIFEST", "GenerationSettings", "ScoreProcessor", "read_settings", "settings_of"]
-
-MANIFEST = "yobx_flatten.json"
-"""The description of an exported folder, of which generation reads how many positions the model has."""
+__all__ = ["GenerationSettings", "ScoreProcessor", "read_settings", "settings_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +49,7 @@ class GenerationSettings:
         tokens_per_second: positions that a second of a video takes, where the model counts seconds.
         sees_prompt: whether all tokens of a prompt see each other, where the decoder takes types of tokens, and not
             those of an image only; ``False`` by default.
+        switch: where the positions of the model change with the length of the text; ``None`` for nowhere.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -68,6 +68,7 @@ class GenerationSettings:
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     beams: BeamSettings = dataclasses.field(default_factory=BeamSettings)
     positions: int | None = None
+    switch: Switch | None = dataclasses.field(default=None, repr=False)
     spoken: SpokenPrompt | None = None
 
     def images(self, pixel_values: torch.Tensor | None, sizes: torch.Tensor | None) -> Pictures:
@@ -147,7 +148,9 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
     stated = folder / MANIFEST
     positions = read_document(stated, _Described, failure=GenerationError).positions if stated.exists() else None
     with damage_as(GenerationError, f"config.json or generation_config.json in {folder}"):
-        return dataclasses.replace(settings_of(*found), positions=positions)
+        config = found[0]
+        switch = read_switch(folder, {**config, **(config.get("text_config") or {})})
+        return dataclasses.replace(settings_of(*found), switch=switch, positions=positions)
 
 
 @dataclasses.dataclass(frozen=True)

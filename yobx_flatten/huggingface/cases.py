@@ -14,6 +14,7 @@ from ..private_names.of_torch import pytree
 from .cache_names import argument_of, cache_of, forward_of, installed_name, name_in, named_for
 from .contiguous import contiguous
 from .layer_weights import device_of_inputs
+from .position_switch import switch_of
 from .state_decoder import has_states_alone, new_dynamic_cache
 
 __all__ = [
@@ -117,12 +118,14 @@ def ambiguous_without(model: Any, kwargs: Mapping[str, Any]) -> str | None:
 def default_sizes(model: Any, longest: int = 1024) -> tuple[list[DecodeSizes], str | None]:
     """Choose sizes that are hard: below, at and past the smallest window, one and several tokens, a padded row.
 
+    Where positions change with the length (longrope, dynamic), two more pass that length.
+
     Args:
         model: a transformers model.
         longest: the longest past worth a replay.
 
     Returns:
-        The sizes, and a remark when a window is too long to be passed.
+        The sizes, and a remark when a window, or the length where positions change, is too long to be passed.
     """
     config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
@@ -133,14 +136,21 @@ def default_sizes(model: Any, longest: int = 1024) -> tuple[list[DecodeSizes], s
     if window is not None and 2 * window + 8 > min(longest, room):
         remark = f"The sliding window of {window} was not passed: that takes more than {min(longest, room)} tokens."
         window = None
+    switch, across = switch_of(config.to_dict()), []
+    if switch is not None and switch + 8 > longest:
+        passed = f"The length of {switch} at which the angles of positions change was not passed."
+        remark = passed if remark is None else f"{remark} {passed}"
+    elif switch is not None and switch > 4:
+        across = [DecodeSizes(1, switch - 2, 1), DecodeSizes(2, switch + 3, 2, padding=3)]
     if window is None:
-        return [DecodeSizes(3, 6, 1), DecodeSizes(1, 9, 3), DecodeSizes(2, 17, 2, padding=3)], remark
+        return [DecodeSizes(3, 6, 1), DecodeSizes(1, 9, 3), DecodeSizes(2, 17, 2, padding=3), *across], remark
     return [
         DecodeSizes(3, max(2, window // 2), 2, padding=1),
         DecodeSizes(1, window - 1, 1),
         DecodeSizes(2, window, 3),
         DecodeSizes(4, 2 * window + 3, 1, padding=window + 1),
         DecodeSizes(3, window + 2, 3),
+        *across,
     ], remark
 
 

@@ -95,7 +95,7 @@ class SlidingDecoder(torch.nn.Module):
                 the model counts them, from the number of tokens seen on.
         """
         ids, cache = kwargs["input_ids"], cache_of(kwargs)
-        batch, new = ids.shape
+        batch, new = ids.shape[:2]
         past = cache.layers[0].cumulative_length
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if mask is None:
@@ -143,12 +143,17 @@ class SlidingDecoder(torch.nn.Module):
         return {**others, PRESENT: kept}
 
     def next_inputs(self, kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[str, Any]:
-        """Make the inputs of the next call: what was kept, as many random tokens, a longer mask."""
+        """Make the inputs of the next call: what was kept, as many random tokens, a longer mask.
+
+        Tokens with codes next to them (Kyutai's speech to text) stay: each codebook has a vocabulary of its own.
+        """
         ids, mask, vocabulary = kwargs["input_ids"], kwargs["attention_mask"], outputs["logits"].shape[-1]
         generator = torch.Generator().manual_seed(seed)
+        if ids.dim() == 2:
+            ids = torch.randint(0, vocabulary, ids.shape, generator=generator).to(ids.device)
         return {
-            "input_ids": torch.randint(0, vocabulary, ids.shape, generator=generator).to(ids.device),
-            "attention_mask": torch.cat([mask, mask.new_ones(ids.shape)], dim=1),
+            "input_ids": ids,
+            "attention_mask": torch.cat([mask, mask.new_ones(ids.shape[:2])], dim=1),
             "position_ids": kwargs["position_ids"] + ids.shape[1],
             "cache": outputs[PRESENT],
         }

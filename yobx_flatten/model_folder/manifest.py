@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 
 from ..errors import DamagedFileError, ForeignFileError
 from ..export.quality import Quality
 from ..export.report import TOLERANCES
 from ..files.document import read_document
-from ..generate.settings import MANIFEST
+from ..generate.layout import MANIFEST
 from ..runners.open import RUNTIMES
 
 __all__ = ["MANIFEST", "FolderManifest", "read_manifest", "write_manifest"]
@@ -38,7 +39,11 @@ class FolderManifest:
         runtime: the library that runs the files: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"`` or
             ``"openvino"``.
         sha256: digests by name, of files for other runtimes than the first two.
+        rereads_at_switch: for a model whose positions change with the length of the text (longrope, dynamic), whether
+            ``model.generate`` reads the whole text again where they do; ``None`` for others, or where it is not known.
         positions: tokens that the model reads at most, where each position has a row of a table; ``None`` for others.
+        tolerances: by file and output, the difference that the type of the weights explains, where it was measured; see
+            :func:`export_onnx`. :func:`verify_folder` takes no more of it than a tenth of the output's range.
     """
 
     model: str
@@ -54,7 +59,9 @@ class FolderManifest:
     cache: str = "growing"
     runtime: str = ""
     sha256: dict[str, str] = dataclasses.field(default_factory=dict)
+    rereads_at_switch: bool | None = None
     positions: int | None = None
+    tolerances: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.runtime:  # folders of versions 1 and 2 name the format only
@@ -95,6 +102,8 @@ def read_manifest(folder: pathlib.Path) -> FolderManifest:
         raise DamagedFileError(
             f"{path} states the tolerance {found.tolerance}; that of {found.dtype} is {TOLERANCES[found.dtype]}."
         )
+    if not all(0 <= one < math.inf for outputs in found.tolerances.values() for one in outputs.values()):
+        raise DamagedFileError(f"{path} states a tolerance that is no number of 0 or more.")
     return found
 
 

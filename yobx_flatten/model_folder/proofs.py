@@ -11,6 +11,7 @@ import torch
 
 from ..declare.scopes import register_flattening_functions
 from ..export.replay import Case, clone
+from ..export.undisturbed import undisturbed
 from ..export.untouched import untouched_copy
 from ..generate.settings import settings_of
 from ..private_names.of_torch import pytree
@@ -57,7 +58,8 @@ def stored_calls(piece: Piece, cases: Sequence[Case]) -> Iterator[tuple[str, dic
         cases: what is stored in addition to the example.
     """
     for case in (Case("the example", (), piece.kwargs), *cases):
-        with register_flattening_functions(patch_transformers=True), torch.no_grad():
+        opened = register_flattening_functions(patch_transformers=True)
+        with opened, torch.no_grad(), undisturbed(piece.module):
             kwargs = clone(dict(case.kwargs))
             inputs = dict(zip(leaf_names(kwargs), pytree.tree_leaves(kwargs), strict=True))
             outputs = piece.module(**untouched_copy(dict(case.kwargs), piece.module))
@@ -71,7 +73,9 @@ def _without_none(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def generation_case(model: TransformersModel, task: str, rows: int = 3, tokens: int = TOKENS) -> GenerationCase:
+def generation_case(
+    model: TransformersModel, task: str, rows: int = 3, tokens: int = TOKENS, length: int = 9
+) -> GenerationCase:
     """Let the eager model generate greedily; of three rows two are padded on the left.
 
     Args:
@@ -79,6 +83,7 @@ def generation_case(model: TransformersModel, task: str, rows: int = 3, tokens: 
         task: what it is for.
         rows: the number of rows.
         tokens: the number of new tokens, where the model has room for them.
+        length: the number of tokens of a prompt that is text; 9 by default.
 
     Returns:
         The prompt, the tokens and their margins.
@@ -91,7 +96,7 @@ def generation_case(model: TransformersModel, task: str, rows: int = 3, tokens: 
         sound = torch.randn(rows, model.config.num_mel_bins, frames, generator=torch.Generator().manual_seed(0))
         inputs = {"input_features": sound.to(model.dtype)}
     else:
-        inputs = _prompts(model, text, rows)
+        inputs = _prompts(model, text, rows, length)
     if task == "image-text-to-text":
         inputs.update(_with_images(model, inputs))
     generate = model.generate
@@ -100,16 +105,17 @@ def generation_case(model: TransformersModel, task: str, rows: int = 3, tokens: 
         import transformers
 
         generate = functools.partial(transformers.GenerationMixin.generate, model)
-    found = generate(
-        **inputs,
-        max_new_tokens=new_tokens,
-        max_length=None,
-        do_sample=False,
-        num_beams=1,
-        num_return_sequences=1,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
+    with undisturbed(model):
+        found = generate(
+            **inputs,
+            max_new_tokens=new_tokens,
+            max_length=None,
+            do_sample=False,
+            num_beams=1,
+            num_return_sequences=1,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
     for name in ("mm_token_type_ids", "token_type_ids"):  # which tokens are pictures, the files' generator finds out
         inputs.pop(name, None)
     return GenerationCase(inputs, found.sequences, new_tokens, _margins(found.sequences, found.scores))
@@ -122,8 +128,8 @@ def _margins(sequences: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> torch
     return margins
 
 
-def _prompts(model: TransformersModel, text: Any, rows: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, text.vocab_size, (rows, 9), generator=torch.Generator().manual_seed(1))
+def _prompts(model: TransformersModel, text: Any, rows: int, length: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, text.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
     for name in ("image_token_id", "image_token_index"):
         token = getattr(model.config, name, None)
         if token is not None:

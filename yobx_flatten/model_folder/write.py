@@ -34,8 +34,10 @@ from ..export.replay import Case
 from ..export.report import TOLERANCES, ExportReport
 from ..export.room import check_room
 from ..export.text_cases import text_cases
+from ..export.undisturbed import undisturbed
 from ..files.scratch import publish_folder, scratch_for, settle
 from ..generate.settings import settings_of
+from ..huggingface.position_switch import rereads_at_switch, switch_of
 from ..recipe.aliases import TransformersModel
 from ..runners.open import RUNTIMES
 from ..storage.cases import save_case
@@ -75,6 +77,9 @@ from .writable import check_writable
 __all__ = ["ExportedFolder", "export_folder"]
 
 logger = logging.getLogger("yobx_flatten")
+
+_LONGEST = 1024
+"""The longest text that is generated from where positions change at a length; more take minutes."""
 
 _LIBRARIES = ("torch", "transformers", "onnx", "onnxruntime", "executorch", "openvino")
 
@@ -224,7 +229,8 @@ def export_folder(
     whole_cache = optimize is not None
     with started.timed("inputs"):
         try:
-            task, pieces = pieces_for(model, task, batch, whole_cache=whole_cache, **cut)
+            with undisturbed(model):  # positions can depend on the longest text that was read
+                task, pieces = pieces_for(model, task, batch, whole_cache=whole_cache, **cut)
         except RuntimeError as error:
             if not opened.is_streamed or "meta" not in str(error):
                 raise
@@ -236,6 +242,8 @@ def export_folder(
         rows = (8 if proof == "full" else 2) if batch is None else batch
         tokens = python_text(model, None if source is None else pathlib.Path(source), rows)
         quantization = dataclasses.replace(quantization, tokens=fitting_text(tokens, largest))
+    switch = switch_of(model.config.get_text_config(decoder=True).to_dict()) if task == "text-generation" else None
+    rereads = None if switch is None else rereads_at_switch(model, switch)
     with scratch_for(place) as work:
         reports, cases = {}, {}
         shared: list[str] = []
@@ -243,8 +251,8 @@ def export_folder(
             name = piece.stem + suffix
             quantized = quantization if has_projections(piece.module) else None
             how: dict[str, Any] = {"tolerance": TOLERANCES[dtype], "proof": proof, "quantize": quantized}
-            if form == "onnx":
-                how |= {"opset_version": opset_version, "optimize": optimize}
+            if form == "onnx":  # which measures what half precision costs
+                how |= {"opset_version": opset_version, "optimize": optimize, "tolerance": None}
             reports[name] = _export(piece, work / name, batch, how, runtime, largest)
             shared = [] if optimize is None else shared_inputs(work / name)
             if not shared and keeps_more(piece, model):
@@ -265,6 +273,9 @@ def export_folder(
             count = TOKENS if proof == "full" else SAMPLED_TOKENS
             with first.timed("generate"):
                 cases[""] = [_store_generation(model, task, batch, room_for_tokens(largest, count), work)]
+                crosses = rereads is not None and proof == "full" and largest is None
+                if switch is not None and crosses and 4 < switch <= _LONGEST:
+                    cases[""].append(_store_generation(model, task, batch, 12, work, switch - 3))
         write_companions(work, model, None if source is None else pathlib.Path(source), reads_bytes=opened.reads_bytes)
         if not reader_of(work):
             why = opened.no_folder if source is None else f"{source} holds none"
@@ -280,12 +291,13 @@ def export_folder(
         name, tolerance = type(model).__qualname__, TOLERANCES[dtype]
         cache = "shared" if shared else "growing"
         quality = {name: report.quality for name, report in reports.items() if report.quality}
+        measured = {name: dict(one.yardstick.largest) for name, one in reports.items() if one.yardstick is not None}
         described = (name, task, form, dtype, tolerance, names, cases, versions, proof, quality, cache)
         made = sorted(file.name for file in work.iterdir() if file.suffix in (suffix, ".bin"))
         sha256 = {} if runtime in ("onnxruntime", "torch") else digests(work, made)
         asks = task in GENERATES and not opened.is_streamed  # each call would read all weights
         positions = positions_of(model, is_large=proof != "full") if asks else None
-        write_manifest(work, FolderManifest(*described, runtime, sha256, positions))
+        write_manifest(work, FolderManifest(*described, runtime, sha256, rereads, positions, measured))
         verified = verify_folder(work, trust=True)  # of what was made here
         if not verified.ok and proof != "none":
             raise ReplayError(f"The exported {type(model).__qualname__} does not do what the model does.\n{verified}")
@@ -387,8 +399,12 @@ def _store_text(piece: Piece, tokens: torch.Tensor, work: pathlib.Path) -> list[
     return names
 
 
-def _store_generation(model: TransformersModel, task: str, batch: int | None, tokens: int, work: pathlib.Path) -> str:
-    case = generation_case(model, task, batch or 3, tokens)
+def _store_generation(
+    model: TransformersModel, task: str, batch: int | None, tokens: int, work: pathlib.Path, after: int = 0
+) -> str:
+    """Store what the model generates, after a short prompt, or ``after`` so many tokens."""
+    case = generation_case(model, task, batch or 3, tokens, **({"length": after} if after else {}))
     outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens, "margins": case.margins}
-    save_case(work / "cases/generate.case", case.inputs, outputs, name=f"{case.new_tokens} tokens, greedily")
-    return "cases/generate.case"
+    path, text = f"cases/generate{f'-{after}' if after else ''}.case", f"{case.new_tokens} tokens, greedily"
+    save_case(work / path, case.inputs, outputs, name=f"{text}, after {after}" if after else text)
+    return path

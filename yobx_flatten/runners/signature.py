@@ -23,7 +23,7 @@ from ..files.document import parse_document
 from .ports import Port
 from .relations import Expression, format_expression, from_lists, holds, names_in
 
-__all__ = ["KEY", "Signature", "Size", "as_tensor"]
+__all__ = ["KEY", "Signature", "Size", "as_tensor", "place_of_sizes"]
 
 KEY = "yobx_flatten.signature"
 """Key of a file's metadata under which the signature is stored."""
@@ -130,7 +130,8 @@ class Signature:
                 raise failure(f"{name} has size {given} in axis {axis}, and {where} takes {expected} there{why}.")
         for relation in self.relations:
             if names_in(relation) <= bound.keys() and not holds(relation, bound):
-                stated = format_expression(relation, _places(places))
+                shown = {size: f"{name}.shape[{axis}]" for size, (name, axis) in place_of_sizes(self).items()}
+                stated = format_expression(relation, shown)
                 raise failure(
                     f"The sizes of the inputs do not fit each other: {where} takes {stated}, and found "
                     f"{format_expression(relation, bound)}."
@@ -211,13 +212,18 @@ def _alone(size: Size) -> str | None:
     return next(iter(size)) if isinstance(size, Mapping) and list(size.values()) == [1] and "" not in size else None
 
 
-def _places(places: Sequence[tuple[str, int, Size, int]]) -> dict[str, str]:
-    """For the name of each size the input and axis where it is to be found."""
-    found: dict[str, str] = {}
-    for name, axis, size, _ in places:
-        alone = _alone(size)
-        if alone is not None:
-            found.setdefault(alone, f"{name}.shape[{axis}]")
+def place_of_sizes(signature: Signature) -> dict[str, tuple[str, int]]:
+    """Return for the name of each size the first input and axis where it stands alone.
+
+    Args:
+        signature: what a file takes.
+    """
+    found: dict[str, tuple[str, int]] = {}
+    for name, _, sizes in signature.inputs:
+        for axis, size in enumerate(sizes):
+            alone = _alone(size)
+            if alone is not None:
+                found.setdefault(alone, (name, axis))
     return found
 
 

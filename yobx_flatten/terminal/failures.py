@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from ..errors import FlattenError, ReplayError
 from ..errors.tried_versions import VersionDependentError, possible_cause, without_cause
+from .output import printable
 from .termination import Terminated
 
 __all__ = ["CHECK_FAILED", "INTERRUPTED", "REFUSED", "TERMINATED", "UserError", "explain_failure"]
@@ -51,7 +52,7 @@ def explain_failure(
         traceback.print_exception(error)
     status, text = _status_and_text(error, expected)
     if is_reporter():
-        sys.stderr.write("\n".join([f"{program}: {text}", *getattr(error, "__notes__", ())]) + "\n")
+        sys.stderr.write(printable("\n".join([f"{program}: {text}", *getattr(error, "__notes__", ())])) + "\n")
     return status
 
 

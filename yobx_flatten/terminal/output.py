@@ -6,12 +6,17 @@ import contextlib
 import json
 import logging
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["console", "progress", "say", "say_json", "table"]
+__all__ = ["console", "printable", "progress", "say", "say_json", "table"]
+
+# Characters that a terminal obeys and does not show: C0 and C1 controls except for tab and line feed, and marks that
+# change the direction of text. A name in a file of a stranger may hold them (CWE-150).
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def console(*, stderr: bool = False) -> Any:
@@ -24,9 +29,21 @@ def console(*, stderr: bool = False) -> Any:
     return made
 
 
+def printable(text: str) -> str:
+    r"""Return text with its control characters spelled out, for a terminal that would obey them.
+
+    Args:
+        text: text, of a file or a model for example.
+
+    >>> print(printable("a\x1b[2Jb"))
+    a\x1b[2Jb
+    """
+    return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r\n", "\n"))
+
+
 def say(text: str = "", *, end: str = "\n") -> None:
-    """Print text as it is, at once."""
-    sys.stdout.write(text + end)
+    """Print text at once, with its control characters spelled out."""
+    sys.stdout.write(printable(text) + end)
     sys.stdout.flush()
 
 
@@ -37,7 +54,7 @@ def say_json(value: Any) -> None:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except UnicodeEncodeError:
         text = json.dumps(_finite(value), indent=2)
-    say(text)
+    say(_OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def _finite(value: Any) -> Any:
@@ -73,7 +90,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for heading, longest in zip(headings, words, strict=True):
         made.add_column(heading, min_width=longest)
     for row in rows:
-        made.add_row(*(Text(cell) for cell in row))
+        made.add_row(*(Text(printable(cell)) for cell in row))
     shown_on.print(made)
 
 
@@ -121,6 +138,7 @@ def progress(first: str) -> Iterator[Any]:
 
         def show(text: str, done: int = 0, total: int | None = None) -> None:
             nonlocal last
+            text = printable(text)
             if total is None:
                 bar.tasks[0].total = None  # which `update` takes for no change
             bar.update(task, description=text, completed=done, total=total)

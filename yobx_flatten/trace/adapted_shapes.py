@@ -11,7 +11,8 @@ recognised, of a cache with n layers::
     ShapesCollection                                    entries by tensor; the counter has none
 
 The entries go to the tensors they were meant for. The number of tokens seen has no axes; where it is an integer, it
-varies if any axis of the cache does. What is not recognised is left as it is: torch reports what is wrong with it.
+varies if any axis of the cache does. ``Dim.AUTO`` of an axis that never varies is dropped. What is not recognised is
+left as it is: torch reports what is wrong with it.
 """
 
 from __future__ import annotations
@@ -81,6 +82,21 @@ class _Adapting:
         return below if type(shapes) is list else tuple(below) if type(shapes) is tuple else type(shapes)(*below)
 
     def of_cache(self, cache: Any, shapes: Any, recipe: Recipe) -> Any:
+        entries = self.entries_of(cache, shapes, recipe)
+        return self.varying(cache, entries, recipe) if isinstance(entries, list) else entries
+
+    def varying(self, cache: Any, entries: list[Any], recipe: Recipe) -> list[Any]:
+        """Fix axes that never vary (heads, what a convolution keeps) where torch was to find out by itself."""
+        rows = recipe.flatten_with_keys(cache)[0]
+        if len(rows) != len(entries) or recipe.axes is None:
+            return entries
+        return [
+            _fixed(entry, recipe.axes(str(getattr(key, "key", key)))) if isinstance(child, torch.Tensor) else entry
+            for (key, child), entry in zip(rows, entries, strict=True)
+        ]
+
+    def entries_of(self, cache: Any, shapes: Any, recipe: Recipe) -> Any:
+        """The entries of a cache's children, in our order, where they are recognised."""
         children = recipe.flatten(cache)[0]
         if type(shapes) is type(cache):  # torch puts the entries of a collection into a cache
             shapes = recipe.flatten(shapes)[0]
@@ -111,6 +127,16 @@ class _Adapting:
             else:
                 entries.append(_entry_of_count(child, varies) if _counts(child) else by_tensor.get(id(child)))
         return entries
+
+
+def _fixed(entry: Any, axes: Mapping[int, str] | None) -> Any:
+    """An entry of a tensor without ``Dim.AUTO`` at the axes that do not vary."""
+    if axes is None or not isinstance(entry, (dict, list, tuple)) or hasattr(entry, "_fields"):
+        return entry
+    dims = dict(entry) if isinstance(entry, dict) else dict(enumerate(entry))
+    # a trace that defers its assertions would compute with a symbol for each, and compare products of them
+    kept = {axis: None if axis not in axes and dim is Dim.AUTO else dim for axis, dim in dims.items()}
+    return kept if isinstance(entry, dict) else type(entry)(kept.values())
 
 
 def _counts(child: Any) -> bool:

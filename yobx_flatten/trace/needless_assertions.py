@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import sympy  # type: ignore[import-untyped] # it has no stubs
+import sympy
 import torch
 from torch.export import ExportedProgram
 

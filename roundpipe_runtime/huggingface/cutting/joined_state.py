@@ -57,7 +57,7 @@ class RowAxes:
             CannotJoinError: the shapes do not show the axes.
         """
         (held, spec), (others, other_spec) = _leaves(whole), _leaves(part)
-        if spec != other_spec:
+        if spec != other_spec or not _are_alike(held, others):
             raise CannotJoinError("the layers return other tensors for other rows")
         values = tuple(
             _axis(one.shape, other.shape) if isinstance(one, torch.Tensor) else None
@@ -86,7 +86,8 @@ def join_states(states: Sequence[CutState], axes: RowAxes, args: tuple[Any, ...]
     flat = [_leaves(state) for state in states]
     _, spec = flat[0]
     logs = [state.call_log for state in states]
-    if any(other != spec for _, other in flat) or any(not _is_alike(log, logs[0]) for log in logs):
+    is_alike = all(other == spec and _are_alike(leaves, flat[0][0]) for leaves, other in flat)
+    if not is_alike or any(not _is_alike(log, logs[0]) for log in logs):
         raise CannotJoinError("the layers return other tensors for other rows")
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     joined = [_joined(column, axis) for column, axis in zip(columns, axes.values, strict=True)]
@@ -121,6 +122,11 @@ def split_state(whole: CutState, states: Sequence[CutState], axes: RowAxes) -> l
 def _leaves(state: CutState) -> tuple[list[Any], pytree.TreeSpec]:
     leaves, spec = pytree.tree_flatten((dict(sorted(state.values.items())), state.boxes))
     return leaves, spec
+
+
+def _are_alike(held: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether tensors stand in the same places: a mask may be left out for some rows (Zaya's)."""
+    return all(type(one) is type(other) for one, other in zip(held, others, strict=True))
 
 
 def _axis(whole: Sequence[int], part: Sequence[int]) -> int | None:

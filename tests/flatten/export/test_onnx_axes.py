@@ -68,6 +68,33 @@ def test_without_a_cache_the_mask_is_as_long_as_the_tokens(tmp_path):
     assert axes["input_ids"] == axes["attention_mask"] == ["batch_size", "sequence_length"]
 
 
+class _Prompted(torch.nn.Module):
+    """Reads a prompt whose mask also covers what was read before, and a canvas: as DiffusionGemma does."""
+
+    def forward(self, input_ids, attention_mask, decoder_input_ids):
+        """Weigh each of all tokens by its distance to the end, in parts that onnxruntime gives memory of their own."""
+        new = torch.arange(input_ids.shape[1]).float()
+        whole = torch.arange(attention_mask.shape[1]).float()
+        read = (input_ids * new.sin()).sum(1, keepdim=True)
+        return (attention_mask * whole.sin()).sum(1, keepdim=True) + read * decoder_input_ids
+
+
+def test_axes_of_two_sizes_have_two_names(tmp_path):
+    """Where both would be the encoder's length: onnxruntime gives axes of one name memory of one size."""
+    kwargs = {
+        "input_ids": torch.ones(2, 3),
+        "attention_mask": torch.ones(2, 8),
+        "decoder_input_ids": torch.arange(12.0).reshape(2, 6),
+    }
+    other = {"input_ids": torch.ones(3, 4), "attention_mask": torch.ones(3, 9), "decoder_input_ids": torch.ones(3, 2)}
+    report = export_onnx(_Prompted(), kwargs=kwargs, path=tmp_path / "a.onnx", cases=[Case("other", (), other)]).report
+    assert report.ok
+    axes = _axes(tmp_path / "a.onnx")
+    assert axes["input_ids"] == ["batch_size", "encoder_sequence_length"]
+    assert axes["attention_mask"][0] == "batch_size"
+    assert axes["attention_mask"][1] not in {"encoder_sequence_length", "decoder_sequence_length"}
+
+
 @pytest.mark.parametrize("spell", [str, Dim], ids=["texts", "Dim"])
 def test_names_of_the_user_come_first(spell, tmp_path):
     """A text is a name of a size that varies; torch.export takes `Dim` only. The mask's rows are the tokens' rows."""

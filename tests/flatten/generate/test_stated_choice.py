@@ -103,7 +103,7 @@ def test_tokens_are_drawn_as_stated(entries):
         (Sampling(typical_p=0.95), warpers.TypicalLogitsWarper(0.95)),
         (Sampling(top_p=0.3), warpers.TopPLogitsWarper(0.3)),
     ],
-    ids=str,
+    ids=["min_p=0.3", "min_p=0.0", "typical_p=0.2", "typical_p=0.95", "top_p=0.3"],
 )
 def test_probabilities_are_those_of_transformers(sampling, warper):
     """Of peaked and of flat scores."""

@@ -42,12 +42,23 @@ def test_every_word_is_read_off_a_signature(word):
     """Also where the type is not stated."""
     assert argument_of(of(word)) == word
     assert argument_of(of(word, "Cache")) == word
+    assert argument_of(of(word, "tuple[tuple[Tensor]] | None")) == word  # what RoBERTa's forward still states
+
+
+@pytest.mark.parametrize("name", ["RobertaForCausalLM", "XmodForCausalLM", "ErnieForCausalLM", "BertGenerationDecoder"])
+def test_forwards_that_state_tuples_of_tensors_take_a_cache(name):
+    """As the installed transformers states them."""
+    import transformers
+
+    assert argument_of(getattr(transformers, name).forward) == WORD
 
 
 def test_a_word_of_tomorrow_is_found_by_its_type():
     """And a usual word for something else is not the cache."""
     assert argument_of(of("states", "Cache | None")) == "states"
     assert argument_of(of("cache", "Tensor")) is None
+    assert argument_of(of("cache", "dict[str, Tensor]")) is None
+    assert argument_of(of("states", "list[Tensor]")) is None
     assert argument_of(of("features")) is None
 
 

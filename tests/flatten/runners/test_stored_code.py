@@ -206,6 +206,16 @@ def test_whoever_is_trusted_may_write_anything(program):
     with pytest.raises(UntrustedFileError):
         open_program(path)
     assert open_program(path, trust=True).graph_signature.user_inputs
+    # the commands, too
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from yobx_flatten.cli.app import app
+
+    refused, drawn = (CliRunner().invoke(app, ["explain", str(path), *option]) for option in ([], ["--trust"]))
+    assert isinstance(refused.exception, UntrustedFileError)
+    assert drawn.exit_code == 0, drawn.output
+    assert drawn.output.startswith("inputs\n")
 
 
 @pytest.mark.parametrize(

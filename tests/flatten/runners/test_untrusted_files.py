@@ -170,3 +170,28 @@ def test_an_unknown_runtime_or_suffix_is_refused(tmp_path):
         open_runner(tmp_path / "m.onnx", runtime="executorch")
     with pytest.raises(InvalidArgumentError, match=r"none of the suffixes"):
         open_runner(tmp_path / "m.bin")
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("way", ["absolute", "upwards", "link"])
+def test_weights_of_another_folder_are_not_read(tmp_path, runtime, way):
+    """External data of an ONNX file that names a file outside of its folder, or a link to one."""
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip(runtime)
+    folder, secret = tmp_path / "folder", tmp_path / "secret.bin"
+    folder.mkdir()
+    secret.write_bytes(np.ones(4, np.float32).tobytes())
+    (folder / "link.bin").symlink_to(secret)
+    location = {"absolute": str(secret), "upwards": "../secret.bin", "link": "link.bin"}[way]
+    weight = onnx.TensorProto(name="w", data_type=1, dims=[4], data_location=onnx.TensorProto.EXTERNAL)
+    for key, value in {"location": location, "offset": "0", "length": "16"}.items():
+        weight.external_data.add(key=key, value=value)
+    ports = [onnx.helper.make_tensor_value_info(name, 1, [4]) for name in "xy"]
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Add", ["x", "w"], ["y"])], "g", ports[:1], ports[1:], [weight]
+    )
+    path = folder / "m.onnx"
+    version = onnx.helper.make_opsetid("", 18)
+    path.write_bytes(onnx.helper.make_model(graph, opset_imports=[version], ir_version=10).SerializeToString())
+    with pytest.raises((DamagedFileError, GenerationError), match=r"outside|validation failed"):
+        open_runner(path, runtime=runtime)

@@ -153,3 +153,68 @@ def test_an_entry_for_an_integer_counter_still_serves():
     with register_flattening_functions(patch_transformers=True):
         program = torch.export.export(model, (), inputs, dynamic_shapes=shapes)
         assert serves(program, "mistral", 13)
+
+
+@pytest.mark.parametrize("wrap", [dict, list, tuple])
+def test_axes_of_a_cache_that_never_vary_are_fixed_where_torch_was_to_find_out(wrap):
+    """``Dim.AUTO`` on heads and their size is dropped; rows and lengths keep it, and so does what was asked for."""
+    model, inputs = program_and_inputs("llama")
+    everything = dict.fromkeys(range(4), AUTO) if wrap is dict else wrap([AUTO] * 4)
+    shapes = dynamic_shapes(inputs)
+    shapes[WORD] = [everything] * (2 * len(cache_of(inputs).layers))
+    with register_flattening_functions(patch_transformers=True):
+        found = adapted_shapes(model, (), inputs, shapes, REGISTRY.recipe_in_force)[WORD]
+    wanted = [AUTO, None, AUTO, None]
+    assert found == [dict(enumerate(wanted)) if wrap is dict else wrap(wanted)] * len(found)
+    shapes[WORD] = [{0: AUTO, 1: Dim.DYNAMIC, 2: AUTO}] * len(found)
+    with register_flattening_functions(patch_transformers=True):
+        asked = adapted_shapes(model, (), inputs, shapes, REGISTRY.recipe_in_force)[WORD]
+    assert asked == shapes[WORD]
+
+
+def test_a_cache_with_states_of_a_convolution_serves_other_calls():
+    """Every axis is ``Dim.AUTO``, and assertions are deferred: later calls and a padded row are right."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "ZayaConfig"):
+        pytest.skip("this release has no model whose attention keeps the state of a convolution")
+    torch.manual_seed(0)
+    config = transformers.ZayaConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=80,
+        vocab_size=160,
+        max_position_embeddings=256,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=1,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
+    model = transformers.ZayaForCausalLM(config).eval()
+
+    def inputs(batch, past, new, padding=0):
+        ids = torch.randint(2, 100, (batch, past + new), generator=torch.Generator().manual_seed(batch))
+        mask = torch.ones_like(ids)
+        mask[0, :padding] = 0
+        out = model(ids[:, :past], attention_mask=mask[:, :past], use_cache=True)
+        return {"input_ids": ids[:, past:], "attention_mask": mask, WORD: cache_of(out), "use_cache": True}
+
+    with torch.no_grad(), register_flattening_functions(patch_transformers=True):
+        example = inputs(2, 5, 3)
+
+        def every_axis(value):
+            if isinstance(value, torch.Tensor):
+                return dict.fromkeys(range(value.dim()), AUTO)
+            node = torch.utils._pytree.SUPPORTED_NODES.get(type(value))
+            return None if node is None else [every_axis(child) for child in node.flatten_fn(value)[0]]
+
+        shapes = {name: every_axis(value) for name, value in example.items()}
+        options = {"strict": False, "prefer_deferred_runtime_asserts_over_guards": True}
+        program = torch.export.export(model, (), copy.deepcopy(example), dynamic_shapes=shapes, **options).module()
+        for sizes in ((2, 20, 1), (3, 9, 1, 3)):
+            given = inputs(*sizes)
+            expected = model(**copy.deepcopy(given)).logits
+            torch.testing.assert_close(program(**given).logits, expected, rtol=1e-4, atol=1e-4)

@@ -16,29 +16,11 @@ from roundpipe_runtime import (
     save_for_recompute,
 )
 from roundpipe_runtime.engine.looks import check_repeated, digest
+from tests.runtime.small import all_recomputed
 
 F = nn.functional
 SOURCE = torch.Generator().manual_seed(1)  # held by no layer
 INPUTS, LABELS = torch.randn(6, 4, generator=torch.Generator().manual_seed(2)), torch.zeros(6, 3)
-
-
-@pytest.fixture
-def pipe():
-    made = []
-
-    def make(*layers, devices="virtual:2:check", **options):
-        made.append(RoundPipe(nn.Sequential(*layers), devices=devices, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
-def recomputed(layers, **fields):
-    """All of these layers run forward, and the loss, before any goes back."""
-    plan = ModelExecutePlan([range(layers)], [range(layers, layers + 1), range(layers)])
-    return RoundPipeRunConfig(execute_plan=plan, num_microbatch=2, loss_reduction="mean", **fields)
 
 
 def train(model, config=None):
@@ -82,7 +64,7 @@ def test_a_layer_that_does_not_repeat_itself_is_refused(pipe, kind, classic, gra
     """Its gradient would be that of other numbers; the error names the layer, and nothing of the run is kept."""
     model = pipe(nn.Linear(4, 4), kind(4, 4), nn.Linear(4, 3))
     with pytest.raises(StageError, match=f"layer 1 \\({kind.__name__}\\) computed other numbers"):
-        go_back(model, classic, recomputed(2, recompute_grain=grain))
+        go_back(model, classic, all_recomputed(2, recompute_grain=grain))
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -116,7 +98,7 @@ def test_kept_data_makes_a_layer_repeat_itself(pipe):
             return super().forward(x * mask)
 
     model = pipe(Keeps(4, 4), nn.Linear(4, 3))
-    train(model, recomputed(1))
+    train(model, all_recomputed(1))
     assert model[0].weight.grad is not None
 
 
@@ -126,11 +108,11 @@ def test_a_layer_that_begins_to_differ_is_found_in_a_later_run(pipe):
     plain, Noisy.forward = Noisy.forward, nn.Linear.forward
     try:
         for _ in range(2):
-            train(model, recomputed(1))
+            train(model, all_recomputed(1))
         Noisy.forward = plain
-        train(model, recomputed(1))
+        train(model, all_recomputed(1))
         with pytest.raises(StageError, match="computed other numbers"):
-            train(model, recomputed(1))
+            train(model, all_recomputed(1))
     finally:
         Noisy.forward = plain
 
@@ -283,8 +265,34 @@ def test_a_parameter_written_in_a_forward_is_refused(pipe, write, classic, numbe
     model = pipe(*layers)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(StageError, match=rf"layer {number} \(Writes\) writes Writes\.weight in its forward"):
-        go_back(model, classic, recomputed(1))
+        go_back(model, classic, all_recomputed(1))
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("write", [clamp, replace, count])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_parameter_written_in_an_evaluation_is_refused(pipe, write, number):
+    """The next state dict would lack what plain layers would have written."""
+
+    class Writes(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                write(self)
+            return super().forward(x)
+
+    layers = [nn.Linear(4, 4), nn.Linear(4, 3)]
+    layers[number] = Writes(4, 4 - number)
+    model = pipe(*layers).eval()
+    with torch.no_grad(), pytest.raises(StageError, match=rf"layer {number} \(Writes\) writes Writes\.weight in its"):
+        model(INPUTS, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2))
+
+
+def test_norms_of_embeddings_that_a_lookup_renews_are_refused_in_an_evaluation(pipe):
+    """`max_norm` writes the table; plain, the weights are others afterwards."""
+    model = pipe(nn.Embedding(10, 4, max_norm=0.1), nn.Linear(4, 3)).eval()
+    tokens = torch.arange(6)
+    with torch.no_grad(), pytest.raises(StageError, match=r"writes Embedding\.weight in its forward"):
+        model(tokens, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2))
 
 
 def test_a_parameter_that_is_nan_was_not_written(pipe):

@@ -1,4 +1,4 @@
-"""What the check of a loss function does besides: nobody notices that the function was called a few times more."""
+"""The check of a loss function leaves no trace: generators, buffers and other threads are as without its calls."""
 
 import random
 import threading

@@ -34,6 +34,7 @@ from .masks import mask_replacements
 from .model_patches import upstream_replacements
 from .models import model_replacements
 from .ranges import TensorRanges
+from .rotary import rotary_replacements
 from .sparse import prepare_compressed
 
 __all__ = ["TRANSFORMERS_TRACING", "TransformersTracing"]
@@ -172,6 +173,7 @@ def _replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield from mask_replacements()
     yield from attention_replacements()
     yield from model_replacements()
+    yield from rotary_replacements()
     yield from upstream_replacements()  # last: where ours replace the same function, ours is used
 
 

@@ -31,6 +31,46 @@ def test_the_length_of_the_mask_stands_for_the_counter():
     assert cache_of(given)[0]["key"].shape[2] == WINDOW - 1
 
 
+def test_tokens_with_codes_beside_them_are_counted_by_their_second_axis():
+    """Kyutai's speech to text reads (batch, length, 1 + codebooks); beside the model's own loop, past its window."""
+    model = make_codes_model()
+    codes = torch.randint(1, 5, (2, 5, 3), generator=torch.Generator().manual_seed(0))
+    cache = cache_of(model(input_ids=codes[:, :3], use_cache=True))
+    kwargs = {"input_ids": codes[:, 3:], WORD: cache, "use_cache": True}
+    assert why_not_sliding(model, kwargs) is None
+    decoder = SlidingDecoder(model, kwargs)
+    given = decoder.inputs(kwargs)
+    assert given["attention_mask"].shape == (2, 5)
+    with torch.no_grad():
+        for step in range(WINDOW):
+            found = decoder(**given)
+            expected = model(input_ids=given["input_ids"], **{WORD: cache}, use_cache=True)
+            torch.testing.assert_close(found["logits"], expected.logits, atol=1e-5, rtol=1e-5)
+            assert given["attention_mask"].shape[1] == 5 + 2 * step
+            given = decoder.next_inputs(given, found, seed=step)
+
+
+def make_codes_model():
+    """A small model of speech that slides: one token of text and two codes in each step."""
+    from transformers import KyutaiSpeechToTextConfig, KyutaiSpeechToTextForConditionalGeneration, MimiConfig
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
+    small = {"intermediate_size": 32, "num_filters": 4, "codebook_size": 8, "codebook_dim": 8, "upsample_groups": 32}
+    config = KyutaiSpeechToTextConfig(
+        **sizes,
+        vocab_size=40,
+        codebook_vocab_size=9,
+        pad_token_id=3,
+        audio_pad_token_id=8,
+        num_codebooks=2,
+        ffn_dim=64,
+        max_position_embeddings=64,
+        sliding_window=WINDOW,
+        codec_config=MimiConfig(**sizes, **small).to_dict(),
+    )
+    return KyutaiSpeechToTextForConditionalGeneration(config).eval()
+
+
 def test_only_caches_with_a_counter_are_meant():
     """Beside a full layer there is none."""
     assert counts_by_itself(decode_inputs(make_model("mistral"), DecodeSizes())[WORD])

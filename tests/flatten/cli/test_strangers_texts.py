@@ -1,0 +1,63 @@
+"""Texts that a stranger chose are shown; a terminal does not obey them."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from yobx_flatten import save_nested
+from yobx_flatten.cli.app import app
+from yobx_flatten.terminal.failures import UserError, explain_failure
+from yobx_flatten.terminal.output import printable, say_json, table
+
+# clears the screen, sets the title, a bell, a line that covers another one, C1, and text that reads backwards
+ATTACK = "a\x1b[2J\x1b]0;title\x07\rok\x9b31m\u202egnp"
+SHOWN = r"a\x1b[2J\x1b]0;title\x07\rok\x9b31m\u202egnp"
+
+
+def obeyed(text):
+    return [letter for letter in text if (ord(letter) < 32 and letter not in "\n\t") or letter in "\x7f\x9b\u202e"]
+
+
+def test_names_in_a_file_are_spelled_out(tmp_path):
+    """As a key, as the name of a leaf, and as JSON, which stays JSON."""
+    save_nested(tmp_path / "a.onnx", {ATTACK: torch.ones(2), "b": {ATTACK: 3}})
+    drawn = CliRunner().invoke(app, ["explain", str(tmp_path / "a.onnx")])
+    assert drawn.exit_code == 0
+    assert obeyed(drawn.output) == []
+    assert "gnp" in drawn.output
+    as_json = CliRunner().invoke(app, ["explain", str(tmp_path / "a.onnx"), "--json"])
+    assert obeyed(as_json.output) == []
+    assert "gnp" in json.loads(as_json.output)[0]["lines"][1]
+
+
+@pytest.mark.parametrize("error", [UserError(ATTACK), ValueError(ATTACK), FileNotFoundError(2, "no file", ATTACK)])
+def test_errors_are_spelled_out(error, capsys):
+    """Also their notes."""
+    error.add_note(ATTACK)
+    explain_failure(error, debug=False)
+    shown = capsys.readouterr().err
+    assert obeyed(shown) == []
+    assert SHOWN in shown
+
+
+def test_tables_and_json_are_spelled_out(capsys):
+    """JSON says what the text was."""
+    table(["name", "value"], [[ATTACK, "1"]])
+    assert obeyed(capsys.readouterr().out) == []
+    say_json({"name": ATTACK})
+    shown = capsys.readouterr().out
+    assert obeyed(shown) == []
+    assert json.loads(shown) == {"name": ATTACK}
+
+
+def test_other_text_stays():
+    """Of every language, with lines and tabs; a carriage return before a line feed is part of it."""
+    text = "Grüße\t日本語\nไทย 🙂\u200d\u200f"
+    assert printable(text) == text
+    assert printable("a\r\nb") == "a\nb"

@@ -1,0 +1,160 @@
+"""Weights in half precision: files may differ by what the type costs the model itself, and no wrong file passes."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+from yobx_flatten import Case, export_folder, export_onnx, export_program, register_flattening_functions, verify_folder
+from yobx_flatten.errors import ReplayError
+from yobx_flatten.export import onnx_attempts
+from yobx_flatten.export.replay import following
+from yobx_flatten.export.yardstick import Yardstick, explained
+from yobx_flatten.huggingface.cases import DecodeSizes, decode_inputs
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("onnxscript")
+pytestmark = pytest.mark.slow
+
+
+def _llama(spread=0.3, layers=3):
+    """Its scores are of size 20 to 40, as those of trained models are, so that half precision costs more than 6e-2."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=160,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=spread,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight *= 5
+    return model.half()
+
+
+def _swapped_heads(model):
+    """The first two heads of queries of one layer, exchanged."""
+    with torch.no_grad():
+        weight = model.model.layers[1].self_attn.q_proj.weight
+        weight[:32] = weight[:32].roll(16, 0).clone()
+    return model
+
+
+def _no_scale(model):
+    """Scores of one layer that are not divided by the root of the size of a head."""
+    model.model.layers[1].self_attn.scaling = 1.0
+    return model
+
+
+def _hidden_position(model):
+    """A mask that is off by one: no token sees the first one."""
+    inner = model.model.forward
+
+    def forward(*args, attention_mask=None, **others):
+        seen = (torch.arange(attention_mask.shape[1]) > 0).long()
+        return inner(*args, attention_mask=attention_mask * seen, **others)
+
+    model.model.forward = forward
+    return model
+
+
+FAULTS = [_swapped_heads, _no_scale, _hidden_position]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return _llama()
+
+
+def _written_of(monkeypatch, wrong, example):
+    """Let the next files be those of another model; the replay compares them with the one that is exported."""
+    program = export_program(wrong, kwargs=example, proof="none").program
+    convert = onnx_attempts.convert
+    monkeypatch.setattr(onnx_attempts, "convert", lambda given, *args, **options: convert(program, *args, **options))
+
+
+def test_what_the_type_costs_is_allowed(model, tmp_path):
+    """The file differs by more than 6e-2, as the model itself does from float32, and its attention is one operator."""
+    report = export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=tmp_path / "m.onnx").report
+    assert report.operators.get("Attention") == 3
+    wide = copy.deepcopy(model).float()
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        cost = (model(input_ids=ids).logits.float() - wide(input_ids=ids).logits).abs().max().item()
+    assert 0.3 * cost < report.yardstick.costs["logits"] < 30 * cost
+    for case in report.cases:
+        if case.runtime == "onnxruntime":
+            assert case.allowed["logits"] == pytest.approx(min(5 * report.yardstick.costs["logits"], 4), rel=0.9)
+            assert all(difference <= case.allowed[name] for name, difference in case.differences.items())
+    assert "costs the model itself up to" in str(report)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_file_in_float16_is_refused(model, fault, tmp_path, monkeypatch):
+    """Each of these is further off than five times what the type costs."""
+    example = decode_inputs(model, DecodeSizes())
+    _written_of(monkeypatch, fault(copy.deepcopy(model)), example)
+    with pytest.raises(ReplayError, match="does not do what the eager model does"):
+        export_onnx(model, kwargs=example, path=tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_file_of_a_model_with_small_scores_is_refused(fault, tmp_path, monkeypatch):
+    """Scores of 0.02, as new models have them: a fixed 6e-2 would allow any file."""
+    small = _llama(spread=0.05)
+    with torch.no_grad():
+        small.lm_head.weight *= 0.005
+    example = decode_inputs(small, DecodeSizes())
+    assert small(**copy.deepcopy(example)).logits.abs().max() < 6e-2
+    export_onnx(small, kwargs=example, path=tmp_path / "right.onnx")
+    _written_of(monkeypatch, fault(copy.deepcopy(small)), example)
+    with pytest.raises(ReplayError, match="does not do what the eager model does"):
+        export_onnx(small, kwargs=example, path=tmp_path / "wrong.onnx")
+
+
+def test_a_tolerance_that_is_passed_is_the_tolerance(model, tmp_path):
+    """Nothing is measured then."""
+    example = decode_inputs(model, DecodeSizes())
+    with pytest.raises(ReplayError, match=r"allowed 1\.0e-06"):
+        export_onnx(model, kwargs=example, path=tmp_path / "m.onnx", tolerance=1e-6)
+
+
+def test_measuring_leaves_the_model_as_it_was(model):
+    """Its weights are float16 again, tied ones tied, with the same identity."""
+    before = {name: (id(one), one.dtype, one._version) for name, one in model.named_parameters()}
+    with register_flattening_functions(patch_transformers=True):
+        case = Case("one", (), decode_inputs(model, DecodeSizes()), steps=2)
+        yardstick = Yardstick(model, following(), ())
+        assert yardstick.allowed(case) is yardstick.allowed(case)
+    assert {name: (id(one), one.dtype, one._version) for name, one in model.named_parameters()} == before
+
+
+def test_a_folder_in_float16_states_what_it_allows_and_a_stranger_cannot_state_more(model, tmp_path):
+    """The tolerances are in the manifest, and verify takes a tenth of an output's own range at most."""
+    folder = tmp_path / "folder"
+    export_folder(model, folder)
+    manifest = json.loads((folder / "yobx_flatten.json").read_text())
+    stated = manifest["tolerances"]["model.onnx"]
+    assert 6e-2 < stated["logits"] < 5
+    assert verify_folder(folder).ok
+    export_folder(_hidden_position(copy.deepcopy(model)), tmp_path / "wrong")
+    (folder / "model.onnx").write_bytes((tmp_path / "wrong/model.onnx").read_bytes())
+    manifest["tolerances"]["model.onnx"] = dict.fromkeys(stated, 1e9)
+    (folder / "yobx_flatten.json").write_text(json.dumps(manifest))
+    report = verify_folder(folder)
+    assert not report.ok
+    assert not all(check.ok for check in report.checks if check.file == "model.onnx")
+
+
+def test_what_is_explained_is_bounded_by_the_output():
+    """A tenth of its range, and five roundings of its largest element at least."""
+    values = torch.tensor([-20.0, 20.0], dtype=torch.float16)
+    assert explained(1e9, values) == pytest.approx(4.0)
+    assert explained(0.0, values) == pytest.approx(5 * 20 * torch.finfo(torch.float16).eps)
+    assert explained(1.0, torch.tensor([torch.inf], dtype=torch.float16)) == 0.0

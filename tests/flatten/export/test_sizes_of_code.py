@@ -1,0 +1,186 @@
+"""Sizes that the code of a module computes with: right in every size that program and file take, refused in others."""
+
+import math
+
+import pytest
+import torch
+from torch.export import Dim
+
+from yobx_flatten import export_onnx, export_program, prove_program
+
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+F = torch.nn.functional
+
+
+class Half(torch.nn.Module):
+    def forward(self, x):
+        return x[:, : int(x.shape[1] // 2)] * 2
+
+
+class Upwards(torch.nn.Module):
+    def forward(self, x):
+        return F.interpolate(x[:, None, None], size=(3, math.ceil(x.shape[1] / 4)))
+
+
+class Rounded(torch.nn.Module):
+    def forward(self, x):
+        return x[:, : int(x.shape[1] * 0.5)] * 2
+
+
+class Root(torch.nn.Module):
+    def forward(self, x):
+        return x.sum(1)[:, None].expand(-1, int(x.shape[1] ** 0.5)) * 1.0
+
+
+class AsFloat(torch.nn.Module):
+    def forward(self, x):
+        return x / float(x.shape[1])
+
+
+class Branch(torch.nn.Module):
+    def forward(self, x):
+        return x * 2 if x.shape[1] // 3 == 2 else x * 3
+
+
+class RoundedBranch(torch.nn.Module):
+    def forward(self, x):
+        return x * 2 if int(x.shape[1] * 0.5) < 5 else x * 3
+
+
+class Pooled(torch.nn.Module):
+    def forward(self, x):
+        return F.adaptive_avg_pool1d(x[:, None], 2)
+
+
+class Factor(torch.nn.Module):
+    def forward(self, x):
+        return F.interpolate(x[:, None], scale_factor=1.5, mode="linear")
+
+
+ALL = [Half, Upwards, Rounded, Root, AsFloat, Branch, RoundedBranch, Pooled, Factor]
+SIZES = (8, 7, 6, 9, 12, 3, 16, 20, 2, 41)
+
+
+def _same(found, expected):
+    return found.shape == expected.shape and torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_file_gives_the_module_s_numbers_or_stops(kind, tmp_path):
+    """In a session of onnxruntime without this package: no size that the file takes has the result of another one."""
+    module = kind()
+    export_onnx(module, (torch.randn(2, 8),), path=tmp_path / "sizes.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "sizes.onnx")
+    taken = []
+    for size in SIZES:
+        x = torch.randn(3, size)
+        try:
+            (found,) = session.run(None, {"x": x.numpy()})
+        except Exception:  # whatever onnxruntime raises
+            continue
+        taken.append(size)
+        assert _same(torch.tensor(found), module(x)), size
+    assert 8 in taken
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_program_gives_the_module_s_numbers_or_stops(kind):
+    """torch leaves comparisons with rounded numbers out of its programs, which then took every size."""
+    module = kind()
+    exported = export_program(module, (torch.randn(2, 8),))
+    taken = []
+    for size in SIZES:
+        x = torch.randn(3, size)
+        try:
+            found = exported(x)
+        except (AssertionError, RuntimeError):
+            continue
+        taken.append(size)
+        assert _same(found, module(x)), size
+    assert 8 in taken
+
+
+@pytest.mark.parametrize("kind", [Half, Upwards, Factor])
+def test_integers_made_of_sizes_stay_dynamic(kind, tmp_path):
+    """``int`` of a size that is an integer already fixes nothing, and neither does ``math.ceil``."""
+    module = kind()
+    exported = export_onnx(module, (torch.randn(2, 8),), path=tmp_path / "sizes.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "sizes.onnx")
+    for size in (8, 7, 12, 41):
+        x = torch.randn(3, size)
+        assert _same(torch.tensor(session.run(None, {"x": x.numpy()})[0]), module(x))
+        assert _same(exported(x), module(x))
+
+
+def test_the_name_int_is_the_module_s_own_afterwards():
+    """The name is put next to the code for the trace only."""
+    export_program(Half(), (torch.randn(2, 8),))
+    assert "int" not in globals()
+
+
+@pytest.mark.parametrize(("kind", "size"), [(Rounded, 8), (Root, 8), (AsFloat, 8)])
+def test_a_size_that_has_to_be_that_of_the_example_is_stated_as_fixed(kind, size, tmp_path):
+    """The file declares a number there, and the report names it."""
+    exported = export_onnx(kind(), (torch.randn(2, 8),), path=tmp_path / "sizes.onnx")
+    (given,) = onnxruntime.InferenceSession(tmp_path / "sizes.onnx").get_inputs()
+    assert given.shape[1] == size
+    assert isinstance(given.shape[0], str)
+    assert any("the file takes no others: x.shape[1] == 8." in remark for remark in exported.report.remarks)
+
+
+def test_a_session_names_what_it_refuses(tmp_path):
+    """The node that stops has the comparison as its name."""
+    export_onnx(Branch(), (torch.randn(2, 8),), path=tmp_path / "sizes.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "sizes.onnx")
+    with pytest.raises(Exception, match=r"these sizes are refused, expected x\.shape\[1\] // 3 == 2"):
+        session.run(None, {"x": torch.randn(3, 12).numpy()})
+
+
+def test_a_given_program_that_takes_too_much_is_named():
+    """A program that other code traced is not traced again here: its report names the size."""
+    program = torch.export.export(
+        Rounded(),
+        (torch.randn(2, 8),),
+        dynamic_shapes={"x": {0: Dim.AUTO, 1: Dim.AUTO}},
+        prefer_deferred_runtime_asserts_over_guards=True,
+    )
+    report = prove_program(program, Rounded()).report
+    assert any(remark.startswith("the program was traced for x.shape[1] == 8") for remark in report.remarks)
+
+
+@pytest.mark.slow
+def test_depth_anything_takes_pictures_of_any_size(tmp_path):
+    """Its head computes ``int(patch_height * self.patch_size)``, which fixed the size of the example."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    bone = transformers.Dinov2Config(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        mlp_ratio=2,
+        image_size=56,
+        patch_size=14,
+        out_indices=[1, 2],
+        reshape_hidden_states=False,
+        apply_layernorm=True,
+    )
+    config = transformers.DepthAnythingConfig(
+        backbone_config=bone,
+        patch_size=14,
+        neck_hidden_sizes=[16, 16],
+        reassemble_factors=[2, 1],
+        fusion_hidden_size=16,
+        head_hidden_size=8,
+        reassemble_hidden_size=32,
+        initializer_range=0.1,
+    )
+    model = transformers.DepthAnythingForDepthEstimation(config).eval()
+    export_onnx(model, kwargs={"pixel_values": torch.randn(2, 3, 70, 84)}, path=tmp_path / "depth.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "depth.onnx")
+    for rows, columns in ((112, 56), (56, 56), (28, 140)):
+        pixels = torch.randn(3, 3, rows, columns)
+        with torch.no_grad():
+            expected = model(pixel_values=pixels).predicted_depth
+        (found,) = session.run(None, {"pixel_values": pixels.numpy()})
+        torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-4)

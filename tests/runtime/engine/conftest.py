@@ -1,0 +1,21 @@
+"""What tests of the engine have in common."""
+
+import pytest
+from torch import nn
+
+from roundpipe_runtime import RoundPipe
+
+
+@pytest.fixture
+def pipe():
+    """Pipelines of some layers on two devices that check every access; closed at the end."""
+    made = []
+
+    def make(*layers, devices="virtual:2:check", **options):
+        is_model = len(layers) == 1 and isinstance(layers[0], nn.Sequential)
+        made.append(RoundPipe(layers[0] if is_model else nn.Sequential(*layers), devices=devices, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

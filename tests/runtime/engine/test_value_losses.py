@@ -1,0 +1,181 @@
+"""Losses that choose rows by values: another loss for each split, which the first rows of a batch need not show."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import LossError, RoundPipe, RoundPipeRunConfig, WeightedLoss
+from tests.runtime.small import near
+
+F = nn.functional
+ROWS = 9
+
+
+def each(outputs, labels):
+    return F.cross_entropy(outputs, labels, reduction="none")
+
+
+def of_one_class(outputs, labels):
+    return each(outputs, labels)[labels == 1].mean()
+
+
+def of_one_class_or_zero(outputs, labels):
+    chosen = labels == 2
+    return each(outputs, labels)[chosen].sum() / chosen.sum().clamp(min=1)
+
+
+def by_product(outputs, labels):
+    weights = (labels == 1).float()
+    return (each(outputs, labels) * weights).sum() / weights.sum().clamp(min=1e-6)
+
+
+def with_a_term_of_one_class(outputs, labels):
+    loss = each(outputs, labels).mean()
+    return loss + 3 if (labels == 2).any() else loss
+
+
+def of_confident_rows(outputs, labels):
+    chosen = outputs.detach().softmax(-1).amax(-1) > 0.1
+    return each(outputs, labels)[chosen].mean()
+
+
+def balanced(outputs, labels):
+    weights = 1 / torch.bincount(labels, minlength=4).clamp(min=1)
+    return (each(outputs, labels) * weights[labels]).sum() / weights[labels].sum()
+
+
+def in_a_loop(outputs, labels):
+    total, number = outputs.sum() * 0, 0
+    for loss, label in zip(each(outputs, labels), labels, strict=True):
+        if label == 1:
+            total, number = total + loss, number + 1
+    return total / max(number, 1)
+
+
+def counted(outputs, labels):
+    return F.cross_entropy(outputs, labels, reduction="sum") / (labels != -100).sum().item()
+
+
+def by_a_limit(outputs, labels):
+    loss = each(outputs, labels).mean()
+    return loss * 2 if labels.max().item() > 50 else loss
+
+
+def of_exchanged_rows(outputs, labels):
+    return F.mse_loss(outputs, outputs[torch.randperm(len(outputs))].detach())
+
+
+WRONG = [of_one_class, of_one_class_or_zero, by_product, with_a_term_of_one_class, of_confident_rows, balanced,
+         in_a_loop, counted, by_a_limit, of_exchanged_rows]  # fmt: skip
+
+
+def made(labels):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)), torch.randn(ROWS, 4), torch.tensor(labels)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("loss_fn", WRONG)
+def test_a_loss_that_depends_on_the_split_is_refused_before_the_first_gradient(loss_fn, reduction):
+    """The first three rows are of one class, so in them it is a mean over rows."""
+    model, x, y = made([1, 1, 1, 0, 2, 1, 0, 3, 1])
+    pipeline = RoundPipe(model, devices="virtual:2")
+    config = RoundPipeRunConfig(num_microbatch=3, loss_reduction=reduction)
+    with pytest.raises(LossError, match=r'loss_reduction="joined"'):
+        pipeline.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=config)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    pipeline.close()
+
+
+def test_masks_that_are_floats_are_refused():
+    """All of them are one in the first rows."""
+    model, x, y = made([1, 1, 1, 0, 2, 1, 0, 3, 1])
+    mask = torch.tensor([1.0] * 5 + [0.0, 0.5, 1.0, 0.0])
+    pipeline = RoundPipe(model, devices="virtual:2")
+    config = RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean")
+    with pytest.raises(LossError, match="other values"):
+        pipeline.forward_backward(
+            (x,), label=(y, mask), loss_fn=lambda out, y: (each(out, y[0]) * y[1]).sum() / y[1].sum(), run_config=config
+        )
+    pipeline.close()
+
+
+def sum_of_one_class(outputs, labels):
+    return WeightedLoss(each(outputs, labels)[labels == 1].sum(), (labels == 1).sum())
+
+
+def sum_with_a_number(outputs, labels):
+    return WeightedLoss((each(outputs, labels) * (labels != -100)).sum(), (labels != -100).sum().item())
+
+
+def larger_where_wrong(outputs, labels):
+    found = each(outputs, labels)
+    return torch.where(outputs.argmax(-1) == labels, found, 2 * found).mean()
+
+
+def checked(outputs, labels):
+    assert (labels >= 0).all()
+    loss = F.cross_entropy(outputs, labels)
+    if not torch.isfinite(loss):
+        raise ValueError("not finite")
+    return loss
+
+
+SEEN = []
+
+
+def noted(outputs, labels):
+    loss = each(outputs, labels).mean()
+    SEEN.append(loss.item())
+    return loss
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [sum_of_one_class, sum_with_a_number, larger_where_wrong, checked, noted, F.cross_entropy]
+)
+def test_a_loss_of_each_row_may_decide_by_values(loss_fn):
+    """What a row adds depends on this row alone: loss and gradients are those of the plain model."""
+    model, x, y = made([1, 1, 1, 0, 2, 1, 0, 3, 1])
+    plain = copy.deepcopy(model)
+    expected = loss_fn(plain(x), y)
+    expected = expected.sum / expected.weight if isinstance(expected, WeightedLoss) else expected
+    expected.backward()
+    pipeline = RoundPipe(model, devices="virtual:2")
+    config = RoundPipeRunConfig(num_microbatch=4, loss_reduction="mean")
+    found = pipeline.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=config)
+    assert near(found, expected)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert near(one.grad, other.grad)
+    pipeline.close()
+
+
+@pytest.mark.parametrize("loss_fn", [of_one_class, by_product, with_a_term_of_one_class, in_a_loop])
+def test_joined_losses_may_choose_rows(loss_fn):
+    """Computed once of all rows, such a loss and its gradients are those of the plain model."""
+    model, x, y = made([1, 1, 1, 0, 2, 1, 0, 3, 1])
+    plain = copy.deepcopy(model)
+    expected = loss_fn(plain(x), y)
+    expected.backward()
+    pipeline = RoundPipe(model, devices="virtual:2")
+    config = RoundPipeRunConfig(num_microbatch=3, loss_reduction="joined")
+    assert near(pipeline.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=config), expected)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert near(one.grad, other.grad)
+    pipeline.close()
+
+
+def test_labels_of_another_kind_are_checked_anew():
+    """A loss that was shown for classes is another one for probabilities."""
+    model, x, y = made([1, 1, 1, 0, 2, 1, 0, 3, 1])
+    pipeline = RoundPipe(model, devices="virtual:2")
+    config = RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean")
+
+    def loss_fn(outputs, labels):
+        return F.cross_entropy(outputs, labels) if labels.dim() == 1 else F.mse_loss(outputs / outputs.std(), labels)
+
+    pipeline.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=config)
+    with pytest.raises(LossError, match="not a mean over rows"):
+        pipeline.forward_backward((x,), label=torch.rand(ROWS, 4), loss_fn=loss_fn, run_config=config)
+    pipeline.close()

@@ -1,0 +1,95 @@
+"""The length from which a model turns its positions by other angles: what rotary embeddings of some kinds do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .cache_names import argument_of, installed_name
+
+__all__ = ["rereads_at_switch", "switch_of", "switch_of_kind"]
+
+
+def switch_of(config: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens up to which positions are turned by the first angles; ``None`` where all are.
+
+    Args:
+        config: the configuration of a decoder, as a dictionary.
+
+    >>> switch_of({"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 4096})
+    4096
+    >>> switch_of({"rope_scaling": {"rope_type": "yarn"}, "original_max_position_embeddings": 4096}) is None
+    True
+    """
+    lengths = [length for rope in _kinds(config) if type(length := switch_of_kind(rope, config)) is int]
+    return min(lengths, default=None)
+
+
+def _kinds(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What is stated of the angles, which differs between layers in some models."""
+    for name in ("rope_parameters", "rope_scaling"):
+        found = config.get(name)
+        if isinstance(found, Mapping):
+            yield from (found, *(one for one in found.values() if isinstance(one, Mapping)))
+
+
+def switch_of_kind(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
+    """Return the length up to which one kind of rotary embedding has its first angles; ``None`` where it has no others.
+
+    Args:
+        rope: what the configuration states of it.
+        config: the configuration of the decoder.
+    """
+    kind, longest = rope.get("rope_type", rope.get("type")), config.get("max_position_embeddings")
+    if kind in ("longrope", "su"):
+        places = (rope, config)
+        return next((found for place in places if (found := place.get("original_max_position_embeddings"))), longest)
+    return longest if kind == "dynamic" else None
+
+
+@torch.no_grad()
+def rereads_at_switch(model: Any, switch: int) -> bool | None:
+    """Return whether a model, when its text passes the switch, drops its cache and reads everything again.
+
+    Phi-3 does, since its keys were turned by the short factors. It is asked for the inputs of three calls: the last one
+    before the switch, the one that passes it, and the one after that.
+
+    Args:
+        model: a model of transformers that generates.
+        switch: the number of tokens, see :func:`switch_of`.
+
+    Returns:
+        ``None`` where it does something else, or cannot be asked.
+    """
+    try:
+        read = [_reads(model, length) for length in (switch, switch + 1, switch + 2)]
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # a model with a loop of its own
+        return None
+    return True if read == _DROPPED else False if read == _KEPT else None
+
+
+_KEPT = ["the next", "the next", "the next"]
+_DROPPED = ["the next", "all", "the next"]
+
+
+def _reads(model: Any, length: int) -> str:
+    """What a model reads for the token after so many, all but one of which are in its cache."""
+    from transformers import GenerationMixin
+    from transformers.cache_utils import DynamicCache
+
+    cache, ids = DynamicCache(), torch.zeros(1, length, dtype=torch.int64)
+    keys = torch.zeros(1, 1, length - 1, 1)
+    cache.update(keys, keys, 0)
+    # a model hands on to the general one what it does not read itself
+    loops: Any = (model.prepare_inputs_for_generation, GenerationMixin.prepare_inputs_for_generation)
+    asked = {name for loop in loops for name in inspect.signature(loop).parameters}
+    cache_is = argument_of(model.forward) or installed_name()
+    given = {cache_is: cache, "attention_mask": torch.ones_like(ids)}
+    by_version = {"next_sequence_length": 1, "cache_position": torch.tensor([length - 1])}
+    given |= {name: value for name, value in by_version.items() if name in asked}
+    found = model.prepare_inputs_for_generation(ids, **given, use_cache=True)
+    count, goes_on = found["input_ids"].shape[1], found.get(cache_is) is cache
+    return "the next" if count == 1 and goes_on else "all" if count == length and not goes_on else "something else"

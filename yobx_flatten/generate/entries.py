@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-__all__ = ["Entries"]
+__all__ = ["Choices", "Entries"]
 
 _Id = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -36,17 +36,6 @@ class Entries(_Tokens):
     """
 
     max_new_tokens: _Count | None = None
-    max_length: _Count | None = None
-    do_sample: bool | None = None
-    temperature: float | None = None
-    top_k: _Count | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    num_beams: _Count | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | str | None = None
-    num_return_sequences: _Count | None = None
     image_token_id: _Id | None = None
     image_token_index: _Id | None = None
     video_token_id: _Id | None = None
@@ -66,3 +55,20 @@ class Entries(_Tokens):
     model_type: str | None = None
     text_config: _Tokens | None = None
     vision_config: _Vision | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choices(Entries):
+    """Types of further entries of ``generation_config.json``; in a model's own, such a name may be another thing's."""
+
+    max_length: _Count | None = None
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: _Count | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    num_beams: _Count | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    num_return_sequences: _Count | None = None

@@ -148,7 +148,8 @@ class Generator:
             video_grid_thw: patches of each video in time, height and width, integers of shape (videos, 3).
             second_per_grid_ts: seconds from one frame of each video to the next, for models that count them
                 (Qwen2.5-VL); 1 for all by default.
-            decoder_input_ids: first tokens of an encoder-decoder model's output; by default its start token.
+            decoder_input_ids: first tokens of an encoder-decoder model's output; by default its start token, with
+                Whisper and the language that it detects, or ``generation_config.json`` states, and no times.
             num_beams: continuations of each row that a beam search keeps; 1 for none, as without a configuration.
             length_penalty: exponent of the length by which the sum of log-probabilities of a continuation is divided;
                 1.0 without a configuration.
@@ -249,9 +250,10 @@ class Generator:
         positions = types = None
         if self.parts.encoder is not None:
             context, batch = self._encode(input_ids, attention_mask, input_features)
-            tokens = self._start_tokens(batch)
             if decoder_input_ids is not None:
                 tokens = _tokens("decoder_input_ids", decoder_input_ids)
+            else:
+                tokens = self._first_tokens(batch, context)
             if len(tokens) != batch:
                 raise InvalidArgumentError(
                     f"decoder_input_ids has {len(tokens)} rows, and the encoder reads {batch}. Pass as many."
@@ -267,11 +269,24 @@ class Generator:
             positions = self._positions(tokens, mask, pictures)
             if "token_type_ids" in self.parts.decoder.ports:
                 types = self.settings.token_types(tokens)
-        reader = self.parts.prefill or self.parts.decoder
-        cache = {} if self.parts.prefill is not None else reader.cache(empty_cache(reader.slots, len(tokens)))
+        cache = self._empty_cache(len(tokens))
         source = tokens if self.parts.encoder is None else input_ids if input_features is None else None
         of_types = (types, self.settings.generated_type)
         return _Sequence(tokens, mask, tokens, cache, context, seen, source, positions, *of_types)
+
+    def _empty_cache(self, rows: int) -> dict[str, Any]:
+        reader = self.parts.decoder
+        return {} if self.parts.prefill is not None else reader.cache(empty_cache(reader.slots, rows))
+
+    def _first_tokens(self, batch: int, context: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The start, and what Whisper puts after it: the language is the likeliest one."""
+        start, spoken = self._start_tokens(batch), self.settings.spoken
+        if spoken is None:
+            return start
+        scores = None
+        if spoken.languages:
+            scores = self._step(_Sequence(start, torch.ones_like(start), start, self._empty_cache(batch), context))
+        return spoken.after(start, scores)
 
     def _start_tokens(self, batch: int) -> torch.Tensor:
         start = self.settings.decoder_start_token_id
@@ -329,6 +344,8 @@ class Generator:
         if max_new_tokens is not None:
             limit = max_new_tokens
         elif longest is not None:
+            if self.settings.spoken is not None:
+                longest = self.settings.spoken.with_prompt(longest, start)
             if start >= longest:
                 raise InvalidArgumentError(
                     f"There are {start} tokens, and generation_config.json ends at max_length={longest}. Pass "

@@ -22,10 +22,10 @@ class Sampling:
         top_k: number of likeliest tokens to draw from; ``None`` for all.
         top_p: probability in (0, 1]: the draw is among the fewest likeliest tokens that have it together; ``None`` for
             all.
+        seed: seed of the draws; ``None`` for torch's global generator.
         min_p: share in [0, 1] of the likeliest token's probability below which a token is not drawn; ``None`` for none.
         typical_p: probability in (0, 1]: the draw is among the tokens whose surprise is closest to the expected one, as
             many as have it together; ``None`` for all.
-        seed: seed of the draws; ``None`` for torch's global generator.
 
     Raises:
         InvalidArgumentError: when a value is out of its range.
@@ -38,9 +38,9 @@ class Sampling:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    seed: int | None = None
     min_p: float | None = None
     typical_p: float | None = None
-    seed: int | None = None
 
     def __post_init__(self) -> None:
         if not (_is_number(self.temperature) and 0 < self.temperature < math.inf):

@@ -14,11 +14,12 @@ from ..errors import GenerationError, InvalidArgumentError
 from ..files.damage import damage_as
 from ..files.document import read_document
 from .beams import BeamSettings
-from .entries import Entries
+from .entries import Choices, Entries
 from .layout import MANIFEST
 from .pictures import Pictures
 from .sampling import Sampling
 from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_tokens, score_rules
+from .spoken import SpokenPrompt, spoken_prompt_of
 from .stated_choice import beams_of, sampling_of
 from .switch import Switch, read_switch
 
@@ -39,6 +40,7 @@ class GenerationSettings:
         sampling: how tokens are chosen where the caller gives nothing; the likeliest by default.
         beams: what a search keeps where the caller gives nothing; by default there is none.
         positions: tokens of a row at most that the files read, where each position has a row of a table.
+        spoken: what comes after the start of a transcript; ``None`` for models other than Whisper.
         processors: rules that are applied to the scores, in order.
         forced_bos_token_id: the second token, after a single first one: with mBART the language to translate into.
         forced_eos_token_id: the last token, or one of several, where ``max_new_tokens`` ends a row.
@@ -67,6 +69,7 @@ class GenerationSettings:
     beams: BeamSettings = dataclasses.field(default_factory=BeamSettings)
     positions: int | None = None
     switch: Switch | None = dataclasses.field(default=None, repr=False)
+    spoken: SpokenPrompt | None = None
 
     def images(self, pixel_values: torch.Tensor | None, sizes: torch.Tensor | None) -> Pictures:
         """Return the pictures of a call.
@@ -135,10 +138,10 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
         GenerationError: when one of them is damaged.
     """
     found: list[Mapping[str, Any]] = []
-    for name in ("config.json", "generation_config.json"):
+    for name, entries in (("config.json", Entries), ("generation_config.json", Choices)):
         path, form = folder / name, dict[str, Any]
         if path.exists():
-            read_document(path, Entries, failure=GenerationError, finite=False)  # of the types that are computed with
+            read_document(path, entries, failure=GenerationError, finite=False)  # of the types that are computed with
             found.append(read_document(path, form, failure=GenerationError, finite=False))
         else:
             found.append({})
@@ -188,7 +191,7 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
     pad = stated("pad_token_id")
     starts = ("decoder_start_token_id", "bos_token_id")
     start = next((stated(name) for name in starts if stated(name) is not None), None)
-    new = stated("max_new_tokens")
+    new, longest = stated("max_new_tokens"), stated("max_length")
     return GenerationSettings(
         ends,
         pad if pad is not None else ends[0] if ends else None,
@@ -203,9 +206,10 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
         config.get("model_type") == "paligemma",
         next((config[name] for name in ("video_token_id", "video_token_index") if config.get(name) is not None), None),
         vision.get("tokens_per_second"),
-        stated("max_length") if not new else None,
+        longest if not new and type(longest) is int else None,
         sampling_of(rules),
         beams_of(rules),
+        spoken=spoken_prompt_of(config, generation),
     )
 
 

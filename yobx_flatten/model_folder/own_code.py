@@ -23,9 +23,14 @@ def own_code(stated: Mapping[str, Any]) -> str:
     named = stated.get("auto_map")
     if not isinstance(named, Mapping):
         return ""
+    classes = [str(named[key]) for key in ("AutoConfig", *sorted(named)) if key in named and _is_of_model(key)]
     wanted = [name for name in stated.get("architectures") or () if isinstance(name, str)]
     is_known = stated.get("model_type") in CONFIG_MAPPING and all(hasattr(transformers, name) for name in wanted)
-    return "" if is_known else next((str(named[key]) for key in ("AutoConfig", *named) if key in named), "")
+    return "" if is_known or not classes else classes[0]
+
+
+def _is_of_model(key: str) -> bool:
+    return key == "AutoConfig" or key.startswith("AutoModel")  # and not of a tokenizer or a processor
 
 
 def own_auto_class(config: Any) -> Any:

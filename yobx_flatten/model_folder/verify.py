@@ -258,7 +258,11 @@ def _check_tokens(
     pack = bool(manifest.quality) or not mapped  # the model that was exported can also be in memory
     generator = generator_for(folder, manifest.runtime, pack=pack, trust=trust)
     likeliest = {"sampling": Sampling(), **dataclasses.asdict(BeamSettings())}  # whatever the folder's default is
-    found = generator.generate(**case.inputs, max_new_tokens=case.outputs["new_tokens"], **likeliest)
+    inputs = dict(case.inputs)
+    start = generator.settings.decoder_start_token_id
+    if "input_features" in inputs and start is not None:  # the case begins with the start alone
+        inputs.setdefault("decoder_input_ids", torch.full((len(inputs["input_features"]), 1), start))
+    found = generator.generate(**inputs, max_new_tokens=case.outputs["new_tokens"], **likeliest)
     if found.shape != expected.shape:
         return float(max(found.numel(), expected.numel()))
     differs = found != expected

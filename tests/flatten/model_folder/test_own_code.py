@@ -101,6 +101,12 @@ def test_a_folder_whose_class_transformers_has_needs_no_code(folder, tmp_path):
     assert type(trusted).__name__ == "MyForCausalLM"
 
 
+def test_code_of_a_tokenizer_alone_does_not_concern_the_model(folder):
+    """Its class is found by the type, as before."""
+    _state(folder, model_type="llama", auto_map={"AutoTokenizer": ["own.Words", None]})
+    assert type(find_model(str(folder)).load()) is LlamaForCausalLM
+
+
 @pytest.mark.slow
 def test_a_folder_that_is_trusted_generates_as_its_own_code(folder, tmp_path):
     """Which is not what the Llama of the same weights does. The exported folder names no code."""

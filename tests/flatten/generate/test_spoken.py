@@ -1,0 +1,125 @@
+"""A transcript begins as Whisper's own generate begins it: with the language that is detected, or stated."""
+
+import pytest
+import torch
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+from transformers import GenerationConfig, WhisperConfig, WhisperForConditionalGeneration
+
+from yobx_flatten import GenerationError, export_folder, open_generator
+from yobx_flatten.generate.settings import settings_of
+
+LANGUAGES = {"<|en|>": 182, "<|de|>": 183, "<|fr|>": 186}
+OWN = {
+    "is_multilingual": True,
+    "lang_to_id": LANGUAGES,
+    "task_to_id": {"transcribe": 184, "translate": 185},
+    "no_timestamps_token_id": 189,
+    "prev_sot_token_id": 187,
+    "return_timestamps": False,
+}
+SOUND = torch.randn(6, 16, 100, generator=torch.Generator().manual_seed(1)) * 3
+
+
+def _configured(model, **entries):
+    config = GenerationConfig(
+        decoder_start_token_id=181, eos_token_id=180, pad_token_id=180, bos_token_id=180, suppress_tokens=[1, 2, 7]
+    )
+    for name, value in {**OWN, **entries}.items():
+        setattr(config, name, value)
+    model.generation_config = config
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    torch.manual_seed(0)
+    config = WhisperConfig(
+        vocab_size=200,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        num_mel_bins=16,
+        max_source_positions=50,
+        max_target_positions=60,
+        init_std=0.4,
+        eos_token_id=180,
+        bos_token_id=180,
+        pad_token_id=180,
+        decoder_start_token_id=181,
+    )
+    model = WhisperForConditionalGeneration(config).eval()
+    _configured(model)
+    folder = tmp_path_factory.mktemp("spoken") / "out"
+    assert export_folder(model, folder, proof="sample").verified.ok
+    return model, folder
+
+
+def _same(found, wanted, prompt):
+    """The model leaves the prompt out, and fills up rows that have ended."""
+    found = found[:, prompt:]
+    width = min(found.shape[1], wanted.shape[1])
+    assert torch.equal(found[:, :width], wanted[:, :width])
+    assert bool((found[:, width:] == 180).all())
+    assert bool((wanted[:, width:] == 180).all())
+
+
+@pytest.mark.slow
+def test_the_language_is_detected_for_each_row(exported):
+    """Several languages among the rows, each with the tokens of the model."""
+    model, folder = exported
+    _configured(model, lang_to_id={f"<|{token}|>": token for token in range(20, 180)})
+    model.generation_config.save_pretrained(folder)
+    many = torch.randn(200, 16, 100, generator=torch.Generator().manual_seed(2)).cumsum(-1)
+    heard = model.detect_language(many)
+    rows = [int((heard == language).nonzero()[0]) for language in heard.unique()]
+    sound, detected = many[rows], heard[rows]
+    assert len(rows) > 1, "one language: no test"
+    found = open_generator(folder).generate(input_features=sound, max_new_tokens=9)
+    assert found[:, :3].tolist() == [[181, int(language), 189] for language in detected]
+    _same(found, model.generate(sound, max_new_tokens=9), prompt=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("entries", "prompt"),
+    [
+        ({"language": "<|de|>", "task": "translate"}, [181, 183, 185, 189]),
+        ({"language": "de"}, [181, 183, 184, 189]),
+        ({"lang_to_id": None, "forced_decoder_ids": [[1, 189]]}, [181, 189]),  # of one language
+        ({"max_length": 40, "language": "en"}, [181, 182, 184, 189]),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
+def test_what_is_stated_is_the_prompt(entries, prompt, exported):
+    """With the tokens of the model, as many as it makes."""
+    model, folder = exported
+    _configured(model, **entries)
+    if entries.get("lang_to_id", 0) is None:
+        del model.generation_config.lang_to_id
+    model.generation_config.save_pretrained(folder)
+    limit = {} if "max_length" in entries else {"max_new_tokens": 9}
+    found = open_generator(folder).generate(input_features=SOUND, **limit)
+    wanted = model.generate(SOUND, **limit)
+    assert found[0, : len(prompt)].tolist() == prompt
+    _same(found, wanted, prompt=len(prompt))
+    if limit == {}:
+        assert found.shape[1] - len(prompt) >= wanted.shape[1]
+
+
+def test_a_language_that_the_model_does_not_have_is_refused():
+    """With those that it has."""
+    with pytest.raises(GenerationError, match=r"the language 'xx', and the model knows <\|en\|>, <\|de\|>"):
+        settings_of({"model_type": "whisper"}, {**OWN, "language": "xx"})
+
+
+def test_times_are_refused_by_name():
+    """Their rules for scores are not known here."""
+    with pytest.raises(GenerationError, match="return_timestamps"):
+        settings_of({"model_type": "whisper"}, {**OWN, "return_timestamps": True})

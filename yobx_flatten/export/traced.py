@@ -57,6 +57,7 @@ class Traced:
         kept: see :class:`.signature.Signature`; none by default.
         unasserted: the example's sizes, by name of the input and axis, that it was traced for and does not assert; see
             :func:`.size_relations.unasserted_sizes`.
+        fixed: such sizes that a second trace has fixed.
     """
 
     program: ExportedProgram
@@ -68,6 +69,7 @@ class Traced:
     readers: Mapping[str, Reader] = dataclasses.field(default_factory=dict)
     kept: Mapping[str, int] = dataclasses.field(default_factory=dict)
     unasserted: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
 
     def check_cache_outputs(self, name: str) -> None:
         """Refuse to make a file of a module that takes a cache and does not return it.
@@ -95,6 +97,9 @@ class Traced:
             )
         if self.drawing:
             found.append(f"random numbers are drawn ({', '.join(self.drawing)}): model and program had the same seed.")
+        if self.fixed:
+            sizes = [f"{name}.shape[{axis}] is fixed at {size}" for (name, axis), size in self.fixed.items()]
+            found.append(f"{', '.join(sizes)}, since the model's code rounds a number made of it.")
         if self.unasserted:
             sizes = [f"{name}.shape[{axis}] == {size}" for (name, axis), size in self.unasserted.items()]
             found.append(
@@ -129,7 +134,7 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
         program = _traced(dataclasses.replace(example, relations=(*example.relations, *own)), strict)
     if example.bounds is not None:
         example.bounds.check_program(example.inputs, example.shapes, program, example.names)
-    return described(program, example)
+    return dataclasses.replace(described(program, example), fixed=unasserted)
 
 
 def _unasserted(program: ExportedProgram, names: Sequence[str]) -> dict[tuple[str, int], int]:

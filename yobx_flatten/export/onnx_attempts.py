@@ -12,6 +12,7 @@ from ..errors.log import STEP
 from ..errors.messages import first_line
 from ..runners.signature import KEY
 from .example import Example
+from .first_difference import first_difference
 from .flat_program import fixed_sizes, signature_of
 from .onnx_attention import count_operators
 from .onnx_file import UnprovenFile, convert
@@ -114,17 +115,20 @@ def write_proven(
             continue
         report.opset = converted.model.opset_imports.get("")
         report.operators = count_operators(converted.model.graph)
+        decomposed = converted.exported_program
         del converted
         replay_file(file.path, example, traced, cases, report)
         failed = [case for case in report.cases[done:] if not case.within(report.tolerance)]
+        if failed and last and failed[0].error is None and decomposed is not None:
+            case = next(one for one in cases if one.name == failed[0].case)
+            report.remark(*first_difference(file.path, decomposed, case, example.names, report.tolerance))
         if not failed or last:
             if "GroupQueryAttention" in report.operators:
                 report.remark(_SEVERAL_ROWS)
             return
-        case = failed[0]
-        name, difference, most = case.worst(report.tolerance)
-        reason = case.error or f"{name} differs by {difference:.1e}, allowed {most:.1e}"
-        report.remark(f"{attempt} was left out: {case.case}: {reason}")
+        name, difference, most = failed[0].worst(report.tolerance)
+        reason = failed[0].error or f"{name} differs by {difference:.1e}, allowed {most:.1e}"
+        report.remark(f"{attempt} was left out: {failed[0].case}: {reason}")
         del report.cases[done:]
 
 

@@ -25,7 +25,7 @@ OPERATOR = torch.ops.yobx_tests.twice_plus.default
 
 class Own(torch.nn.Module):
     def forward(self, x):
-        return torch.ops.yobx_tests.twice_plus(x, 3.0).relu()
+        return (torch.ops.yobx_tests.twice_plus(x * 0.5, 3.0)).relu() + 1
 
 
 def _translated(factor):
@@ -43,13 +43,16 @@ def test_an_operator_of_ones_own_is_written_with_its_translation(tmp_path):
     export_onnx(Own(), (x,), path=tmp_path / "own.onnx", translations={OPERATOR: _translated(2.0)})
     session = onnxruntime.InferenceSession(tmp_path / "own.onnx")
     (found,) = session.run(None, {"x": x.numpy()})
-    torch.testing.assert_close(torch.tensor(found), (2 * x + 3).relu())
+    torch.testing.assert_close(torch.tensor(found), (x + 3).relu() + 1)
 
 
 def test_a_wrong_translation_is_refused(tmp_path):
     """It is replayed as everything else is."""
-    with pytest.raises(ReplayError, match="does not do what the eager model does"):
+    with pytest.raises(ReplayError, match="does not do what the eager model does") as caught:
         export_onnx(Own(), (torch.randn(4, 3),), path=tmp_path / "o.onnx", translations={OPERATOR: _translated(5.0)})
+    assert "the first value that differs is 'twice_plus' (yobx_tests.twice_plus.default" in str(
+        caught.value
+    )
     assert not (tmp_path / "o.onnx").exists()
 
 

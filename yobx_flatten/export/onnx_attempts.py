@@ -82,7 +82,7 @@ def write_proven(
         opset_version: the opset to write; ``None`` for the newest that onnxruntime computes right.
         share: whether to try attention of onnxruntime first, whose cache stays in one piece of memory.
         quantization: how the weights are stored in fewer bits where nothing is replayed; ``None`` where they are not.
-        translations: of operators, see :func:`.onnx_file.convert`.
+        translations: functions by operator, see :func:`.onnx_file.convert`.
     """
     attempts = _attempts(opset_version)
     if share and attempts[0].fuse:

@@ -76,7 +76,7 @@ def check_translations(translations: Mapping[Any, Callable[..., Any]] | None) ->
         translations: functions by operator; ``None`` for none.
 
     Raises:
-        InvalidArgumentError: naming what is no operator, or no function.
+        InvalidArgumentError: naming what is not an operator, or not a function.
     """
     for operator, function in (translations or {}).items():
         if not isinstance(operator, torch._ops.OpOverload) or not callable(function):

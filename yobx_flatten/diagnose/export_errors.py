@@ -21,6 +21,7 @@ from ..trees.walk import class_name, torch_leaves
 from .contents import Layouts
 from .explanation import Explanation, Failure, Row
 from .other_messages import OTHER_ROWS
+from .places import place_of
 from .program_errors import PROGRAM_ROWS, explain_guards
 from .remedies import Remedy, remedy_for
 from .size_errors import SIZE_ROWS, explain_misfit, misfit_in_our_words
@@ -151,8 +152,10 @@ _TORCH = os.path.dirname(torch.__file__)
 def _looks_at_values(failure: Failure, found: re.Match[str]) -> Explanation:
     places = re.findall(r'File "([^"]+)", line (\d+), in (\w+)(?:\n {4,}(\S.*))?', failure.message)
     own = [place for place in places if not place[0].startswith(_TORCH)]
-    where = ""
-    if own:
+    where = place_of(failure.error)
+    if where:
+        pass  # what the traceback shows, the message has in fewer words
+    elif own:
         file, line, function, code = own[-1]
         where = f" in {function}, {file}:{line}{': ' + code.strip() if code else ''}"
     else:

@@ -6,8 +6,10 @@ import re
 from collections.abc import Mapping
 
 from ..errors import DynamicShapesError
+from ..errors.messages import first_line
 from ..trees.shapes import check_dynamic_shapes
 from .explanation import Explanation, Failure, Row
+from .places import place_of
 
 __all__ = ["SIZE_ROWS", "explain_misfit", "format_size", "misfit_in_our_words"]
 
@@ -113,7 +115,22 @@ def explain_misfit(failure: Failure, text: str, paths: tuple[str, ...]) -> Expla
     return Explanation(f"dynamic_shapes does not fit the inputs: {text}\nIt can be written for you:", paths, line)
 
 
+def _planted(failure: Failure, found: re.Match[str]) -> Explanation:
+    return Explanation(
+        f"Two tensors do not fit each other{place_of(failure.error)}\n{first_line(failure.error)}\n"
+        "Where the example fits and another size does not, one of them has a size that the code fixes, as in "
+        "torch.ones(3, 4), or a buffer of that size. Make it of the size of the input, or keep that size fixed:",
+        (),
+        "torch.ones(x.shape[0], 4)\ndynamic_shapes={'x': {0: None}}",
+    )
+
+
 SIZE_ROWS: list[Row] = [
+    (r"The size of tensor a \(\d+\) must match the size of tensor b \(\d+\)", _planted),
+    (r"The expanded size of the tensor \(\d+\) must match the existing size \(\d+\)", _planted),
+    (r"Sizes of tensors must match except in dimension \d+", _planted),
+    (r"mat1 and mat2 shapes cannot be multiplied", _planted),
+    (r"shape '.+?' is invalid for input of size \d+", _planted),
     (r"Constraints violated", _constraints),
     (
         r"conflicts between user-specified ranges and inferred ranges.*specialized due to hint of (\d+) for dimension "

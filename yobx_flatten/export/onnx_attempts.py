@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidArgumentError
@@ -12,6 +12,7 @@ from ..errors.log import STEP
 from ..errors.messages import first_line
 from ..runners.signature import KEY
 from .example import Example
+from .first_difference import first_difference
 from .flat_program import fixed_sizes, signature_of
 from .onnx_attention import count_operators
 from .onnx_file import UnprovenFile, convert
@@ -68,6 +69,7 @@ def write_proven(
     *,
     share: bool = False,
     quantization: Quantization | None = None,
+    translations: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> None:
     """Convert a program and replay the file; where that fails, again with plainer operators. The block must be open.
 
@@ -80,6 +82,7 @@ def write_proven(
         opset_version: the opset to write; ``None`` for the newest that onnxruntime computes right.
         share: whether to try attention of onnxruntime first, whose cache stays in one piece of memory.
         quantization: how the weights are stored in fewer bits where nothing is replayed; ``None`` where they are not.
+        translations: functions by operator, see :func:`.onnx_file.convert`.
     """
     attempts = _attempts(opset_version)
     if share and attempts[0].fuse:
@@ -98,6 +101,7 @@ def write_proven(
                     fuse=attempt.fuse,
                     share=attempt.share,
                     readers=traced.readers,
+                    translations=translations,
                 )
             report.remark(*_state_sizes(converted.model, traced, shared=attempt.share))
             with report.timed("save"):
@@ -111,17 +115,20 @@ def write_proven(
             continue
         report.opset = converted.model.opset_imports.get("")
         report.operators = count_operators(converted.model.graph)
+        decomposed = converted.exported_program
         del converted
         replay_file(file.path, example, traced, cases, report)
         failed = [case for case in report.cases[done:] if not case.within(report.tolerance)]
+        if failed and last and failed[0].error is None and decomposed is not None:
+            case = next(one for one in cases if one.name == failed[0].case)
+            report.remark(*first_difference(file.path, decomposed, case, example.names, report.tolerance))
         if not failed or last:
             if "GroupQueryAttention" in report.operators:
                 report.remark(_SEVERAL_ROWS)
             return
-        case = failed[0]
-        name, difference, most = case.worst(report.tolerance)
-        reason = case.error or f"{name} differs by {difference:.1e}, allowed {most:.1e}"
-        report.remark(f"{attempt} was left out: {case.case}: {reason}")
+        name, difference, most = failed[0].worst(report.tolerance)
+        reason = failed[0].error or f"{name} differs by {difference:.1e}, allowed {most:.1e}"
+        report.remark(f"{attempt} was left out: {failed[0].case}: {reason}")
         del report.cases[done:]
 
 
@@ -140,23 +147,21 @@ def _state_sizes(model: Any, traced: Traced, *, shared: bool) -> list[str]:
     Bounds are left out, since such a file takes any length, and so are inequalities: those of a trace are also about
     sizes of one, which the file takes.
     """
-    fixed = fix_sizes(model, fixed_sizes(traced))
+    fix_sizes(model, fixed_sizes(traced))
     try:
         signature = signature_of(traced)
     except InvalidArgumentError:  # an input is a number, which has no size
-        return _notes([], fixed)
+        return []
     if any(dtype.is_complex for _, dtype, _ in signature.inputs):  # pairs of numbers in the file
-        return _notes([], fixed)
+        return []
     equal = [relation for relation in signature.relations if isinstance(relation, tuple) and relation[0] == "=="]
     stated = dataclasses.replace(signature, largest={}, smallest={}, relations=equal)
     if not shared:  # such a cache has room for more tokens than it holds
         model.metadata_props[KEY] = stated.to_json()
-    return _notes(refuse_sizes(model, stated), fixed)
+    return _notes(refuse_sizes(model, stated))
 
 
-def _notes(refused: Sequence[str], fixed: Sequence[str]) -> list[str]:
-    found = sorted({*refused, *fixed}, key=len)
-    found = [*found[:_SHOWN], *([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])]
-    return [f"the model's code fixes sizes in the program, and the file takes no others: {', '.join(found)}."] * bool(
-        found
-    )
+def _notes(refused: Sequence[str]) -> list[str]:
+    shortest = sorted(refused, key=len)
+    found = [*shortest[:_SHOWN], *([f"and {len(shortest) - _SHOWN} more"] if len(shortest) > _SHOWN else [])]
+    return [f"the model's code fixes sizes, and the file stops at others: {', '.join(found)}."] * bool(found)

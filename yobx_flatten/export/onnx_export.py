@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from ..trees.arguments import check_arguments
 from .example import Example, make_example
 from .kernels import check_kernels
 from .onnx_attempts import write_proven
-from .onnx_file import check_opset, unproven_file
+from .onnx_file import check_opset, check_translations, unproven_file
 from .onnx_quantized import quantize_file
 from .program import ExportedModel, cases_of, finish, replay_program, traced_example
 from .proof import Proof, choose_proof
@@ -51,6 +51,7 @@ def export_onnx(
     proof: Proof = "auto",
     quantize: WeightBits | Quantization | None = None,
     optimize: Literal["onnxruntime"] | None = None,
+    translations: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> ExportedModel:
     """Export a module to an ONNX file and replay it in onnxruntime, as a loop over its own outputs.
 
@@ -86,6 +87,8 @@ def export_onnx(
             the cache instead of copying it (:class:`OnnxGenerator` and onnxruntime-genai use it so), for every layer
             whose cache holds all tokens. Several tokens after others are taken for one row only then. ``None``, the
             default, for the operators of ONNX.
+        translations: for operators of your own, functions of onnxscript by operator (``torch.ops.mine.twice.default``),
+            as ``custom_translation_table`` of ``torch.onnx.export``. None by default.
 
     Returns:
         The program, the path and a report.
@@ -125,6 +128,7 @@ def export_onnx(
     if report.proof != "none" and folder is None:
         check_kernels(module, "export_onnx")
     check_opset(opset_version)
+    check_translations(translations)
     in_memory = 0 if report.proof == "none" else 1
     check_room(module, target, in_memory=in_memory, quantization=quantization, proof=report.proof)
     with register_flattening_functions(**options_in_use()):
@@ -154,8 +158,9 @@ def export_onnx(
                 if report.yardstick is not None:
                     _measure_type(report, example, program)
             at_once = quantization if report.proof == "none" else None
-            shared = optimize is not None
-            write_proven(file, example, program, chosen, report, opset_version, share=shared, quantization=at_once)
+            how: dict[str, Any] = {"share": optimize is not None, "quantization": at_once}
+            how["translations"] = translations
+            write_proven(file, example, program, chosen, report, opset_version, **how)
             if report.ok and quantization is not None and at_once is None:
                 quantize_file(file, quantization, example, program, chosen, report)
             if report.ok:

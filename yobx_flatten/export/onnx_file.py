@@ -7,7 +7,7 @@ import copy
 import logging
 import pathlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from .onnx_weights import read_lazily, write_weights
 from .onnx_windows import slice_windows
 from .untranslated import decompose_untranslated
 
-__all__ = ["LARGE", "UnprovenFile", "check_opset", "convert", "unproven_file"]
+__all__ = ["LARGE", "UnprovenFile", "check_opset", "check_translations", "convert", "unproven_file"]
 
 LARGE = 2**28
 """Bytes of weights from which on they are written to a second file, next to the model."""
@@ -69,6 +69,23 @@ def check_opset(opset_version: int | None) -> None:
         ) from error
 
 
+def check_translations(translations: Mapping[Any, Callable[..., Any]] | None) -> None:
+    """Refuse translations that are not of operators.
+
+    Args:
+        translations: functions by operator; ``None`` for none.
+
+    Raises:
+        InvalidArgumentError: naming what is not an operator, or not a function.
+    """
+    for operator, function in (translations or {}).items():
+        if not isinstance(operator, torch._ops.OpOverload) or not callable(function):
+            raise InvalidArgumentError(
+                f"translations: expected functions by operator, found {function!r} for {operator!r}:\n"
+                "    translations={torch.ops.mine.twice.default: twice}"
+            )
+
+
 def convert(
     program: ExportedProgram,
     input_names: Sequence[str],
@@ -79,6 +96,7 @@ def convert(
     fuse: bool = False,
     share: bool = False,
     readers: Mapping[str, Reader] | None = None,
+    translations: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> torch.onnx.ONNXProgram:
     """Convert a program.
 
@@ -92,6 +110,7 @@ def convert(
             opset 23.
         share: whether attention is then that of onnxruntime, which writes into the memory of the cache.
         readers: what reads weights that have no data in the program, by name; none by default.
+        translations: functions of onnxscript by operator of torch; none by default.
 
     Raises:
         InvalidArgumentError: when the exporter has no such opset, and would write another.
@@ -103,6 +122,7 @@ def convert(
             dynamo=True,
             verbose=False,
             optimize=False,
+            custom_translation_table=dict(translations or {}),
         )
     if converted is None:  # typed as optional, for the other exporter
         raise FlattenError("torch.onnx.export returned nothing.")

@@ -55,15 +55,12 @@ def refuse_sizes(model: Any, signature: Signature) -> list[str]:
     return texts
 
 
-def fix_sizes(model: Any, fixed: Mapping[tuple[str, int], int]) -> list[str]:
+def fix_sizes(model: Any, fixed: Mapping[tuple[str, int], int]) -> None:
     """State sizes of inputs as fixed.
 
     Args:
         model: an ``onnx_ir.Model``, changed in place.
         fixed: the size by input and axis.
-
-    Returns:
-        What is fixed, as text.
     """
     import onnx_ir as ir
 
@@ -73,7 +70,6 @@ def fix_sizes(model: Any, fixed: Mapping[tuple[str, int], int]) -> list[str]:
     for value in values:
         if value.shape is not None and any(str(_text(dim)) in sizes for dim in value.shape):
             value.shape = ir.Shape([sizes.get(str(_text(dim)), _text(dim)) for dim in value.shape])
-    return [f"{name}.shape[{axis}] == {size}" for (name, axis), size in fixed.items()]
 
 
 def _text(dim: Any) -> Any:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..diagnose.compare import shares_of_nan
-from ..errors import InvalidArgumentError, ReplayError, describe_class
+from ..diagnose.export_errors import explain_error
+from ..errors import FlattenError, InvalidArgumentError, ReplayError, describe_class
+from ..errors.messages import first_line
 from ..errors.tried_versions import without_cause
 from ..huggingface.cache_names import forward_of, named_for
 from ..private_names.of_torch import pytree
@@ -143,17 +146,32 @@ def eager_steps(
     with undisturbed(module, written) as changed:
         while kwargs is not None:
             given, index = clone(kwargs), len(steps)
-            with torch.no_grad(), seeded(index):
+            with _naming(case, module, index), torch.no_grad(), seeded(index):
                 outputs = module(*args, **kwargs)
             steps.append(_Step(given, clone(outputs), goes_on=index > 0))
             args = untouched_copy(case.args, module)
             kwargs = following(given, outputs, index) if index + 1 < case.steps else None
         if twice and len(steps) == 1 and changed():
             args, again = copied()
-            with torch.no_grad(), seeded(1):
+            with _naming(case, module, 1), torch.no_grad(), seeded(1):
                 outputs = module(*args, **again)
             steps.append(_Step(steps[0].given, clone(outputs), goes_on=False))
     return steps
+
+
+@contextlib.contextmanager
+def _naming(case: Case, module: torch.nn.Module, step: int) -> Iterator[None]:
+    """Name the case in an error of the module itself, which knows of none."""
+    try:
+        yield
+    except Exception as error:  # whatever a module raises
+        explanation = explain_error(error, module)
+        known = f"\n{explanation}" if explanation.known and not isinstance(error, FlattenError) else ""
+        first = first_line(error)
+        raise InvalidArgumentError(
+            f"case {case.name!r}, step {step}: {type(module).__qualname__} itself stops, before anything is compared "
+            f"({type(error).__name__}: {first}).{known}"
+        ) from error
 
 
 class Side(Protocol):

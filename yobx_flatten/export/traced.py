@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import logging
+import re
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch.export import ExportedProgram
@@ -54,6 +57,7 @@ class Traced:
         kept: see :class:`.signature.Signature`; none by default.
         unasserted: the example's sizes, by name of the input and axis, that it was traced for and does not assert; see
             :func:`.size_relations.unasserted_sizes`.
+        fixed: such sizes that a second trace has fixed.
     """
 
     program: ExportedProgram
@@ -65,6 +69,7 @@ class Traced:
     readers: Mapping[str, Reader] = dataclasses.field(default_factory=dict)
     kept: Mapping[str, int] = dataclasses.field(default_factory=dict)
     unasserted: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
 
     def check_cache_outputs(self, name: str) -> None:
         """Refuse to make a file of a module that takes a cache and does not return it.
@@ -92,6 +97,9 @@ class Traced:
             )
         if self.drawing:
             found.append(f"random numbers are drawn ({', '.join(self.drawing)}): model and program had the same seed.")
+        if self.fixed:
+            sizes = [f"{name}.shape[{axis}] is fixed at {size}" for (name, axis), size in self.fixed.items()]
+            found.append(f"{', '.join(sizes)}, since the model's code rounds a number made of it.")
         if self.unasserted:
             sizes = [f"{name}.shape[{axis}] == {size}" for (name, axis), size in self.unasserted.items()]
             found.append(
@@ -126,7 +134,7 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
         program = _traced(dataclasses.replace(example, relations=(*example.relations, *own)), strict)
     if example.bounds is not None:
         example.bounds.check_program(example.inputs, example.shapes, program, example.names)
-    return described(program, example)
+    return dataclasses.replace(described(program, example), fixed=unasserted)
 
 
 def _unasserted(program: ExportedProgram, names: Sequence[str]) -> dict[tuple[str, int], int]:
@@ -146,7 +154,8 @@ def _traced(example: Example, strict: bool) -> ExportedProgram:
         asserted = asserted_in_forward(module, example.args, example.kwargs, example.names, example.relations)
         untouched, faked = own_attributes(module), fake_weights(module, leaves)
         kept = contextlib.nullcontext() if example.shapes is None else kept_sizes(module)
-        with naming_untried_versions(), torch.no_grad(), untouched as originals, faked, named, asserted, kept:
+        calm = contextlib.redirect_stderr(_WithoutGraphs(sys.stderr))
+        with naming_untried_versions(), torch.no_grad(), untouched as originals, faked, named, asserted, kept, calm:
             program = torch.export.export(
                 module,
                 clone(example.args),
@@ -192,6 +201,20 @@ def described(program: ExportedProgram, example: Example) -> Traced:
     return Traced(program, inputs, names, types, written, drawing, readers, unasserted=unasserted)
 
 
+class _WithoutGraphs(io.TextIOBase):
+    """Where torch prints the graph of a trace that failed, twice: all but that goes to the stream."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        is_graph = text.lstrip().startswith(("def forward(self", "class GraphModule("))
+        return len(text) if is_graph else self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
 def _user_inputs(program: ExportedProgram) -> list[InputSpec]:
     return [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
 
@@ -213,6 +236,12 @@ def fill(program: ExportedProgram, readers: Mapping[str, Reader]) -> None:
 def _explain(example: Example, error: Exception) -> FlattenError | None:
     """An error of the trace in our words, where it is one of those that name neither place nor remedy."""
     module, inputs, message = example.module, example.inputs, str(error)
+    if re.search(r"data-dependent expression|[Dd]ata-dependent branching|Dynamic control flow is not", message):
+        text = explain_error(error, module).text.removesuffix(":")
+        return InvalidArgumentError(
+            f"{type(module).__qualname__} is not traced. {text}:\n    torch.where(condition, a, b), "
+            "torch.cond(condition, f, g, (x,)), torch._check(n > 3)"
+        )
     if "Unsupported input type" in message:
         return explain_leaf(inputs, message)
     if "in output, which is not a known type" in message:

@@ -42,7 +42,7 @@ class FolderManifest:
         rereads_at_switch: for a model whose positions change with the length of the text (longrope, dynamic), whether
             ``model.generate`` reads the whole text again where they do; ``None`` for others, or where it is not known.
         positions: tokens that the model reads at most, where each position has a row of a table; ``None`` for others.
-        tolerances: by file and output, the difference that the type of the weights explains, where it was measured; see
+        tolerances: the difference by file and output that the type of the weights explains, where it was measured; see
             :func:`export_onnx`. :func:`verify_folder` takes no more of it than a tenth of the output's range.
     """
 
@@ -103,7 +103,7 @@ def read_manifest(folder: pathlib.Path) -> FolderManifest:
             f"{path} states the tolerance {found.tolerance}; that of {found.dtype} is {TOLERANCES[found.dtype]}."
         )
     if not all(0 <= one < math.inf for outputs in found.tolerances.values() for one in outputs.values()):
-        raise DamagedFileError(f"{path} states a tolerance that is no number of 0 or more.")
+        raise DamagedFileError(f"{path} states a tolerance that is not a number of 0 or more.")
     return found
 
 

@@ -33,6 +33,14 @@ def check_arguments(module: Any, args: Any, kwargs: Any) -> None:
     Raises:
         InvalidArgumentError: naming the argument, what was found and the line to type.
     """
+    owner = getattr(module, "__self__", None)
+    if inspect.ismethod(module) and isinstance(owner, torch.nn.Module):
+        name, kind = module.__name__, type(owner).__qualname__
+        raise InvalidArgumentError(
+            f"module: expected a torch.nn.Module, found the method {name!r} of {kind}. Record a call of it, and export "
+            f"that:\n    with record_calls(model, method={name!r}) as calls: model.{name}(...)\n"
+            "    export_onnx(calls.module(), kwargs=calls.example(), path=...)"
+        )
     if not isinstance(module, torch.nn.Module):
         hint = f" Make an instance: {module.__qualname__}(...)." if isinstance(module, type) else ""
         raise InvalidArgumentError(

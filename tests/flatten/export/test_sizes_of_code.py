@@ -126,7 +126,8 @@ def test_a_size_that_has_to_be_that_of_the_example_is_stated_as_fixed(kind, size
     (given,) = onnxruntime.InferenceSession(tmp_path / "sizes.onnx").get_inputs()
     assert given.shape[1] == size
     assert isinstance(given.shape[0], str)
-    assert any("the file takes no others: x.shape[1] == 8." in remark for remark in exported.report.remarks)
+    if kind is not AsFloat:  # torch itself fixes that one
+        assert any(remark.startswith("x.shape[1] is fixed at 8, since") for remark in exported.report.remarks)
 
 
 def test_a_session_names_what_it_refuses(tmp_path):

@@ -19,6 +19,7 @@ from .sampling import Sampling, TokenChooser
 from .score_rules import GenerationCall, ScoreProcessor
 from .settings import GenerationSettings
 from .slots import check_ports, empty_cache, typed
+from .speech import SpeechCall, padded_sound, transcribe
 
 __all__ = ["Generator", "Parts"]
 
@@ -66,6 +67,8 @@ class _Sequence:
     # of all tokens, where the decoder takes those: which of them see each other
     types: torch.Tensor | None = None
     generated_type: int = 0
+    # the token after a single first one
+    forced: int | None = None
 
     def repeat(self, rows: torch.Tensor) -> None:
         """Let rows stand for several; the cache stays as it is."""
@@ -121,6 +124,10 @@ class Generator:
         video_grid_thw: torch.Tensor | None = None,
         second_per_grid_ts: torch.Tensor | Sequence[float] | None = None,
         decoder_input_ids: torch.Tensor | None = None,
+        forced_bos_token_id: int | None = None,
+        language: str | list[str] | None = None,
+        task: Literal["transcribe", "translate"] | None = None,
+        return_timestamps: bool | None = None,
         num_beams: int | None = None,
         length_penalty: float | None = None,
         early_stopping: bool | Literal["never"] | None = None,
@@ -140,7 +147,9 @@ class Generator:
             sampling: how tokens are chosen; by default as ``generation_config.json`` states (``do_sample``,
                 ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``typical_p``), and the likeliest where it states
                 nothing: ``Sampling()``.
-            input_features: sound for the encoder, in place of ``input_ids``.
+            input_features: sound for the encoder, in place of ``input_ids``, of shape (batch, bins, frames). With the
+                files of Whisper it is of any length; ``attention_mask`` of shape (batch, frames) is 0 where a row of
+                several windows has ended.
             pixel_values: images, for the image tokens of the prompt.
             image_grid_thw: patches of each image in time, height and width, integers of shape (images, 3), for models
                 whose ``pixel_values`` are patches.
@@ -148,7 +157,15 @@ class Generator:
             video_grid_thw: patches of each video in time, height and width, integers of shape (videos, 3).
             second_per_grid_ts: seconds from one frame of each video to the next, for models that count them
                 (Qwen2.5-VL); 1 for all by default.
-            decoder_input_ids: first tokens of an encoder-decoder model's output; by default its start token.
+            decoder_input_ids: first tokens of an encoder-decoder model's output; by default its start token. With
+                Whisper, tokens continue these, and nothing is detected.
+            forced_bos_token_id: the token after a single first one, as the language that NLLB, M2M100 and mBART
+                translate into; by default that of ``generation_config.json``.
+            language: spoken language, for Whisper: one for each row, or one for all; detected by default, where the
+                model has several.
+            task: ``"transcribe"``, or ``"translate"`` into English, for Whisper.
+            return_timestamps: whether tokens of times stand around each segment, for Whisper; ``False`` without a
+                configuration. Sound of more than one window needs them.
             num_beams: continuations of each row that a beam search keeps; 1 for none, as without a configuration.
             length_penalty: exponent of the length by which the sum of log-probabilities of a continuation is divided;
                 1.0 without a configuration.
@@ -160,7 +177,7 @@ class Generator:
         Returns:
             The prompt (of an encoder-decoder model: its start) and the new tokens, as ``model.generate`` returns
             them: int64 of shape (batch * num_return_sequences, length). Rows that ended early are filled with the
-            padding token.
+            padding token. Of a Whisper that has languages or times, as from ``model.generate``, only the new tokens.
 
         Raises:
             InvalidArgumentError: when the inputs do not fit the model or each other.
@@ -177,12 +194,21 @@ class Generator:
         beams = dataclasses.replace(
             self.settings.beams, **{name: value for name, value in given.items() if value is not None}
         )
+        speech = SpeechCall(language, task, return_timestamps)
+        if self._is_whole_speech(input_features, decoder_input_ids, speech):
+            assert self.settings.speech is not None
+            assert input_features is not None
+            options = {"max_new_tokens": max_new_tokens, **given}
+            return transcribe(
+                self.settings.speech, self.parts, input_features, attention_mask, speech, sampling, options
+            )
         sampling = self.settings.sampling if sampling is None else sampling
         if beams.num_beams > 1 and sampling.do_sample:
             raise InvalidArgumentError(
                 "A beam search draws no tokens: pass num_beams=1, or sampling=Sampling() for the likeliest ones."
             )
         sequence = self._begin(input_ids, attention_mask, input_features, decoder_input_ids, (images, videos))
+        self._force(sequence, forced_bos_token_id)
         first = sequence.tokens
         if beams.num_beams > 1:
             return self._search(sequence, self._limit(max_new_tokens, sequence), beams)
@@ -203,6 +229,7 @@ class Generator:
         video_grid_thw: torch.Tensor | None = None,
         second_per_grid_ts: torch.Tensor | Sequence[float] | None = None,
         decoder_input_ids: torch.Tensor | None = None,
+        forced_bos_token_id: int | None = None,
     ) -> Iterator[torch.Tensor]:
         """Return the tokens of :meth:`generate` one step at a time, without a search.
 
@@ -220,7 +247,8 @@ class Generator:
             pixel_values_videos: see :meth:`generate`.
             video_grid_thw: see :meth:`generate`.
             second_per_grid_ts: see :meth:`generate`.
-            decoder_input_ids: see :meth:`generate`.
+            decoder_input_ids: see :meth:`generate`; a Whisper that has languages or times needs them here.
+            forced_bos_token_id: see :meth:`generate`.
 
         Returns:
             An iterator over tensors of int64 of shape (batch,), one per new token.
@@ -231,10 +259,38 @@ class Generator:
         """
         images = self.settings.images(pixel_values, image_grid_thw)
         videos = self.settings.videos(pixel_values_videos, video_grid_thw, second_per_grid_ts)
+        if self._is_whole_speech(input_features, decoder_input_ids, SpeechCall()):
+            raise InvalidArgumentError(
+                "This Whisper finds out language, task and times in loops of its own, which return all tokens at once: "
+                "call generate(), or pass stream the tokens that begin a text:\n"
+                "    stream(input_features=sound, decoder_input_ids=torch.tensor([[START, LANGUAGE, TASK, NO_TIMES]]))"
+            )
         sequence = self._begin(input_ids, attention_mask, input_features, decoder_input_ids, (images, videos))
+        self._force(sequence, forced_bos_token_id)
         return self._stream(sequence, max_new_tokens, sampling)
 
     # -- before the first token ----------------------------------------------------------------------------------------
+
+    def _is_whole_speech(self, sound: torch.Tensor | None, first: torch.Tensor | None, asked: SpeechCall) -> bool:
+        """Whether Whisper's own loop decides which tokens begin a text, and how sound is cut."""
+        if sound is None or self.settings.speech is None:
+            if asked.asks:
+                raise InvalidArgumentError(
+                    "language=, task= and return_timestamps= are for Whisper with input_features=, where "
+                    "generation_config.json states its languages (lang_to_id) and times (no_timestamps_token_id)."
+                )
+            return False
+        if first is not None and asked.asks:
+            raise InvalidArgumentError(
+                "decoder_input_ids already state language, task and times: pass these, or language=, task= and "
+                "return_timestamps=."
+            )
+        return first is None
+
+    def _force(self, sequence: _Sequence, token: int | None) -> None:
+        sequence.forced = self.settings.forced_bos_token_id if token is None else token
+        if token is not None and (type(token) is not int or token < 0):
+            raise InvalidArgumentError(f"forced_bos_token_id must be a token, found {describe_class(token)}.")
 
     def _begin(
         self,
@@ -293,7 +349,7 @@ class Generator:
                 raise InvalidArgumentError(
                     f"{encoder.name} reads sound. Pass input_features of shape (batch, bins, frames)."
                 )
-            source = feeds["input_features"] = features
+            source = feeds["input_features"] = padded_sound(encoder, features)
         else:
             source = feeds["input_ids"] = _tokens("input_ids", input_ids)
             mask = torch.ones_like(source) if mask is None else _integers("attention_mask", mask)
@@ -343,7 +399,8 @@ class Generator:
         start = sequence.tokens.shape[1]
         # a decoder after an encoder has no padding in front
         padded = None if self.parts.encoder is not None else sequence.mask
-        call = GenerationCall(start, start + limit, self.settings.eos_token_ids, padded, sequence.source)
+        ends, source = self.settings.eos_token_ids, sequence.source
+        call = GenerationCall(start, start + limit, ends, padded, source, sequence.forced)
         return self.settings.processors_for(call)
 
     def _tokens(self, sequence: _Sequence, limit: int, choose: TokenChooser) -> Iterator[torch.Tensor]:

@@ -19,6 +19,7 @@ from .layout import MANIFEST
 from .pictures import Pictures
 from .sampling import Sampling
 from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_tokens, score_rules
+from .speech import SpeechSettings, speech_of
 from .stated_choice import beams_of, sampling_of
 from .switch import Switch, read_switch
 
@@ -48,6 +49,7 @@ class GenerationSettings:
         sees_prompt: whether all tokens of a prompt see each other, where the decoder takes types of tokens, and not
             those of an image only; ``False`` by default.
         switch: where the positions of the model change with the length of the text; ``None`` for nowhere.
+        speech: what Whisper's own loop needs; ``None`` for other models.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -67,6 +69,7 @@ class GenerationSettings:
     beams: BeamSettings = dataclasses.field(default_factory=BeamSettings)
     positions: int | None = None
     switch: Switch | None = dataclasses.field(default=None, repr=False)
+    speech: SpeechSettings | None = None
 
     def images(self, pixel_values: torch.Tensor | None, sizes: torch.Tensor | None) -> Pictures:
         """Return the pictures of a call.
@@ -124,7 +127,7 @@ class GenerationSettings:
             The rules, those that leave no choice last.
         """
         made = [rule.make(call) if isinstance(rule, RuleOfCall) else rule for rule in self.processors]
-        forced = forced_tokens(call, self.forced_bos_token_id, _ids(self.forced_eos_token_id))
+        forced = forced_tokens(call, _ids(self.forced_eos_token_id))
         return [*(rule for rule in made if rule is not None), *forced]
 
 
@@ -206,6 +209,7 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
         stated("max_length") if not new else None,
         sampling_of(rules),
         beams_of(rules),
+        speech=speech_of(config, generation),
     )
 
 

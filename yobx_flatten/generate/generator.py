@@ -25,8 +25,13 @@ __all__ = ["Generator", "Parts"]
 
 _LOOP = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "deepstack_embeds")
 _FROM_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
-# what an encoder can be given: text, sound
-_SOURCES = ("input_ids", "input_features", "attention_mask")
+# what an encoder can be given: text, sound, pictures
+_READ = {
+    "input_features": ("sound", "(batch, bins, frames)"),
+    "input_values": ("sound", "(batch, samples)"),
+    "pixel_values": ("pictures", "(batch, channels, height, width)"),
+}
+_SOURCES = ("input_ids", *_READ, "attention_mask")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +123,7 @@ class Generator:
         max_new_tokens: int | None = None,
         sampling: Sampling | None = None,
         input_features: torch.Tensor | None = None,
+        input_values: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
         image_grid_thw: torch.Tensor | None = None,
         pixel_values_videos: torch.Tensor | None = None,
@@ -150,7 +156,8 @@ class Generator:
             input_features: sound for the encoder, in place of ``input_ids``, of shape (batch, bins, frames). With the
                 files of Whisper it is of any length; ``attention_mask`` of shape (batch, frames) is 0 where a row of
                 several windows has ended.
-            pixel_values: images, for the image tokens of the prompt.
+            input_values: samples of sound for the encoder, of shape (batch, samples), for models that read these.
+            pixel_values: images, for the image tokens of the prompt, or for the encoder.
             image_grid_thw: patches of each image in time, height and width, integers of shape (images, 3), for models
                 whose ``pixel_values`` are patches.
             pixel_values_videos: patches of videos, for the video tokens of the prompt.
@@ -183,6 +190,7 @@ class Generator:
             InvalidArgumentError: when the inputs do not fit the model or each other.
             GenerationError: when a file fails while it runs.
         """
+        source = self._encoded(input_features, input_values, pixel_values)
         images = self.settings.images(pixel_values, image_grid_thw)
         videos = self.settings.videos(pixel_values_videos, video_grid_thw, second_per_grid_ts)
         given: dict[str, Any] = {
@@ -207,7 +215,7 @@ class Generator:
             raise InvalidArgumentError(
                 "A beam search draws no tokens: pass num_beams=1, or sampling=Sampling() for the likeliest ones."
             )
-        sequence = self._begin(input_ids, attention_mask, input_features, decoder_input_ids, (images, videos))
+        sequence = self._begin(input_ids, attention_mask, source, decoder_input_ids, (images, videos))
         self._force(sequence, forced_bos_token_id)
         first = sequence.tokens
         if beams.num_beams > 1:
@@ -223,6 +231,7 @@ class Generator:
         max_new_tokens: int | None = None,
         sampling: Sampling | None = None,
         input_features: torch.Tensor | None = None,
+        input_values: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
         image_grid_thw: torch.Tensor | None = None,
         pixel_values_videos: torch.Tensor | None = None,
@@ -242,6 +251,7 @@ class Generator:
             max_new_tokens: see :meth:`generate`.
             sampling: see :meth:`generate`.
             input_features: see :meth:`generate`.
+            input_values: see :meth:`generate`.
             pixel_values: see :meth:`generate`.
             image_grid_thw: see :meth:`generate`.
             pixel_values_videos: see :meth:`generate`.
@@ -257,6 +267,7 @@ class Generator:
             InvalidArgumentError: when the inputs do not fit the model or each other.
             GenerationError: when a file fails while it runs.
         """
+        source = self._encoded(input_features, input_values, pixel_values)
         images = self.settings.images(pixel_values, image_grid_thw)
         videos = self.settings.videos(pixel_values_videos, video_grid_thw, second_per_grid_ts)
         if self._is_whole_speech(input_features, decoder_input_ids, SpeechCall()):
@@ -265,7 +276,7 @@ class Generator:
                 "call generate(), or pass stream the tokens that begin a text:\n"
                 "    stream(input_features=sound, decoder_input_ids=torch.tensor([[START, LANGUAGE, TASK, NO_TIMES]]))"
             )
-        sequence = self._begin(input_ids, attention_mask, input_features, decoder_input_ids, (images, videos))
+        sequence = self._begin(input_ids, attention_mask, source, decoder_input_ids, (images, videos))
         self._force(sequence, forced_bos_token_id)
         return self._stream(sequence, max_new_tokens, sampling)
 
@@ -287,6 +298,15 @@ class Generator:
             )
         return first is None
 
+    def _encoded(
+        self, features: torch.Tensor | None, samples: torch.Tensor | None, pixels: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """What is given for the encoder, but for text: pictures in a prompt are for a decoder."""
+        given = {"input_features": features, "input_values": samples}
+        if self.parts.encoder is not None and "pixel_values" in self.parts.encoder.ports:
+            given["pixel_values"] = pixels
+        return {name: value for name, value in given.items() if value is not None}
+
     def _force(self, sequence: _Sequence, token: int | None) -> None:
         sequence.forced = self.settings.forced_bos_token_id if token is None else token
         if token is not None and (type(token) is not int or token < 0):
@@ -296,7 +316,7 @@ class Generator:
         self,
         input_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
-        input_features: torch.Tensor | None,
+        encoded: dict[str, torch.Tensor],
         decoder_input_ids: torch.Tensor | None,
         pictures: Sequence[Pictures],
     ) -> _Sequence:
@@ -304,7 +324,7 @@ class Generator:
         seen: list[Seen] = []
         positions = types = None
         if self.parts.encoder is not None:
-            context, batch = self._encode(input_ids, attention_mask, input_features)
+            context, batch = self._encode(input_ids, attention_mask, encoded)
             tokens = self._start_tokens(batch)
             if decoder_input_ids is not None:
                 tokens = _tokens("decoder_input_ids", decoder_input_ids)
@@ -314,7 +334,7 @@ class Generator:
                 )
             mask = torch.ones_like(tokens)
         else:
-            if input_features is not None or decoder_input_ids is not None:
+            if encoded or decoder_input_ids is not None:
                 raise InvalidArgumentError(f"{self.parts.decoder.name} belongs to a model without an encoder.")
             tokens = _tokens("input_ids", input_ids)
             mask = torch.ones_like(tokens) if attention_mask is None else _integers("attention_mask", attention_mask)
@@ -325,7 +345,7 @@ class Generator:
                 types = self.settings.token_types(tokens)
         reader = self.parts.prefill or self.parts.decoder
         cache = {} if self.parts.prefill is not None else reader.cache(empty_cache(reader.slots, len(tokens)))
-        source = tokens if self.parts.encoder is None else input_ids if input_features is None else None
+        source = tokens if self.parts.encoder is None else None if encoded else input_ids
         of_types = (types, self.settings.generated_type)
         return _Sequence(tokens, mask, tokens, cache, context, seen, source, positions, *of_types)
 
@@ -338,18 +358,18 @@ class Generator:
         return torch.full((batch, 1), start)
 
     def _encode(
-        self, input_ids: torch.Tensor | None, mask: torch.Tensor | None, features: torch.Tensor | None
+        self, input_ids: torch.Tensor | None, mask: torch.Tensor | None, given: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], int]:
         encoder = self.parts.encoder
         assert encoder is not None
         check_ports(encoder.ports, _SOURCES, encoder.name)
         feeds = {}
-        if "input_features" in encoder.ports:
-            if features is None or features.ndim != 3:
-                raise InvalidArgumentError(
-                    f"{encoder.name} reads sound. Pass input_features of shape (batch, bins, frames)."
-                )
-            source = feeds["input_features"] = padded_sound(encoder, features)
+        reads = next((name for name in _READ if name in encoder.ports), None)
+        if reads is not None:
+            (what, shape), value = _READ[reads], given.get(reads)
+            if value is None or value.ndim != shape.count(",") + 1:
+                raise InvalidArgumentError(f"{encoder.name} reads {what}. Pass {reads} of shape {shape}.")
+            source = feeds[reads] = padded_sound(encoder, value) if reads == "input_features" else value
         else:
             source = feeds["input_ids"] = _tokens("input_ids", input_ids)
             mask = torch.ones_like(source) if mask is None else _integers("attention_mask", mask)

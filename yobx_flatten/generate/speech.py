@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidArgumentError
+from ..errors import FlattenError, InvalidArgumentError
 from ..errors.dependencies import require
 from ..huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
 from ..huggingface.cache_names import installed_name
@@ -151,7 +151,7 @@ def transcribe(
             torch.manual_seed(seed)
         try:
             found = model.generate(sound, **{name: value for name, value in asked.items() if value is not None})
-        except InvalidArgumentError:
+        except FlattenError:
             raise
         except ValueError as error:  # what transformers refuses: a language, a task, a length
             raise InvalidArgumentError(f"Whisper's generate refuses this call: {error}") from error

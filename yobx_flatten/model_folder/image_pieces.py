@@ -101,7 +101,11 @@ def vision_language_pieces(model: TransformersModel, rows: int | None = None) ->
             "of a vision-language model have no such input."
         )
     if not hasattr(getattr(model, "model", None), "language_model"):
-        raise GenerationError(f"{type(model).__qualname__} has no model.language_model to export for itself.")
+        raise GenerationError(
+            f"{type(model).__qualname__} has no model.language_model to export for itself. "
+            "Export what it takes, with export_onnx(model, kwargs=inputs, path=...), or the calls of a run: with "
+            "record_calls(model) as calls: model.generate(...)"
+        )
     kinds_of = (BlockwiseDecoder, DeepstackDecoder)
     decoder: Any = next((kind(model) for kind in kinds_of if kind.fits(model)), None) or TextDecoder(model)
     window = getattr(model.config.get_text_config(), "sliding_window", None) or 8

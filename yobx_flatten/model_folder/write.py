@@ -18,9 +18,10 @@ from typing import Any, Literal
 
 import torch
 
-from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
+from ..errors import FlattenError, FolderExistsError, GenerationError, InvalidArgumentError, ReplayError
 from ..errors.dependencies import is_installed
 from ..errors.log import STEP
+from ..errors.messages import first_line
 from ..export.bounds import Bounds
 from ..export.kernels import has_kernels
 from ..export.onnx_export import export_onnx
@@ -355,6 +356,28 @@ def _export(
     bounds: Bounds | None,
 ) -> ExportReport:
     logger.info("exporting %s", path.name, extra=STEP)
+    try:
+        return _export_piece(piece, path, batch, options, runtime, bounds)
+    except (FlattenError, OSError, MemoryError):
+        raise
+    except Exception as error:  # of torch's trace, of the model inside it, of the exporter: each has its classes
+        if "No space left on device" in str(error):  # libraries in C++ wrap the system's error
+            raise
+        raise GenerationError(
+            f"{type(piece.module).__qualname__} does not become {path.name} ({type(error).__name__}: "
+            f"{first_line(error)[:300]}). print(explain_error(error.__cause__)) states what to change; for inputs of "
+            "your own: export_onnx(model, kwargs=inputs, path=...)"
+        ) from error
+
+
+def _export_piece(
+    piece: Piece,
+    path: pathlib.Path,
+    batch: int | None,
+    options: dict[str, Any],
+    runtime: str,
+    bounds: Bounds | None,
+) -> ExportReport:
     shapes: Any = piece.dynamic_shapes
     if batch is not None and shapes is not None and piece.has_rows:
         shapes = _with_fixed_batch(dynamic_shapes(dict(piece.kwargs)) if shapes == "auto" else shapes)

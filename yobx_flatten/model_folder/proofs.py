@@ -140,7 +140,8 @@ def _prompts(model: TransformersModel, text: Any, rows: int, length: int) -> dic
 
 def _with_images(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """One image for every row, before its text and after its padding."""
-    from .image_pieces import VisionEncoder, images_for
+    from .image_pieces import images_for, vision_encoder
+    from .nested_images import NestedVisionEncoder
 
     count = len(inputs["input_ids"])
     pictures: dict[str, torch.Tensor] = {}
@@ -150,8 +151,9 @@ def _with_images(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -
         pictures = {name: torch.cat([picture[name] for picture in made]) for name in made[0]}
         places = 6
     else:
-        pictures["pixel_values"] = images_for(model, count)
-        places = VisionEncoder(model)(pictures["pixel_values"][:1])["image_features"].shape[-2]
+        pixels = images_for(model, count)
+        pictures["pixel_values"] = pixels[:, None] if NestedVisionEncoder.fits(model) else pixels
+        places = vision_encoder(model)(pixels[:1])["image_features"].shape[-2]
     token = getattr(model.config, "image_token_id", None) or model.config.image_token_index
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     rows, masks = [], []

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from ..errors import FlattenError, InvalidArgumentError
+from ..errors import FlattenError, GenerationError, InvalidArgumentError
 from ..errors.dependencies import require
+from ..files.damage import damage_as
 from ..huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
 from ..huggingface.cache_names import installed_name
 from ..runners.ports import present_of
@@ -51,7 +52,7 @@ class SpeechSettings:
 
 @dataclasses.dataclass(frozen=True)
 class SpeechCall:
-    """What a call asks of the loop beside the sound.
+    """What a call asks of the loop, in addition to the sound.
 
     Attributes:
         language: spoken language, as ``"de"``; one for each row, or one for all; ``None`` to detect it.
@@ -145,7 +146,8 @@ def transcribe(
         names = ("temperature", "top_p", "min_p", "typical_p")
         asked |= {name: getattr(sampling, name) for name in names} | {"top_k": sampling.top_k or 0}
     seed = sampling.seed if sampling is not None and draws else None
-    model = _model_class()(settings, parts)
+    with damage_as(GenerationError, "config.json or generation_config.json"):
+        model = _model_class()(settings, parts)
     with torch.no_grad(), contextlib.nullcontext() if seed is None else torch.random.fork_rng(devices=[]):
         if seed is not None:
             torch.manual_seed(seed)

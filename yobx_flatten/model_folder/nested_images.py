@@ -1,7 +1,7 @@
 """Pictures in lists of rows, as SmolVLM and Idefics3 take them: (rows, pictures, channels, height, width).
 
-The model leaves out pictures of zeros, which pad rows that have fewer; a trace cannot. So the file takes one picture, and
-the generator leaves those of zeros out.
+The model leaves out pictures of zeros, which pad rows that have fewer; a trace cannot. So the file takes one picture,
+and the generator leaves those of zeros out.
 """
 
 from __future__ import annotations

@@ -319,7 +319,7 @@ def encoder_input(model: TransformersModel, batch: int, samples: int) -> torch.T
     Args:
         model: an encoder-decoder model of transformers.
         batch: number of rows.
-        samples: samples of a sound that is no spectrogram.
+        samples: number of samples of a sound, where the model reads these.
     """
     if model.main_input_name == "input_features":
         return _spectrogram(model, batch)

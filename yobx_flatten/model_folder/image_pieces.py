@@ -27,6 +27,11 @@ from .pieces import Piece, random_tokens
 
 __all__ = ["VisionEncoder", "images_for", "vision_encoder", "vision_language_pieces"]
 
+_OTHER_WAYS = (
+    "Export what it takes, with export_onnx(model, kwargs=inputs, path=...), or the calls of a run: with "
+    "record_calls(model) as calls: model.generate(...)"
+)
+
 
 class VisionEncoder(torch.nn.Module):
     """One image to the features that stand in the place of its tokens.
@@ -108,9 +113,7 @@ def vision_language_pieces(model: TransformersModel, rows: int | None = None) ->
         )
     if _language_model(model) is None:
         raise GenerationError(
-            f"{type(model).__qualname__} has no model.language_model to export for itself. "
-            "Export what it takes, with export_onnx(model, kwargs=inputs, path=...), or the calls of a run: with "
-            "record_calls(model) as calls: model.generate(...)"
+            f"{type(model).__qualname__} has no model.language_model to export for itself. {_OTHER_WAYS}"
         )
     kinds_of = (BlockwiseDecoder, DeepstackDecoder)
     decoder: Any = next((kind(model) for kind in kinds_of if kind.fits(model)), None) or TextDecoder(model)
@@ -203,7 +206,10 @@ def images_for(model: TransformersModel, count: int) -> torch.Tensor:
     """
     vision = model.config.vision_config
     size = getattr(vision, "image_size", None)
-    if not isinstance(size, int):
-        raise GenerationError(f"{type(model).__qualname__} takes images of no one size, which has no file format here.")
-    shape = (count, getattr(vision, "num_channels", 3), size, size)
+    sides = [size, size] if isinstance(size, int) else size
+    if not isinstance(sides, (list, tuple)) or len(sides) != 2:
+        raise GenerationError(
+            f"{type(model).__qualname__} takes images of no one size, which has no file format here. {_OTHER_WAYS}"
+        )
+    shape = (count, getattr(vision, "num_channels", 3), *sides)
     return torch.randn(shape, generator=torch.Generator().manual_seed(count)).to(model.dtype)

@@ -254,11 +254,11 @@ def export_folder(
             how: dict[str, Any] = {"tolerance": TOLERANCES[dtype], "proof": proof, "quantize": quantized}
             if form == "onnx":  # which measures what half precision costs
                 how |= {"opset_version": opset_version, "optimize": optimize, "tolerance": None}
-            reports[name] = _export(piece, work / name, batch, how, runtime, largest)
+            reports[name] = _export(model, piece, work / name, batch, how, runtime, largest)
             shared = [] if optimize is None else shared_inputs(work / name)
             if not shared and keeps_more(piece, model):
                 (piece,) = pieces_for(model, task, batch, **cut)[1]
-                reports[name] = _export(piece, work / name, batch, {**how, "optimize": None}, runtime, None)
+                reports[name] = _export(model, piece, work / name, batch, {**how, "optimize": None}, runtime, None)
             reports[name].remark(*opened.remarks)
             if proof != "none":
                 calls = fitting_cases(piece, largest)
@@ -348,6 +348,7 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
 
 
 def _export(
+    model: TransformersModel,
     piece: Piece,
     path: pathlib.Path,
     batch: int | None,
@@ -364,9 +365,9 @@ def _export(
         if "No space left on device" in str(error):  # libraries in C++ wrap the system's error
             raise
         raise GenerationError(
-            f"{type(piece.module).__qualname__} does not become {path.name} ({type(error).__name__}: "
-            f"{first_line(error)[:300]}). print(explain_error(error.__cause__)) states what to change; for inputs of "
-            "your own: export_onnx(model, kwargs=inputs, path=...)"
+            f"{type(model).__qualname__} does not become {path.name} ({type(error).__name__}: "
+            f"{first_line(error)[:300]}). Export it with your own inputs, export_onnx(model, kwargs=inputs, path=...), "
+            "or the calls of a run: with record_calls(model) as calls: ..."
         ) from error
 
 

@@ -55,7 +55,7 @@ myst_html_meta = {
     "fine-tuning, CPU offload, pipeline parallelism",
 }
 html_theme = "furo"
-html_title = f"yobx_flatten {release}"
+html_title = f"yobx_flatten and roundpipe_runtime {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["tables.js", "fold.js"]

@@ -61,6 +61,7 @@ def test_the_kinds_of_blocks_are_those_that_tests_read():
         "{code-block}",
         "{toctree}",
         "{include}",
+        "{literalinclude}",
         "{image}",
         "{eval-rst}",
     }

@@ -53,6 +53,7 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     # a model as a folder that generation tools open, and what generates with it
     "export_folder",
     "verify_folder",
+    "open_generator",
     "OnnxGenerator",
     "ProgramGenerator",
     "Sampling",
@@ -134,7 +135,7 @@ if TYPE_CHECKING:  # the same names for a type checker, and none that is misspel
         make_encoder_decoder_cache,
         make_static_cache,
     )
-    from .model_folder import export_folder, verify_folder
+    from .model_folder import export_folder, open_generator, verify_folder
     from .recipe.codegen import functions_from_fields
     from .record import RecordedCalls, record_calls
     from .storage import (

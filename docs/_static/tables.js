@@ -1,4 +1,7 @@
 // Long tables: a box that filters their rows, a head and a first column that stay in sight (site.css).
+// Qwen3-VL is qwen3_vl, and Phi-3.5 is in the row of phi3: names are compared without what stands between their letters.
+const plain = (text) => text.toLowerCase().replace(/[-_.]/g, "");
+
 document.addEventListener("DOMContentLoaded", () => {
   for (const table of document.querySelectorAll("article table")) {
     const rows = [...table.tBodies[0]?.rows ?? []];
@@ -12,9 +15,9 @@ document.addEventListener("DOMContentLoaded", () => {
     box.setAttribute("aria-label", "Filter the rows of the table below");
     box.className = "table-filter";
     box.addEventListener("input", () => {
-      const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
+      const words = plain(box.value).split(/\s+/).filter(Boolean);
       for (const row of rows) {
-        const text = row.textContent.toLowerCase();
+        const text = plain(row.textContent);
         row.hidden = !words.every((word) => text.includes(word));
       }
     });

@@ -64,6 +64,10 @@ WORDS = [
     "out of memory",
     "error",
     "microbatch",
+    "license",
+    "cite",
+    "serve",
+    "Qwen3-VL",
 ]
 
 

@@ -52,6 +52,14 @@ class Entries(_Tokens):
     remove_invalid_values: bool | None = None
     suppress_tokens: list[_Id] | None = None
     begin_suppress_tokens: list[_Id] | None = None
+    lang_to_id: dict[str, _Id] | None = None
+    task_to_id: dict[str, _Id] | None = None
+    is_multilingual: bool | None = None
+    return_timestamps: bool | None = None
+    no_timestamps_token_id: _Id | None = None
+    prev_sot_token_id: _Id | None = None
+    max_initial_timestamp_index: _Count | None = None
+    max_source_positions: _Count | None = None
     model_type: str | None = None
     text_config: _Tokens | None = None
     vision_config: _Vision | None = None

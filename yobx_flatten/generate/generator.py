@@ -19,13 +19,19 @@ from .sampling import Sampling, TokenChooser
 from .score_rules import GenerationCall, ScoreProcessor
 from .settings import GenerationSettings
 from .slots import check_ports, empty_cache, typed
+from .speech import SpeechCall, padded_sound, transcribe
 
 __all__ = ["Generator", "Parts"]
 
 _LOOP = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "deepstack_embeds")
 _FROM_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
-# what an encoder can be given: text, sound
-_SOURCES = ("input_ids", "input_features", "attention_mask")
+# what an encoder can be given: text, sound, pictures
+_READ = {
+    "input_features": ("sound", "(batch, bins, frames)"),
+    "input_values": ("sound", "(batch, samples)"),
+    "pixel_values": ("pictures", "(batch, channels, height, width)"),
+}
+_SOURCES = ("input_ids", *_READ, "attention_mask")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +72,8 @@ class _Sequence:
     # of all tokens, where the decoder takes those: which of them see each other
     types: torch.Tensor | None = None
     generated_type: int = 0
+    # the token after a single first one
+    forced: int | None = None
 
     def repeat(self, rows: torch.Tensor) -> None:
         """Let rows stand for several; the cache stays as it is."""
@@ -115,12 +123,17 @@ class Generator:
         max_new_tokens: int | None = None,
         sampling: Sampling | None = None,
         input_features: torch.Tensor | None = None,
+        input_values: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
         image_grid_thw: torch.Tensor | None = None,
         pixel_values_videos: torch.Tensor | None = None,
         video_grid_thw: torch.Tensor | None = None,
         second_per_grid_ts: torch.Tensor | Sequence[float] | None = None,
         decoder_input_ids: torch.Tensor | None = None,
+        forced_bos_token_id: int | None = None,
+        language: str | list[str] | None = None,
+        task: Literal["transcribe", "translate"] | None = None,
+        return_timestamps: bool | None = None,
         num_beams: int | None = None,
         length_penalty: float | None = None,
         early_stopping: bool | Literal["never"] | None = None,
@@ -140,16 +153,26 @@ class Generator:
             sampling: how tokens are chosen; by default as ``generation_config.json`` states (``do_sample``,
                 ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``typical_p``), and the likeliest where it states
                 nothing: ``Sampling()``.
-            input_features: sound for the encoder, in place of ``input_ids``.
-            pixel_values: images, for the image tokens of the prompt.
+            input_features: sound for the encoder, in place of ``input_ids``, of shape (batch, bins, frames). With the
+                files of Whisper it is of any length; ``attention_mask`` of shape (batch, frames) is 0 where a row of
+                several windows has ended.
+            input_values: samples of sound for the encoder, of shape (batch, samples), for models that read these.
+            pixel_values: images, for the image tokens of the prompt, or for the encoder.
             image_grid_thw: patches of each image in time, height and width, integers of shape (images, 3), for models
                 whose ``pixel_values`` are patches.
             pixel_values_videos: patches of videos, for the video tokens of the prompt.
             video_grid_thw: patches of each video in time, height and width, integers of shape (videos, 3).
             second_per_grid_ts: seconds from one frame of each video to the next, for models that count them
                 (Qwen2.5-VL); 1 for all by default.
-            decoder_input_ids: first tokens of an encoder-decoder model's output; by default its start token, with
-                Whisper and the language that it detects, or ``generation_config.json`` states, and no times.
+            decoder_input_ids: first tokens of an encoder-decoder model's output; by default its start token. With
+                Whisper, tokens continue these, and nothing is detected.
+            forced_bos_token_id: the token after a single first one, as the language that NLLB, M2M100 and mBART
+                translate into; by default that of ``generation_config.json``.
+            language: spoken language, for Whisper: one for each row, or one for all; detected by default, where the
+                model has several.
+            task: ``"transcribe"``, or ``"translate"`` into English, for Whisper.
+            return_timestamps: whether tokens of times stand around each segment, for Whisper; ``False`` without a
+                configuration. Sound of more than one window needs them.
             num_beams: continuations of each row that a beam search keeps; 1 for none, as without a configuration.
             length_penalty: exponent of the length by which the sum of log-probabilities of a continuation is divided;
                 1.0 without a configuration.
@@ -161,12 +184,13 @@ class Generator:
         Returns:
             The prompt (of an encoder-decoder model: its start) and the new tokens, as ``model.generate`` returns
             them: int64 of shape (batch * num_return_sequences, length). Rows that ended early are filled with the
-            padding token.
+            padding token. Of a Whisper that has languages or times, as from ``model.generate``, only the new tokens.
 
         Raises:
             InvalidArgumentError: when the inputs do not fit the model or each other.
             GenerationError: when a file fails while it runs.
         """
+        source = self._encoded(input_features, input_values, pixel_values)
         images = self.settings.images(pixel_values, image_grid_thw)
         videos = self.settings.videos(pixel_values_videos, video_grid_thw, second_per_grid_ts)
         given: dict[str, Any] = {
@@ -178,12 +202,21 @@ class Generator:
         beams = dataclasses.replace(
             self.settings.beams, **{name: value for name, value in given.items() if value is not None}
         )
+        speech = SpeechCall(language, task, return_timestamps)
+        if self._is_whole_speech(input_features, decoder_input_ids, speech):
+            assert self.settings.speech is not None
+            assert input_features is not None
+            options = {"max_new_tokens": max_new_tokens, **given}
+            return transcribe(
+                self.settings.speech, self.parts, input_features, attention_mask, speech, sampling, options
+            )
         sampling = self.settings.sampling if sampling is None else sampling
         if beams.num_beams > 1 and sampling.do_sample:
             raise InvalidArgumentError(
                 "A beam search draws no tokens: pass num_beams=1, or sampling=Sampling() for the likeliest ones."
             )
-        sequence = self._begin(input_ids, attention_mask, input_features, decoder_input_ids, (images, videos))
+        sequence = self._begin(input_ids, attention_mask, source, decoder_input_ids, (images, videos))
+        self._force(sequence, forced_bos_token_id)
         first = sequence.tokens
         if beams.num_beams > 1:
             return self._search(sequence, self._limit(max_new_tokens, sequence), beams)
@@ -198,12 +231,14 @@ class Generator:
         max_new_tokens: int | None = None,
         sampling: Sampling | None = None,
         input_features: torch.Tensor | None = None,
+        input_values: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
         image_grid_thw: torch.Tensor | None = None,
         pixel_values_videos: torch.Tensor | None = None,
         video_grid_thw: torch.Tensor | None = None,
         second_per_grid_ts: torch.Tensor | Sequence[float] | None = None,
         decoder_input_ids: torch.Tensor | None = None,
+        forced_bos_token_id: int | None = None,
     ) -> Iterator[torch.Tensor]:
         """Return the tokens of :meth:`generate` one step at a time, without a search.
 
@@ -216,12 +251,14 @@ class Generator:
             max_new_tokens: see :meth:`generate`.
             sampling: see :meth:`generate`.
             input_features: see :meth:`generate`.
+            input_values: see :meth:`generate`.
             pixel_values: see :meth:`generate`.
             image_grid_thw: see :meth:`generate`.
             pixel_values_videos: see :meth:`generate`.
             video_grid_thw: see :meth:`generate`.
             second_per_grid_ts: see :meth:`generate`.
-            decoder_input_ids: see :meth:`generate`.
+            decoder_input_ids: see :meth:`generate`; a Whisper that has languages or times needs them here.
+            forced_bos_token_id: see :meth:`generate`.
 
         Returns:
             An iterator over tensors of int64 of shape (batch,), one per new token.
@@ -230,18 +267,56 @@ class Generator:
             InvalidArgumentError: when the inputs do not fit the model or each other.
             GenerationError: when a file fails while it runs.
         """
+        source = self._encoded(input_features, input_values, pixel_values)
         images = self.settings.images(pixel_values, image_grid_thw)
         videos = self.settings.videos(pixel_values_videos, video_grid_thw, second_per_grid_ts)
-        sequence = self._begin(input_ids, attention_mask, input_features, decoder_input_ids, (images, videos))
+        if self._is_whole_speech(input_features, decoder_input_ids, SpeechCall()):
+            raise InvalidArgumentError(
+                "This Whisper finds out language, task and times in loops of its own, which return all tokens at once: "
+                "call generate(), or pass stream the tokens that begin a text:\n"
+                "    stream(input_features=sound, decoder_input_ids=torch.tensor([[START, LANGUAGE, TASK, NO_TIMES]]))"
+            )
+        sequence = self._begin(input_ids, attention_mask, source, decoder_input_ids, (images, videos))
+        self._force(sequence, forced_bos_token_id)
         return self._stream(sequence, max_new_tokens, sampling)
 
     # -- before the first token ----------------------------------------------------------------------------------------
+
+    def _is_whole_speech(self, sound: torch.Tensor | None, first: torch.Tensor | None, asked: SpeechCall) -> bool:
+        """Whether Whisper's own loop decides which tokens begin a text, and how sound is cut."""
+        if sound is None or self.settings.speech is None:
+            if asked.asks:
+                raise InvalidArgumentError(
+                    "language=, task= and return_timestamps= are for Whisper with input_features=, where "
+                    "generation_config.json states its languages (lang_to_id) and times (no_timestamps_token_id)."
+                )
+            return False
+        if first is not None and asked.asks:
+            raise InvalidArgumentError(
+                "decoder_input_ids already state language, task and times: pass these, or language=, task= and "
+                "return_timestamps=."
+            )
+        return first is None
+
+    def _encoded(
+        self, features: torch.Tensor | None, samples: torch.Tensor | None, pixels: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """What is given for the encoder, but for text: pictures in a prompt are for a decoder."""
+        given = {"input_features": features, "input_values": samples}
+        if self.parts.encoder is not None and "pixel_values" in self.parts.encoder.ports:
+            given["pixel_values"] = pixels
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _force(self, sequence: _Sequence, token: int | None) -> None:
+        sequence.forced = self.settings.forced_bos_token_id if token is None else token
+        if token is not None and (type(token) is not int or token < 0):
+            raise InvalidArgumentError(f"forced_bos_token_id must be a token, found {describe_class(token)}.")
 
     def _begin(
         self,
         input_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
-        input_features: torch.Tensor | None,
+        encoded: dict[str, torch.Tensor],
         decoder_input_ids: torch.Tensor | None,
         pictures: Sequence[Pictures],
     ) -> _Sequence:
@@ -249,18 +324,18 @@ class Generator:
         seen: list[Seen] = []
         positions = types = None
         if self.parts.encoder is not None:
-            context, batch = self._encode(input_ids, attention_mask, input_features)
+            context, batch = self._encode(input_ids, attention_mask, encoded)
             if decoder_input_ids is not None:
                 tokens = _tokens("decoder_input_ids", decoder_input_ids)
             else:
-                tokens = self._first_tokens(batch, context)
+                tokens = self._start_tokens(batch)
             if len(tokens) != batch:
                 raise InvalidArgumentError(
                     f"decoder_input_ids has {len(tokens)} rows, and the encoder reads {batch}. Pass as many."
                 )
             mask = torch.ones_like(tokens)
         else:
-            if input_features is not None or decoder_input_ids is not None:
+            if encoded or decoder_input_ids is not None:
                 raise InvalidArgumentError(f"{self.parts.decoder.name} belongs to a model without an encoder.")
             tokens = _tokens("input_ids", input_ids)
             mask = torch.ones_like(tokens) if attention_mask is None else _integers("attention_mask", attention_mask)
@@ -269,24 +344,11 @@ class Generator:
             positions = self._positions(tokens, mask, pictures)
             if "token_type_ids" in self.parts.decoder.ports:
                 types = self.settings.token_types(tokens)
-        cache = self._empty_cache(len(tokens))
-        source = tokens if self.parts.encoder is None else input_ids if input_features is None else None
+        reader = self.parts.prefill or self.parts.decoder
+        cache = {} if self.parts.prefill is not None else reader.cache(empty_cache(reader.slots, len(tokens)))
+        source = tokens if self.parts.encoder is None else None if encoded else input_ids
         of_types = (types, self.settings.generated_type)
         return _Sequence(tokens, mask, tokens, cache, context, seen, source, positions, *of_types)
-
-    def _empty_cache(self, rows: int) -> dict[str, Any]:
-        reader = self.parts.decoder
-        return {} if self.parts.prefill is not None else reader.cache(empty_cache(reader.slots, rows))
-
-    def _first_tokens(self, batch: int, context: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The start, and what Whisper puts after it: the language is the likeliest one."""
-        start, spoken = self._start_tokens(batch), self.settings.spoken
-        if spoken is None:
-            return start
-        scores = None
-        if spoken.languages:
-            scores = self._step(_Sequence(start, torch.ones_like(start), start, self._empty_cache(batch), context))
-        return spoken.after(start, scores)
 
     def _start_tokens(self, batch: int) -> torch.Tensor:
         start = self.settings.decoder_start_token_id
@@ -297,18 +359,18 @@ class Generator:
         return torch.full((batch, 1), start)
 
     def _encode(
-        self, input_ids: torch.Tensor | None, mask: torch.Tensor | None, features: torch.Tensor | None
+        self, input_ids: torch.Tensor | None, mask: torch.Tensor | None, given: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], int]:
         encoder = self.parts.encoder
         assert encoder is not None
         check_ports(encoder.ports, _SOURCES, encoder.name)
         feeds = {}
-        if "input_features" in encoder.ports:
-            if features is None or features.ndim != 3:
-                raise InvalidArgumentError(
-                    f"{encoder.name} reads sound. Pass input_features of shape (batch, bins, frames)."
-                )
-            source = feeds["input_features"] = features
+        reads = next((name for name in _READ if name in encoder.ports), None)
+        if reads is not None:
+            (what, shape), value = _READ[reads], given.get(reads)
+            if value is None or value.ndim != shape.count(",") + 1:
+                raise InvalidArgumentError(f"{encoder.name} reads {what}. Pass {reads} of shape {shape}.")
+            source = feeds[reads] = padded_sound(encoder, value) if reads == "input_features" else value
         else:
             source = feeds["input_ids"] = _tokens("input_ids", input_ids)
             mask = torch.ones_like(source) if mask is None else _integers("attention_mask", mask)
@@ -344,8 +406,6 @@ class Generator:
         if max_new_tokens is not None:
             limit = max_new_tokens
         elif longest is not None:
-            if self.settings.spoken is not None:
-                longest = self.settings.spoken.with_prompt(longest, start)
             if start >= longest:
                 raise InvalidArgumentError(
                     f"There are {start} tokens, and generation_config.json ends at max_length={longest}. Pass "
@@ -360,7 +420,8 @@ class Generator:
         start = sequence.tokens.shape[1]
         # a decoder after an encoder has no padding in front
         padded = None if self.parts.encoder is not None else sequence.mask
-        call = GenerationCall(start, start + limit, self.settings.eos_token_ids, padded, sequence.source)
+        ends, source = self.settings.eos_token_ids, sequence.source
+        call = GenerationCall(start, start + limit, ends, padded, source, sequence.forced)
         return self.settings.processors_for(call)
 
     def _tokens(self, sequence: _Sequence, limit: int, choose: TokenChooser) -> Iterator[torch.Tensor]:

@@ -37,7 +37,8 @@ class Pictures:
 
     Attributes:
         word: ``"image"`` or ``"video"``.
-        pixels: pictures of shape (count, channels, height, width), or patches of shape (patches, values); ``None`` for
+        pixels: pictures of shape (count, channels, height, width), or (rows, count, channels, height, width), where
+            pictures of zeros pad rows that have fewer; or patches of shape (patches, values); ``None`` for
             none.
         sizes: patches of each in time, height and width, of shape (count, 3); ``None`` where all are of one size.
         token_id: the token that they replace; ``None`` for a model without one.
@@ -90,7 +91,7 @@ class Pictures:
         if "image_grid_thw" not in vision.ports:
             if self.word == "video":
                 raise InvalidArgumentError(f"{vision.name} takes pictures of one size, and no videos.")
-            for image in self.pixels:
+            for image in _without_padding(self.pixels):
                 yield {"pixel_values": image[None]}
             return
         sizes, name = self.sizes, f"{self.word}_grid_thw"
@@ -107,3 +108,12 @@ class Pictures:
         frames[:, 0] = 1
         for patches, frame in zip(self.pixels.split(frames.prod(-1).tolist()), frames, strict=True):
             yield {"pixel_values": patches, "image_grid_thw": frame[None]}
+
+
+def _without_padding(pixels: torch.Tensor) -> torch.Tensor:
+    """Pictures of all rows in order; where rows hold several, without those of zeros, as SmolVLM leaves them out."""
+    if pixels.ndim != 5:
+        return pixels
+    every = pixels.flatten(0, 1)
+    seen = every.flatten(1).ne(0).any(1)
+    return every[seen] if bool(seen.any()) else every[:1]

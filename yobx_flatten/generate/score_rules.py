@@ -31,6 +31,7 @@ class GenerationCall:
         eos_token_ids: a row ends with one of these.
         mask: the mask of the start, 0 where a row is padded; ``None`` where nothing is known of it.
         source: the tokens that an encoder read, or the prompt of a decoder; ``None`` where there are none.
+        first: the token after a single first one, such as a language; ``None`` for any.
     """
 
     start: int = 1
@@ -38,6 +39,7 @@ class GenerationCall:
     eos_token_ids: tuple[int, ...] = ()
     mask: torch.Tensor | None = None
     source: torch.Tensor | None = None
+    first: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,20 +72,20 @@ def score_rules(generation: Mapping[str, Any]) -> tuple[ScoreProcessor, ...]:
     return tuple(rule for rule in made if rule is not None)
 
 
-def forced_tokens(call: GenerationCall, first: int | None, last: tuple[int, ...]) -> list[ScoreProcessor]:
+def forced_tokens(call: GenerationCall, last: tuple[int, ...]) -> list[ScoreProcessor]:
     """Return the rules that leave no choice, which come after all others.
 
     Args:
         call: the call whose tokens are chosen.
-        first: the token after a single first one, such as a language; ``None`` for any.
         last: one of these is the last token where the longest row ends; empty for any.
 
     Returns:
         The rules in order; none where nothing is forced.
     """
     made: list[ScoreProcessor] = []
-    if first is not None:
-        made.append(_guarded(lambda tokens, scores: _only((first,), scores) if tokens.shape[1] == 1 else scores))
+    first = () if call.first is None else (call.first,)
+    if first:
+        made.append(_guarded(lambda tokens, scores: _only(first, scores) if tokens.shape[1] == 1 else scores))
     if last:
         at_end = call.longest - 1
         made.append(_guarded(lambda tokens, scores: _only(last, scores) if tokens.shape[1] == at_end else scores))
@@ -198,11 +200,10 @@ def _suppressed_at_first(generation: Mapping[str, Any]) -> ScoreProcessor | None
     tokens = generation.get("begin_suppress_tokens")
     if not tokens:
         return None
-    # after a first token that is forced
-    further = generation.get("forced_bos_token_id") is not None
     return _rule(
         "SuppressTokensAtBeginLogitsProcessor",
-        lambda call: (tokens, call.start + 1 if further and call.start <= 1 else call.start),
+        # after a first token that is forced
+        lambda call: (tokens, call.start + 1 if call.first is not None and call.start <= 1 else call.start),
     )
 
 

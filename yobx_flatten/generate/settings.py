@@ -19,7 +19,7 @@ from .layout import MANIFEST
 from .pictures import Pictures
 from .sampling import Sampling
 from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_tokens, score_rules
-from .spoken import SpokenPrompt, spoken_prompt_of
+from .speech import SpeechSettings, speech_of
 from .stated_choice import beams_of, sampling_of
 from .switch import Switch, read_switch
 
@@ -40,7 +40,6 @@ class GenerationSettings:
         sampling: how tokens are chosen where the caller gives nothing; the likeliest by default.
         beams: what a search keeps where the caller gives nothing; by default there is none.
         positions: tokens of a row at most that the files read, where each position has a row of a table.
-        spoken: what comes after the start of a transcript; ``None`` for models other than Whisper.
         processors: rules that are applied to the scores, in order.
         forced_bos_token_id: the second token, after a single first one: with mBART the language to translate into.
         forced_eos_token_id: the last token, or one of several, where ``max_new_tokens`` ends a row.
@@ -50,6 +49,7 @@ class GenerationSettings:
         sees_prompt: whether all tokens of a prompt see each other, where the decoder takes types of tokens, and not
             those of an image only; ``False`` by default.
         switch: where the positions of the model change with the length of the text; ``None`` for nowhere.
+        speech: what Whisper's own loop needs; ``None`` for other models.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ class GenerationSettings:
     beams: BeamSettings = dataclasses.field(default_factory=BeamSettings)
     positions: int | None = None
     switch: Switch | None = dataclasses.field(default=None, repr=False)
-    spoken: SpokenPrompt | None = None
+    speech: SpeechSettings | None = None
 
     def images(self, pixel_values: torch.Tensor | None, sizes: torch.Tensor | None) -> Pictures:
         """Return the pictures of a call.
@@ -127,7 +127,7 @@ class GenerationSettings:
             The rules, those that leave no choice last.
         """
         made = [rule.make(call) if isinstance(rule, RuleOfCall) else rule for rule in self.processors]
-        forced = forced_tokens(call, self.forced_bos_token_id, _ids(self.forced_eos_token_id))
+        forced = forced_tokens(call, _ids(self.forced_eos_token_id))
         return [*(rule for rule in made if rule is not None), *forced]
 
 
@@ -209,7 +209,7 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
         longest if not new and type(longest) is int else None,
         sampling_of(rules),
         beams_of(rules),
-        spoken=spoken_prompt_of(config, generation),
+        speech=speech_of(config, generation),
     )
 
 

@@ -28,7 +28,6 @@ _UNKNOWN: dict[str, tuple[Any, ...]] = {
     "force_words_ids": (None, []),
     "token_healing": (None, False),
     "max_time": (None,),
-    "return_timestamps": (None, False),
 }
 _UNKNOWN_OF_DRAWS: dict[str, tuple[Any, ...]] = {
     "top_h": (None,),

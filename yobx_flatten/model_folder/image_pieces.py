@@ -22,9 +22,15 @@ from ..trees.shapes import dynamic_shapes
 from .blockwise_decoder import BlockwiseDecoder
 from .deepstack_decoder import DeepstackDecoder
 from .grid_images import GridVisionEncoder, grid_image
+from .nested_images import NestedVisionEncoder
 from .pieces import Piece, random_tokens
 
-__all__ = ["VisionEncoder", "images_for", "vision_language_pieces"]
+__all__ = ["VisionEncoder", "images_for", "vision_encoder", "vision_language_pieces"]
+
+_OTHER_WAYS = (
+    "Export what it takes, with export_onnx(model, kwargs=inputs, path=...), or the calls of a run: with "
+    "record_calls(model) as calls: model.generate(...)"
+)
 
 
 class VisionEncoder(torch.nn.Module):
@@ -61,7 +67,7 @@ class TextDecoder(torch.nn.Module):
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
-        self.language_model = model.model.language_model
+        self.language_model = _language_model(model)
         self.cache_is = argument_of(self.language_model.forward) or installed_name()
         self.head = model.get_output_embeddings()
 
@@ -77,6 +83,11 @@ class TextDecoder(torch.nn.Module):
             use_cache=True,
         )
         return {"logits": self.head(found.last_hidden_state), "cache": cache_of(found)}
+
+
+def _language_model(model: TransformersModel) -> Any:
+    inner = getattr(model, "model", None)
+    return getattr(inner, "text_model" if NestedVisionEncoder.fits(model) else "language_model", None)
 
 
 def vision_language_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
@@ -100,8 +111,10 @@ def vision_language_pieces(model: TransformersModel, rows: int | None = None) ->
             f"{type(model).__qualname__} takes {kinds[0]}, by which image tokens are treated unlike text. The files "
             "of a vision-language model have no such input."
         )
-    if not hasattr(getattr(model, "model", None), "language_model"):
-        raise GenerationError(f"{type(model).__qualname__} has no model.language_model to export for itself.")
+    if _language_model(model) is None:
+        raise GenerationError(
+            f"{type(model).__qualname__} has no model.language_model to export for itself. {_OTHER_WAYS}"
+        )
     kinds_of = (BlockwiseDecoder, DeepstackDecoder)
     decoder: Any = next((kind(model) for kind in kinds_of if kind.fits(model)), None) or TextDecoder(model)
     window = getattr(model.config.get_text_config(), "sliding_window", None) or 8
@@ -155,11 +168,27 @@ def _vision_piece(model: TransformersModel) -> Piece:
     if not GridVisionEncoder.fits(model):
         images = [{"pixel_values": image[None]} for image in images_for(model, 3)]
         others = [Case(f"image {number}", (), given) for number, given in enumerate(images[1:], 2)]
-        return Piece("vision_encoder", VisionEncoder(model), images[0], others, dynamic_shapes=None)
+        return Piece("vision_encoder", vision_encoder(model), images[0], others, dynamic_shapes=None)
     grids = {f"{high} x {wide} tokens": grid_image(model, high, wide) for high, wide in ((4, 3), (1, 2), (2, 5))}
     cases = [Case(name, (), given) for name, given in grids.items()]
     shapes = {"pixel_values": {0: Dim.AUTO}, "image_grid_thw": {}}
     return Piece("vision_encoder", GridVisionEncoder(model), grid_image(model, 2, 3), cases, shapes, has_rows=False)
+
+
+def vision_encoder(model: TransformersModel) -> torch.nn.Module:
+    """Return what makes features of one picture, for a model whose pictures are of one size.
+
+    Args:
+        model: a model of transformers that reads images.
+
+    Raises:
+        GenerationError: when the model does more with a picture.
+    """
+    if not NestedVisionEncoder.fits(model):
+        return VisionEncoder(model)
+    encoder = NestedVisionEncoder(model)
+    encoder.check(model, images_for(model, 1))
+    return encoder
 
 
 def images_for(model: TransformersModel, count: int) -> torch.Tensor:
@@ -177,7 +206,10 @@ def images_for(model: TransformersModel, count: int) -> torch.Tensor:
     """
     vision = model.config.vision_config
     size = getattr(vision, "image_size", None)
-    if not isinstance(size, int):
-        raise GenerationError(f"{type(model).__qualname__} takes images of no one size, which has no file format here.")
-    shape = (count, getattr(vision, "num_channels", 3), size, size)
+    sides = [size, size] if isinstance(size, int) else size
+    if not isinstance(sides, (list, tuple)) or len(sides) != 2:
+        raise GenerationError(
+            f"{type(model).__qualname__} takes images of no one size, which has no file format here. {_OTHER_WAYS}"
+        )
+    shape = (count, getattr(vision, "num_channels", 3), *sides)
     return torch.randn(shape, generator=torch.Generator().manual_seed(count)).to(model.dtype)

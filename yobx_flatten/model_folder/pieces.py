@@ -3,7 +3,7 @@
 .. code-block:: text
 
     text                 tokens ──> model ──> logits, cache           one file; it also takes an empty cache
-    text or sound        encoder_model ──> decoder_model (first token) ──> decoder_with_past_model (every other)
+    text, sound, image   encoder_model ──> decoder_model (first token) ──> decoder_with_past_model (every other)
     image and text       image_pieces
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ __all__ = [
     "Piece",
     "decoder_pieces",
     "encoder_decoder_pieces",
+    "encoder_input",
+    "encoder_output_class",
+    "image_size",
     "keeps_more",
     "random_tokens",
 ]
@@ -163,16 +166,42 @@ class SoundEncoder(Encoder):
         return {"last_hidden_state": self.encoder(input_features).last_hidden_state}
 
 
+class RawSoundEncoder(Encoder):
+    """Reads samples, of any number (Moonshine)."""
+
+    def forward(self, input_values: Any) -> dict[str, Any]:
+        """Return the features."""
+        return {"last_hidden_state": self.encoder(input_values).last_hidden_state}
+
+
+class ImageEncoder(Encoder):
+    """Reads pictures (TrOCR, and others of a vision encoder and a text decoder)."""
+
+    def forward(self, pixel_values: Any) -> dict[str, Any]:
+        """Return the features."""
+        return {"last_hidden_state": self.encoder(pixel_values).last_hidden_state}
+
+
+_ENCODERS: dict[str, type[Encoder]] = {
+    "input_ids": TextEncoder,
+    "input_features": SoundEncoder,
+    "input_values": RawSoundEncoder,
+    "pixel_values": ImageEncoder,
+}
+
+
 class _Decoder(torch.nn.Module):
-    def __init__(self, model: TransformersModel) -> None:
+    def __init__(self, model: TransformersModel, read_as: Callable[..., Any]) -> None:
         super().__init__()
         self.model = model
+        self.read_as = read_as
         self.cache_is = argument_of(model.forward) or installed_name()
 
     def decode(self, tokens: Any, hidden: Any, mask: Any, cache: Any) -> Any:
         masks = {} if mask is None else {"attention_mask": mask}
+        read = self.read_as(last_hidden_state=hidden)  # Moonshine takes no other class
         return self.model(
-            decoder_input_ids=tokens, encoder_outputs=(hidden,), use_cache=True, **{self.cache_is: cache}, **masks
+            decoder_input_ids=tokens, encoder_outputs=read, use_cache=True, **{self.cache_is: cache}, **masks
         )
 
 
@@ -199,7 +228,9 @@ class NextDecoder(_Decoder):
         )
         filled = make_encoder_decoder_cache(make_dynamic_cache(own), make_dynamic_cache(cross))
         # the features are in the cache already; what is read here is their number
-        hidden = cross[0][0].transpose(1, 2).flatten(2)
+        keys = cross[0][0].transpose(1, 2).flatten(2)
+        projection = getattr(self.model, "enc_to_dec_proj", None)  # from the width of the encoder
+        hidden = keys if projection is None else keys.new_zeros(*keys.shape[:2], projection.in_features)
         found = self.decode(input_ids, hidden, encoder_attention_mask, filled)
         layers = cache_of(found).self_attention_cache.layers
         return {"logits": found.logits, "present": [{"decoder": _pair(layer)} for layer in layers]}
@@ -214,7 +245,7 @@ _VARYING = {0: Dim.AUTO, 2: Dim.AUTO}
 
 
 def encoder_decoder_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
-    """A model that reads text or sound first: ``encoder_model``, ``decoder_model``, ``decoder_with_past_model``.
+    """A model that reads text, sound or pictures first: an ``encoder_model``, and a decoder in two files.
 
     Args:
         model: an encoder-decoder model of transformers.
@@ -224,17 +255,23 @@ def encoder_decoder_pieces(model: TransformersModel, rows: int | None = None) ->
         Three files.
 
     Raises:
-        GenerationError: when the model reads sound in another form than Whisper.
+        GenerationError: when the model reads something else, or sound in another form than Whisper.
     """
-    hears = model.main_input_name == "input_features"
-    encoder = SoundEncoder(model) if hears else TextEncoder(model)
-    first, following = FirstDecoder(model), NextDecoder(model)
+    reads = model.main_input_name
+    if reads not in _ENCODERS:
+        raise GenerationError(
+            f"{type(model).__qualname__} reads {reads}, and folders hold encoders that read {', '.join(_ENCODERS)}. "
+            "Record a call and export that:\n    with record_calls(model) as calls: model.generate(...)"
+        )
+    encoder = _ENCODERS[reads](model)
+    read_as = encoder_output_class(model)
+    first, following = FirstDecoder(model, read_as), NextDecoder(model, read_as)
 
     @torch.no_grad()
     def calls(batch: int, source: int, past: int, new: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         mask = None
-        if hears:
-            read: dict[str, Any] = {"input_features": _spectrogram(model, batch)}
+        if reads != "input_ids":
+            read: dict[str, Any] = {reads: encoder_input(model, batch, 400 * source)}
         else:
             mask = torch.ones(batch, source, dtype=torch.int64)
             mask[0, source - 2 :] = 0
@@ -255,13 +292,48 @@ def encoder_decoder_pieces(model: TransformersModel, rows: int | None = None) ->
     for place, (stem, module) in enumerate(modules.items()):
         cases = [Case(name, (), made[place]) for name, made in others.items()]
         shapes = dynamic_shapes(examples[place])
-        if stem == "encoder_model" and not hears:
+        if stem == "encoder_model" and reads == "input_ids":
             # what it reads is also called by the decoders
             shapes |= {name: {0: Dim.AUTO, 1: "encoder_sequence_length"} for name in shapes}
         if "cache" in shapes:
             shapes["cache"] = pytree.tree_map(lambda _: _VARYING, examples[place]["cache"])
         pieces.append(Piece(stem, module, examples[place], cases, shapes))
     return pieces
+
+
+@torch.no_grad()
+def encoder_output_class(model: TransformersModel) -> Callable[..., Any]:
+    """Return the class in which a model takes what its encoder returned.
+
+    Args:
+        model: an encoder-decoder model of transformers.
+    """
+    reads = model.main_input_name
+    value = random_tokens(model, (1, 4)) if reads == "input_ids" else encoder_input(model, 1, 4000)
+    return type(model.get_encoder()(**{reads: value}))
+
+
+def encoder_input(model: TransformersModel, batch: int, samples: int) -> torch.Tensor:
+    """Make what the encoder of a model reads instead of tokens, of the type of its weights.
+
+    Args:
+        model: an encoder-decoder model of transformers.
+        batch: number of rows.
+        samples: number of samples of a sound, where the model reads these.
+    """
+    if model.main_input_name == "input_features":
+        return _spectrogram(model, batch)
+    shape: tuple[int, ...] = (batch, samples)
+    if model.main_input_name == "pixel_values":
+        config = getattr(model.config, "encoder", model.config)
+        shape = (batch, getattr(config, "num_channels", 3), *image_size(config))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(batch)).to(model.dtype)
+
+
+def image_size(config: Any) -> tuple[int, int]:
+    """Return height and width of the pictures that a configuration states; 224 where it states none."""
+    found = getattr(config, "image_size", None) or 224
+    return (found, found) if isinstance(found, int) else (int(found[0]), int(found[1]))
 
 
 def _spectrogram(model: TransformersModel, batch: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,12 @@ import torch
 
 from ..errors import GenerationError
 from ..export.replay import Case
+from ..huggingface.cache_names import argument_of
 from ..recipe.aliases import TransformersModel
-from .pieces import Piece, random_tokens
+from .pieces import Piece, image_size, random_tokens
 from .token_types import TYPES, has_types, pair_types
 
-__all__ = ["plain_pieces"]
+__all__ = ["choice_pieces", "compares", "plain_pieces", "two_tower_pieces"]
 
 
 def plain_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
@@ -43,6 +45,60 @@ def plain_pieces(model: TransformersModel, rows: int | None = None) -> list[Piec
     return [Piece("model", model, make(model, rows or 2, length), cases)]
 
 
+def choice_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+    """One file that scores the choices of each row: tokens of shape (batch, choices, length).
+
+    Args:
+        model: a model of transformers.
+        rows: the number of rows of every example and case; ``None`` for several numbers of them.
+    """
+
+    def made(batch: int, choices: int, length: int) -> dict[str, torch.Tensor]:
+        flat = _tokens(model.base_model, batch * choices, length)  # which has rows, not choices
+        return {name: value.unflatten(0, (batch, choices)) for name, value in flat.items()}
+
+    sizes = [(rows or batch, *others) for batch, *others in ((1, 2, 5), (3, 4, 11))]
+    cases = [Case(f"batch {b}, choices {c}, length {n}", (), made(b, c, n)) for b, c, n in sizes]
+    return [Piece("model", model, made(rows or 2, 3, 7), cases)]
+
+
+def compares(model: TransformersModel) -> bool:
+    """Return whether a model compares pictures and texts, and writes nothing (CLIP, SigLIP).
+
+    Args:
+        model: a model of transformers.
+    """
+    both = all(hasattr(model, name) for name in ("get_image_features", "get_text_features"))
+    takes = inspect.signature(model.forward).parameters
+    return both and {"input_ids", "pixel_values"} <= set(takes) and argument_of(model.forward) is None
+
+
+def two_tower_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+    """One file from texts and pictures, of numbers of their own, to the scores of each pair.
+
+    Args:
+        model: a model that :func:`compares` holds for.
+        rows: the number of texts, and of pictures; ``None`` for several numbers of them.
+    """
+    vision, dtype = model.config.vision_config, model.dtype
+    room = getattr(model.config.text_config, "max_position_embeddings", 16)
+
+    def made(texts: int, pictures: int, length: int) -> dict[str, torch.Tensor]:
+        ids = random_tokens(model, (rows or texts, min(length, room)))
+        shape = (rows or pictures, getattr(vision, "num_channels", 3), *image_size(vision))
+        pixels = torch.randn(shape, generator=torch.Generator().manual_seed(pictures)).to(dtype)
+        mask = torch.ones_like(ids)
+        mask[0, -1:] = 0
+        masks = {"attention_mask": mask} if "attention_mask" in inspect.signature(model.forward).parameters else {}
+        return {"input_ids": ids, "pixel_values": pixels, **masks}
+
+    cases = [
+        Case(f"texts {rows or texts}, pictures {rows or pictures}, length {length}", (), made(texts, pictures, length))
+        for texts, pictures, length in ((1, 2, 5), (5, 1, 11))
+    ]
+    return [Piece("model", model, made(3, 2, 7), cases)]
+
+
 def _tokens(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:
     tokens = random_tokens(model, (batch, length))
     mask = torch.ones_like(tokens)
@@ -58,12 +114,7 @@ def _sound(model: TransformersModel, batch: int, length: int) -> dict[str, torch
 
 def _image(model: TransformersModel, batch: int, _: int) -> dict[str, torch.Tensor]:
     config = model.config
-    return {"pixel_values": _random(model, (batch, getattr(config, "num_channels", 3), *_size(config)))}
-
-
-def _size(config: Any) -> tuple[int, int]:
-    found = getattr(config, "image_size", None) or 224
-    return (found, found) if isinstance(found, int) else (int(found[0]), int(found[1]))
+    return {"pixel_values": _random(model, (batch, getattr(config, "num_channels", 3), *image_size(config)))}
 
 
 def _random(model: TransformersModel, shape: tuple[int, ...]) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 
 from ..export.undisturbed import undisturbed
 from ..recipe.aliases import TransformersModel
+from .pieces import encoder_output_class
 
 __all__ = ["positions_of"]
 
@@ -59,8 +60,10 @@ def _ends_at(more: Any, length: int | None, model: TransformersModel, stated: in
 def _call(model: TransformersModel, tokens: torch.Tensor, more: dict[str, torch.Tensor]) -> None:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
-        size = getattr(config, "d_model", None) or config.hidden_size
+        of_encoder = getattr(config, "encoder", config)  # a model of two configurations
+        size = getattr(of_encoder, "d_model", None) or of_encoder.hidden_size
         hidden = torch.zeros(1, 2, size, dtype=model.dtype)
-        model(decoder_input_ids=tokens, encoder_outputs=(hidden,), use_cache=False)
+        read = encoder_output_class(model)(last_hidden_state=hidden)
+        model(decoder_input_ids=tokens, encoder_outputs=read, use_cache=False)
     else:
         model(input_ids=tokens, use_cache=False, **more)

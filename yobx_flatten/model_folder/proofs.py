@@ -19,7 +19,7 @@ from ..recipe.aliases import TransformersModel
 from ..trees.naming import leaf_names, output_names
 from .blockwise_decoder import BlockwiseDecoder
 from .grid_images import GridVisionEncoder, grid_image
-from .pieces import Piece
+from .pieces import Piece, encoder_input
 
 __all__ = ["SAMPLED_TOKENS", "TOKENS", "GenerationCase", "generation_case", "stored_calls"]
 
@@ -91,16 +91,14 @@ def generation_case(
     text = model.config.get_text_config(decoder=True)
     room = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None) or 512
     new_tokens = min(tokens, room - 12)
-    if task == "automatic-speech-recognition":
-        frames = 2 * model.config.max_source_positions
-        sound = torch.randn(rows, model.config.num_mel_bins, frames, generator=torch.Generator().manual_seed(0))
-        inputs = {"input_features": sound.to(model.dtype)}
+    if model.main_input_name != "input_ids" and getattr(model.config, "is_encoder_decoder", False):
+        inputs = {model.main_input_name: encoder_input(model, rows, 3200)}
     else:
         inputs = _prompts(model, text, rows, length)
     if task == "image-text-to-text":
         inputs.update(_with_images(model, inputs))
     generate = model.generate
-    if task == "automatic-speech-recognition":
+    if model.main_input_name == "input_features":
         # Whisper's own `generate` finds out the language first, and leaves the start token away
         import transformers
 
@@ -142,7 +140,8 @@ def _prompts(model: TransformersModel, text: Any, rows: int, length: int) -> dic
 
 def _with_images(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """One image for every row, before its text and after its padding."""
-    from .image_pieces import VisionEncoder, images_for
+    from .image_pieces import images_for, vision_encoder
+    from .nested_images import NestedVisionEncoder
 
     count = len(inputs["input_ids"])
     pictures: dict[str, torch.Tensor] = {}
@@ -152,8 +151,9 @@ def _with_images(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -
         pictures = {name: torch.cat([picture[name] for picture in made]) for name in made[0]}
         places = 6
     else:
-        pictures["pixel_values"] = images_for(model, count)
-        places = VisionEncoder(model)(pictures["pixel_values"][:1])["image_features"].shape[-2]
+        pixels = images_for(model, count)
+        pictures["pixel_values"] = pixels[:, None] if NestedVisionEncoder.fits(model) else pixels
+        places = vision_encoder(model)(pixels[:1])["image_features"].shape[-2]
     token = getattr(model.config, "image_token_id", None) or model.config.image_token_index
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     rows, masks = [], []

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import InvalidArgumentError
+from ..errors import FlattenError, GenerationError, InvalidArgumentError
+from ..errors.messages import first_line
 from ..recipe.aliases import TransformersModel
 from .image_pieces import vision_language_pieces
 from .pieces import Piece, decoder_pieces, encoder_decoder_pieces
-from .plain_pieces import plain_pieces
+from .plain_pieces import choice_pieces, compares, plain_pieces, two_tower_pieces
 
 __all__ = ["GENERATES", "TASKS", "pieces_for", "task_of"]
 
@@ -17,6 +19,7 @@ TASKS: Mapping[str, Callable[[Any, int | None], list[Piece]]] = {
     "text-generation": decoder_pieces,
     "text2text-generation": encoder_decoder_pieces,
     "automatic-speech-recognition": encoder_decoder_pieces,
+    "image-to-text": encoder_decoder_pieces,
     "image-text-to-text": vision_language_pieces,
     "fill-mask": plain_pieces,
     "text-classification": plain_pieces,
@@ -25,11 +28,29 @@ TASKS: Mapping[str, Callable[[Any, int | None], list[Piece]]] = {
     "ctc": plain_pieces,
     "audio-classification": plain_pieces,
     "image-classification": plain_pieces,
+    "question-answering": plain_pieces,
+    "object-detection": plain_pieces,
+    "image-segmentation": plain_pieces,
+    "depth-estimation": plain_pieces,
+    "multiple-choice": choice_pieces,
+    "zero-shot-image-classification": two_tower_pieces,
 }
 """Names of the hub, and what makes the files of such a model. ``ctc`` is speech recognition frame by frame, without a
 decoder."""
 
-GENERATES = ("text-generation", "text2text-generation", "automatic-speech-recognition", "image-text-to-text")
+GENERATES = (
+    "text-generation",
+    "text2text-generation",
+    "automatic-speech-recognition",
+    "image-to-text",
+    "image-text-to-text",
+)
+# of an encoder-decoder model, by what it reads
+_BY_INPUT = {
+    "input_features": "automatic-speech-recognition",
+    "input_values": "automatic-speech-recognition",
+    "pixel_values": "image-to-text",
+}
 
 _ENDINGS = {
     "ForCausalLM": "text-generation",
@@ -39,6 +60,14 @@ _ENDINGS = {
     "ForTokenClassification": "token-classification",
     "ForCTC": "ctc",
     "ForImageClassification": "image-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForObjectDetection": "object-detection",
+    "ForSemanticSegmentation": "image-segmentation",
+    "ForInstanceSegmentation": "image-segmentation",
+    "ForUniversalSegmentation": "image-segmentation",
+    "ForImageSegmentation": "image-segmentation",
+    "ForDepthEstimation": "depth-estimation",
+    "ForMultipleChoice": "multiple-choice",
 }
 
 
@@ -50,7 +79,9 @@ def task_of(model: TransformersModel) -> str:
     """
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
-        return "automatic-speech-recognition" if model.main_input_name == "input_features" else "text2text-generation"
+        return _BY_INPUT.get(model.main_input_name, "text2text-generation")
+    if compares(model):
+        return "zero-shot-image-classification"
     if hasattr(model, "get_image_features") and hasattr(config, "vision_config"):
         return "image-text-to-text"
     name = type(model).__name__
@@ -93,9 +124,28 @@ def pieces_for(
             f"A {type(model).__qualname__} is for {found}, not for {wanted}. Leave the task out, or ask for {found}."
         )
     if TASKS[wanted] is decoder_pieces:
-        return wanted, decoder_pieces(model, rows, whole_cache=whole_cache, logits=logits, proof=proof)
+        make = functools.partial(decoder_pieces, whole_cache=whole_cache, logits=logits, proof=proof)
+        return wanted, _made(make, model, rows, wanted)
     if logits != "all":
         raise InvalidArgumentError(
             f'logits="last" is for text-generation, and a {type(model).__qualname__} is for {wanted}.'
         )
-    return wanted, TASKS[wanted](model, rows)
+    return wanted, _made(TASKS[wanted], model, rows, wanted)
+
+
+def _made(
+    make: Callable[[TransformersModel, int | None], list[Piece]], model: TransformersModel, rows: int | None, task: str
+) -> list[Piece]:
+    """The pieces, or a reason in a line where the model's own code does not take what the folder of a task has."""
+    try:
+        return make(model, rows)
+    except FlattenError:
+        raise
+    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, AssertionError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "meta" in str(error):  # of weights that are streamed: loaded then
+            raise
+        raise GenerationError(
+            f"{type(model).__qualname__} does not take the inputs of a folder for {task} ({type(error).__name__}: "
+            f"{first_line(error)[:200]}). Export what it takes, with export_onnx(model, kwargs=inputs, path=...), or "
+            "the calls of a run: with record_calls(model) as calls: ..."
+        ) from error

@@ -18,9 +18,10 @@ from typing import Any, Literal
 
 import torch
 
-from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
+from ..errors import FlattenError, FolderExistsError, GenerationError, InvalidArgumentError, ReplayError
 from ..errors.dependencies import is_installed
 from ..errors.log import STEP
+from ..errors.messages import first_line
 from ..export.bounds import Bounds
 from ..export.kernels import has_kernels
 from ..export.onnx_export import export_onnx
@@ -253,11 +254,11 @@ def export_folder(
             how: dict[str, Any] = {"tolerance": TOLERANCES[dtype], "proof": proof, "quantize": quantized}
             if form == "onnx":  # which measures what half precision costs
                 how |= {"opset_version": opset_version, "optimize": optimize, "tolerance": None}
-            reports[name] = _export(piece, work / name, batch, how, runtime, largest)
+            reports[name] = _export(model, piece, work / name, batch, how, runtime, largest)
             shared = [] if optimize is None else shared_inputs(work / name)
             if not shared and keeps_more(piece, model):
                 (piece,) = pieces_for(model, task, batch, **cut)[1]
-                reports[name] = _export(piece, work / name, batch, {**how, "optimize": None}, runtime, None)
+                reports[name] = _export(model, piece, work / name, batch, {**how, "optimize": None}, runtime, None)
             reports[name].remark(*opened.remarks)
             if proof != "none":
                 calls = fitting_cases(piece, largest)
@@ -347,6 +348,7 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
 
 
 def _export(
+    model: TransformersModel,
     piece: Piece,
     path: pathlib.Path,
     batch: int | None,
@@ -355,6 +357,28 @@ def _export(
     bounds: Bounds | None,
 ) -> ExportReport:
     logger.info("exporting %s", path.name, extra=STEP)
+    try:
+        return _export_piece(piece, path, batch, options, runtime, bounds)
+    except (FlattenError, OSError, MemoryError):
+        raise
+    except Exception as error:  # of torch's trace, of the model inside it, of the exporter: each has its classes
+        if "No space left on device" in str(error):  # libraries in C++ wrap the system's error
+            raise
+        raise GenerationError(
+            f"{type(model).__qualname__} does not become {path.name} ({type(error).__name__}: "
+            f"{first_line(error)[:300]}). Export it with your own inputs, export_onnx(model, kwargs=inputs, path=...), "
+            "or the calls of a run: with record_calls(model) as calls: ..."
+        ) from error
+
+
+def _export_piece(
+    piece: Piece,
+    path: pathlib.Path,
+    batch: int | None,
+    options: dict[str, Any],
+    runtime: str,
+    bounds: Bounds | None,
+) -> ExportReport:
     shapes: Any = piece.dynamic_shapes
     if batch is not None and shapes is not None and piece.has_rows:
         shapes = _with_fixed_batch(dynamic_shapes(dict(piece.kwargs)) if shapes == "auto" else shapes)

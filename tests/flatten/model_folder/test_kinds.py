@@ -88,12 +88,6 @@ def test_a_small_model_that_cannot_be_made_is_refused_in_one_line():
         small_model("clap")
 
 
-def test_a_model_of_pictures_and_text_that_writes_nothing_is_refused():
-    """CLIP compares them: there is no decoder to export for itself."""
-    with pytest.raises(GenerationError, match=r"CLIPModel has no model.language_model to export for itself"):
-        pieces_for(small_model("clip"), "auto")
-
-
 def test_the_class_of_a_model_is_that_of_its_configuration():
     """The one that it names; one that transformers does not have is passed over; a part of a model has none."""
     config = small_config("llama")

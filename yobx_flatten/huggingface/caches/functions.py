@@ -18,10 +18,11 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from ...errors import CacheStructureError, describe_class
+from ...errors import CacheStructureError, UnsupportedLayerError, describe_class
 from ...private_names.of_torch import MappingKey
 from .layers import kind_of, letter_of
 from .layouts import flatten_layers, holds_full_only, is_leaf_name, unflatten_layers
+from .sizes_from_keys import with_sizes
 
 __all__ = [
     "flatten_dynamic_cache",
@@ -85,7 +86,8 @@ def unflatten_dynamic_cache(values: Iterable[Any], context: list[str], output_ty
         SpecMismatchError: when there are not as many values as names of leaves.
         UnsupportedLayerError: when a name has a letter that no class has.
     """
-    return new_cache(_dynamic_cache(), unflatten_layers(values, context), grows=holds_full_only(context))
+    layers, names = _layers(values, context)
+    return new_cache(_dynamic_cache(), layers, grows=holds_full_only(names))
 
 
 @functools.cache
@@ -144,7 +146,19 @@ def unflatten_static_cache(values: Iterable[Any], context: list[str], output_typ
     """
     from transformers.cache_utils import StaticCache
 
-    return new_cache(StaticCache, unflatten_layers(values, context), grows=False)
+    return new_cache(StaticCache, _layers(values, context)[0], grows=False)
+
+
+def _layers(values: Iterable[Any], names: list[str]) -> tuple[list[Any], list[str]]:
+    """The layers, and their names with the sizes that yobx leaves out since it reads them off the keys."""
+    values = values if isinstance(values, (list, tuple)) else list(values)
+    try:
+        return unflatten_layers(values, names), names
+    except UnsupportedLayerError:
+        sized = with_sizes(values, names)
+        if sized == names:
+            raise
+        return unflatten_layers(values, sized), sized
 
 
 def flatten_encoder_decoder_cache(cache: Any) -> tuple[list[Any], list[str]]:

@@ -1,0 +1,151 @@
+"""Whisper's own loop over its files: languages, tasks, times, windows; and languages that a translator is asked for."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+import transformers
+
+from tests.flatten.model_folder.exported_folders import exported
+from yobx_flatten import InvalidArgumentError, OnnxGenerator, export_folder, open_generator
+from yobx_flatten.generate.settings import settings_of
+
+pytestmark = pytest.mark.slow
+
+LANGUAGES = {
+    "is_multilingual": True,
+    "lang_to_id": {"<|en|>": 182, "<|de|>": 183},
+    "task_to_id": {"transcribe": 184, "translate": 185},
+    "no_timestamps_token_id": 189,
+    "prev_sot_token_id": 187,
+    "return_timestamps": False,
+    "max_initial_timestamp_index": 5,
+}
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory):
+    """A model whose configuration of generation states languages, tasks and times, and its folder."""
+    tokens = {"eos_token_id": 180, "bos_token_id": 180, "pad_token_id": 180, "decoder_start_token_id": 181}
+    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 2)
+    sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
+    sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48)
+    sizes |= {"vocab_size": 200, "d_model": 32, "num_mel_bins": 16, "max_source_positions": 50}
+    config = transformers.WhisperConfig(**sizes, **tokens, max_target_positions=60, init_std=0.4)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.WhisperForConditionalGeneration(config).eval()
+    suppressed = {"begin_suppress_tokens": [20, 180], "suppress_tokens": [1, 2, 7]}
+    model.generation_config = transformers.GenerationConfig(**tokens, **suppressed, max_length=58)
+    for name, value in LANGUAGES.items():
+        setattr(model.generation_config, name, value)
+    folder = tmp_path_factory.mktemp("whisper") / "out"
+    assert export_folder(model, folder).verified.ok
+    return model, open_generator(folder)
+
+
+def sound(frames, rows=2):
+    return torch.randn(rows, 16, frames, generator=torch.Generator().manual_seed(3))
+
+
+def padded_rows(frames, end):
+    mask = torch.ones(2, frames, dtype=torch.int64)
+    mask[1, end:] = 0
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("frames", "asked"),
+    [
+        (100, {}),
+        (100, {"language": "de", "task": "translate", "max_new_tokens": 12}),
+        (100, {"language": ["de", "en"], "max_new_tokens": 12}),
+        (100, {"language": "en", "return_timestamps": True, "max_new_tokens": 30}),
+        (60, {"language": "en", "max_new_tokens": 12}),
+        (100, {"language": "en", "num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 12}),
+        (330, {"language": "en", "return_timestamps": True, "attention_mask": padded_rows(330, 210)}),
+        (330, {"return_timestamps": True, "num_beams": 2, "attention_mask": padded_rows(330, 330)}),
+    ],
+    ids=["detected", "translation", "languages", "times", "short", "beams", "windows", "beams of windows"],
+)
+def test_a_call_returns_the_tokens_of_the_model(whisper, frames, asked):
+    """Of a language that is detected or named, with times, of sound shorter and longer than the window."""
+    model, generator = whisper
+    wanted = model.generate(sound(frames), **asked)
+    assert torch.equal(generator.generate(input_features=sound(frames), **asked), wanted)
+
+
+def test_short_sound_after_given_tokens_is_padded_as_the_model_pads_it(whisper):
+    """It ended in an error of a node."""
+    model, generator = whisper
+    begin = torch.tensor([[181, 182, 184, 189]] * 2)
+    wanted = model.generate(sound(60), language="en", task="transcribe", max_new_tokens=12)
+    found = generator.generate(input_features=sound(60), decoder_input_ids=begin, max_new_tokens=12)
+    assert torch.equal(found[:, 4:], wanted)
+
+
+def test_draws_follow_the_seed(whisper):
+    """Two calls of one seed are equal, and torch's own generator stays as it was."""
+    from yobx_flatten import Sampling
+
+    _, generator = whisper
+    call = {"language": "en", "max_new_tokens": 12, "sampling": Sampling(do_sample=True, seed=4)}
+    before = torch.get_rng_state()
+    first, second = (generator.generate(input_features=sound(100), **call) for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("frames", "asked", "words"),
+    [
+        (100, {"language": "xx"}, "Unsupported language: xx"),
+        (100, {"task": "sing"}, "The `sing` task is not supported"),
+        (330, {}, "return_timestamps=True"),
+        (100, {"return_timestamps": "word"}, "Times of words .*\n.*return_token_timestamps=True"),
+        (100, {"language": "en", "decoder_input_ids": torch.tensor([[181]] * 2)}, "already state language"),
+    ],
+)
+def test_a_call_that_cannot_be_done_is_refused_in_a_line(whisper, frames, asked, words):
+    """Not by an error of its inside, and not by other tokens."""
+    with pytest.raises(InvalidArgumentError, match=words):
+        whisper[1].generate(input_features=sound(frames), **asked)
+
+
+def test_a_stream_of_a_model_with_languages_needs_the_tokens_that_begin_a_text(whisper):
+    """Without them it would be another text than that of `generate`."""
+    with pytest.raises(InvalidArgumentError, match="call generate"):
+        whisper[1].stream(input_features=sound(100))
+
+
+def test_a_model_without_languages_refuses_them_and_sound_longer_than_its_window():
+    """Text, and a Whisper whose configuration has neither languages nor times."""
+    text, heard = (OnnxGenerator(exported(name)[1]) for name in ("t5", "whisper"))
+    with pytest.raises(InvalidArgumentError, match="lang_to_id"):
+        text.generate(torch.tensor([[5, 6]]), language="de")
+    config = exported("whisper")[0].config
+    long = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions + 1)
+    with pytest.raises(InvalidArgumentError, match="reads windows of"):
+        heard.generate(input_features=long)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_the_language_of_a_translation_is_the_token_of_the_call(beams):
+    """As `forced_bos_token_id=` of `model.generate`, also where tokens are suppressed at the beginning."""
+    model, folder = exported("t5")
+    settings = settings_of(model.config.to_dict(), {**model.generation_config.to_dict(), "begin_suppress_tokens": [9]})
+    prompt = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    asked = {"forced_bos_token_id": 7, "max_new_tokens": 8, "num_beams": beams}
+    wanted = model.generate(prompt, do_sample=False, begin_suppress_tokens=[9], **asked)
+    found = OnnxGenerator(folder, settings=settings).generate(prompt, **asked)
+    assert torch.equal(found, wanted)
+    assert set(found[:, 1].tolist()) == {7}
+
+
+def test_a_language_that_is_no_token_is_refused():
+    """A negative number would count from the end of the vocabulary."""
+    with pytest.raises(InvalidArgumentError, match="forced_bos_token_id must be a token"):
+        OnnxGenerator(exported("t5")[1]).generate(torch.tensor([[5]]), forced_bos_token_id=-1)

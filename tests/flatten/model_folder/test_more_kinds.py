@@ -1,0 +1,173 @@
+"""Folders of encoders that read raw sound or pictures, of models that compare, and the names of tasks."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+import transformers
+
+from yobx_flatten import GenerationError, InvalidArgumentError, export_folder, open_generator
+from yobx_flatten.model_folder.tasks import pieces_for, task_of
+from yobx_flatten.model_folder.tiny_models import small_config, small_model
+
+pytestmark = pytest.mark.slow
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def made(kind, config):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return kind(config).eval()
+
+
+def moonshine():
+    layers = {f"{side}_num_{what}": n for side in ("encoder", "decoder") for what, n in _LAYERS.items()}
+    tokens = {"eos_token_id": 2, "bos_token_id": 1, "decoder_start_token_id": 1, "pad_token_id": 0}
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.3}
+    return made(
+        transformers.MoonshineForConditionalGeneration, transformers.MoonshineConfig(**sizes, **layers, **tokens)
+    )
+
+
+_LAYERS = {"hidden_layers": 2, "attention_heads": 4}
+
+
+def reader_of_pictures():
+    """Its text decoder is wider than its vision encoder, so features are projected, and cached keys are not."""
+    vision = transformers.ViTConfig(**SIZES, image_size=32, patch_size=8, initializer_range=0.3)
+    sizes = {"vocab_size": 96, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.3}
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        vision, transformers.GPT2Config(**sizes)
+    )
+    config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 2, 1, 2
+    model = made(transformers.VisionEncoderDecoderModel, config)
+    model.generation_config = transformers.GenerationConfig(decoder_start_token_id=2, pad_token_id=1, eos_token_id=2)
+    return model
+
+
+def numbers(*shape):
+    return 3 * torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "name", "shapes"),
+    [
+        (moonshine, "automatic-speech-recognition", "input_values", [(2, 4000), (1, 7300)]),
+        (reader_of_pictures, "image-to-text", "pixel_values", [(1, 3, 32, 32), (3, 3, 32, 32)]),
+    ],
+)
+def test_an_encoder_of_samples_or_pictures_generates_as_its_model(tmp_path, model, task, name, shapes):
+    """Sounds of other lengths and other numbers of pictures than any example; streams are the same tokens."""
+    model = model()
+    done = export_folder(model, tmp_path / "out")
+    assert (done.task, done.verified.ok) == (task, True)
+    generator = open_generator(tmp_path / "out")
+    for shape in shapes:
+        given = {name: numbers(*shape), "max_new_tokens": 12}
+        wanted = model.generate(**given, do_sample=False)
+        assert torch.equal(generator.generate(**given), wanted)
+        assert torch.equal(torch.stack([*generator.stream(**given)], 1), wanted[:, 1:])
+    with pytest.raises(InvalidArgumentError, match=rf"Pass {name} of shape"):
+        generator.generate(**{name: numbers(3)})
+
+
+def test_a_model_that_compares_pictures_and_texts_is_one_file(tmp_path):
+    """Of numbers of texts and pictures that no case has, in onnxruntime, as eager."""
+    import onnxruntime
+
+    text = {**SIZES, "vocab_size": 259, "max_position_embeddings": 16, "eos_token_id": 2, "bos_token_id": 1}
+    vision = {**SIZES, "image_size": 32, "patch_size": 8}
+    model = made(transformers.CLIPModel, transformers.CLIPConfig(text_config=text, vision_config=vision))
+    assert export_folder(model, tmp_path / "out").task == "zero-shot-image-classification"
+    ids = torch.randint(3, 250, (6, 9), generator=torch.Generator().manual_seed(1))
+    given = {"input_ids": ids, "pixel_values": numbers(4, 3, 32, 32), "attention_mask": torch.ones_like(ids)}
+    session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx", providers=["CPUExecutionProvider"])
+    found = session.run(["logits_per_image"], {name: value.numpy() for name, value in given.items()})[0]
+    with torch.no_grad():
+        wanted = model(**given).logits_per_image
+    assert wanted.shape == (4, 6)
+    torch.testing.assert_close(torch.from_numpy(found), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_with_several_pictures_generate_as_their_model(tmp_path):
+    """SmolVLM, two pictures next to one: the model leaves out the picture of zeros that pads the second row."""
+    text = {**SIZES, "vocab_size": 96, "num_key_value_heads": 2, "initializer_range": 0.5, "eos_token_id": None}
+    text |= {"bos_token_id": 1, "pad_token_id": 0, "model_type": "llama"}
+    vision = {**SIZES, "image_size": 32, "patch_size": 8}
+    config = transformers.SmolVLMConfig(vision_config=vision, text_config=text, image_token_id=3, scale_factor=2)
+    model = made(transformers.SmolVLMForConditionalGeneration, config)
+    assert export_folder(model, tmp_path / "out").task == "image-text-to-text"
+    pixels = numbers(2, 2, 3, 32, 32)
+    pixels[1, 1] = 0
+    picture = [3] * 4  # 16 patches, by the square of scale_factor
+    ids = torch.tensor([[5, *picture, 7, 8, *picture, 9], [0] * 5 + [5, *picture, 7, 8]])
+    mask = ids.ne(0).long()
+    given = {"attention_mask": mask, "pixel_values": pixels, "max_new_tokens": 8}
+    found = open_generator(tmp_path / "out").generate(ids, **given)
+    assert torch.equal(found, model.generate(ids, **given, do_sample=False))
+
+
+def test_pictures_whose_size_is_stated_by_two_numbers_are_of_one_size(tmp_path):
+    """InternVL was refused for them; its folder generates 40 tokens as `model.generate` before it appears."""
+    done = export_folder(small_model("internvl"), tmp_path / "out", to="program")
+    assert (done.task, done.verified.ok) == ("image-text-to-text", True)
+
+
+def test_a_model_of_choices_is_one_file(tmp_path):
+    """It ended in a ZeroDivisionError: its rows are choices of a question."""
+    import onnxruntime
+
+    model = made(transformers.BertForMultipleChoice, small_config("bert"))
+    assert export_folder(model, tmp_path / "out").task == "multiple-choice"
+    ids = torch.randint(3, 250, (2, 5, 8), generator=torch.Generator().manual_seed(1))
+    types = torch.zeros_like(ids)
+    types[..., 4:] = 1
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": types}
+    session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx", providers=["CPUExecutionProvider"])
+    (found,) = session.run(["logits"], {name: value.numpy() for name, value in given.items()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(found), model(**given).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "task"),
+    [
+        ("bert", "BertForQuestionAnswering", "question-answering"),
+        ("yolos", "YolosForObjectDetection", "object-detection"),
+        ("segformer", "SegformerForSemanticSegmentation", "image-segmentation"),
+        ("glpn", "GLPNForDepthEstimation", "depth-estimation"),
+        ("bert", "BertModel", "feature-extraction"),
+        ("siglip", "SiglipModel", "zero-shot-image-classification"),
+    ],
+)
+def test_a_task_has_the_name_of_the_hub(name, kind, task):
+    """Those of one call were all called feature-extraction."""
+    with torch.device("meta"):
+        assert task_of(getattr(transformers, kind)(transformers.AutoConfig.for_model(name))) == task
+
+
+def test_a_model_that_takes_other_inputs_is_refused_in_one_line_with_what_works():
+    """SpeechT5 ended in a TypeError of its own encoder."""
+    kind = transformers.SpeechT5ForTextToSpeech
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    widths = {"hidden_size": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_mel_bins": 8, "vocab_size": 40}
+    model = made(kind, transformers.SpeechT5Config(**layers, **widths))
+    with pytest.raises(GenerationError, match=r"SpeechT5ForTextToSpeech .*export_onnx\(.*record_calls") as raised:
+        pieces_for(model, "auto")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_model_that_torch_cannot_export_is_refused_in_one_line(tmp_path):
+    """Longformer's branches ended in 17 lines of torch; the cause is kept."""
+    sizes = {**SIZES, "vocab_size": 259, "num_hidden_layers": 1, "attention_window": [8], "pad_token_id": 1}
+    config = transformers.LongformerConfig(**sizes, max_position_embeddings=200)
+    model = made(transformers.LongformerForSequenceClassification, config)
+    with pytest.raises(GenerationError, match=r"LongformerForSequenceClassification .*export_onnx") as raised:
+        export_folder(model, tmp_path / "out")
+    assert "\n" not in str(raised.value)
+    assert raised.value.__cause__ is not None
+    assert not (tmp_path / "out").exists()

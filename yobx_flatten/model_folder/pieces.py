@@ -308,9 +308,17 @@ def encoder_output_class(model: TransformersModel) -> Callable[..., Any]:
     Args:
         model: an encoder-decoder model of transformers.
     """
-    reads = model.main_input_name
-    value = random_tokens(model, (1, 4)) if reads == "input_ids" else encoder_input(model, 1, 4000)
-    return type(model.get_encoder()(**{reads: value}))
+    if model.main_input_name == "input_ids":
+        tokens = random_tokens(model, (1, 4))
+        given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    else:
+        given = {model.main_input_name: encoder_input(model, 1, 4000)}
+    found = model.get_encoder()(**given)
+    return _in_a_tuple if isinstance(found, tuple) else type(found)
+
+
+def _in_a_tuple(last_hidden_state: torch.Tensor) -> tuple[torch.Tensor]:
+    return (last_hidden_state,)
 
 
 def encoder_input(model: TransformersModel, batch: int, samples: int) -> torch.Tensor:

@@ -74,7 +74,12 @@ def _without_none(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def generation_case(
-    model: TransformersModel, task: str, rows: int = 3, tokens: int = TOKENS, length: int = 9
+    model: TransformersModel,
+    task: str,
+    rows: int = 3,
+    tokens: int = TOKENS,
+    length: int = 9,
+    prompts: dict[str, torch.Tensor] | None = None,
 ) -> GenerationCase:
     """Let the eager model generate greedily; of three rows two are padded on the left.
 
@@ -84,6 +89,7 @@ def generation_case(
         rows: the number of rows.
         tokens: the number of new tokens, where the model has room for them.
         length: the number of tokens of a prompt that is text; 9 by default.
+        prompts: text to begin with and its mask; ``None``, the default, for random tokens.
 
     Returns:
         The prompt, the tokens and their margins.
@@ -91,7 +97,9 @@ def generation_case(
     text = model.config.get_text_config(decoder=True)
     room = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None) or 512
     new_tokens = min(tokens, room - 12)
-    if task == "automatic-speech-recognition":
+    if prompts is not None:
+        inputs, new_tokens = dict(prompts), tokens
+    elif task == "automatic-speech-recognition":
         frames = 2 * model.config.max_source_positions
         sound = torch.randn(rows, model.config.num_mel_bins, frames, generator=torch.Generator().manual_seed(0))
         inputs = {"input_features": sound.to(model.dtype)}

@@ -21,10 +21,13 @@ from .blockwise_decoder import BlockwiseDecoder
 from .grid_images import GridVisionEncoder, grid_image
 from .pieces import Piece
 
-__all__ = ["SAMPLED_TOKENS", "TOKENS", "GenerationCase", "generation_case", "stored_calls"]
+__all__ = ["PROMPT", "SAMPLED_TOKENS", "TOKENS", "GenerationCase", "generation_case", "stored_calls"]
 
 TOKENS = 40
 """How many tokens the case for generation has: with its prompt more than a small window holds."""
+
+PROMPT = 9
+"""Tokens of a prompt."""
 
 SAMPLED_TOKENS = 8
 """How many it has in a sample, where each token of a large model takes a second."""
@@ -78,7 +81,7 @@ def generation_case(
     task: str,
     rows: int = 3,
     tokens: int = TOKENS,
-    length: int = 9,
+    length: int = PROMPT,
     prompts: dict[str, torch.Tensor] | None = None,
 ) -> GenerationCase:
     """Let the eager model generate greedily; of three rows two are padded on the left.

@@ -60,7 +60,7 @@ class FolderCheck:
     def cells(self) -> list[str]:
         """Return the row of a table: mark and file, case, and what was found."""
         found = self.quality if self.quality is not None else self.tokens
-        shown = f"{self.difference:.1e} max difference" if found is None else str(found)
+        shown = f"{self.difference:.1e} max difference of its first call" if found is None else str(found)
         return [f"{'ok  ' if self.ok else 'FAIL'} {self.file}", self.case, self.error or shown]
 
 

@@ -50,7 +50,7 @@ from .manifest import FolderManifest, write_manifest
 from .origin import origin_of, reader_of
 from .pieces import Piece, keeps_more
 from .positions import positions_of
-from .proofs import SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
+from .proofs import PROMPT, SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
 from .quality_text import python_text
 from .sidecar_files import (
     TOKENIZER_INPUTS,
@@ -406,7 +406,7 @@ def _store_generation(
     model: TransformersModel, task: str, batch: int | None, tokens: int, work: pathlib.Path, after: int = 0
 ) -> str:
     """Store what the model generates, after a short prompt, or ``after`` so many tokens."""
-    case = generation_case(model, task, batch or 3, tokens, **({"length": after} if after else {}))
+    case = generation_case(model, task, batch or 3, tokens, after or PROMPT)
     outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens, "margins": case.margins}
     path, text = f"cases/generate{f'-{after}' if after else ''}.case", f"{case.new_tokens} tokens, greedily"
     save_case(work / path, case.inputs, outputs, name=f"{text}, after {after}" if after else text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,7 +23,13 @@ from .text_cases import text_cases
 from .traced import Traced
 from .undisturbed import seeded
 
-__all__ = ["measure"]
+__all__ = ["Texts", "measure"]
+
+Texts: TypeAlias = tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor | None]
+"""The arguments of a call that reads a text, the losses of the model, and its scores where these are few enough."""
+
+_SCORES = 2**25
+"""Numbers of scores that are kept for the divergence."""
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -36,6 +42,7 @@ def measure(
     cases: Sequence[Case],
     *,
     block_size: int | None = None,
+    known: list[Texts] | None = None,
 ) -> Quality:
     """Return how far a file is from the module of an example. The block must be open.
 
@@ -46,6 +53,7 @@ def measure(
         traced: the program of that module.
         cases: what is compared, in addition to the text.
         block_size: number of weights that share a scale; ``None``, the default, for that of the quantization.
+        known: what the model makes of the text, filled by a first call for others; ``None``, the default, for one call.
     """
     block_size = quantization.block_size if block_size is None else block_size
     module, distance = example.module, Distance()
@@ -63,11 +71,16 @@ def measure(
             expected = dict(zip(names, pytree.tree_leaves(padding.blank_leaves(eager, names)), strict=True))
             tensors = {n: v for n, v in expected.items() if isinstance(v, torch.Tensor) and n in outputs}
             distance.add(tensors, {name: padding.blank(name, outputs[name]) for name in tensors})
-    tokens = quantization.tokens
-    for case in [] if tokens is None else text_cases(module, example.kwargs, tokens):
-        ((kwargs, eager, _),) = eager_steps(module, case, after, traced.written)
-        read = kwargs["input_ids"]
-        scores = eager[SCORES] if isinstance(eager, dict) else getattr(eager, SCORES)
-        found = side.run((), kwargs)[SCORES]
-        distance.add_text(text_losses(scores, read), text_losses(found, read))
+    known = [] if known is None else known
+    if not known and quantization.tokens is not None:
+        for case in text_cases(module, example.kwargs, quantization.tokens):
+            ((kwargs, eager, _),) = eager_steps(module, case, after, traced.written)
+            scores = eager[SCORES] if isinstance(eager, dict) else getattr(eager, SCORES)
+            kept = sum(one[2].numel() for one in known if one[2] is not None) + scores.numel() <= _SCORES
+            known.append((dict(kwargs), text_losses(scores, kwargs["input_ids"]), scores.detach() if kept else None))
+    for kwargs, losses, expected_scores in known:
+        found = side.run((), clone(kwargs))[SCORES]
+        if expected_scores is not None:
+            distance.add_text_scores(expected_scores, found)
+        distance.add_text(losses, text_losses(found, kwargs["input_ids"]))
     return distance.quality(quantization.weights, block_size, quantization.allowed)

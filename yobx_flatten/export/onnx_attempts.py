@@ -20,7 +20,7 @@ from .onnx_opset import ATTENTION_OPSET, attention_opset
 from .onnx_replay import replay_file
 from .onnx_sizes import fix_sizes, refuse_sizes
 from .quantization import Quantization
-from .quantize import quantize_model
+from .quantize import quantize_model, remark_quantized
 from .replay import Case
 from .report import ExportReport
 from .traced import Traced
@@ -106,7 +106,8 @@ def write_proven(
             report.remark(*_state_sizes(converted.model, traced, shared=attempt.share))
             with report.timed("save"):
                 if quantization is not None:
-                    quantize_model(converted.model, quantization, report)
+                    done_to = quantize_model(converted.model, quantization, report)
+                    remark_quantized(done_to, quantization, report)
                 report.onnx_bytes = file.save(converted)
         except Exception as error:  # whatever torch's exporter raises for an operator of that opset
             if last:

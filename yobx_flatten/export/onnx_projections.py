@@ -65,6 +65,7 @@ def _join(graph: Any, products: list[Any]) -> None:
     matrix = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
     graph.register_initializer(matrix)
     product = ir.node("MatMul", [products[0].inputs[0], matrix])
+    product.metadata_props.update(products[0].metadata_props)  # which layer it is of
     sizes = ir.node("Constant", [], {"value_ints": widths})
     split = ir.node("Split", [product.outputs[0], sizes.outputs[0]], {"axis": -1}, num_outputs=3)
     first = min(products, key=list(graph).index)

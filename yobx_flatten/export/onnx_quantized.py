@@ -9,16 +9,19 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Sequence
 
 from ..errors.log import STEP
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import open_session
+from .bit_budget import Bits, Budget
 from .example import Example
-from .measured import measure
+from .measured import Texts, measure
 from .onnx_file import UnprovenFile
+from .quality import Quality
 from .quantization import Quantization
-from .quantize import quantize_model
+from .quantize import quantize_model, remark_quantized
 from .replay import Case
 from .report import ExportReport
 from .traced import Traced
@@ -50,15 +53,31 @@ def quantize_file(
         InvalidArgumentError: when the file multiplies with no weights.
     """
     logger.info("quantizing %s to %s", file.path.name, quantization.weights, extra=STEP)
-    with report.timed("quantize"):
-        import onnx_ir as ir
+    import onnx_ir as ir
 
-        model = ir.load(file.path)  # large weights stay in their file, which is mapped
-        quantize_model(model, quantization, report)
+    roles = quantize_model(ir.load(file.path), quantization, report).roles
+    known: list[Texts] = []
+
+    def try_bits(bits: Bits) -> Quality:
+        trial = UnprovenFile(file.target, file.folder / "trial")
+        trial.folder.mkdir()
+        try:
+            with report.timed("quantize"):
+                model = ir.load(file.path)  # large weights stay in their file, which is mapped
+                quantize_model(model, quantization, report, bits)
+                trial.save_model(model)
+            with report.timed("measure"):
+                runner = OnnxRunner(open_session(trial.path, caller="export_onnx"), file.path.name)
+                return measure(runner, quantization, example, traced, cases, known=known)
+        finally:
+            shutil.rmtree(trial.folder)
+
+    bits: Bits = dict.fromkeys(roles, quantization.bits)
+    if cases:
+        bits, report.quality = Budget(roles, quantization.bits, try_bits).find()
+    with report.timed("quantize"):
+        model = ir.load(file.path)
+        remark_quantized(quantize_model(model, quantization, report, bits), quantization, report, bits)
         report.onnx_bytes = file.replace_by(model)
-    if not cases:
-        return
-    report.remark("the table is of the file before its weights were quantised.")
-    with report.timed("measure"):
-        runner = OnnxRunner(open_session(file.path, caller="export_onnx"), file.path.name)
-        report.quality = measure(runner, quantization, example, traced, cases)
+    if cases:
+        report.remark("the table is of the file before its weights were quantised.")

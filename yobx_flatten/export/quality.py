@@ -36,6 +36,7 @@ class Quality:
         model_perplexity: perplexity of the model on the text; ``None`` without one.
         perplexity: perplexity of the file on the text; ``None`` without one.
         allowed: largest ratio of the two.
+        text_divergence: mean divergence on the text; ``None`` where it was not measured.
     """
 
     weights: str
@@ -50,6 +51,7 @@ class Quality:
     model_perplexity: float | None
     perplexity: float | None
     allowed: float
+    text_divergence: float | None = None
 
     @property
     def perplexity_ratio(self) -> float | None:
@@ -68,6 +70,11 @@ class Quality:
             return False
         ratio = self.perplexity_ratio
         return self.relative_difference <= _LARGEST if ratio is None else ratio <= self.allowed
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the ratio also holds on what the model would write: less noise than one text, and never below 1."""
+        return self.ok and (self.text_divergence is None or math.exp(min(self.text_divergence, 700)) <= self.allowed)
 
     def as_dict(self) -> dict[str, Any]:
         """Return its attributes and what follows from them, for JSON."""
@@ -95,8 +102,8 @@ class Distance:
 
     def __init__(self) -> None:
         self._largest = 0.0
-        self._sums = dict.fromkeys(("difference", "square", "size", "divergence"), 0.0)
-        self._numbers = self._positions = self._agreed = self._text = 0
+        self._sums = dict.fromkeys(("difference", "square", "size", "divergence", "text divergence"), 0.0)
+        self._numbers = self._positions = self._agreed = self._text = self._scored = 0
         self._losses = {"model": 0.0, "file": 0.0}
 
     def add(self, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> None:
@@ -112,9 +119,7 @@ class Distance:
             one, other = (scores.reshape(-1, scores.shape[-1])[read] for scores in (one, other))
             self._compare(one, other)
             self._choose(one.argmax(-1), other.argmax(-1))
-            chances = one.log_softmax(-1), other.log_softmax(-1)
-            apart = torch.nn.functional.kl_div(chances[1], chances[0], log_target=True, reduction="none").sum(-1)
-            self._sums["divergence"] += float(apart.clamp(min=0).sum())
+            self._sums["divergence"] += _divergence(one, other)
             return
         for name, tensor in expected.items():
             if tensor.is_floating_point() and tensor.numel():
@@ -126,6 +131,11 @@ class Distance:
         self._losses["model"] += float(model["losses"].double().sum())
         self._losses["file"] += float(file["losses"].double().sum())
         self._choose(model["greedy"], file["greedy"])
+
+    def add_text_scores(self, model: torch.Tensor, file: torch.Tensor) -> None:
+        """Compare scores for a text, of shape (texts, length, vocabulary)."""
+        self._scored += model[..., 0].numel()
+        self._sums["text divergence"] += _divergence(model.detach().float(), file.detach().float())
 
     def quality(self, weights: str, block_size: int, allowed: float) -> Quality:
         """Return what was found.
@@ -155,6 +165,7 @@ class Distance:
             model_perplexity=perplexities[0],
             perplexity=perplexities[1],
             allowed=allowed,
+            text_divergence=self._sums["text divergence"] / self._scored if self._scored else None,
         )
 
     def _compare(self, one: torch.Tensor, other: torch.Tensor) -> None:
@@ -171,6 +182,13 @@ class Distance:
     def _choose(self, one: torch.Tensor, other: torch.Tensor) -> None:
         self._positions += one.numel()
         self._agreed += int((one == other).sum())
+
+
+def _divergence(model: torch.Tensor, file: torch.Tensor) -> float:
+    """The sum over all positions of the divergence of two distributions."""
+    chances = model.log_softmax(-1), file.log_softmax(-1)
+    apart = torch.nn.functional.kl_div(chances[1], chances[0], log_target=True, reduction="none").sum(-1)
+    return float(apart.clamp(min=0).sum())
 
 
 def text_losses(scores: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import re
 from typing import Any
 
 from ..errors import InvalidArgumentError
+from .bit_budget import Bits, Role
 from .onnx_graph import attribute
 from .onnx_weights import unmap
 from .quantization import Quantization
+from .quantized_table import share_table
 from .report import ExportReport
 
-__all__ = ["QuantizedWeights", "quantize_graph", "quantize_model"]
+__all__ = ["QuantizedWeights", "quantize_graph", "quantize_model", "remark_quantized"]
 
 
 _INTEGERS = 4
@@ -35,43 +39,58 @@ class QuantizedWeights:
         float_bytes: their size before.
         bytes: their size with scales and zero points.
         tied: names of those that the file also has in full, since something else reads them.
+        shared: names of those that an embedding reads in these bits, too.
+        roles: the weights by role, see :mod:`.bit_budget`.
     """
 
     count: int = 0
     float_bytes: int = 0
     bytes: int = 0
     tied: list[str] = dataclasses.field(default_factory=list)
+    shared: list[str] = dataclasses.field(default_factory=list)
+    roles: dict[str, Role] = dataclasses.field(default_factory=dict)
 
 
-def quantize_graph(model: Any, quantization: Quantization) -> QuantizedWeights:
+def quantize_graph(model: Any, quantization: Quantization, bits: Bits | None = None) -> QuantizedWeights:
     """Quantize the weights of all projections of a graph in place, one after the other, when they are written.
 
     Args:
         model: an ``onnx_ir.Model``.
         quantization: how.
+        bits: by role, where these are others than those of the quantization; ``None``, the default, for nowhere.
 
     Returns:
         What was done; ``count`` is 0 where there was nothing to do.
     """
-    found, parts = QuantizedWeights(), _Parts(quantization)
+    found, made = QuantizedWeights(), {width: _Parts(_in_bits(quantization, width)) for width in (4, 8)}
     stored: dict[tuple[str, bool], list[Any]] = {}
-    read: dict[str, Any] = {}
-    for node in list(model.graph.all_nodes()):
-        weight = _weight_of(node, quantization.block_size)
-        if weight is None:
-            continue
-        value, transposed = weight
-        key = value.name, transposed
+    read: dict[str, tuple[Any, bool, Quantization]] = {}
+    nodes = [
+        (node, weight) for node in model.graph.all_nodes() if (weight := _weight_of(node, quantization.block_size))
+    ]
+    for node, (value, transposed) in nodes:
+        key, name = (value.name, transposed), _role_of(node, value)
         if key not in stored:
-            stored[key] = _quantized(model.graph, value, transposed, parts, quantization)
+            before = found.roles.get(name, Role(name, 0, 0, False))
+            size, is_last = before.size + math.prod(value.const_value.shape), before.is_last or node is nodes[-1][0]
+            found.roles[name] = Role(name, before.count + 1, size, is_last)
+        width = quantization.bits if bits is None else bits.get(name, quantization.bits)
+        if width not in made:
+            stored.setdefault(key, [])
+            continue
+        own = _in_bits(quantization, width)
+        if key not in stored:
+            stored[key] = _quantized(model.graph, value, transposed, made[width], own)
             found.count += 1
             found.float_bytes += value.const_value.nbytes
             found.bytes += sum(part.const_value.nbytes for part in stored[key])
-            read[value.name] = value
-        _replace(node, stored[key], value, transposed, quantization)
+            read[value.name] = value, transposed, own
+        _replace(node, stored[key], value, transposed, own)
     if found.count:
         model.opset_imports["com.microsoft"] = 1
-    for name, value in read.items():
+    for name, (value, transposed, own) in read.items():
+        if transposed and share_table(model.graph, value, stored[name, transposed], own):
+            found.shared.append(name)
         if value.uses() or value.is_graph_output():
             found.tied.append(name)
         else:
@@ -79,27 +98,70 @@ def quantize_graph(model: Any, quantization: Quantization) -> QuantizedWeights:
     return found
 
 
-def quantize_model(model: Any, quantization: Quantization, report: ExportReport) -> None:
+def _in_bits(quantization: Quantization, bits: int) -> Quantization:
+    return dataclasses.replace(quantization, weights="int4" if bits == 4 else "int8", perplexity_ratio=None)
+
+
+def _role_of(node: Any, value: Any) -> str:
+    """The name of the layer that a product is of, without the numbers of layers; else the shape of its weight."""
+    scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
+    names = [name for name in re.findall(r"'([^']*)'", scopes)[:-1] if name]  # the last one is the operator
+    if not names:
+        return " x ".join(map(str, value.const_value.shape))
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", names[-1])
+
+
+def quantize_model(
+    model: Any, quantization: Quantization, report: ExportReport, bits: Bits | None = None
+) -> QuantizedWeights:
     """Quantize the weights of a model, when they are written.
 
     Args:
         model: an ``onnx_ir.Model``; it is changed in place.
         quantization: how.
-        report: gets notes.
+        report: names the model in errors.
+        bits: see :func:`quantize_graph`.
+
+    Returns:
+        What was done.
 
     Raises:
         InvalidArgumentError: when the model multiplies with no weights.
     """
-    found = quantize_graph(model, quantization)
-    if not found.count:
+    found = quantize_graph(model, quantization, bits)
+    if not found.roles:
         raise InvalidArgumentError(
             f"quantize={quantization.weights!r}: the file of {report.module} multiplies with no weights of "
             f"{quantization.block_size} or more rows and columns. Take a smaller block_size, or leave quantize out."
         )
+    return found
+
+
+def remark_quantized(
+    found: QuantizedWeights, quantization: Quantization, report: ExportReport, bits: Bits | None = None
+) -> None:
+    """Note in a report what was stored how.
+
+    Args:
+        found: what was done.
+        quantization: what was asked for.
+        report: gets the notes.
+        bits: see :func:`quantize_graph`.
+    """
     report.remark(
-        f"{found.count} weights are stored in {quantization.weights}, {found.bytes / 1e6:.2f} MB instead of "
-        f"{found.float_bytes / 1e6:.2f} MB; embeddings and norms as they are."
+        f"{found.count} weights are stored in {quantization.weights}"
+        f"{' or more' if bits and set(bits.values()) != {quantization.bits} else ''}, {found.bytes / 1e6:.2f} MB "
+        f"instead of {found.float_bytes / 1e6:.2f} MB; embeddings and norms as they are."
     )
+    for width, stored in ((8, "int8"), (32, "full")):
+        others = [role for role in found.roles.values() if bits and bits[role.name] == width != quantization.bits]
+        if others:
+            report.remark(
+                f"stored in {stored}, since the perplexity asks for it: "
+                + ", ".join(f"{role.name} ({role.count} of {role.size / 1e6:.3g} million weights)" for role in others)
+            )
+    if found.shared:
+        report.remark(f"{', '.join(found.shared)} is in the file once: the embedding reads the projection's.")
     if found.tied:
         report.remark(
             f"{', '.join(found.tied)} is in the file twice, in full for the embedding and in {quantization.weights} "

@@ -126,7 +126,8 @@ class ExportReport(Report):
             return (
                 f"The exported {self.module} is further from the eager model than its quantised weights explain "
                 f"({self.quality}). Store more of them:\n"
-                '    quantize="int8", quantize=Quantization("int4", block_size=16), or another perplexity_ratio of it'
+                '    quantize="int8", quantize=Quantization("int4", block_size=16), or another perplexity_ratio of it\n'
+                "    --quantize int8, or --perplexity-ratio RATIO on the command line"
             )
         failed = self.failed()
         stopped = next((case for case in failed if case.error is not None), None)

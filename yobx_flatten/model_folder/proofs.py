@@ -21,10 +21,13 @@ from .blockwise_decoder import BlockwiseDecoder
 from .grid_images import GridVisionEncoder, grid_image
 from .pieces import Piece, encoder_input
 
-__all__ = ["SAMPLED_TOKENS", "TOKENS", "GenerationCase", "generation_case", "stored_calls"]
+__all__ = ["PROMPT", "SAMPLED_TOKENS", "TOKENS", "GenerationCase", "generation_case", "stored_calls"]
 
 TOKENS = 40
 """How many tokens the case for generation has: with its prompt more than a small window holds."""
+
+PROMPT = 9
+"""Tokens of a prompt."""
 
 SAMPLED_TOKENS = 8
 """How many it has in a sample, where each token of a large model takes a second."""
@@ -74,7 +77,12 @@ def _without_none(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def generation_case(
-    model: TransformersModel, task: str, rows: int = 3, tokens: int = TOKENS, length: int = 9
+    model: TransformersModel,
+    task: str,
+    rows: int = 3,
+    tokens: int = TOKENS,
+    length: int = PROMPT,
+    prompts: dict[str, torch.Tensor] | None = None,
 ) -> GenerationCase:
     """Let the eager model generate greedily; of three rows two are padded on the left.
 
@@ -84,6 +92,7 @@ def generation_case(
         rows: the number of rows.
         tokens: the number of new tokens, where the model has room for them.
         length: the number of tokens of a prompt that is text; 9 by default.
+        prompts: text to begin with and its mask; ``None``, the default, for random tokens.
 
     Returns:
         The prompt, the tokens and their margins.
@@ -91,7 +100,9 @@ def generation_case(
     text = model.config.get_text_config(decoder=True)
     room = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None) or 512
     new_tokens = min(tokens, room - 12)
-    if model.main_input_name != "input_ids" and getattr(model.config, "is_encoder_decoder", False):
+    if prompts is not None:
+        inputs, new_tokens = dict(prompts), tokens
+    elif model.main_input_name != "input_ids" and getattr(model.config, "is_encoder_decoder", False):
         inputs = {model.main_input_name: encoder_input(model, rows, 3200)}
     else:
         inputs = _prompts(model, text, rows, length)

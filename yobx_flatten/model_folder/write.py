@@ -43,6 +43,7 @@ from ..recipe.aliases import TransformersModel
 from ..runners.open import RUNTIMES
 from ..storage.cases import save_case
 from ..trees.shapes import dynamic_shapes
+from .chats import CHAT_TOKENS, CHATS, chat_prompts
 from .classes import without_peft
 from .digests import digests
 from .loading import OpenedModel, WeightsIn, open_model
@@ -50,7 +51,7 @@ from .manifest import FolderManifest, write_manifest
 from .origin import origin_of, reader_of
 from .pieces import Piece, keeps_more
 from .positions import positions_of
-from .proofs import SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
+from .proofs import PROMPT, SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
 from .quality_text import python_text
 from .sidecar_files import (
     TOKENIZER_INPUTS,
@@ -81,6 +82,9 @@ logger = logging.getLogger("yobx_flatten")
 
 _LONGEST = 1024
 """The longest text that is generated from where positions change at a length; more take minutes."""
+
+_CHATS = 10
+"""Answers that a file with quantised weights is compared with."""
 
 _LIBRARIES = ("torch", "transformers", "onnx", "onnxruntime", "executorch", "openvino")
 
@@ -243,6 +247,9 @@ def export_folder(
         rows = (8 if proof == "full" else 2) if batch is None else batch
         tokens = python_text(model, None if source is None else pathlib.Path(source), rows)
         quantization = dataclasses.replace(quantization, tokens=fitting_text(tokens, largest))
+    chats = None
+    if quantization is not None and task == "text-generation" and proof == "full" and batch is None and largest is None:
+        chats = chat_prompts(model, None if source is None else pathlib.Path(source), _CHATS)
     switch = switch_of(model.config.get_text_config(decoder=True).to_dict()) if task == "text-generation" else None
     rereads = None if switch is None else rereads_at_switch(model, switch)
     with scratch_for(place) as work:
@@ -277,6 +284,8 @@ def export_folder(
                 crosses = rereads is not None and proof == "full" and largest is None
                 if switch is not None and crosses and 4 < switch <= _LONGEST:
                     cases[""].append(_store_generation(model, task, batch, 12, work, switch - 3))
+                if chats is not None:
+                    cases[""].append(_store_chats(model, task, chats, work))
         write_companions(work, model, None if source is None else pathlib.Path(source), reads_bytes=opened.reads_bytes)
         if not reader_of(work):
             why = opened.no_folder if source is None else f"{source} holds none"
@@ -427,8 +436,17 @@ def _store_generation(
     model: TransformersModel, task: str, batch: int | None, tokens: int, work: pathlib.Path, after: int = 0
 ) -> str:
     """Store what the model generates, after a short prompt, or ``after`` so many tokens."""
-    case = generation_case(model, task, batch or 3, tokens, **({"length": after} if after else {}))
+    case = generation_case(model, task, batch or 3, tokens, after or PROMPT)
     outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens, "margins": case.margins}
     path, text = f"cases/generate{f'-{after}' if after else ''}.case", f"{case.new_tokens} tokens, greedily"
     save_case(work / path, case.inputs, outputs, name=f"{text}, after {after}" if after else text)
     return path
+
+
+def _store_chats(model: TransformersModel, task: str, prompts: dict[str, torch.Tensor], work: pathlib.Path) -> str:
+    """Store what the model answers."""
+    case = generation_case(model, task, tokens=CHAT_TOKENS, prompts=prompts)
+    outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens, "margins": case.margins}
+    name = f"{len(case.sequences)} chats, {case.new_tokens} tokens, greedily"
+    save_case(work / CHATS, case.inputs, outputs, name=name)
+    return CHATS

@@ -101,8 +101,8 @@ def test_a_file_that_is_too_far_from_its_model_is_not_written(tmp_path):
     assert found.value.report.max_difference <= found.value.report.tolerance  # of the float file: it is the rounding
 
 
-def test_a_weight_that_is_also_an_embedding_is_stored_twice_and_named(tmp_path):
-    """GPT-2: the products with biases are quantised, and the tied table stays for the embedding."""
+def test_a_weight_that_is_also_an_embedding_is_stored_once_and_named(tmp_path):
+    """GPT-2: the products with biases are quantised, and the embedding reads the table of the head."""
     import onnx
 
     from yobx_flatten.model_folder.tiny_models import small_model
@@ -110,11 +110,12 @@ def test_a_weight_that_is_also_an_embedding_is_stored_twice_and_named(tmp_path):
     model = small_model("gpt2")
     inputs = decode_inputs(model, DecodeSizes())
     report = export_onnx(model, kwargs=inputs, path=tmp_path / "gpt2.onnx", cases=[], steps=2, quantize="int8").report
-    assert any(remark.startswith("lm_head.weight is in the file twice") for remark in report.remarks)
+    assert any(remark.startswith("lm_head.weight is in the file once") for remark in report.remarks)
     graph = onnx.load(tmp_path / "gpt2.onnx").graph
     assert sum(node.op_type == "MatMulNBits" for node in graph.node) == 9
     assert not [node.op_type for node in graph.node if node.op_type == "Gemm"]
-    assert "lm_head.weight" in {tensor.name for tensor in graph.initializer}
+    assert "lm_head.weight" not in {tensor.name for tensor in graph.initializer}
+    assert sum(node.op_type == "GatherBlockQuantized" for node in graph.node) == 1
     assert report.quality.divergence < 0.01
 
 

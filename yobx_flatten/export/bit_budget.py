@@ -72,7 +72,7 @@ class Budget:
                 break
             for name in self._order(bits, _WIDER[width], _badness(quality)):
                 wider = {**bits, name: _WIDER[width]}
-                if self._full(wider) > 0.5:  # such a file is no quantised one
+                if self._full(wider) > 0.5:  # such a file is not a quantised one
                     continue
                 bits = wider
                 quality = self._measure(bits)

@@ -18,6 +18,7 @@ from ..errors.messages import first_line
 from ..files.onnx_data import data_files_of
 from ..files.scratch import data_path, move_in, publish_files, scratch_for
 from ..huggingface.layer_weights import Reader
+from ..private_names.of_torch import OpOverload
 from ..runners.onnx_session import open_session
 from .onnx_attention import fuse_attention
 from .onnx_axes import name_axes
@@ -79,7 +80,7 @@ def check_translations(translations: Mapping[Any, Callable[..., Any]] | None) ->
         InvalidArgumentError: naming what is not an operator, or not a function.
     """
     for operator, function in (translations or {}).items():
-        if not isinstance(operator, torch._ops.OpOverload) or not callable(function):
+        if not isinstance(operator, OpOverload) or not callable(function):
             raise InvalidArgumentError(
                 f"translations: expected functions by operator, found {function!r} for {operator!r}:\n"
                 "    translations={torch.ops.mine.twice.default: twice}"

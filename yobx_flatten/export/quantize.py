@@ -39,7 +39,7 @@ class QuantizedWeights:
         float_bytes: their size before.
         bytes: their size with scales and zero points.
         tied: names of those that the file also has in full, since something else reads them.
-        shared: names of those that an embedding reads in these bits, too.
+        shared: names of those that an embedding also reads in these bits.
         roles: the weights by role, see :mod:`.bit_budget`.
     """
 
@@ -57,7 +57,7 @@ def quantize_graph(model: Any, quantization: Quantization, bits: Bits | None = N
     Args:
         model: an ``onnx_ir.Model``.
         quantization: how.
-        bits: by role, where these are others than those of the quantization; ``None``, the default, for nowhere.
+        bits: bits by role, where these are others than those of the quantization; ``None``, the default, for nowhere.
 
     Returns:
         What was done; ``count`` is 0 where there was nothing to do.

@@ -68,6 +68,6 @@ def _tokens(source: pathlib.Path, questions: tuple[str, ...]) -> list[list[int]]
         messages = [[{"role": "user", "content": question}] for question in questions]
         texts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in messages]
         found: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    except Exception:  # templates are programs of others, each tokenizer has its own errors; one without is no fault
+    except Exception:  # templates are programs of others, each tokenizer has its own errors; none is needed
         return []
     return found

@@ -252,7 +252,7 @@ def _check_tokens(
 
     Two scores that are no further apart than rounding may change their order, and the rest of that row continues
     another text. So a row whose first different token was such a tie is excused (half precision, mostly). Weights in
-    few bits change other scores, too: of those files a share of the tokens has to agree, see ``TOKEN_SHARES``.
+    few bits also change other scores: of those files a share of the tokens has to agree, see ``TOKEN_SHARES``.
     """
     mapped = any(map(has_mapped_weights, folder.glob("*.onnx")))
     pack = bool(manifest.quality) or not mapped  # the model that was exported can also be in memory

@@ -105,7 +105,7 @@ def _start(case: StoredCase) -> int:
 
 
 def _apart(found: torch.Tensor, expected: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where tokens differ, a missing one too, and which of these are the first of their rows."""
+    """Where tokens differ or one is missing, and which of these are the first of their rows."""
     same = torch.zeros_like(read)
     if len(found) == len(expected):
         length = min(found.shape[1], expected.shape[1])

@@ -46,7 +46,7 @@ def copied(folder, tmp_path):
 def no_export(folder, monkeypatch):
     """Files of Mistral are copied instead of exported, for tests of what happens after them."""
 
-    def copy(piece, path, *how):
+    def copy(model, piece, path, *how):
         shutil.copy(folder / path.name, path)
         return ExportReport(path.name)
 

@@ -213,7 +213,7 @@ def test_operators_whose_replay_fails_are_left_out_and_named(tmp_path, monkeypat
     assert report.ok
     assert "Attention" not in report.operators
     (remark,) = [remark for remark in report.remarks if "was left out" in remark]
-    assert remark.startswith("opset 23, attention in one operator was left out: the example: it differs by")
+    assert remark.startswith("opset 23, attention in one operator was left out: the example: logits differs by")
 
 
 def test_a_module_that_is_wrong_in_every_opset_fails_once(tmp_path, monkeypatch):

@@ -66,9 +66,9 @@ def scratch_for(target: pathlib.Path) -> Iterator[pathlib.Path]:
         (folder / _NEW).mkdir()
         yield folder / _NEW
     finally:
-        lock.release()
         if target.exists() or not (folder / _OLD).exists():  # the only form there is stays
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder, lock)
+        lock.release()
 
 
 def data_path(written: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
@@ -190,9 +190,9 @@ def settle(target: pathlib.Path) -> None:
             continue  # another process writes there
         try:
             _settle_one(left, target)
+            _remove(left, lock)
         finally:
             lock.release()
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def is_folder(path: pathlib.Path) -> bool:
@@ -235,6 +235,13 @@ def _settle_one(left: pathlib.Path, target: pathlib.Path) -> None:
     _unlink(target.parent, [name for name in listed if is_data_of(name, target) and not (new / name).exists()])
 
 
+def _remove(folder: pathlib.Path, lock: BaseFileLock) -> None:
+    """Remove a hidden folder while its lock is held: who waits for that would write to a folder that is going."""
+    if os.name == "nt":  # an open file cannot be removed there
+        lock.release()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def _give_back(old: pathlib.Path, target: pathlib.Path, why: OSError) -> None:
     try:
         os.replace(old, target)
@@ -271,7 +278,7 @@ def _lock_of(folder: pathlib.Path) -> BaseFileLock | None:
         lock.acquire()
     except filelock.Timeout:
         return None
-    except FileNotFoundError:  # another process removed it, which took it for a leftover
+    except (FileNotFoundError, FileExistsError):  # another process removes it, which took it for a leftover
         return None
     if (folder / _LOCK).exists():
         return lock

@@ -8,7 +8,7 @@ only ever add to it; medians are in the file. "Overhead" is what a layer call co
 processor time of a pipeline of tiny layers, less that of the same calls in a loop, per layer and microbatch. The last
 row trains a model four times as large as its devices.
 
-What is above its bar is named. A slow machine is not an error: the exit status is 0.
+Numbers above their bar are listed. The exit status is 0 also then, because a machine may be slow.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Decision:
     Attributes:
         name: Name of the function.
         given: Its arguments, flat.
-        found: What it returned: a tensor of truth values, or what Python got.
+        found: Its result: a tensor of truth values, or the value that Python read.
     """
 
     name: str

@@ -9,23 +9,13 @@ from typing import Any, Protocol
 
 import torch
 
-from yobx_flatten.model_folder.tokenizer_files import open_tokenizer, readable
+from yobx_flatten.model_folder.tokenizer_files import TOKENIZER_FILES, open_tokenizer, readable
 
 from .byte_tokenizer import ByteTokenizer
 from .errors import FineTuneError
 from .models import ModelSource
 
 __all__ = ["FolderTokenizer", "Tokenizer", "load_tokenizer"]
-
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "vocab.txt",
-)
 
 
 class Tokenizer(Protocol):
@@ -108,13 +98,13 @@ def load_tokenizer(source: ModelSource, name: str | os.PathLike[str] | None = No
 
 
 def _has_tokenizer(folder: pathlib.Path) -> bool:
-    return any((folder / name).is_file() for name in _FILES)
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def _from_folder(folder: pathlib.Path) -> Tokenizer:
     if not folder.is_dir():
         raise FineTuneError(f"There is no folder {folder}. Name one with a tokenizer, or: --tokenizer bytes")
     if not _has_tokenizer(folder):
-        raise FineTuneError(f"{folder} holds no tokenizer: none of {', '.join(_FILES[:3])}.")
+        raise FineTuneError(f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES[:3])}.")
     found = open_tokenizer(folder, failure=FineTuneError)
     return ByteTokenizer() if type(found).__name__ == "ByT5Tokenizer" else FolderTokenizer(found, str(folder))

@@ -8,20 +8,11 @@ from typing import Any
 from ..errors import ModelSourceError
 from ..files.document import read_document
 from ..recipe.aliases import TransformersModel
+from .tokenizer_files import TOKENIZER_FILES
 
 __all__ = ["READERS", "origin_of", "reader_of"]
 
-READERS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "vocab.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-)
+READERS = (*TOKENIZER_FILES, "preprocessor_config.json", "processor_config.json")
 """Files of which a folder with a tokenizer or a processor holds at least one."""
 
 

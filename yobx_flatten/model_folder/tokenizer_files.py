@@ -12,7 +12,18 @@ from ..files.damage import is_failure
 from ..files.document import check_regular, read_document
 from .configuration import FILES_ONLY
 
-__all__ = ["open_tokenizer", "readable"]
+__all__ = ["TOKENIZER_FILES", "open_tokenizer", "readable"]
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Files of which a folder with a tokenizer holds at least one."""
 
 _PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 _CONFIG = "tokenizer_config.json"

@@ -1,4 +1,4 @@
-"""The first run of a loss function checks it, with numbers that are complete, and with nobody else's generators."""
+"""The first run checks a loss function, after the device has computed its inputs, and changes no other generator."""
 
 import pytest
 import torch

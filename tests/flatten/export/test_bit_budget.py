@@ -84,7 +84,7 @@ def _exported(path, ratio):
 
 @pytest.mark.slow  # exports a model twice, and measures a file for each kind of matrix
 def test_a_small_ratio_gets_a_larger_file_and_no_error(tmp_path):
-    """What was refused is written with some matrices in 8 bits, and the report names them."""
+    """A model that 4 bits alone cannot hold gets 8 bits for some matrices, and the report lists them."""
     import onnx
 
     loose = _exported(tmp_path / "loose.onnx", 1.5).report

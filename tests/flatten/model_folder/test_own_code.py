@@ -45,9 +45,9 @@ class MyForCausalLM(LlamaForCausalLM):
 
 
 @pytest.fixture(autouse=True)
-def _asks_nobody(monkeypatch, tmp_path):
+def _fail_on_a_question(monkeypatch, tmp_path):
     def ask(text=""):
-        raise SystemExit(f"somebody was asked: {text}")
+        raise SystemExit(f"the user was asked: {text}")
 
     monkeypatch.setattr(builtins, "input", ask)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))

@@ -21,11 +21,11 @@ from yobx_flatten.recipe import static_codec
 
 
 @pytest.fixture(autouse=True)
-def _nobody_is_asked(monkeypatch):
+def _fail_on_a_question(monkeypatch):
     """transformers asks on the terminal whether code is to run, and somebody's input may begin with a y."""
 
     def ask(text=""):
-        raise SystemExit(f"somebody was asked: {text}")
+        raise SystemExit(f"the user was asked: {text}")
 
     monkeypatch.setattr(builtins, "input", ask)
 

@@ -65,7 +65,7 @@ def reflow_help(app: Any) -> None:
 
 
 def _hide_types_of_flags(command: Any) -> None:
-    """Show no type in the help where there is no value: typer 0.29 writes ``<bool>`` behind each flag."""
+    """Show no type in the help where there is no value: typer 0.29 writes ``<bool>`` after it."""
     for one in (command, *getattr(command, "commands", {}).values()):
         one.get_params = functools.partial(_without_types, one.get_params)
 
@@ -74,7 +74,7 @@ def _without_types(get_params: Callable[[Any], list[Any]], context: Any) -> list
     params = get_params(context)
     for param in params:
         if param.param_type_name == "argument":
-            param.display_type_rich = lambda ctx: ""  # its name says what it is
+            param.display_type_rich = lambda ctx: ""  # its name is enough
         elif getattr(param, "is_flag", False) and param.metavar is None:
             param.metavar = ""
     return params

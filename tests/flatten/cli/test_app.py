@@ -39,7 +39,7 @@ def test_help_lists_every_command():
 
 @pytest.mark.parametrize("name", ["export", "check", "explain"])
 def test_a_flag_has_no_type_in_the_help(name, capsys):
-    """A flag takes no value, so its help names none; the name of an argument is enough."""
+    """A flag takes no value, so its help has none; the name of an argument is enough."""
     assert main([name, "--help"]) == 0
     shown = capsys.readouterr().out
     assert "--json" in shown

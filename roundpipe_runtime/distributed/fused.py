@@ -142,6 +142,10 @@ class FusedRankEngine(Engine):
         """
         return rows if self._rows_of_batch is None else self._rows_of_batch
 
+    def cuts(self, rows: Sequence[int | None]) -> bool:
+        """Report whether a batch is cut between rows: it is between the groups, if not within this one."""
+        return self.replicas > 1 or len(rows) > 1
+
     @contextlib.contextmanager
     def entering(self) -> Iterator[None]:
         """Notify the other ranks of an error on the way to :meth:`forward_backward`: they wait there for this one."""
@@ -304,6 +308,7 @@ class FusedRankEngine(Engine):
         for batch in batches:
             check_labels(batch.label)
             microbatches = self.split(batch, config)
+            self._check_rows(batch, [one.rows for one in microbatches], config)
             parts.append([] if all(one.rows == 0 for one in microbatches) else microbatches)
         return parts + [[] for _ in range(count - len(parts))]
 

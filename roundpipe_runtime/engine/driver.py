@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ from ..errors import ConfigError, DeviceError, StageError
 from ..optim.parameters import ParameterStore, scan
 from ..optim.readiness import ReadinessTable
 from ..optim.step import StepRunner, wait_for_updates
+from ..schedule.costs import MeasuredCosts
 from ..schedule.plan import RunType
 from ..schedule.round_robin import RoundRobin, Stage, stages_within
 from ..timeline.record import current_timeline
@@ -51,7 +53,7 @@ from .planner import Planner
 from .progress import PipelineProgress
 from .rows import RowCheck
 from .run import Run
-from .run_spec import RunSpec, captured_autocast
+from .run_spec import RunSpec, Trial, captured_autocast
 from .stage import Visit, run_stage
 from .timer import Timer
 
@@ -80,6 +82,8 @@ class Engine:
         pinned: pinned memory of the model. Default: nothing is pinned.
 
     Attributes:
+        row_check: proof that layers compute each row by itself, before a batch is cut between rows; ``None`` for layers
+            of which the caller has one.
         take_gradient: function that is offered each parameter and its gradient as soon as a microbatch has gone back
             through a layer. A gradient for which it returns true does not reach the parameter.
     """
@@ -114,7 +118,7 @@ class Engine:
             for device in self.devices:
                 _USERS.setdefault(device, weakref.WeakSet()).add(self)
         self._warned = False
-        self._row_check = RowCheck()
+        self.row_check: RowCheck | None = RowCheck()
         self._runs: collections.Counter[RunType] = collections.Counter()
 
     def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> ParameterStore:
@@ -146,6 +150,10 @@ class Engine:
         """Return the rows of the whole batch in a call, of which ``rows`` are those of this process."""
         return rows
 
+    def cuts(self, rows: Sequence[int | None]) -> bool:
+        """Report whether a batch is cut between rows, of which these are in the microbatches of this process."""
+        return len(rows) > 1
+
     # -- what a user calls -------------------------------------------------------------------------------------------
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:
@@ -168,7 +176,7 @@ class Engine:
             batch = FlatBatch.of(args, kwargs, None)
             microbatches = self.split(batch, config)
             rows = [microbatch.rows for microbatch in microbatches]
-            self._row_check.check(self, batch, rows, config)
+            self._check_rows(batch, rows, config)
             run, host_values = self.prepare_forward(microbatches, config)
             joined = merge_outputs(self._forward_outputs(run, host_values), rows, rows, config)
             if run.spec.kind == "infer":
@@ -205,7 +213,7 @@ class Engine:
         with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
             batch = FlatBatch.of(args, kwargs, None)
             microbatches = self.split(batch, config)
-            self._row_check.check(self, batch, [microbatch.rows for microbatch in microbatches], config)
+            self._check_rows(batch, [microbatch.rows for microbatch in microbatches], config)
             last = len(self.layers) - 1
             run, host_values = self.prepare_forward(microbatches, config, span=range(last))
             whole = join(self._forward_outputs(run, host_values))
@@ -230,15 +238,41 @@ class Engine:
             microbatches: microbatches of the run.
             config: settings of the call, without gaps.
         """
+        return self._outputs_within(microbatches, config, range(len(self.layers) - 1))
+
+    def try_layers(
+        self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, span: range, trial: Trial
+    ) -> list[PyTree]:
+        """Return what the last layer of a span returns for each microbatch, to be compared.
+
+        Args:
+            microbatches: microbatches of the run.
+            config: settings of the call, without gaps.
+            span: indices of the layers, from the first one on.
+            trial: what is compared, see :class:`RunSpec`.
+        """
+        with warnings.catch_warnings():  # those of single rows, or of no gradients, are not the user's
+            warnings.simplefilter("ignore")
+            return self._outputs_within(microbatches, config, span, trial=trial)
+
+    def _outputs_within(
+        self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, span: range, **of_spec: Any
+    ) -> list[PyTree]:
+        """What layers return in a run that is dropped."""
         self._check_can_run()
         config = _in_two_passes(dataclasses.replace(config, requires_grad=False))
         with self.lock, torch.no_grad():
-            run, host_values = self.prepare_forward(microbatches, config, span=range(len(self.layers) - 1))
+            run, host_values = self.prepare_forward(microbatches, config, span=span, **of_spec)
             cursor = self.round_robin.cursor
             outputs = self._forward_outputs(run, host_values)
             run.discard()
             self.round_robin.cursor = cursor  # the next run goes to the devices to which it would have gone
             return outputs
+
+    def _check_rows(self, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
+        """Check that layers compute each row by itself, unless who calls the engine has done so."""
+        if self.row_check is not None and self.cuts(rows):
+            self.row_check.check(self, batch, rows, config)
 
     def _forward_outputs(self, run: Run, host_values: Sequence[HostValue]) -> list[PyTree]:
         """Run the forward of a run, and return the output of each microbatch."""
@@ -283,7 +317,7 @@ class Engine:
             check_labels(batch.label)
             microbatches = self.split(batch, config)
             rows = [microbatch.rows for microbatch in microbatches]
-            self._row_check.check(self, batch, rows, config)
+            self._check_rows(batch, rows, config)
             run, host_values = self.prepare_fused(microbatches, config, loss_fn=loss_fn, keep_outputs=return_outputs)
             run.start_all(host_values)
             self.execute(run, run.spec.stages)
@@ -430,7 +464,7 @@ class Engine:
             stays=kind == "fused" and self.planner.fits(),
             one_thread=self.planner.prefers_one_thread(kind),
             take_gradient=self.take_gradient,
-            looks=is_due(self._count(kind)),
+            looks=not of_spec.get("trial") and is_due(self._count(kind)),
         )
         spec = dataclasses.replace(spec, **of_spec)
         draws = Draws(spec.base_seed or run_base(), spec.tag, in_order=len(rows) == 1, moves=self.moves_generators())
@@ -438,7 +472,11 @@ class Engine:
         largest = max((spec.stage_nbytes(stage) for stage in spec.stages), default=0)
         nbytes_kept = self.planner.bytes_to_keep(config.keep_parameters or 0, largest)
         self.kept.choose(contents, self.store.source, self.version(), nbytes_kept)
-        timer = Timer(self.planner.measured(kind), current_timeline(), with_events=self.planner.wants_events(kind))
+        timer = (
+            Timer(MeasuredCosts(self.planner.measured(kind).costs()), None, with_events=False)
+            if spec.trial
+            else Timer(self.planner.measured(kind), current_timeline(), with_events=self.planner.wants_events(kind))
+        )
         contract = LossContract(config.reduction_of_parts, rows) if contract is None else contract
         memory = self.gradient_memory
         if memory is not None and spec.requires_grad:

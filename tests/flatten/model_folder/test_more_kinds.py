@@ -133,6 +133,37 @@ def test_a_model_of_choices_is_one_file(tmp_path):
         torch.testing.assert_close(torch.from_numpy(found), model(**given).logits, atol=1e-4, rtol=1e-4)
 
 
+def voice():
+    """VITS without noise: nothing is drawn."""
+    widths = {"hidden_size": 32, "ffn_dim": 48, "flow_size": 32, "spectrogram_bins": 33, "vocab_size": 40}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "prior_encoder_num_flows": 2}
+    layers |= {f"{side}_encoder_num_wavenet_layers": 2 for side in ("prior", "posterior")}
+    layers |= {"depth_separable_num_layers": 2, "duration_predictor_num_flows": 2}
+    up = {"upsample_initial_channel": 16, "upsample_rates": [4, 4], "upsample_kernel_sizes": [8, 8]}
+    up |= {"resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1, 3]]}
+    quiet = {"noise_scale": 0.0, "noise_scale_duration": 0.0}
+    return made(transformers.VitsModel, transformers.VitsConfig(**widths, **layers, **up, **quiet))
+
+
+def test_a_voice_speaks_sentences_of_any_length(tmp_path):
+    """VITS: its attention pads a table for long sentences and cuts it for those of 5 tokens and fewer."""
+    import onnxruntime
+
+    model = voice()
+    assert export_folder(model, tmp_path / "out").verified.ok
+    session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx", providers=["CPUExecutionProvider"])
+    for rows, length in ((2, 12), (1, 17), (1, 4), (3, 5), (2, 6)):
+        ids = torch.randint(1, 40, (rows, length), generator=torch.Generator().manual_seed(length))
+        mask = torch.ones_like(ids)
+        mask[0, length - 2 :] = 0
+        with torch.no_grad():
+            wanted = model(ids, attention_mask=mask)
+        (wave,) = session.run(["waveform"], {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+        for row, samples in enumerate(wanted.sequence_lengths.int().tolist()):
+            found = torch.from_numpy(wave[row, :samples])
+            torch.testing.assert_close(found, wanted.waveform[row, :samples], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "task"),
     [

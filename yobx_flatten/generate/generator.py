@@ -334,6 +334,7 @@ class Generator:
         seen: list[Seen] = []
         positions = types = None
         if self.parts.encoder is not None:
+            self._check_read(encoded, pictures)
             context, batch = self._encode(input_ids, attention_mask, encoded)
             if decoder_input_ids is not None:
                 tokens = _tokens("decoder_input_ids", decoder_input_ids)
@@ -359,6 +360,16 @@ class Generator:
         source = tokens if self.parts.encoder is None else None if encoded else input_ids
         of_types = (types, self.settings.generated_type)
         return _Sequence(tokens, mask, tokens, cache, context, seen, source, positions, *of_types)
+
+    def _check_read(self, given: dict[str, torch.Tensor], pictures: Sequence[Pictures]) -> None:
+        """Refuse sound and pictures that the encoder does not read: the text would be that of a call without."""
+        assert self.parts.encoder is not None
+        unread = [name for name in given if name not in self.parts.encoder.ports]
+        if "pixel_values" not in given:
+            unread += ["pixel_values" for one in pictures if one.pixels is not None]
+        if unread:
+            reads = next((name for name in ("input_ids", *_READ) if name in self.parts.encoder.ports), "nothing")
+            raise InvalidArgumentError(f"{self.parts.encoder.name} reads {reads}, and no {unread[0]}: leave it out.")
 
     def _start_tokens(self, batch: int) -> torch.Tensor:
         start = self.settings.decoder_start_token_id

@@ -92,7 +92,7 @@ class Tiles:
         """Return features as they stand in prompts, of shape (tokens, hidden size).
 
         Args:
-            features: of each picture, of shape (tiles, tokens, hidden size).
+            features: features of each picture, of shape (tiles, tokens, hidden size).
             newline: what ends each row, of shape (hidden size,).
             sizes: height and width of each picture.
         """

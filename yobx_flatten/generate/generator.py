@@ -126,6 +126,8 @@ class Generator:
         input_values: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
         image_grid_thw: torch.Tensor | None = None,
+        image_sizes: torch.Tensor | None = None,
+        batch_num_images: torch.Tensor | None = None,
         pixel_values_videos: torch.Tensor | None = None,
         video_grid_thw: torch.Tensor | None = None,
         second_per_grid_ts: torch.Tensor | Sequence[float] | None = None,
@@ -160,6 +162,10 @@ class Generator:
             pixel_values: images, for the image tokens of the prompt, or for the encoder.
             image_grid_thw: patches of each image in time, height and width, integers of shape (images, 3), for models
                 whose ``pixel_values`` are patches.
+            image_sizes: height and width of each image before it was cut into tiles, integers of shape (images, 2),
+                for models that cut them (LLaVA-NeXT, LLaVA-OneVision).
+            batch_num_images: the number of images of each prompt, for models that do not cut several
+                (LLaVA-OneVision); 1 for all by default.
             pixel_values_videos: patches of videos, for the video tokens of the prompt.
             video_grid_thw: patches of each video in time, height and width, integers of shape (videos, 3).
             second_per_grid_ts: seconds from one frame of each video to the next, for models that count them
@@ -191,7 +197,7 @@ class Generator:
             GenerationError: when a file fails while it runs.
         """
         source = self._encoded(input_features, input_values, pixel_values)
-        images = self.settings.images(pixel_values, image_grid_thw)
+        images = self.settings.images(pixel_values, image_grid_thw, image_sizes, batch_num_images)
         videos = self.settings.videos(pixel_values_videos, video_grid_thw, second_per_grid_ts)
         given: dict[str, Any] = {
             "num_beams": num_beams,
@@ -234,6 +240,8 @@ class Generator:
         input_values: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
         image_grid_thw: torch.Tensor | None = None,
+        image_sizes: torch.Tensor | None = None,
+        batch_num_images: torch.Tensor | None = None,
         pixel_values_videos: torch.Tensor | None = None,
         video_grid_thw: torch.Tensor | None = None,
         second_per_grid_ts: torch.Tensor | Sequence[float] | None = None,
@@ -254,6 +262,8 @@ class Generator:
             input_values: see :meth:`generate`.
             pixel_values: see :meth:`generate`.
             image_grid_thw: see :meth:`generate`.
+            image_sizes: see :meth:`generate`.
+            batch_num_images: see :meth:`generate`.
             pixel_values_videos: see :meth:`generate`.
             video_grid_thw: see :meth:`generate`.
             second_per_grid_ts: see :meth:`generate`.
@@ -268,7 +278,7 @@ class Generator:
             GenerationError: when a file fails while it runs.
         """
         source = self._encoded(input_features, input_values, pixel_values)
-        images = self.settings.images(pixel_values, image_grid_thw)
+        images = self.settings.images(pixel_values, image_grid_thw, image_sizes, batch_num_images)
         videos = self.settings.videos(pixel_values_videos, video_grid_thw, second_per_grid_ts)
         if self._is_whole_speech(input_features, decoder_input_ids, SpeechCall()):
             raise InvalidArgumentError(
@@ -324,6 +334,7 @@ class Generator:
         seen: list[Seen] = []
         positions = types = None
         if self.parts.encoder is not None:
+            self._check_read(encoded, pictures)
             context, batch = self._encode(input_ids, attention_mask, encoded)
             if decoder_input_ids is not None:
                 tokens = _tokens("decoder_input_ids", decoder_input_ids)
@@ -349,6 +360,16 @@ class Generator:
         source = tokens if self.parts.encoder is None else None if encoded else input_ids
         of_types = (types, self.settings.generated_type)
         return _Sequence(tokens, mask, tokens, cache, context, seen, source, positions, *of_types)
+
+    def _check_read(self, given: dict[str, torch.Tensor], pictures: Sequence[Pictures]) -> None:
+        """Refuse sound and pictures that the encoder does not read: the text would be that of a call without."""
+        assert self.parts.encoder is not None
+        unread = [name for name in given if name not in self.parts.encoder.ports]
+        if "pixel_values" not in given:
+            unread += ["pixel_values" for one in pictures if one.pixels is not None]
+        if unread:
+            reads = next((name for name in ("input_ids", *_READ) if name in self.parts.encoder.ports), "nothing")
+            raise InvalidArgumentError(f"{self.parts.encoder.name} reads {reads}, and no {unread[0]}: leave it out.")
 
     def _start_tokens(self, batch: int) -> torch.Tensor:
         start = self.settings.decoder_start_token_id

@@ -22,6 +22,7 @@ from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_toke
 from .speech import SpeechSettings, speech_of
 from .stated_choice import beams_of, sampling_of
 from .switch import Switch, read_switch
+from .tiles import Tiles
 
 __all__ = ["GenerationSettings", "ScoreProcessor", "read_settings", "settings_of"]
 
@@ -50,6 +51,7 @@ class GenerationSettings:
             those of an image only; ``False`` by default.
         switch: where the positions of the model change with the length of the text; ``None`` for nowhere.
         speech: what Whisper's own loop needs; ``None`` for other models.
+        tiles: how pictures are cut into tiles; ``None`` for other models.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -70,15 +72,33 @@ class GenerationSettings:
     positions: int | None = None
     switch: Switch | None = dataclasses.field(default=None, repr=False)
     speech: SpeechSettings | None = None
+    tiles: Tiles | None = None
 
-    def images(self, pixel_values: torch.Tensor | None, sizes: torch.Tensor | None) -> Pictures:
+    def images(
+        self,
+        pixel_values: torch.Tensor | None,
+        grids: torch.Tensor | None,
+        sizes: torch.Tensor | None = None,
+        together: torch.Tensor | None = None,
+    ) -> Pictures:
         """Return the pictures of a call.
 
         Args:
             pixel_values: their pixels or patches; ``None`` for none.
-            sizes: patches of each in time, height and width; ``None`` where all are of one size.
+            grids: patches of each in time, height and width; ``None`` where all are of one size.
+            sizes: height and width of each, where they are cut into tiles; ``None`` by default.
+            together: the number of pictures of each prompt, where they are cut; ``None`` by default.
+
+        Raises:
+            InvalidArgumentError: when the model does not cut pictures, and sizes are given.
         """
-        return Pictures("image", pixel_values, sizes, self.image_token_id)
+        if self.tiles is None and (sizes is not None or together is not None):
+            raise InvalidArgumentError(
+                "image_sizes and batch_num_images are for models that cut pictures into tiles (LLaVA-NeXT, "
+                "LLaVA-OneVision): leave them out."
+            )
+        stated = grids if self.tiles is None else sizes
+        return Pictures("image", pixel_values, stated, self.image_token_id, tiles=self.tiles, together=together)
 
     def videos(
         self,
@@ -210,6 +230,7 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
         sampling_of(rules),
         beams_of(rules),
         speech=speech_of(config, generation),
+        tiles=Tiles.of(config),
     )
 
 

@@ -92,12 +92,16 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
             "Merge it, save the model, and export that; or leave weights='stream' out."
         )
     wanted = getattr(torch, dtype)
-    checkpoint = open_checkpoint(found.folder) if found.has_weights and found.folder is not None else None
+    is_packed = found.packing() is not None
+    checkpoint = open_checkpoint(found.folder) if found.has_weights and found.folder and not is_packed else None
     if checkpoint is None or found.folder is None:
         if weights == "stream":
-            raise InvalidArgumentError(f"weights='stream' reads files of safetensors, and {found.name} has none.")
+            raise InvalidArgumentError(
+                f"weights='stream' reads files of safetensors, and {found.name} has none in full."
+            )
         model, noted = found.load_with_remarks(dtype=dtype)
-        random, integers = found.reader_folder is None, found.gguf is not None and holds_integers(model)
+        random = found.reader_folder is None
+        integers = (found.gguf is not None or is_packed) and holds_integers(model)
         return OpenedModel(model, found.reader_folder, remarks=noted, reads_bytes=random, has_integers=integers)
     size, free = checkpoint.bytes_as(wanted), memory_available()
     remarks: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pathlib
 import re
@@ -16,6 +17,7 @@ from .configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_c
 from .gguf_file import GGUF, gguf_config, gguf_tokenizer, gguf_weights, is_gguf
 from .origin import reader_of
 from .own_code import ON_PURPOSE, own_auto_class
+from .packed_weights import Packing, packing_of, unpacked_weights
 from .stored_weights import UnmatchedWeights, load_stored
 from .tiny_models import small_config
 
@@ -107,6 +109,9 @@ class FoundModel:
         """
         import torch
 
+        packing = self.packing()
+        if packing is not None and self.folder is not None:
+            return self._load_packed(packing, dtype)
         if self.gguf is not None:
             gguf_tokenizer(self.gguf)  # which an export needs in its end
             with bounded_weights(self.name, failure=ModelSourceError, stored=4 * self.stored_bytes()):
@@ -130,6 +135,36 @@ class FoundModel:
                 made = kind.from_config(self.config, **code) if self.runs_code else kind(self.config)
                 random = f"the weights are random: {self.name} holds none."
                 return made.to(wanted).eval(), () if self.folder is None else (random,)
+
+    def packing(self) -> Packing | None:
+        """Return how integers of its weights are stored in the folder; ``None`` where it has none of its own.
+
+        Raises:
+            ModelSourceError: when they are stored in a form that is not read.
+        """
+        return packing_of(self.config, self.name) if self.has_weights and self.gguf is None else None
+
+    def _load_packed(self, packing: Packing, dtype: str) -> tuple[Any, tuple[str, ...]]:
+        """The model of a checkpoint of integers, with its weights in full."""
+        import torch
+
+        assert self.folder is not None
+        if self.adapter is not None:
+            raise ModelSourceError(
+                f"{self.name} holds an adapter of a model in few bits. Merge it with its library and save the model in "
+                f"full, or name {self.folder} for the model alone."
+            )
+        config = copy.deepcopy(self.config)
+        del config.quantization_config  # what is loaded is in full
+        with bounded_weights(self.name, failure=ModelSourceError, stored=8 * self.stored_bytes()):
+            weights = unpacked_weights(self.folder, packing, self.name)
+            how: dict[str, Any] = {"dtype": getattr(torch, dtype), "config": config, "state_dict": weights}
+            model, differences = load_stored(
+                class_for(config), None, self.name, choice=self.unmatched_weights, failure=ModelSourceError, **how
+            )
+        if (self.folder / "generation_config.json").is_file():
+            model.generation_config = type(model.generation_config).from_pretrained(self.folder)
+        return model.eval(), differences.remarks()
 
     def _check_without_weights(self) -> None:
         """Refuse a folder with weights in a form that is not read: they would be random instead."""

@@ -132,7 +132,7 @@ def export_folder(
     Args:
         model: a model of transformers, in evaluation mode. Adapters of peft are weights of the files; merged ones
             (``model.merge_and_unload()``) take no operators of their own. Or the folder, the id of the hub or the type
-            of a model, as ``yobx-flatten export`` takes them.
+            of a model, or a GGUF file, as ``yobx-flatten export`` takes them.
         folder: the folder to write; it must not exist, or be empty.
         task: the task to export for, which decides what becomes a file: see :data:`TASKS`. ``"auto"``, the default,
             takes the task of the model.
@@ -149,7 +149,8 @@ def export_folder(
             the default, is ``"full"`` for weights of less than 1 GB, and ``"sample"`` for others.
         quantize: see :func:`export_onnx`. For a model that generates text the perplexity is measured on the source of
             modules of Python, in the tokens of the model; the folder keeps what the model made of it, and
-            :func:`verify_folder` measures again.
+            :func:`verify_folder` measures again. For a GGUF file whose weights are integers ``None``, the default, is
+            ``"keep"``: they go into the files of onnxruntime as they are.
         optimize: ``"onnxruntime"`` for attention that writes into the memory of the cache instead of copying it, where
             the model's layers allow it; see :func:`export_onnx`. ``None`` by default.
         logits: for a model that generates text, positions whose scores the file returns: ``"all"``, the default, as
@@ -215,6 +216,8 @@ def export_folder(
         )
     if task_of(model) in GENERATES and getattr(model, "generation_config", None) is not None:
         settings_of(model.config.to_dict(), model.generation_config.to_dict())  # raises for what files do not do
+    if quantize is None and opened.has_integers and runtime == "onnxruntime":
+        quantize = "keep"
     quantization = choose_quantization(quantize, model, "export_folder", runtime)
     if optimize not in (None, "onnxruntime") or (optimize is not None and form != "onnx"):
         raise InvalidArgumentError(f'optimize must be None, or "onnxruntime" for to="onnx"; found {optimize!r}.')

@@ -14,12 +14,12 @@ from ..errors import GenerationError, InvalidArgumentError
 from ..files.damage import damage_as
 from ..files.document import read_document
 from .beams import BeamSettings
+from .documents import Documents
 from .entries import Choices, Entries
 from .layout import MANIFEST
 from .pictures import Pictures
 from .sampling import Sampling
 from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_tokens, score_rules
-from .speech import SpeechSettings, speech_of
 from .stated_choice import beams_of, sampling_of
 from .switch import Switch, read_switch
 from .tiles import Tiles
@@ -50,8 +50,8 @@ class GenerationSettings:
         sees_prompt: whether all tokens of a prompt see each other, where the decoder takes types of tokens, and not
             those of an image only; ``False`` by default.
         switch: where the positions of the model change with the length of the text; ``None`` for nowhere.
-        speech: what Whisper's own loop needs; ``None`` for other models.
         tiles: how pictures are cut into tiles; ``None`` for other models.
+        documents: the two configurations as they are written, which transformers' own loops read; ``None`` without.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -71,8 +71,13 @@ class GenerationSettings:
     beams: BeamSettings = dataclasses.field(default_factory=BeamSettings)
     positions: int | None = None
     switch: Switch | None = dataclasses.field(default=None, repr=False)
-    speech: SpeechSettings | None = None
     tiles: Tiles | None = None
+    documents: Documents | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def is_speech(self) -> bool:
+        """Whether Whisper's own loop finds out language, task and times."""
+        return self.documents is not None and self.documents.is_speech
 
     def images(
         self,
@@ -229,8 +234,8 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
         longest if not new and type(longest) is int else None,
         sampling_of(rules),
         beams_of(rules),
-        speech=speech_of(config, generation),
         tiles=Tiles.of(config),
+        documents=Documents(config, generation),
     )
 
 

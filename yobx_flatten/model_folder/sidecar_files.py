@@ -14,6 +14,7 @@ from ..huggingface.cache_names import CACHE, PRESENT
 from ..recipe.aliases import TransformersModel
 from .adapter import ADAPTER
 from .gguf_file import gguf_tokenizer
+from .sentence import copy_modules
 
 __all__ = ["TOKENIZER_INPUTS", "genai_config", "state_tokenizer_inputs", "write_companions", "write_genai_config"]
 
@@ -57,6 +58,7 @@ def write_companions(
             if path.name not in _WRITTEN_ANEW and not path.name.endswith(".index.json"):
                 _check_own(path)
                 shutil.copyfile(path, folder / path.name)
+    copy_modules(source, folder)
 
 
 def state_tokenizer_inputs(folder: pathlib.Path, names: Collection[str]) -> None:

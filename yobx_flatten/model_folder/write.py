@@ -49,6 +49,7 @@ from .pieces import Piece, keeps_more
 from .positions import positions_of
 from .proofs import PROMPT, SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
 from .quality_text import python_text
+from .sentence import read_modules, with_embedding
 from .sidecar_files import (
     TOKENIZER_INPUTS,
     genai_config,
@@ -241,6 +242,9 @@ def export_folder(
             model = opened.model
             check_room(model, place, **room)
             task, pieces = pieces_for(model, task, batch, whole_cache=whole_cache, **cut)
+    modules = read_modules(None if source is None else pathlib.Path(source))
+    if modules is not None and task == "feature-extraction" and "input_ids" in pieces[0].kwargs:
+        pieces = with_embedding(pieces, model, modules)
     if quantization is not None and quantization.tokens is None and task == "text-generation" and logits == "all":
         rows = (8 if proof == "full" else 2) if batch is None else batch
         tokens = python_text(model, None if source is None else pathlib.Path(source), rows)
@@ -284,6 +288,9 @@ def export_folder(
                     cases[""].append(_store_generation(model, task, batch, 12, work, switch - 3))
                 if chats is not None:
                     cases[""].append(_store_chats(model, task, chats, work))
+        if modules is not None and (modules.why_not is not None or task != "feature-extraction"):
+            why = modules.why_not or f"{task} has no hidden states among its outputs"
+            first.remark(f"there is no sentence_embedding in the file: {why}. sentence-transformers computes it")
         write_companions(work, model, None if source is None else pathlib.Path(source), reads_bytes=opened.reads_bytes)
         if not reader_of(work):
             why = opened.no_folder if source is None else f"{source} holds none"

@@ -32,6 +32,7 @@ OPTIONAL = {
 }
 MAY_IMPORT_AT_THE_TOP: dict[str, set[str]] = {
     # "yobx_flatten.registry.jax": {"jax"},
+    "roundpipe_runtime.fine_tune.callbacks": {"transformers"},
     "roundpipe_runtime.fine_tune.trainer": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.classes": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.checkpoints": {"transformers"},

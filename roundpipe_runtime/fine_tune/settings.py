@@ -123,18 +123,24 @@ class Settings:
         Args:
             step: number of the step, from 0 on.
             steps: number of all steps.
+        """
+        return self.lr * self.rate(step, steps)
 
-        Returns:
-            The learning rate.
+    def rate(self, step: int, steps: int) -> float:
+        """Return the learning rate of a step, as a share of ``lr``.
 
-        >>> settings = Settings(lr=1.0, warmup=2, schedule="linear")
-        >>> [settings.learning_rate(step, 6) for step in range(6)]
+        Args:
+            step: number of the step, from 0 on.
+            steps: number of all steps.
+
+        >>> settings = Settings(warmup=2, schedule="linear")
+        >>> [settings.rate(step, 6) for step in range(6)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
         """
         warmup = min(100, steps // 10) if self.warmup is None else self.warmup
         if step < warmup:
-            return self.lr * (step + 1) / warmup
+            return (step + 1) / warmup
         gone = (step - warmup) / max(1, steps - warmup)
         if self.schedule == "cosine":
-            return self.lr * (1 + math.cos(math.pi * gone)) / 2
-        return self.lr * (1 - gone) if self.schedule == "linear" else self.lr
+            return (1 + math.cos(math.pi * gone)) / 2
+        return 1 - gone if self.schedule == "linear" else 1.0

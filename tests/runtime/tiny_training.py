@@ -2,12 +2,14 @@
 
 import json
 import math
+import os
 import pathlib
+import signal
 
 import torch
 from torch import nn
 
-from roundpipe_runtime.fine_tune import Blocks, ModelSource, Settings, make_blocks
+from roundpipe_runtime.fine_tune import Blocks, ModelSource, Settings, StepRecord, Training, make_blocks, run
 from roundpipe_runtime.fine_tune.order import Order
 
 WORDS = ["the", "pipe", "holds", "a", "layer", "and", "then", "another", "one", "again"]
@@ -100,6 +102,19 @@ def train_plainly(model: nn.Module, made: Blocks, settings: Settings) -> list[tu
         optimizer.step()
         optimizer.zero_grad()
         found.append((loss.item(), norm.item()))
+    return found
+
+
+def records_of(training: Training, *, stop: int | None = None, **options) -> list:
+    """Records of a training that runs to its end, or gets Ctrl-C after a step."""
+    found = []
+
+    def show(record):
+        found.append(record)
+        if isinstance(record, StepRecord) and record.step == stop:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    run(training, show=show, **options)
     return found
 
 

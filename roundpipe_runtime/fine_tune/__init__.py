@@ -23,7 +23,7 @@ from .models import ModelSource, model_source
 from .records import EvalRecord, StepRecord
 from .run import Outcome, run, timeline_of_rank
 from .saved_model import check_output, save_model
-from .settings import Settings
+from .settings import BatchSettings, LearningSettings, Settings
 from .tokenizer import Tokenizer, load_tokenizer
 from .training import Training, stored_replicas
 
@@ -42,6 +42,8 @@ __all__ = [  # noqa: RUF022 # in the order of use
     "read_blocks",
     # the training
     "Settings",
+    "BatchSettings",
+    "LearningSettings",
     "Training",
     "StepRecord",
     "EvalRecord",

@@ -35,7 +35,7 @@ def read_config_file(context: typer.Context, path: pathlib.Path | None) -> pathl
     """Take the lines of a file as defaults of the options: the callback of ``--config``, which is looked at first.
 
     Raises:
-        UserError: the file is no mapping in YAML, or a name in it is no option.
+        UserError: the file is not a mapping in YAML, or has a name that no option has.
     """
     if path is None or context.resilient_parsing:
         return path

@@ -21,7 +21,7 @@ from ..errors import PlanError
 from .config_file import format_config
 from .models import source_of
 from .option_objects import takes_options
-from .train_display import Display, format_model, format_text, format_training
+from .train_display import Display, format_chats, format_model, format_text, format_training, show_rows
 from .train_options import (
     FileOptions,
     LearningOptions,
@@ -70,7 +70,7 @@ def train(
     pupil = _prepared(context, job, what, data, step, learning)
     job.together(lambda: _check_disk(pupil, settings, what.folder, files))
     seen: dict[type, tuning.StepRecord | tuning.EvalRecord] = {}
-    with _naming_rank(job), _naming_memory(step), tuning.Training(pupil.model, pupil.blocks, settings) as training:
+    with _naming_rank(job), _naming_memory(step), tuning.Training(pupil.model, pupil.rows, settings) as training:
         outcome = _run(training, pupil, what.folder, files, seen)
     _say_end(training, outcome, what, files, context.obj)
     if what.json and job.is_first:
@@ -86,7 +86,7 @@ class _Pupil:
     source: tuning.ModelSource
     model: nn.Module
     tokenizer: tuning.Tokenizer
-    blocks: tuning.Blocks
+    rows: tuning.Blocks | tuning.ChatRows
 
 
 def _prepared(
@@ -99,31 +99,36 @@ def _prepared(
 ) -> _Pupil:
     """Read text and model, and say what they are; in all processes together."""
 
-    def read() -> tuple[tuning.ModelSource, tuning.Lora | None, tuning.Tokenizer, tuning.Blocks]:
+    def read() -> tuple[tuning.ModelSource, tuning.Lora | None, tuning.Tokenizer, tuning.Blocks | tuning.ChatRows]:
         source = dataclasses.replace(source_of(what.name), unmatched_weights=step.unmatched_weights)
         adapters = _adapters(learning.lora, source)
         tokenizer = tuning.load_tokenizer(source, data.tokenizer)
-        blocks = tuning.read_blocks(
-            [*(data.text or []), *what.more_text],
-            tokenizer,
-            length=_length(data.length, source),
-            field=data.field,
-            eval_share=data.eval_share,
-            seed=learning.seed,
-            vocab_size=source.vocab_size,
-        )
-        return source, adapters, tokenizer, blocks
+        return source, adapters, tokenizer, _rows(source, tokenizer, what, data, learning.seed)
 
-    source, adapters, tokenizer, blocks = job.together(read)
-    say(format_text(blocks, tokenizer))
+    source, adapters, tokenizer, rows = job.together(read)
+    say(format_chats(rows, tokenizer) if isinstance(rows, tuning.ChatRows) else format_text(rows, tokenizer))
+    if isinstance(rows, tuning.ChatRows):
+        show_rows(rows, tokenizer, data.show_rows)
     context.with_resource(_quiet_transformers())
     model = job.together(lambda: _learner(source, adapters, step, learning.seed))
     say(format_model(model, source))
-    return _Pupil(source, model, tokenizer, blocks)
+    return _Pupil(source, model, tokenizer, rows)
+
+
+def _rows(
+    source: tuning.ModelSource, tokenizer: tuning.Tokenizer, what: ModelOptions, data: TextOptions, seed: int
+) -> tuning.Blocks | tuning.ChatRows:
+    length = _length(data.length, source)
+    split: dict[str, Any] = {"eval_share": data.eval_share, "seed": seed, "vocab_size": source.vocab_size}
+    names = [*(data.chat or data.text or []), *what.more_text]
+    if data.chat:
+        template = data.chat_template
+        return tuning.read_chats(names, tokenizer, length=length, template=template, packed=data.pack, **split)
+    return tuning.read_blocks(names, tokenizer, length=length, field=data.field, **split)
 
 
 def _check_disk(pupil: _Pupil, settings: tuning.Settings, output: pathlib.Path, files: FileOptions) -> None:
-    steps = settings.total_steps(len(pupil.blocks.training))
+    steps = settings.total_steps(len(pupil.rows.training))
     kept = int(files.writes_last) if files.every is None else min(files.keep + 1, steps // files.every)
     tuning.check_disk(pupil.model, settings, output, files.checkpoints(output), kept=kept)
 

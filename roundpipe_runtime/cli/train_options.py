@@ -63,6 +63,26 @@ Text = Annotated[
         rich_help_panel=_TEXT,
     ),
 ]
+Chat = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILES",
+        help="Conversations instead of text, whose answers are learnt: messages, ShareGPT, Alpaca, or prompt and "
+        "completion, in JSON.",
+        rich_help_panel=_TEXT,
+    ),
+]
+ChatTemplate = Annotated[
+    pathlib.Path | None,
+    typer.Option(metavar="FILE", help="Chat template, instead of the tokenizer's.", rich_help_panel=_TEXT),
+]
+Pack = Annotated[
+    bool,
+    typer.Option(
+        "--pack", help="Put as many conversations into a row as fit; none sees another.", rich_help_panel=_TEXT
+    ),
+]
+ShowRows = Annotated[int, _number("Conversations to show as the model sees them, with what counts.", _TEXT, least=0)]
 Field = Annotated[
     str,
     typer.Option(metavar="NAME", help="Field of JSON lines and datasets that holds the text.", rich_help_panel=_TEXT),
@@ -206,13 +226,28 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """What is read, and in rows of which length."""
+    """What is read, and in rows of which length.
+
+    Raises:
+        UserError: options are of two kinds of data.
+    """
 
     text: Text = None
     field: Field = "text"
+    chat: Chat = None
+    chat_template: ChatTemplate = None
+    pack: Pack = False
+    show_rows: ShowRows = 2
     tokenizer: TokenizerName = None
     length: Length = None
     eval_share: EvalShare = 0.02
+
+    def __post_init__(self) -> None:
+        if self.chat and self.text:
+            raise UserError("--text and --chat are two kinds of data. Leave one out")
+        for option, is_given in (("--chat-template", self.chat_template), ("--pack", self.pack)):
+            if is_given and not self.chat:
+                raise UserError(f"{option} is about conversations. Name them: --chat FILE")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

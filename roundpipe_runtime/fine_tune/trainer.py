@@ -7,11 +7,10 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Sized
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -20,11 +19,11 @@ from ..engine.config import RoundPipeRunConfig
 from ..huggingface.loss.call_options import CALL_OPTIONS, CallOptions
 from ..huggingface.trainer.classes import RoundPipeTrainer
 from ..huggingface.wrap import WrappedModel
-from .blocks import Blocks
 from .errors import FineTuneError
 from .job import Job
 from .order import Order
 from .records import device_peak, process_memory
+from .rows import Rows
 from .settings import Settings
 
 __all__ = ["TextTrainer", "read_notes"]
@@ -34,12 +33,12 @@ _NOTES = "fine_tune.json"
 
 
 class TextTrainer(RoundPipeTrainer):
-    """A ``RoundPipeTrainer`` for rows of tokens.
+    """A ``RoundPipeTrainer`` for rows of tokens, of text or of conversations.
 
     Args:
         pipeline: wrapped model.
         optimizer: optimizer of its optimizer parameters.
-        blocks: tokenized text.
+        rows: rows of tokens.
         settings: settings of the training.
         job: processes that train together.
 
@@ -50,9 +49,9 @@ class TextTrainer(RoundPipeTrainer):
     """
 
     def __init__(
-        self, pipeline: WrappedModel, optimizer: torch.optim.Optimizer, blocks: Blocks, settings: Settings, job: Job
+        self, pipeline: WrappedModel, optimizer: torch.optim.Optimizer, rows: Rows, settings: Settings, job: Job
     ) -> None:
-        steps = settings.total_steps(len(blocks.training))
+        steps = settings.total_steps(len(rows.training))
         args = TrainingArguments(
             output_dir=os.curdir,  # a Trainer creates it at once, and the folder of the checkpoints is not known yet
             max_steps=steps,
@@ -74,7 +73,8 @@ class TextTrainer(RoundPipeTrainer):
         super().__init__(
             pipeline,
             args,
-            train_dataset=_Rows(blocks),
+            data_collator=rows.collate,
+            train_dataset=rows,
             optimizers=(
                 optimizer,
                 torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: settings.rate(step, steps)),
@@ -82,12 +82,14 @@ class TextTrainer(RoundPipeTrainer):
         )
         self.remove_callback(PrinterCallback)
         self.add_callback(_StepCallback(self))
-        self.model_accepts_loss_kwargs = False  # rows have one length: the mean over batches is the mean over tokens
-        self.blocks, self.settings, self.job = blocks, settings, job
+        if rows.lengths is None:  # the mean over batches is the mean over tokens
+            self.model_accepts_loss_kwargs = False
+        self.rows, self.settings, self.job = rows, settings, job
         self.notes: dict[str, Any] = {}
         self.in_step = self.is_stepping = False
         self.seconds = math.nan
         self._losses: list[float] = []
+        self._taken = self._order(0)
 
     @property
     def microbatches(self) -> int | None:
@@ -102,7 +104,17 @@ class TextTrainer(RoundPipeTrainer):
 
     def _get_train_sampler(self, *args: Any) -> Sampler[int]:
         count = self.args.max_steps * self.settings.accumulate * self.settings.batch
-        return Order(self.blocks.training, seed=self.settings.seed, count=count)
+        return self._order(count)
+
+    def _order(self, count: int) -> Order:
+        rows, settings = self.rows, self.settings
+        return Order(rows.training, seed=settings.seed, count=count, lengths=rows.lengths, batch=settings.batch)
+
+    def _tokens_of_step(self) -> int:
+        """The tokens that the step before read, in all processes."""
+        size = self.settings.accumulate * self.settings.batch
+        end = self.state.global_step * size
+        return self.rows.tokens_in([self._taken[place] for place in range(end - size, end)])
 
     def _rp_global_batch(self) -> int:
         return self.settings.batch
@@ -129,7 +141,7 @@ class TextTrainer(RoundPipeTrainer):
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         """Log as the Trainer does; of a step the loss in double precision, and what it took."""
         if "loss" in logs:
-            tokens = self.settings.accumulate * self.settings.batch * self.blocks.length
+            tokens = self._tokens_of_step()
             logs = {**logs, "loss": math.fsum(self._losses), "tokens": tokens, "seconds": self.seconds}
             logs |= {"tokens_per_s": tokens / self.seconds, "process_bytes": process_memory()}
             if (peak := device_peak(self.pipeline.devices)) is not None:
@@ -141,7 +153,7 @@ class TextTrainer(RoundPipeTrainer):
     def get_eval_dataloader(self, eval_dataset: object = None) -> DataLoader[Any]:
         """Return this process's batches of the held-out rows, which are the same whatever the number of processes."""
         size: int = self.args.per_device_eval_batch_size
-        batches = list(BatchSampler(self.blocks.held_out.tolist(), size, drop_last=False))
+        batches = list(BatchSampler(self.rows.held_out.tolist(), size, drop_last=False))
         return DataLoader(
             self.train_dataset,
             batch_sampler=batches[self.job.rank :: self.job.size],
@@ -157,21 +169,21 @@ class TextTrainer(RoundPipeTrainer):
         found = self.job.exchange(self.job.together(lambda: [self._loss_of(batch) for batch in dataloader]))
         # in the order of the rows, so that the sum is the same however many processes there are
         losses = [found[number % len(found)][number // len(found)] for number in range(sum(map(len, found)))]
-        tokens = sum(count for _, count in losses)
-        loss = math.fsum(loss * count for loss, count in losses) / tokens
+        loss = math.fsum(loss * count for loss, count in losses) / sum(count for _, count in losses)
+        tokens = self.rows.tokens_in(self.rows.held_out.tolist())
         metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_tokens": tokens}
-        return EvalLoopOutput(None, None, metrics, num_samples=len(self.blocks.held_out))
+        return EvalLoopOutput(None, None, metrics, num_samples=len(self.rows.held_out))
 
     @torch.no_grad()
     def _loss_of(self, batch: dict[str, torch.Tensor]) -> tuple[float, int]:
-        """The mean loss of a batch and the number of its tokens; its logits stay on the devices."""
+        """The mean loss of a batch and the number of tokens that count; its logits stay on the devices."""
         options = {CALL_OPTIONS: CallOptions(loss_only=True)}
         was_training = self.pipeline.training
         self.pipeline.eval()
         output = self.pipeline(**batch, **options, roundpipe_run_config=self._rp_config)
         self.pipeline.train(was_training)
         self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        return float(output.loss), batch["labels"].numel()
+        return float(output.loss), int((batch["labels"][:, 1:] != -100).sum())
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -222,17 +234,3 @@ class _StepCallback(TrainerCallback):  # type: ignore[misc] # transformers count
     def on_step_end(self, *args: Any, **options: Any) -> None:
         self.trainer.is_stepping = self.trainer.in_step = False
         self.trainer.seconds = time.perf_counter() - self.begin
-
-
-class _Rows(Dataset[dict[str, torch.Tensor]], Sized):
-    """All rows; each of their tokens is a label."""
-
-    def __init__(self, blocks: Blocks) -> None:
-        self.blocks = blocks
-
-    def __len__(self) -> int:
-        return len(self.blocks.tokens)
-
-    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
-        ids = self.blocks.tokens[row].long()
-        return {"input_ids": ids, "labels": ids}

@@ -18,10 +18,11 @@ from ..checkpoint import CheckpointError
 from ..device.virtual import parse_devices
 from ..errors import ConfigError
 from ..huggingface.wrap import WrappedModel, wrap_model_to_roundpipe
-from .blocks import Blocks
+from .chat_rows import ChatRows, check_packing
 from .errors import FineTuneError
 from .job import Job
 from .records import EvalRecord, record_of
+from .rows import Rows
 from .settings import Settings
 
 __all__ = ["Training", "stored_replicas"]
@@ -44,7 +45,7 @@ class Training:
 
     Args:
         model: causal language model of transformers, or PEFT's model around one; it is trained in place.
-        blocks: tokenized text.
+        blocks: tokenized text from :func:`read_blocks`, or conversations from :func:`read_chats`.
         settings: settings of the training.
 
     Attributes:
@@ -60,19 +61,24 @@ class Training:
         MissingDependencyError: transformers or accelerate is not installed.
     """
 
-    def __init__(self, model: nn.Module, blocks: Blocks, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, blocks: Rows, settings: Settings) -> None:
         require("transformers", "accelerate", purpose="a training on text", extra="transformers,train")
         from .trainer import TextTrainer
 
         self.model = model
-        self.blocks = blocks
         self.settings = settings
         self.job = Job()
+        self._has_groups = settings.replicas is not None or self.job.size > 1
+        if isinstance(blocks, ChatRows) and self._has_groups:
+            blocks = dataclasses.replace(blocks, pads_alike=True)
+        self.blocks = blocks
         self.job.check_alike(self._stated())
         _check_groups(settings, self.job.size)
         devices = parse_devices(settings.devices)
         if settings.check:
             self.job.together(lambda: _check_causal(model))
+        if isinstance(blocks, ChatRows) and blocks.positions:
+            self.job.together(lambda: check_packing(model))
         torch.manual_seed(settings.seed)
         self.pipeline: WrappedModel = wrap_model_to_roundpipe(
             model,
@@ -216,7 +222,7 @@ class Training:
         """What all processes must train alike, by name."""
         settings = {field.name: getattr(self.settings, field.name) for field in dataclasses.fields(self.settings)}
         named = {name.replace("_", "-"): str(value) for name, value in settings.items() if name not in _OF_PROCESS}
-        rows = f"{len(self.blocks.tokens):,} rows of {self.blocks.length} tokens, {self.blocks.digest[:8]}"
+        rows = f"{len(self.blocks):,} rows of {self.blocks.length} tokens, {self.blocks.digest[:8]}"
         return {**named, "the text": rows, "the model": _names_and_shapes(self.model)[:8]}
 
     def _same(self) -> dict[str, Any]:
@@ -241,8 +247,9 @@ class Training:
                 )
             if before.get(name) != now[name]:
                 was = f"--{name} {before.get(name)}" if name in ("length", "batch", "accumulate", "seed") else ""
+                another = "chat" if name == "text" and isinstance(self.blocks, ChatRows) else name
                 raise FineTuneError(
-                    f"{folder} was trained with {was or f'another --{name}'}. Go on with the same, or begin anew in "
+                    f"{folder} was trained with {was or f'another --{another}'}. Go on with the same, or begin anew in "
                     "another folder: --checkpoint DIR"
                 )
 
@@ -256,9 +263,8 @@ class Training:
 
     def _is_fused(self) -> bool:
         """Whether AdamW is fused: in groups only where the last bits do not depend on where a shard ends."""
-        has_groups = self.settings.replicas is not None or self.job.size > 1
         cut = [p for p in self.pipeline.optim_parameters() if p.requires_grad and p.dim() > 1]
-        return not has_groups or all(p.shape[1:].numel() % 64 == 0 for p in cut)
+        return not self._has_groups or all(p.shape[1:].numel() % 64 == 0 for p in cut)
 
 
 def stored_replicas(folder: str | os.PathLike[str]) -> int | None:

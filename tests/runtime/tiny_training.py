@@ -12,6 +12,17 @@ from torch import nn
 from roundpipe_runtime.fine_tune import Blocks, ModelSource, Settings, StepRecord, Training, make_blocks, run
 from roundpipe_runtime.fine_tune.order import Order
 
+# A chat template, and the same one with marks around answers.
+CHAT = (
+    "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+CHAT_WITH_MARKS = (
+    "{% for message in messages %}<{{ message['role'] }}> {% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] }} </s>{% endgeneration %} {% else %}{{ message['content'] }} </s> {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
 WORDS = ["the", "pipe", "holds", "a", "layer", "and", "then", "another", "one", "again"]
 
 
@@ -78,6 +89,14 @@ def word_tokenizer():
     made = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="</s>")
+
+
+def chat_tokenizer(template: str | None = CHAT):
+    """The words of :func:`word_tokenizer`, and two tokens for roles."""
+    made = word_tokenizer()
+    made.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>"], "pad_token": "</s>"})
+    made.chat_template = template
+    return made
 
 
 def train_plainly(model: nn.Module, made: Blocks, settings: Settings) -> list[tuple[float, float]]:

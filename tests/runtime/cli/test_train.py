@@ -288,6 +288,76 @@ def test_a_mistake_in_a_file_of_options_is_one_line(here, name, capsys):
     assert shown.count("\n") == 1
 
 
+def chats(folder, count=12):
+    """A model with a chat template, and conversations of ShareGPT."""
+    tiny.weights_folder(folder / "model", tokenizer=False)
+    tiny.chat_tokenizer().save_pretrained(folder / "model")
+    rows = [
+        [{"from": "human", "value": "the pipe"}, {"from": "gpt", "value": " ".join(tiny.WORDS[: 1 + number % 4])}]
+        for number in range(count)
+    ]
+    (folder / "chats.jsonl").write_text("\n".join(json.dumps({"conversations": row}) for row in rows))
+
+
+def test_conversations_are_learnt_and_shown_as_the_model_sees_them(here, capsys):
+    """What counts stands between marks, as there are no colours here; the saved tokenizer still chats."""
+    chats(here)
+    assert main(["train", "model", "--chat", "chats.jsonl", "-o", "out", *FEW, "--show-rows", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == ("chat: 12 conversations, 102 tokens of model, of which 42 count; held out: 1")
+    assert re.fullmatch(r"<user> ?the pipe ?</s> ?<assistant> ?«the.*</s> ?»", lines[1])
+    assert "steps: 3 of 4 rows" in "\n".join(lines)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("out")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "<user> a </s> "
+
+
+def test_conversations_may_be_packed_with_a_template_of_ones_own(here, capsys):
+    """Which the tokenizer is saved with."""
+    chats(here)
+    (here / "own.jinja").write_text(tiny.CHAT.replace("</s>", "."))
+    more = ["--pack", "--chat-template", "own.jinja", "--show-rows", "0", "--steps", "1"]
+    assert main(["train", "model", "--chat", "chats.jsonl", "-o", "out", *FEW, *more]) == 0
+    assert re.match(r"chat: 12 conversations in \d rows, 102 tokens .* count; held out: 1", capsys.readouterr().out)
+    assert "." in transformers.AutoTokenizer.from_pretrained("out").chat_template
+
+
+CHAT_MISTAKES = {
+    "both": (["--text", "texts"], "--text and --chat are two kinds of data. Leave one out"),
+    "bytes": (["--model", "conf", "chats.jsonl"], "Conversations need a tokenizer with special tokens"),
+    "form": (
+        ["--chat", "rows.jsonl"],
+        "rows.jsonl:1 is not a conversation: it has 'body' (str). Each row is to be one of",
+    ),
+    "template": (["--chat-template", "gone.jinja"], "The chat template gone.jinja cannot be read"),
+    "length": (["--length", "3"], "None of 12 conversations has an answer in its first 3 tokens. Allow more"),
+}
+
+
+@pytest.mark.parametrize("name", CHAT_MISTAKES)
+def test_a_mistake_with_conversations_is_one_line(here, name, capsys):
+    """What was found, and what to type."""
+    more, words = CHAT_MISTAKES[name]
+    chats(here)
+    capsys.readouterr()
+    (here / "rows.jsonl").write_text('{"body": "x"}')
+    files = [] if "--chat" in more else ["--chat", "chats.jsonl"]
+    command = ["train", *([] if "--model" in more else ["model"]), *files, "-o", "out", *FEW, *more]
+    assert main(command) == 2
+    shown = capsys.readouterr().err
+    assert words in shown
+    assert shown.count("\n") == 1
+
+
+def test_text_that_is_a_conversation_is_refused_with_the_option(here, capsys):
+    """A field that holds messages is there, so naming a field would not help."""
+    chats(here)
+    command = ["train", "model", "--text", "chats.jsonl", "--field", "conversations", "-o", "out", *FEW]
+    assert main(command) == 2
+    assert "If these are the messages of a conversation: --chat " in capsys.readouterr().err
+    assert main(["train", "model", "texts", "-o", "out", *FEW, "--pack"]) == 2
+    assert "--pack is about conversations. Name them: --chat FILE" in capsys.readouterr().err
+
+
 def test_the_memory_of_a_virtual_device_can_be_limited(here, capsys):
     """A limit that is too small is refused by name; accelerators have a memory of their own."""
     command = ["train", "conf", "texts", "-o", "out", *FEW]

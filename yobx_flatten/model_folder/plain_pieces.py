@@ -122,8 +122,11 @@ def _tokens(model: TransformersModel, batch: int, length: int) -> dict[str, torc
 
 
 def _sound(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:
-    # without a mask, as optimum exports these models; those with `feat_extract_norm="group"` take none
-    return {"input_values": _random(model, (batch, length))}
+    found = {"input_values": _random(model, (batch, length))}
+    if getattr(model.config, "feat_extract_norm", None) == "layer":  # others were trained without: zeros pad their rows
+        found["attention_mask"] = torch.ones(batch, length, dtype=torch.int64)
+        found["attention_mask"][0, length // 2 + 100 :] = 0
+    return found
 
 
 def _image(model: TransformersModel, batch: int, _: int) -> dict[str, torch.Tensor]:

@@ -58,7 +58,7 @@ class Traced:
         unasserted: the example's sizes, by name of the input and axis, that it was traced for and does not assert; see
             :func:`.size_relations.unasserted_sizes`.
         fixed: such sizes that a second trace has fixed.
-        largest: sizes that the model's code bounds, and nobody asked for.
+        largest: sizes that the model's code bounds, and the caller does not.
     """
 
     program: ExportedProgram

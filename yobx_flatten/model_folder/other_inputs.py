@@ -1,4 +1,4 @@
-"""What a model's forward takes beside the inputs of a folder: data that would be lost are refused, or named."""
+"""What a model's forward takes in addition to the inputs of a folder: data that would be lost are refused, or named."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 
 from ..runners.relations import COMPARISONS, FUNCTIONS, Expression, names_in
 
-__all__ = ["as_expression", "fixed_sizes", "relations_of", "unasserted_sizes"]
+__all__ = ["as_expression", "fixed_sizes", "largest_sizes", "relations_of", "unasserted_sizes"]
 
 _OPERATORS = {  # classes of sympy, and of torch for it
     "Add": "+",
@@ -35,6 +35,7 @@ _OPERATORS = {  # classes of sympy, and of torch for it
     "LessThan": "<=",
     "StrictLessThan": "<",
 }
+_NO_LIMIT = 2**31
 _TURNED = {"GreaterThan": "<=", "StrictGreaterThan": "<"}
 
 
@@ -110,6 +111,23 @@ def fixed_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
         known = program.range_constraints.get(size.node.expr)
         if known is not None and known.lower == known.upper:
             found[place] = int(known.lower)
+    return found
+
+
+def largest_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
+    """Return sizes that a program takes up to a number: above, the code that was traced goes another way.
+
+    Args:
+        program: the program.
+
+    Returns:
+        The largest size by name of an input of its graph and axis.
+    """
+    found = {}
+    for place, size in _sizes(program).items():
+        known = program.range_constraints.get(size.node.expr)
+        if known is not None and isinstance(known.upper, sympy.Integer) and known.lower < known.upper < _NO_LIMIT:
+            found[place] = int(known.upper)
     return found
 
 

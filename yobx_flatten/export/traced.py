@@ -31,7 +31,7 @@ from .example import Example
 from .fake_weights import fake_weights
 from .kept_sizes import kept_sizes
 from .replay import clone
-from .size_relations import unasserted_sizes
+from .size_relations import largest_sizes, unasserted_sizes
 from .sizes_in_specs import check_static_parts
 from .stated_sizes import asserted_in_forward
 from .swallowed import check_all_read, named_in_forward, swallowed_names
@@ -58,6 +58,7 @@ class Traced:
         unasserted: the example's sizes, by name of the input and axis, that it was traced for and does not assert; see
             :func:`.size_relations.unasserted_sizes`.
         fixed: such sizes that a second trace has fixed.
+        largest: sizes that the model's code bounds, and the caller does not.
     """
 
     program: ExportedProgram
@@ -70,6 +71,7 @@ class Traced:
     kept: Mapping[str, int] = dataclasses.field(default_factory=dict)
     unasserted: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
     fixed: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
+    largest: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
 
     def check_cache_outputs(self, name: str) -> None:
         """Refuse to make a file of a module that takes a cache and does not return it.
@@ -100,6 +102,12 @@ class Traced:
         if self.fixed:
             sizes = [f"{name}.shape[{axis}] is fixed at {size}" for (name, axis), size in self.fixed.items()]
             found.append(f"{', '.join(sizes)}, since the model's code rounds a number made of it.")
+        if self.largest:
+            sizes = [f"{name}.shape[{axis}] is {size} at most" for (name, axis), size in self.largest.items()]
+            found.append(
+                f"{', '.join(sizes)}: above, the model's code goes another way. The program refuses larger ones; a "
+                "file takes them, and computes what the model does not."
+            )
         if self.unasserted:
             sizes = [f"{name}.shape[{axis}] == {size}" for (name, axis), size in self.unasserted.items()]
             found.append(
@@ -139,10 +147,29 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
 
 def _unasserted(program: ExportedProgram, names: Sequence[str]) -> dict[tuple[str, int], int]:
     """The sizes that a program does not assert, by name of a leaf of its inputs."""
+    return _by_leaf(unasserted_sizes(program), program, names)
+
+
+def _largest(program: ExportedProgram, example: Example) -> dict[tuple[str, int], int]:
+    """The largest sizes by name of a leaf of the inputs, but for those that the dynamic shapes or tables state.
+
+    A model itself stops where its table of positions has no row.
+    """
+    tables = [owner for owner in example.module.modules() if isinstance(owner, torch.nn.Embedding)]
+    stated = {getattr(leaf, "max", None) for leaf in pytree.tree_leaves(example.shapes)}
+    stated |= {table.num_embeddings for table in tables}
+    stated |= {size for buffer in example.module.buffers() for size in buffer.shape}
+    found = _by_leaf(largest_sizes(program), program, example.names)
+    return {place: size for place, size in found.items() if size not in stated}
+
+
+def _by_leaf(
+    found: Mapping[tuple[str, int], int], program: ExportedProgram, names: Sequence[str]
+) -> dict[tuple[str, int], int]:
+    """What is known by name of an input of the graph, by name of a leaf."""
     leaves = [None if isinstance(spec.arg, ConstantArgument) else spec.arg.name for spec in _user_inputs(program)]
     by_argument = {leaf: name for leaf, name in zip(leaves, names, strict=True) if leaf is not None}
-    found = unasserted_sizes(program).items()
-    return {(by_argument[leaf], axis): size for (leaf, axis), size in found if leaf in by_argument}
+    return {(by_argument[leaf], axis): size for (leaf, axis), size in found.items() if leaf in by_argument}
 
 
 def _traced(example: Example, strict: bool) -> ExportedProgram:
@@ -198,7 +225,8 @@ def described(program: ExportedProgram, example: Example) -> Traced:
     inputs, readers = _in_graph(example.names, _user_inputs(program)), streamed_readers(module)
     unasserted = _unasserted(program, example.names)
     types = _types(program, outputs)
-    return Traced(program, inputs, names, types, written, drawing, readers, unasserted=unasserted)
+    largest = {} if example.bounds is not None else _largest(program, example)
+    return Traced(program, inputs, names, types, written, drawing, readers, unasserted=unasserted, largest=largest)
 
 
 class _WithoutGraphs(io.TextIOBase):

@@ -1,4 +1,4 @@
-"""What a model's forward takes beside the inputs of a folder: data that would be lost are refused, or named."""
+"""What a model's forward takes in addition to the inputs of a folder: data that would be lost are refused, or named."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _MEDIA = ("pixel_values", "input_features", "input_values", "flattened_patches")
 
 # what a call without them has a value for, or what asks for other outputs: positions, masks, labels, options
 _NO_DATA = re.compile(
-    r"input_ids|inputs_embeds|token_type_ids|position_ids|.*_mask|.*mask_.*|.*labels?|(start|end)_positions|p_mask|"
+    r"input_ids|inputs_embeds|token_type_ids|position_ids|(?!pixel_mask|attention_mask).*_mask|.*mask_.*|.*labels?|"
+    r"(start|end)_positions|p_mask|"
     r"is_impossible|cls_index|loss_.*|return_.*|output_.*|use_.*|training|encoder_.*|decoder_.*|cross_.*|"
     r"interpolate_.*|.*cache.*|mems|logits_to_keep|kwargs|cu_seq.*|max_(length|seq).*|mm_.*|"
     r"bool_masked_pos|noise|speaker_id|speaking_rate|perm_mask|target_mapping|cls_idx|num_.*"

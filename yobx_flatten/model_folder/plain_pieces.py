@@ -117,13 +117,17 @@ def _tokens(model: TransformersModel, batch: int, length: int) -> dict[str, torc
     tokens = random_tokens(model, (batch, length))
     mask = torch.ones_like(tokens)
     mask[0, length - 1 :] = 0  # padded on the right, as encoders are
-    types = {TYPES: pair_types(model, batch, length)} if has_types(model, tokens) else {}
+    # asked with the same tokens for every size: all calls of a file have the same inputs
+    types = {TYPES: pair_types(model, batch, length)} if has_types(model, random_tokens(model, (2, 7))) else {}
     return {"input_ids": tokens, "attention_mask": mask, **types}
 
 
 def _sound(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:
-    # without a mask, as optimum exports these models; those with `feat_extract_norm="group"` take none
-    return {"input_values": _random(model, (batch, length))}
+    found = {"input_values": _random(model, (batch, length))}
+    if getattr(model.config, "feat_extract_norm", None) == "layer":  # others were trained without: zeros pad their rows
+        found["attention_mask"] = torch.ones(batch, length, dtype=torch.int64)
+        found["attention_mask"][0, length // 2 + 100 :] = 0
+    return found
 
 
 def _image(model: TransformersModel, batch: int, _: int) -> dict[str, torch.Tensor]:

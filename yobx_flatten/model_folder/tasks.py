@@ -161,8 +161,9 @@ def _made(
     except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, AssertionError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "meta" in str(error):  # of weights that are streamed: loaded then
             raise
+        one_row = "For one row at a time: batch=1. " if "batch size" in str(error) and rows != 1 else ""
         raise GenerationError(
             f"{type(model).__qualname__} does not take the inputs of a folder for {task} ({type(error).__name__}: "
-            f"{first_line(error)[:200]}). Export what it takes, with export_onnx(model, kwargs=inputs, path=...), or "
-            "the calls of a run: with record_calls(model) as calls: ..."
+            f"{first_line(error)[:200]}). {one_row}Export what it takes, with export_onnx(model, kwargs=inputs, "
+            "path=...), or the calls of a run: with record_calls(model) as calls: ..."
         ) from error

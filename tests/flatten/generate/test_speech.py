@@ -145,6 +145,20 @@ def test_the_language_of_a_translation_is_the_token_of_the_call(beams):
     assert set(found[:, 1].tolist()) == {7}
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+def test_one_folder_translates_into_several_languages(beams):
+    """M2M100, which NLLB is too: the language is an argument of each call, and rows are padded on the right."""
+    model, folder = exported("m2m_100")
+    prompt = torch.tensor([[5, 6, 7, 8, 2], [9, 10, 2, 1, 1]])
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    generator = open_generator(folder)
+    for language in (40, 41):
+        asked = {"forced_bos_token_id": language, "max_new_tokens": 8, "num_beams": beams}
+        found = generator.generate(prompt, mask, **asked)
+        assert torch.equal(found, model.generate(prompt, attention_mask=mask, do_sample=False, **asked))
+        assert set(found[:, 1].tolist()) == {language}
+
+
 def test_a_language_that_is_no_token_is_refused():
     """A negative number would count from the end of the vocabulary."""
     with pytest.raises(InvalidArgumentError, match="forced_bos_token_id must be a token"):

@@ -1,0 +1,183 @@
+"""Each row of "Coming from another library" is run: what it states to type does what the other library's does."""
+
+import enum
+import inspect
+import pathlib
+import re
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import roundpipe_runtime.schedule
+import yobx_flatten
+from roundpipe_runtime.distributed import pipelining
+from yobx_flatten import (
+    DecodeSizes,
+    decode_inputs,
+    dynamic_shapes,
+    export_onnx,
+    export_program,
+    make_dynamic_cache,
+    record_calls,
+    register_flattening_functions,
+)
+
+pytest.importorskip("transformers")
+
+from yobx_flatten.model_folder import tiny_models
+from yobx_flatten.model_folder.tiny_models import small_model
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs/guide/coming_from.md"
+
+
+def _rows():
+    """The rows of all tables, by the cell of the other library."""
+    found = {}
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if line.startswith("| ") and len(cells) == 2 and "`" in cells[0]:
+            found[cells[0]] = cells[1].removesuffix("|").strip()
+    return found
+
+
+ROWS = _rows()
+
+
+def _cache():
+    layers = [(torch.rand(2, 2, 3, 4), torch.rand(2, 2, 3, 4)) for _ in range(2)]
+    return layers, make_dynamic_cache(layers)
+
+
+def _row_of(words):
+    (row,) = [here for there, here in ROWS.items() if words in there]
+    return row
+
+
+def test_every_name_of_the_right_column_is_there():
+    """Every function and class that a cell calls."""
+    homes = (yobx_flatten, roundpipe_runtime, roundpipe_runtime.schedule, pipelining, tiny_models)
+    codes = [code for here in ROWS.values() for code in re.findall(r"`([^`]+)`", re.sub(r"\{doc\}`[^`]*`", "", here))]
+    called = [name for code in codes for name in re.findall(r"(?<![\w.])([A-Za-z_]\w*)\(", code)]
+    assert len(set(called)) >= 14
+    assert not [name for name in called if not any(hasattr(home, name) for home in homes)]
+
+
+def test_yobx_a_value_of_the_enum_registers_as_true_does():
+    """`patch_transformers=TransformersPatchEnum.ALL`."""
+    kind = enum.IntFlag("TransformersPatchEnum", {"NONE": 0, "ALL": 3})
+    assert "a value of the enum is also taken" in _row_of("TransformersPatchEnum")
+    leaves, cache = _cache()
+    with register_flattening_functions(patch_transformers=kind.ALL):
+        assert len(pytree.tree_leaves(cache)) == 2 * len(leaves)
+
+
+def test_yobx_names_that_are_kept_are_there_and_do_what_they_did():
+    """The printed form of `string_type`, and the order of keys and values."""
+    layers, cache = _cache()
+    assert yobx_flatten.string_type(torch.zeros(2, 3), with_shape=True) == "T1s2x3"
+    flat, _ = yobx_flatten.flatten_dynamic_cache(cache)
+    assert all(a is b for a, b in zip(flat, [one for layer in layers for one in layer], strict=True))
+    assert all(hasattr(yobx_flatten, name) for name in ("register_class_flattening", "register_flattening_functions"))
+
+
+def test_yobx_an_observed_run_gives_shapes_arguments_and_a_comparison():
+    """`InputObserver` and its three methods."""
+    for name in ("calls.dynamic_shapes()", "calls.example()", "calls.replay(program)"):
+        assert name in _row_of("InputObserver")
+    model = small_model("llama")
+    with record_calls(model) as calls:
+        model.generate(torch.tensor([[5, 6, 7], [8, 9, 10]]), max_new_tokens=4, do_sample=False)
+    decode = calls["decode"]
+    how = {"dynamic_shapes": decode.dynamic_shapes(), "cases": []}
+    assert decode.replay(export_program(decode.module(), kwargs=decode.example(), **how)).ok
+
+
+def test_yobx_a_cache_is_whole_without_a_line():
+    """`finalize_cache`, `apply_patches_for_model` and `CacheKeyValue`: the model itself, inside the block."""
+    model = small_model("llama")
+    inputs = decode_inputs(model, DecodeSizes(2, 5, 3))
+    with register_flattening_functions(patch_transformers=True), torch.no_grad():
+        cache = yobx_flatten.huggingface.cache_names.cache_of(model(**inputs))
+        keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
+        flat = pytree.tree_leaves(cache)
+    assert [tuple(one.shape) for one in keys] == [(2, 2, 8, 16)] * 2
+    assert all(
+        a is b for a, b in zip(flat, [one for pair in zip(keys, values, strict=True) for one in pair], strict=True)
+    )
+
+
+def test_yobx_what_is_registered_is_listed():
+    """`flattening_functions`."""
+    with register_flattening_functions(patch_transformers=True):
+        assert "DynamicCache" in str(yobx_flatten.flattening_list())
+
+
+def test_a_random_small_model_and_its_inputs_are_a_line_each():
+    """`get_untrained_model_with_inputs` of onnx-diagnostic."""
+    assert 'small_model("llama")' in _row_of("get_untrained_model_with_inputs")
+    model = small_model("llama")
+    with torch.no_grad():
+        assert model(**decode_inputs(model, DecodeSizes(2, 4, 1))).logits.shape[:2] == (2, 1)
+
+
+@pytest.mark.parametrize("library", ["onnx", "openvino", "executorch"])
+def test_a_program_has_a_method_for_each_exporter_of_transformers(library):
+    """`OnnxExporter`, `OpenVINOExporter`, `ExecutorchExporter`."""
+    assert callable(getattr(yobx_flatten.ExportedModel, f"to_{library}"))
+
+
+def test_options_of_the_command_line_are_there(capsys):
+    """Those that the table of optimum names, and the commands."""
+    from yobx_flatten.__main__ import main
+
+    names = {name for here in ROWS.values() for name in re.findall(r"`(--[a-z]+)", here)}
+    assert {"--optimize", "--dtype", "--quantize"} <= names
+    assert main(["export", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in names)
+    for command in {word for here in ROWS.values() for word in re.findall(r"`yobx-flatten (\w+)", here)}:
+        assert main([command, "--help"]) == 0
+
+
+def test_the_line_for_torch_onnx_export_writes_a_file_whose_sizes_vary(tmp_path):
+    """`export_onnx(model, args, path=...)`, and `dynamic_shapes(inputs, {...})` for `dynamic_axes`."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model, args = torch.nn.Linear(3, 2).eval(), (torch.zeros(4, 3),)
+    export_onnx(model, args, path=tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"input": torch.ones(7, 3).numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(torch.ones(7, 3)).detach())
+    auto = torch.export.Dim.AUTO
+    inputs = {"input_ids": torch.zeros(2, 3, dtype=torch.int64)}
+    assert dynamic_shapes(inputs, {"input_ids": {0: auto, 1: auto}}) == {"input_ids": {0: auto, 1: auto}}
+
+
+def test_arguments_of_pipelines_have_the_names_of_the_table():
+    """`num_microbatch=`, `label=`."""
+    assert "num_microbatch" in inspect.signature(roundpipe_runtime.RoundPipeRunConfig).parameters
+    assert "label" in inspect.signature(roundpipe_runtime.RoundPipe.forward_backward).parameters
+
+
+def test_a_node_of_jax_is_written_by_the_same_names():
+    """`register_pytree_node_class`, and `register` for a dataclass."""
+
+    @yobx_flatten.register_pytree_node_class
+    class Point:
+        def __init__(self, x, y):
+            self.x, self.y = x, y
+
+        def tree_flatten(self):
+            return (self.x, self.y), None
+
+        @classmethod
+        def tree_unflatten(cls, aux, children):
+            return cls(*children)
+
+    try:
+        doubled = pytree.tree_map(lambda leaf: 2 * leaf, Point(torch.tensor(1), torch.tensor(2)))
+        assert (doubled.x.item(), doubled.y.item()) == (2, 4)
+        assert pytree.tree_leaves(Point(1, 2)) == [1, 2]
+    finally:
+        yobx_flatten.unregister_class_flattening(Point)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-__all__ = ["Kwargs", "PlainCache", "PyTree", "TransformersCache", "TransformersModel"]
+import torch
+
+__all__ = ["CacheLayer", "Kwargs", "Length", "PlainCache", "PyTree", "Size", "TransformersCache", "TransformersModel"]
 
 #: nested value: containers, and objects of registered classes, around tensors and other leaves
 PyTree: TypeAlias = Any
@@ -16,3 +18,9 @@ TransformersModel: TypeAlias = Any
 PlainCache: TypeAlias = list[dict[str, Any]]
 #: ``transformers.cache_utils.Cache``, or a cache class of a model's own
 TransformersCache: TypeAlias = Any
+#: a layer of a cache: of ``transformers.cache_utils``, or a class of a model's own
+CacheLayer: TypeAlias = Any
+#: the size of an axis; in a trace a symbol, which torch's own types count as an int
+Size: TypeAlias = int
+#: a number of tokens; in a trace also a tensor without axes, which has no value yet
+Length: TypeAlias = Size | torch.Tensor

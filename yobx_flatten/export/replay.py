@@ -15,6 +15,7 @@ import torch
 from ..diagnose.compare import shares_of_nan
 from ..diagnose.export_errors import explain_error
 from ..errors import FlattenError, InvalidArgumentError, ReplayError, describe_class
+from ..errors.failures import raised_as
 from ..errors.messages import first_line
 from ..errors.tried_versions import without_cause
 from ..huggingface.cache_names import forward_of, named_for
@@ -162,16 +163,17 @@ def eager_steps(
 @contextlib.contextmanager
 def _naming(case: Case, module: torch.nn.Module, step: int) -> Iterator[None]:
     """Name the case in an error of the module itself, which knows of none."""
-    try:
-        yield
-    except Exception as error:  # whatever a module raises
+
+    def stopped(error: Exception) -> InvalidArgumentError:
         explanation = explain_error(error, module)
         known = f"\n{explanation}" if explanation.known and not isinstance(error, FlattenError) else ""
-        first = first_line(error)
-        raise InvalidArgumentError(
+        return InvalidArgumentError(
             f"case {case.name!r}, step {step}: {type(module).__qualname__} itself stops, before anything is compared "
-            f"({type(error).__name__}: {first}).{known}"
-        ) from error
+            f"({type(error).__name__}: {first_line(error)}).{known}"
+        )
+
+    with raised_as(stopped):
+        yield
 
 
 class Side(Protocol):

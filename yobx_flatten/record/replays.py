@@ -54,7 +54,9 @@ class RecordReplay(Report):
         return "\n".join([*table(rows, indent=""), verdict, *self.nan_notes()])
 
 
-def replay_calls(calls: Sequence[Call], program: Any, constants: Mapping[str, Any], tolerance: float) -> RecordReplay:
+def replay_calls(
+    calls: Sequence[Call], program: Callable[..., Any], constants: Mapping[str, Any], tolerance: float
+) -> RecordReplay:
     """Run a program over recorded calls.
 
     Args:
@@ -88,7 +90,7 @@ def _replay(call: Call, run: Callable[[dict[str, Any]], Any]) -> CaseResult:
     return CaseResult(name, ProgramRunner.runtime, 1, differences, seconds, nan=nan)
 
 
-def _call_of(program: Any, constants: Mapping[str, Any]) -> Callable[[dict[str, Any]], Any]:
+def _call_of(program: Callable[..., Any], constants: Mapping[str, Any]) -> Callable[[dict[str, Any]], Any]:
     """How the program is called with the inputs of a call, by name."""
     program = getattr(program, "program", program)  # of an ExportedModel
     if not isinstance(program, ExportedProgram):

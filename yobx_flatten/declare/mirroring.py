@@ -95,7 +95,7 @@ def mirror(
     if f_check is not None:
         try:
             check_round_trip(recipe, f_check())
-        except BaseException:  # Ctrl-C, too; raised again
+        except BaseException:  # also Ctrl-C; raised again
             REGISTRY.release(claim)
             raise
     return True

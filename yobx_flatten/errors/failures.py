@@ -71,6 +71,6 @@ def undone_on_failure(undo: Callable[[], object]) -> Iterator[None]:
     """
     try:
         yield
-    except BaseException:  # Ctrl-C and the end of the process, too; it is raised again
+    except BaseException:  # also Ctrl-C and the end of the process; it is raised again
         undo()
         raise

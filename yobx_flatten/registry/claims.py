@@ -216,7 +216,7 @@ class Registry:
                 for backend, before in zip(self._libraries[library], found[library], strict=True):
                     backend.write(recipe)
                     written.append((backend, before))
-        except BaseException:  # Ctrl-C, too; raised again
+        except BaseException:  # also Ctrl-C; raised again
             for backend, before in reversed(written):
                 backend.restore(recipe, before)
             raise

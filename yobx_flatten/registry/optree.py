@@ -65,7 +65,7 @@ class Optree:
                 unregister(NAMESPACE, recipe.cls)
             try:
                 _register(recipe)
-            except BaseException:  # Ctrl-C, too; raised again
+            except BaseException:  # also Ctrl-C; raised again
                 register_again(found)
                 raise
 

@@ -68,7 +68,7 @@ class TorchCpp:
                         unregister(_NAMESPACE, recipe.cls)
                     try:
                         _register(recipe.cls, recipe.flatten, recipe.unflatten)
-                    except BaseException:  # Ctrl-C, too; raised again
+                    except BaseException:  # also Ctrl-C; raised again
                         register_again(found)
                         raise
             else:

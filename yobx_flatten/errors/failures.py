@@ -12,9 +12,10 @@ from typing import TypeVar
 __all__ = ["raised_as", "result_or", "undone_on_failure"]
 
 _T = TypeVar("_T")
+_U = TypeVar("_U")
 
 
-def result_or(run: Callable[[], _T], otherwise: Callable[[Exception], _T]) -> _T:
+def result_or(run: Callable[[], _T], otherwise: Callable[[Exception], _U]) -> _T | _U:
     """Return what a function returns, or what stands for the error that it raises.
 
     Args:

@@ -12,6 +12,7 @@ import torch
 
 from ..declare.scopes import options_in_use
 from ..errors import DynamicShapesError
+from ..errors.failures import result_or
 from ..huggingface.cache_names import forward_of, name_in, named_for
 from ..huggingface.layer_weights import offloaded_readers, streamed_readers
 from ..private_names.of_torch import pytree
@@ -221,15 +222,20 @@ def _replaced(
     from ..huggingface.cases import DecodeSizes
 
     module = example.module
-    try:
+
+    def called() -> dict[str, Any]:
         larger = resized(module, example.kwargs, DecodeSizes(), 0)
         with torch.no_grad(), undisturbed(module):
             module(**clone(larger))
-    except Exception as error:  # some take one token at a time (ProphetNet)
+        return larger
+
+    def refused(error: Exception) -> str:
         lines = str(error).splitlines() or [""]
-        return dataclasses.replace(
-            example, why_not=f"the model refuses {DecodeSizes()} ({type(error).__name__}: {lines[0]})"
-        )
+        return f"the model refuses {DecodeSizes()} ({type(error).__name__}: {lines[0]})"
+
+    larger: dict[str, Any] | str = result_or(called, refused)  # some take one token at a time (ProphetNet)
+    if isinstance(larger, str):
+        return dataclasses.replace(example, why_not=larger)
     found = _complete(module, _by_name(module, example.args, larger), larger, shapes, assumptions, bounds)
     remark = (
         f"the example was replaced by one of {DecodeSizes()}: torch.export fixes sizes of 0 and 1 ({', '.join(fixed)})."

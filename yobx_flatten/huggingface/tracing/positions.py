@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...recipe.aliases import TransformersCache
+from ...recipe.aliases import Size, TransformersCache
 from .replacement import Function, replacement
 
 __all__ = ["POSITIONS"]
@@ -65,9 +65,9 @@ def _positions_of_the_call(original: Function) -> Function:
 
 
 @replacement
-def _relative_embeddings(original: Any) -> Any:
+def _relative_embeddings(original: Function) -> Function:
     # upstream pads its table for more tokens than it has places for, and cuts it for fewer: branches on the length
-    def forward(self: Any, relative_embeddings: Any, length: Any) -> Any:
+    def forward(self: Any, relative_embeddings: torch.Tensor, length: Size) -> Any:
         last = relative_embeddings.shape[1] - 1
         places = torch.arange(1 - length, length, device=relative_embeddings.device) + self.window_size
         known = (places >= 0) & (places <= last)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from .onnx_graph import attribute, input_of
+from .onnx_graph import attribute, copy_type, input_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -141,7 +141,7 @@ def _repeat_mask(graph: ir.Graph, node: ir.Node) -> None:
     one = ir.node("Constant", [], attributes={"value_ints": [1]})
     shape = ir.node("Concat", [rows.outputs[0], one.outputs[0]], attributes={"axis": 0})
     repeated = ir.node("Expand", [mask, shape.outputs[0]])
-    repeated.outputs[0].type = mask.type
+    copy_type(repeated.outputs[0], mask)
     graph.insert_before(node, [rows, one, shape, repeated])
     node.replace_input_with(3, repeated.outputs[0])
 

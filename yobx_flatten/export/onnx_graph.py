@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["attribute", "input_of", "insert_before", "repair_graph", "sizes_of", "type_of"]
+__all__ = ["attribute", "copy_type", "input_of", "insert_before", "repair_graph", "sizes_of", "type_of"]
 
 
 def repair_graph(model: ir.Model) -> None:
@@ -73,6 +73,17 @@ def type_of(value: ir.Value) -> ir.DataType:
     if value.dtype is None:
         raise ValueError(f"the type of {value.name} is not known")
     return value.dtype
+
+
+def copy_type(value: ir.Value, like: ir.Value) -> None:
+    """Give a value the type of entries that another one has.
+
+    Args:
+        value: an ``onnx_ir.Value``, changed in place.
+        like: one whose type may be unknown; then nothing changes.
+    """
+    if like.dtype is not None:
+        value.dtype = like.dtype  # not `type`: an object of both would change with each of them
 
 
 def sizes_of(tensor: ir.TensorProtocol) -> list[int]:

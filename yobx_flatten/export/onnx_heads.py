@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .onnx_graph import attribute, input_of, insert_before
+from .onnx_graph import attribute, copy_type, input_of, insert_before
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -93,7 +93,8 @@ def tokens_first(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | N
             return None
         settings = {**{one.name: one.value for one in node.attributes.values()}, "num_heads": found[0]}
         turned = make("RotaryEmbedding", before, *node.inputs[1:], **settings)
-        turned.type, turned.shape = value.type, before.shape
+        turned.shape = before.shape
+        copy_type(turned, value)
         return turned
     return _unswapped(value, make)
 
@@ -114,7 +115,7 @@ def _unswapped(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | Non
         if whole.shape is not None and len(whole.shape) == 3 and whole.shape[2] == width:
             return whole
     flat = make("Reshape", apart, make("Constant", value_ints=[0, 0, width]))  # norms of heads are in between
-    flat.type = value.type
+    copy_type(flat, value)
     flat.shape = ir.Shape([value.shape[0], value.shape[2], width])
     return flat
 
@@ -142,7 +143,8 @@ def heads_first(old: ir.Value, new: ir.Value, width: int) -> bool:
             if flat is None or flat.shape is None or flat.is_graph_output():
                 return False
             if list(flat.shape)[2:] == [width]:
-                new.shape, new.type = flat.shape, old.type
+                new.shape = flat.shape
+                copy_type(new, old)
                 flat.replace_all_uses_with(new)
                 return True
         return False

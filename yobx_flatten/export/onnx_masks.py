@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .onnx_attention import producer
-from .onnx_graph import attribute, input_of
+from .onnx_graph import attribute, copy_type, input_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -46,7 +46,8 @@ def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
             whole = ir.node("Unsqueeze", [padded.inputs[0], axes.outputs[0]])
             graph.insert_before(node, [axes, whole])
             found = whole.outputs[0]
-            found.shape, found.type = node.outputs[0].shape, node.outputs[0].type
+            found.shape = node.outputs[0].shape
+            copy_type(found, node.outputs[0])
         elif node.op_type == "And":
             found = next((node.inputs[1 - place] for place in (0, 1) if _is_true(node.inputs[place])), None)
         elif node.op_type == "Expand":

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..runners.onnx_buffers import SHARED_CACHE
-from .onnx_graph import attribute, input_of, type_of
+from .onnx_graph import attribute, copy_type, input_of, type_of
 from .onnx_heads import SWAP, heads_first, heads_of, tokens_first
 from .onnx_masks import simplify_masks
 from .onnx_sinks import fuse_sinks
@@ -174,7 +174,7 @@ def _replace(node: ir.Node, lengths: _Lengths) -> None:
     taken += [lengths.make("Reshape", sinks, lengths.constant([-1])) for sinks in node.inputs[6:]]
     new = ir.node("GroupQueryAttention", taken, settings, domain="com.microsoft", num_outputs=3, name=node.name)
     lengths.graph.insert_before(node, new)
-    new.outputs[0].type = query.type
+    copy_type(new.outputs[0], query)
     if not heads_first(node.outputs[0], new.outputs[0], heads * size):
         split = lengths.make("Reshape", new.outputs[0], lengths.constant([0, 0, heads, size]))
         swapped = lengths.make("Transpose", split, perm=SWAP)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..huggingface.cache_names import CACHE
 from ..runners.relations import Expression, format_expression, names_in
 from ..runners.signature import Signature, place_of_sizes
+from .onnx_graph import copy_type
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -112,7 +113,8 @@ def _guard(
         place = add("Cast", differs, to=int(ir.DataType.INT64))
         whole = add("Mul", whole, add("Gather", entry, place, name=f"these sizes are refused, expected {text}"))
     same = add("Reshape", given, whole)
-    same.type, same.shape = given.type, given.shape
+    same.shape = given.shape
+    copy_type(same, given)
     for reader, index in readers:
         reader.replace_input_with(index, same)
     first = next(iter(graph))

@@ -4,7 +4,7 @@ import numpy
 import onnx_ir as ir
 import pytest
 
-from yobx_flatten.export.onnx_graph import input_of, insert_before, sizes_of, type_of
+from yobx_flatten.export.onnx_graph import copy_type, input_of, insert_before, sizes_of, type_of
 
 
 def test_an_input_that_is_left_out_is_named():
@@ -21,6 +21,16 @@ def test_a_type_that_is_not_known_is_refused():
     assert type_of(ir.val("known", ir.DataType.FLOAT16, [2])) == ir.DataType.FLOAT16
     with pytest.raises(ValueError, match="the type of bare is not known"):
         type_of(ir.Value(name="bare"))
+
+
+def test_a_copied_type_is_its_own():
+    """A pass that changes the type of one value leaves the other one as it is; an unknown type is not copied."""
+    one, other = ir.val("one", ir.DataType.FLOAT, [2]), ir.Value(name="other")
+    copy_type(other, one)
+    other.dtype = ir.DataType.FLOAT16
+    assert (one.dtype, other.dtype) == (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+    copy_type(one, ir.Value(name="bare"))
+    assert one.dtype == ir.DataType.FLOAT
 
 
 def test_nodes_are_inserted_where_a_node_stands():

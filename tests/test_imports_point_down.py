@@ -84,8 +84,13 @@ def _imports(importer: str, node: ast.AST, at_the_top: bool) -> Iterator[Import]
                 inner = f"{base}.{alias.name}"
                 yield Import(importer, inner if inner in modules() else base, child.lineno, at_the_top)
         else:
-            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _is_for_types(child)
             yield from _imports(importer, child, at_the_top and not inside)
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    """Whether a type checker alone reads what is below: nothing of it is imported."""
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def _base(importer: str, node: ast.ImportFrom) -> str:

@@ -38,7 +38,7 @@ def recipe_tests(*samples: Any) -> Callable[..., None]:
     require("pytest", purpose="recipe_tests")
     import pytest
 
-    def test_recipe(sample: Any, check: str) -> None:
+    def test_recipe(sample: object, check: str) -> None:
         CHECKS[check](recipe_of(type(sample)), sample)
 
     names = [type(sample).__qualname__ for sample in samples]

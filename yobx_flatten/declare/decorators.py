@@ -16,6 +16,7 @@ from types import FunctionType
 from typing import Any, TypeVar, dataclass_transform, overload
 
 from ..errors import InvalidRegistrationError
+from ..recipe.aliases import Static
 from ..recipe.codegen import functions_from_fields
 from ..recipe.contract import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_node
 from ..recipe.fields import functions_of
@@ -396,19 +397,19 @@ def _functions_of_jax(
 ) -> tuple[Flatten, FlattenWithKeys | None, Unflatten]:
     """Functions as torch calls them, from functions as JAX calls them."""
 
-    def torch_flatten(obj: Any) -> tuple[list[Any], Any]:
+    def torch_flatten(obj: object) -> tuple[list[Any], Any]:
         children, static = flatten(obj)  # type: ignore[misc] # used where there is one
         return list(children), static
 
-    def torch_flatten_without_keys(obj: Any) -> tuple[list[Any], Any]:
+    def torch_flatten_without_keys(obj: object) -> tuple[list[Any], Any]:
         pairs, static = flatten_with_keys(obj)  # type: ignore[misc] # used where there is one
         return [child for _, child in pairs], static
 
-    def torch_flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    def torch_flatten_with_keys(obj: object) -> tuple[list[tuple[Any, Any]], Any]:
         pairs, static = flatten_with_keys(obj)  # type: ignore[misc] # used where there is one
         return [(torch_key(key), child) for key, child in pairs], static
 
-    def torch_unflatten(children: Iterable[Any], static: Any) -> Any:
+    def torch_unflatten(children: Iterable[Any], static: Static) -> Any:
         return unflatten(static, tuple(children))
 
     return (

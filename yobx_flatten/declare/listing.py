@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Iterator
-from typing import Any
 
 from ..errors.dependencies import is_installed
+from ..recipe.contract import Recipe
 
 __all__ = ["FlatteningRow", "flattening_list"]
 
@@ -146,7 +146,7 @@ def _nodes() -> Iterator[FlatteningRow]:
         yield from (row for row in rows if row.kind == kind)
 
 
-def _node(cls: Any, recipe: Any) -> FlatteningRow:
+def _node(cls: type, recipe: Recipe | None) -> FlatteningRow:
     from transformers.cache_utils import Cache
     from transformers.utils.generic import ModelOutput
 

@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import InvalidArgumentError, NotRegisteredError, describe_class
 from ..errors.dependencies import require
 from ..private_names.of_torch import pytree
+from ..recipe.aliases import Static
 from ..recipe.contract import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_node
 from ..recipe.keys import torch_key
 from ..recipe.roundtrip import check_round_trip
@@ -94,7 +95,7 @@ def mirror(
     if f_check is not None:
         try:
             check_round_trip(recipe, f_check())
-        except BaseException:
+        except BaseException:  # also Ctrl-C; raised again
             REGISTRY.release(claim)
             raise
     return True
@@ -145,15 +146,15 @@ def _from_jax(cls: type, namespace: str) -> _Functions:
         raise _unknown(cls, "JAX", f"register({cls.__qualname__})")
     registry, leaf = tree_util.default_registry, tree_util.tree_structure(0)
 
-    def flatten(obj: Any) -> tuple[list[Any], Any]:
+    def flatten(obj: object) -> tuple[list[Any], Any]:
         children, static = registry.flatten_one_level(obj)
         return list(children), static
 
-    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    def flatten_with_keys(obj: object) -> tuple[list[tuple[Any, Any]], Any]:
         pairs, definition = tree_util.tree_flatten_with_path(obj, is_leaf=lambda part: part is not obj)
         return [(torch_key(path[0]), child) for path, child in pairs], definition.node_data()[1]
 
-    def unflatten(children: Iterable[Any], static: Any) -> Any:
+    def unflatten(children: Iterable[Any], static: Static) -> Any:
         children = list(children)
         definition = tree_util.PyTreeDef.from_node_data_and_children(registry, (cls, static), [leaf] * len(children))
         return definition.unflatten(children)
@@ -168,17 +169,17 @@ def _from_optree(cls: type, namespace: str) -> _Functions:
         raise _unknown(cls, f"optree (namespace {namespace!r})", f"register({cls.__qualname__})")
     flatten_func, unflatten_func = entry.flatten_func, entry.unflatten_func
 
-    def flatten(obj: Any) -> tuple[list[Any], Any]:
+    def flatten(obj: object) -> tuple[list[Any], Any]:
         children, static, *_ = flatten_func(obj)
         return list(children), static
 
-    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    def flatten_with_keys(obj: object) -> tuple[list[tuple[Any, Any]], Any]:
         children, static, *rest = flatten_func(obj)
         children = list(children)
         entries = range(len(children)) if not rest or rest[0] is None else rest[0]
         return [(_torch_key(optree, entry, e), child) for e, child in zip(entries, children, strict=True)], static
 
-    def unflatten(children: Iterable[Any], static: Any) -> Any:
+    def unflatten(children: Iterable[Any], static: Static) -> Any:
         return unflatten_func(static, tuple(children))
 
     return flatten, flatten_with_keys, unflatten

@@ -117,7 +117,7 @@ def register_class_flattening(
         if f_check is not None:
             try:
                 _run_check(recipe, f_check)
-            except BaseException:
+            except BaseException:  # also Ctrl-C in a check of the user; raised again
                 REGISTRY.release(claim)
                 raise
         say(logging.INFO, "registered %s", describe_class(cls))
@@ -258,7 +258,7 @@ def register_cache_flattening(
     try:
         _put_in_force(undo, patch_transformers, patch_diffusers, verbose)
         return undo
-    except BaseException:
+    except BaseException:  # also Ctrl-C; raised again
         with DeferredSignals():
             undo._undo()
         raise
@@ -371,7 +371,7 @@ class Block(contextlib.ContextDecorator, contextlib.AbstractContextManager[Undo]
             next(self._guard)
             _put_in_force(undo, *self._options)
             return undo
-        except BaseException:
+        except BaseException:  # also Ctrl-C; raised again
             self._end()
             raise
 
@@ -380,7 +380,7 @@ class Block(contextlib.ContextDecorator, contextlib.AbstractContextManager[Undo]
             if self._undo is not None:
                 unregister_cache_flattening(self._undo, self._options[-1])
             self._end()
-        except BaseException:
+        except BaseException:  # also Ctrl-C; raised again
             self._end()
             raise
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from ..errors import ReplayError, describe_class
 from ..errors.tried_versions import without_cause
 from ..private_names.of_torch import pytree
+from ..recipe.aliases import PyTree
 from .spec_diff import compare_specs
 
 __all__ = ["compare_outputs", "is_text", "largest_difference", "share_of_nan", "shares_of_nan"]
@@ -22,7 +22,7 @@ __all__ = ["compare_outputs", "is_text", "largest_difference", "share_of_nan", "
 _NUMBERS = (bool, int, float, complex)
 
 
-def compare_outputs(expected: Any, found: Any, names: Sequence[str]) -> dict[str, float]:
+def compare_outputs(expected: PyTree, found: PyTree, names: Sequence[str]) -> dict[str, float]:
     """Compare nested outputs: their structure with all classes and static parts, then leaf by leaf.
 
     Args:
@@ -56,7 +56,7 @@ def compare_outputs(expected: Any, found: Any, names: Sequence[str]) -> dict[str
     return differences
 
 
-def largest_difference(expected: Any, found: Any) -> float:
+def largest_difference(expected: object, found: object) -> float:
     """Compare two leaves: tensors, arrays, numbers, text, ``None``.
 
     Args:
@@ -95,7 +95,7 @@ def largest_difference(expected: Any, found: Any) -> float:
     return _tensors_apart(one, other)
 
 
-def shares_of_nan(expected: Any, names: Sequence[str]) -> dict[str, float]:
+def shares_of_nan(expected: PyTree, names: Sequence[str]) -> dict[str, float]:
     """Return :func:`share_of_nan` of every output that has elements.
 
     Args:
@@ -106,7 +106,7 @@ def shares_of_nan(expected: Any, names: Sequence[str]) -> dict[str, float]:
     return {name: share for name, share in shares if share is not None}
 
 
-def share_of_nan(expected: Any) -> float | None:
+def share_of_nan(expected: object) -> float | None:
     """Return how much of a leaf no comparison can show: NaN equals NaN, whatever was computed before it.
 
     Args:
@@ -134,14 +134,14 @@ def share_of_nan(expected: Any) -> float | None:
     return tensor.isnan().sum().item() / tensor.numel() if tensor.isfinite().any() else 1.0
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: object) -> bool:
     """Return whether a leaf is text, or an array of it."""
     if isinstance(value, (str, torch.Tensor)):
         return isinstance(value, str)
     return getattr(getattr(value, "dtype", None), "kind", "") in ("U", "O")
 
 
-def _same_text(expected: Any, found: Any) -> float:
+def _same_text(expected: object, found: object) -> float:
     one, other = (getattr(value, "tolist", lambda value=value: value)() for value in (expected, found))
     if one != other:
         raise ReplayError(f"expected {_describe(expected)}, found {_describe(found)}")
@@ -156,11 +156,11 @@ def _apart(expected: complex, found: complex) -> float:
     return math.inf if difference != difference else difference
 
 
-def _is_data(value: Any) -> bool:
+def _is_data(value: object) -> bool:
     return isinstance(value, (torch.Tensor, *_NUMBERS)) or (hasattr(value, "__array__") and hasattr(value, "dtype"))
 
 
-def _tensor(value: Any) -> torch.Tensor:
+def _tensor(value: object) -> torch.Tensor:
     tensor = torch.as_tensor(value).detach().cpu()
     if tensor.is_quantized:
         return tensor.dequantize()
@@ -199,11 +199,11 @@ def _tensors_apart(one: torch.Tensor, other: torch.Tensor) -> float:
     return max(worst, 1.0) if not one.is_floating_point() and not other.is_floating_point() else worst
 
 
-def _kind(leaf: Any) -> type:
+def _kind(leaf: object) -> type:
     return torch.Tensor if isinstance(leaf, torch.Tensor) else type(leaf)
 
 
-def _describe(leaf: Any) -> str:
+def _describe(leaf: object) -> str:
     if isinstance(leaf, torch.Tensor):
         return f"a tensor of shape {tuple(leaf.shape)}, {leaf.dtype}"
     return describe_class(leaf)

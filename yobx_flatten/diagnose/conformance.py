@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..errors import InvalidArgumentError, NotRegisteredError, describe_class
 from ..private_names.of_torch import pytree
 from ..recipe.contract import Recipe, require_class
@@ -13,7 +11,7 @@ from ..registry.claims import REGISTRY
 __all__ = ["check_recipe", "recipe_of"]
 
 
-def check_recipe(cls: type, sample: Any) -> None:
+def check_recipe(cls: type, sample: object) -> None:
     """Check how a class is registered with torch, by this package or by another library.
 
     Args:

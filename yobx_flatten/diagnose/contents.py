@@ -74,7 +74,7 @@ def _of_a_set(cls: Any) -> _Items:
     return lambda obj: ((f"{{{index}}}", item) for index, item in enumerate(iterate(obj)))
 
 
-def _by_key(obj: Any) -> Iterator[tuple[str, Any]]:
+def _by_key(obj: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
     return ((f"[{format_key(key)}]", value) for key, value in dict.items(obj))
 
 
@@ -97,7 +97,7 @@ class Layout(NamedTuple):
     slots: tuple[tuple[str, Callable[[Any], Any]], ...]
     items: _Items | None
 
-    def names(self, obj: Any) -> list[tuple[str, Any]]:
+    def names(self, obj: object) -> list[tuple[str, Any]]:
         """The attributes of an instance, by name."""
         found: list[tuple[str, Any]] = []
         for name, read in self.slots:
@@ -109,7 +109,7 @@ class Layout(NamedTuple):
             found += dict.items(self.attributes(obj))
         return found
 
-    def children(self, obj: Any) -> list[tuple[str, Any]]:
+    def children(self, obj: object) -> list[tuple[str, Any]]:
         """What an instance holds: the Python to append to the way to it, and the object."""
         found = [(_format_attribute(name), value) for name, value in self.names(obj)]
         return found if self.items is None else [*found, *self.items(obj)]
@@ -161,7 +161,12 @@ def size_in_bytes(tensor: Any) -> int:
         if numpy is not None and issubclass(type(tensor), numpy.ndarray):
             return int(numpy.ndarray.nbytes.__get__(tensor))
         return int(tensor.nbytes)
-    except Exception:  # nested and sparse layouts have no such size; a size that a trace does not know cannot be an int
+    except (
+        AttributeError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # nested and sparse layouts have no such size; a size that a trace does not know cannot be an int
         return 0
 
 
@@ -174,7 +179,7 @@ def is_known_base(cls: type, names: Iterable[str]) -> bool:
     return any(str(_MODULE(base)).partition(".")[0] in names for base in _mro(cls))
 
 
-def _format_attribute(name: Any) -> str:
+def _format_attribute(name: object) -> str:
     return f".{name}" if type(name) is str and name.isidentifier() else f".__dict__[{format_key(name)}]"
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from ..errors.failures import result_or
 from ..errors.messages import format_bytes
 from ..private_names.of_torch import get_node_type, pytree
+from ..recipe.aliases import PyTree
 from ..trees.walk import children_of, class_name, format_entry
 from .contents import Layouts
 from .opaque import Unregistered, find_unregistered, format_count
@@ -70,7 +72,7 @@ class Drawing:
         return str(self)
 
 
-def explain(tree: Any, *, name: str = "tree", width: int = 80) -> Drawing:
+def explain(tree: PyTree, *, name: str = "tree", width: int = 80) -> Drawing:
     """Draw an object as torch flattens it: nodes, leaves with their types and shapes, static parts.
 
     A leaf that holds tensors is marked, and the line that registers it is printed below. Three or more equal siblings
@@ -121,7 +123,7 @@ class _PartReader:
         self._layouts = Layouts()
         self._inside: list[int] = []
 
-    def part(self, label: str, path: str, obj: Any, depth: int) -> _Part:
+    def part(self, label: str, path: str, obj: object, depth: int) -> _Part:
         # from below to above, unlike the walk: equal parts are drawn once
         node = pytree.SUPPORTED_NODES.get(get_node_type(obj))
         if node is None:
@@ -134,7 +136,7 @@ class _PartReader:
         self._inside.pop()
         return _Part(label, _node_text(node, obj, [key for key, _ in children]), "node", tuple(_merged(below)))
 
-    def _leaf(self, label: str, path: str, obj: Any) -> _Part:
+    def _leaf(self, label: str, path: str, obj: object) -> _Part:
         if path in self._opaque:
             found = self._opaque[path]
             holds = f"{format_count(found.tensors)}, {format_bytes(found.nbytes)}"
@@ -145,7 +147,7 @@ class _PartReader:
         return _Part(label, _one_line(obj) if closed else f"{class_name(type(obj))}, a leaf without tensors", "value")
 
 
-def _node_text(node: Any, obj: Any, keys: list[Any]) -> str:
+def _node_text(node: pytree.NodeDef, obj: object, keys: list[Any]) -> str:
     cls = type(obj)
     name = _short_name(cls)
     if cls.__module__ in ("builtins", "collections"):
@@ -186,11 +188,11 @@ def _short_name(cls: type) -> str:
     return class_name(cls).rpartition("<locals>.")[2].rpartition(".")[2]
 
 
-def _one_line(value: Any) -> str:
-    try:
-        return " ".join(repr(value).split())
-    except Exception as error:  # whatever a user's __repr__ raises
-        return f"<{type(value).__qualname__}: its __repr__ raised {type(error).__name__}>"
+def _one_line(value: object) -> str:
+    return result_or(
+        lambda: " ".join(repr(value).split()),
+        lambda error: f"<{type(value).__qualname__}: its __repr__ raised {type(error).__name__}>",
+    )
 
 
 def _merged(parts: list[_Part]) -> list[_Part]:

@@ -16,7 +16,9 @@ import torch
 from torch.export import ExportedProgram
 
 from ..errors import FlattenError
+from ..errors.failures import result_or
 from ..errors.tried_versions import possible_cause
+from ..recipe.aliases import DynamicShapes
 from ..trees.walk import class_name, torch_leaves
 from .contents import Layouts
 from .explanation import Explanation, Failure, Row
@@ -34,7 +36,7 @@ def explain_error(
     module: torch.nn.Module | ExportedProgram | None = None,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
-    dynamic_shapes: Any = None,
+    dynamic_shapes: DynamicShapes = None,
 ) -> Explanation:
     """Explain an error of ``torch.export``, of an exported program, or of a tool that the program is passed to.
 
@@ -84,14 +86,16 @@ def _unregistered_input(failure: Failure, found: re.Match[str]) -> Explanation:
 
 
 def _unregistered_output(failure: Failure, found: re.Match[str]) -> Explanation:
-    outputs: dict[str, Any] = {}
-    if isinstance(failure.module, torch.nn.Module):
-        try:
-            with torch.no_grad():
-                outputs = {"output": failure.module(*failure.args, **failure.kwargs)}
-        except Exception:  # then the place stays unknown, the class is known all the same
-            outputs = {}
+    # where the module cannot be called the place stays unknown, the class is known all the same
+    outputs: dict[str, Any] = result_or(lambda: _outputs(failure), lambda error: {})
     return _unregistered("torch.export takes no object of this class as output", found[1], outputs)
+
+
+def _outputs(failure: Failure) -> dict[str, Any]:
+    if not isinstance(failure.module, torch.nn.Module):
+        return {}
+    with torch.no_grad():
+        return {"output": failure.module(*failure.args, **failure.kwargs)}
 
 
 def _unregistered(what: str, name: str, trees: dict[str, Any]) -> Explanation:

@@ -12,6 +12,7 @@ import torch
 from torch.export import Dim
 
 from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError
+from ..recipe.aliases import DynamicShapes
 from ..trace.hook import EXPORT_HOOK
 from ..trees.arguments import check_arguments, did_you_mean, inputs_by_name, shapes_by_name
 from ..trees.dynamic_specs import by_parameter, without_specs
@@ -88,7 +89,7 @@ def check_inputs(
     module: torch.nn.Module,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
-    dynamic_shapes: Any = None,
+    dynamic_shapes: DynamicShapes = None,
 ) -> Findings:
     """Check the arguments of ``torch.export.export`` before the export, without a trace or a call of the module.
 
@@ -150,7 +151,7 @@ def _endless(inputs: Mapping[str, Any]) -> Findings:
     return Findings(Finding("error", inner, format_cycle(inner, outer), f"{inner} = None") for inner, outer in cycles)
 
 
-def _can_be_walked(args: Any, kwargs: Any) -> bool:
+def _can_be_walked(args: object, kwargs: object) -> bool:
     return isinstance(args, tuple) and isinstance(kwargs, Mapping)
 
 
@@ -297,7 +298,7 @@ def _leaves_gaps(tensor: torch.Tensor) -> bool:
 # -- sizes that are to vary ------------------------------------------------------------------------------------------
 
 
-def _shapes(module: Any, inputs: dict[str, Any], shapes: Any) -> tuple[Any, list[Finding]]:
+def _shapes(module: Callable[..., Any], inputs: dict[str, Any], shapes: DynamicShapes) -> tuple[Any, list[Finding]]:
     if shapes is None:
         return None, []
     try:

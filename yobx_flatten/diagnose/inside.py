@@ -41,7 +41,7 @@ class _Frame:
         self.nbytes += nbytes
 
 
-def holders_in(leaf: Any, layouts: Layouts, covers: Callable[[type], bool]) -> list[Holder]:
+def holders_in(leaf: object, layouts: Layouts, covers: Callable[[type], bool]) -> list[Holder]:
     """The leaf, if it holds tensors, and the objects inside it that hold some and must also be registered.
 
     Args:
@@ -90,7 +90,7 @@ class _Walk:
                 return
         self._leave()
 
-    def enter(self, path: str, obj: Any) -> None:
+    def enter(self, path: str, obj: object) -> None:
         covered = bool(self.frames) and self.frames[-1].covers
         holder = None
         if not covered and type(obj) not in _CONTAINERS:
@@ -109,7 +109,7 @@ class _Walk:
         if self.frames:
             self.frames[-1].add(frame.tensors, frame.nbytes)
 
-    def _size(self, tensor: Any) -> int:
+    def _size(self, tensor: object) -> int:
         if id(tensor) not in self.tensors:
             self.tensors[id(tensor)] = size_in_bytes(tensor)
         return self.tensors[id(tensor)]

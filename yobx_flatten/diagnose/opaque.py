@@ -12,9 +12,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from ..errors.messages import format_bytes
+from ..recipe.aliases import PyTree
 from ..trees.walk import class_name, torch_leaves
 from .contents import Layouts
 from .inside import Holder, holders_in
@@ -61,7 +61,7 @@ class Unregistered:
         )
 
 
-def find_unregistered(tree: Any, *, name: str = "tree") -> list[Unregistered]:
+def find_unregistered(tree: PyTree, *, name: str = "tree") -> list[Unregistered]:
     """Find every object that holds tensors and that torch does not flatten, in the order of the tree.
 
     Neither properties nor other code of the objects runs, and nothing is imported: attributes, ``__slots__`` and the

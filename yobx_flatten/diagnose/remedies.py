@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import types
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ class Remedy(NamedTuple):
 _CONSTANTS = (type, slice, range, types.FunctionType, types.BuiltinFunctionType)
 
 
-def remedy_for(cls: type, obj: Any, layouts: Layouts) -> Remedy:
+def remedy_for(cls: type, obj: object, layouts: Layouts) -> Remedy:
     """Return what registers a class, or avoids the need to.
 
     Args:
@@ -58,7 +58,7 @@ def remedy_for(cls: type, obj: Any, layouts: Layouts) -> Remedy:
     return Remedy(f"Register it first{why}", _block(cls) or _own(cls, obj, layouts))
 
 
-def _own(cls: type, obj: Any, layouts: Layouts) -> str:
+def _own(cls: type, obj: object, layouts: Layouts) -> str:
     """The line for a class that no library brings a recipe for."""
     name = cls.__qualname__.rpartition("<locals>.")[2]
     if _is_registered_with_jax(cls):
@@ -107,7 +107,7 @@ def _is_registered_with_jax(cls: type) -> bool:
     return cls in registry and REGISTRY.remedy(cls) is None  # JAX never forgets those that were registered
 
 
-def _by_attributes(name: str, obj: Any, layouts: Layouts) -> str:
+def _by_attributes(name: str, obj: object, layouts: Layouts) -> str:
     """The line for a class that is neither a dataclass nor like a dict, from what one instance holds."""
     cls = type(obj)
     layout = layouts(cls)
@@ -124,7 +124,7 @@ def _by_attributes(name: str, obj: Any, layouts: Layouts) -> str:
     )
 
 
-def _may_hold_tensors(value: Any, owner: Any, layouts: Layouts) -> bool:
+def _may_hold_tensors(value: object, owner: object, layouts: Layouts) -> bool:
     """Tensors, ``None`` in their place, and what holds some; an empty container, since it may be filled later.
 
     What is only reached through the owner is not the value's.

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 
 from ..errors import InvalidArgumentError, describe_class
 from ..private_names.of_torch import pytree
+from ..recipe.aliases import Static
 from ..recipe.fields import is_mapping_like
 
 __all__ = ["Difference", "compare_spec_texts", "compare_specs"]
@@ -41,7 +42,7 @@ class Difference:
 
 
 def compare_specs(
-    first: Any, second: Any, *, name: str = "tree", names: tuple[str, str] = ("first", "second")
+    first: object, second: object, *, name: str = "tree", names: tuple[str, str] = ("first", "second")
 ) -> list[Difference]:
     """List the places where two structures differ.
 
@@ -115,7 +116,7 @@ class _View:
 _LEAF = _View("", "", {}, is_leaf=True)
 
 
-def _spec_of(obj: Any) -> pytree.TreeSpec:
+def _spec_of(obj: object) -> pytree.TreeSpec:
     if isinstance(obj, pytree.TreeSpec):
         return obj
     if isinstance(obj, ExportedProgram):
@@ -139,7 +140,7 @@ def _has_fields(cls: Any) -> bool:
     return dataclasses.is_dataclass(cls) and not is_mapping_like(cast("type", cls))
 
 
-def _node(cls: str, context: Any, children: list[_View], by_attribute: bool) -> _View:
+def _node(cls: str, context: Static, children: list[_View], by_attribute: bool) -> _View:
     """Take the names of the children out of the static part, if it holds them, as a list or as the first of a pair."""
     names, static = None, context
     if _names_fit(context, children):
@@ -153,7 +154,7 @@ def _node(cls: str, context: Any, children: list[_View], by_attribute: bool) -> 
     return _View(cls, shown, dict(zip(steps, children, strict=True)))
 
 
-def _names_fit(names: Any, children: list[_View]) -> bool:
+def _names_fit(names: object, children: list[_View]) -> bool:
     return (
         isinstance(names, list)
         and len(names) == len(children) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .failures import result_or
 from .tried_versions import VersionDependentError
 
 __all__ = [
@@ -155,8 +156,11 @@ def describe_class(obj: object) -> str:
         return f"{obj.__module__}.{obj.__qualname__}"
     if obj is None:
         return "None"
-    try:
-        shown = " ".join(repr(obj).split())  # on one line
-    except Exception as error:  # whatever a user's __repr__ raises: the message must come out
-        return f"a {type(obj).__name__}, whose __repr__ raises {type(error).__name__}"
-    return f"the {type(obj).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
+    name = type(obj).__name__
+    # the message must come out, whatever a user's __repr__ raises
+    return result_or(lambda: _shown(name, obj), lambda error: f"a {name}, whose __repr__ raises {type(error).__name__}")
+
+
+def _shown(name: str, obj: object) -> str:
+    text = " ".join(repr(obj).split())  # on one line
+    return f"the {name} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -89,7 +89,7 @@ def naming_untried_versions() -> Iterator[None]:
     """Add the line as a note to an error of another library that leaves the block: its text is not ours."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # of any library; raised again, with a line more
         line = possible_cause()
         if line and not isinstance(error, VersionDependentError) and line not in getattr(error, "__notes__", ()):
             error.add_note(line)

@@ -21,6 +21,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 
 from ..errors import DynamicShapesError, InvalidArgumentError
 from ..huggingface.cache_names import after_cache
+from ..recipe.aliases import DynamicShapes, PyTree
 from ..storage.matching import leaves_of
 from ..trees.naming import leaf_names
 from ..trees.node import key_name, node_of
@@ -73,7 +74,7 @@ class Bounds:
         stated = {name: most for name, most in vars(self).items() if most is not None}
         return ", ".join(f"{name} {most}" for name, most in stated.items())
 
-    def check_positions(self, module: Any) -> None:
+    def check_positions(self, module: object) -> None:
         """Refuse a length that a model has no positions for.
 
         Args:
@@ -96,7 +97,7 @@ class Bounds:
                     f"(config.{name}):\n    bounds={fitting}"
                 )
 
-    def on(self, inputs: Any, shapes: Any) -> Any:
+    def on(self, inputs: PyTree, shapes: DynamicShapes) -> DynamicShapes:
         """Return dynamic shapes in which every size that may vary has its bound.
 
         Args:
@@ -109,7 +110,9 @@ class Bounds:
         """
         return None if shapes is None else self._on(inputs, shapes, (), None)
 
-    def check_program(self, inputs: Any, shapes: Any, program: ExportedProgram, names: Sequence[str]) -> None:
+    def check_program(
+        self, inputs: PyTree, shapes: DynamicShapes, program: ExportedProgram, names: Sequence[str]
+    ) -> None:
         """Refuse a program one of whose sizes varies, and is above its bound in the example.
 
         Args:
@@ -135,7 +138,7 @@ class Bounds:
                 if most is not None and leaf.shape[axis] > most and _varies(value.shape[axis], program):
                     raise _above(f"{name}.axis {axis}", leaf.shape[axis], most, meaning)
 
-    def holds(self, inputs: Any, shapes: Any, steps: int = 1) -> bool:
+    def holds(self, inputs: PyTree, shapes: DynamicShapes, steps: int = 1) -> bool:
         """Return whether the sizes of a call, and of those that follow it, are within the bounds.
 
         Args:
@@ -156,7 +159,9 @@ class Bounds:
                     return False
         return True
 
-    def _on(self, obj: Any, shapes: Any, path: tuple[str, ...], axes: Mapping[int, str] | None) -> Any:
+    def _on(
+        self, obj: PyTree, shapes: DynamicShapes, path: tuple[str, ...], axes: Mapping[int, str] | None
+    ) -> DynamicShapes:
         if shapes is None:
             return None
         node = node_of(obj)
@@ -172,7 +177,9 @@ class Bounds:
             return dict(zip(obj, below, strict=True))
         return type(shapes)(*below) if hasattr(shapes, "_fields") else type(shapes)(below)
 
-    def _on_leaf(self, leaf: Any, shapes: Any, path: tuple[str, ...], axes: Mapping[int, str] | None) -> Any:
+    def _on_leaf(
+        self, leaf: object, shapes: DynamicShapes, path: tuple[str, ...], axes: Mapping[int, str] | None
+    ) -> DynamicShapes:
         if not isinstance(leaf, torch.Tensor) or not isinstance(shapes, (Mapping, list, tuple)):
             return shapes
         entries = dict(enumerate(shapes)) if isinstance(shapes, (list, tuple)) else dict(shapes)
@@ -194,7 +201,7 @@ class Bounds:
         return getattr(self, meaning, None), meaning
 
 
-def _varies(size: Any, program: ExportedProgram) -> bool:
+def _varies(size: object, program: ExportedProgram) -> bool:
     if not isinstance(size, torch.SymInt):
         return False
     # a trace may keep a symbol for a size of one value

@@ -15,6 +15,7 @@ import torch
 from torch.export import ExportedProgram
 
 from ..errors import FlattenError, ReplayError
+from ..errors.failures import result_or
 from ..runners.signature import Signature, Size
 from .flat_program import quietly
 
@@ -88,8 +89,9 @@ def _runs(program: ExportedProgram, shapes: _Shapes) -> bool:
     with quietly("torch._subclasses.fake_tensor", logging.CRITICAL), torch.no_grad(), mode:
         pairs = zip(values, [*weights, *shapes.values()], strict=True)
         given = [torch.empty(shape, dtype=value.dtype, device=value.device) for value, shape in pairs]
-        try:
-            torch.fx.Interpreter(program.graph_module).run(*given)
-        except Exception:  # an operator raises what it likes
-            return False
+        return result_or(lambda: _takes(program, given), lambda error: False)  # an operator raises what it likes
+
+
+def _takes(program: ExportedProgram, given: list[torch.Tensor]) -> bool:
+    torch.fx.Interpreter(program.graph_module).run(*given)
     return True

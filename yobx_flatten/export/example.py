@@ -6,15 +6,17 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..declare.scopes import options_in_use
 from ..errors import DynamicShapesError
+from ..errors.failures import result_or
 from ..huggingface.cache_names import forward_of, name_in, named_for
 from ..huggingface.layer_weights import offloaded_readers, streamed_readers
 from ..private_names.of_torch import pytree
+from ..recipe.aliases import DynamicShapes, PyTree
 from ..storage.matching import leaves_of
 from ..trace.dynamic_specs import attached_spec
 from ..trees.arguments import check_no_modules, shapes_by_name
@@ -28,6 +30,9 @@ from .replay import Case, clone
 from .stated_sizes import Relation, names_of, relations_of
 from .swallowed import check_spelling, swallowed_names
 from .undisturbed import undisturbed
+
+if TYPE_CHECKING:
+    from ..huggingface.cases import DecodeSizes
 
 __all__ = ["Example", "make_example", "resized", "sizes_of"]
 
@@ -124,7 +129,7 @@ def make_example(
     module: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    shapes: Any,
+    shapes: DynamicShapes,
     bounds: Bounds | None = None,
 ) -> Example:
     """Check the arguments of an export and complete them. The block must be open.
@@ -171,7 +176,7 @@ def make_example(
     return example
 
 
-def resized(module: torch.nn.Module, kwargs: Mapping[str, Any], sizes: Any, seed: int) -> dict[str, Any]:
+def resized(module: torch.nn.Module, kwargs: Mapping[str, Any], sizes: DecodeSizes, seed: int) -> dict[str, Any]:
     """Make the inputs of an example in other sizes, for a transformers model; a cache only where the example has one.
 
     Args:
@@ -215,21 +220,26 @@ def sizes_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def _replaced(
-    example: Example, shapes: Any, assumptions: tuple[Any, ...], fixed: list[str], bounds: Bounds | None
+    example: Example, shapes: DynamicShapes, assumptions: tuple[Any, ...], fixed: list[str], bounds: Bounds | None
 ) -> Example:
     """The example in sizes that torch does not fix, if the model takes it; else with the reason why not."""
     from ..huggingface.cases import DecodeSizes
 
     module = example.module
-    try:
+
+    def called() -> dict[str, Any]:
         larger = resized(module, example.kwargs, DecodeSizes(), 0)
         with torch.no_grad(), undisturbed(module):
             module(**clone(larger))
-    except Exception as error:  # some take one token at a time (ProphetNet)
+        return larger
+
+    def refused(error: Exception) -> str:
         lines = str(error).splitlines() or [""]
-        return dataclasses.replace(
-            example, why_not=f"the model refuses {DecodeSizes()} ({type(error).__name__}: {lines[0]})"
-        )
+        return f"the model refuses {DecodeSizes()} ({type(error).__name__}: {lines[0]})"
+
+    larger: dict[str, Any] | str = result_or(called, refused)  # some take one token at a time (ProphetNet)
+    if isinstance(larger, str):
+        return dataclasses.replace(example, why_not=larger)
     found = _complete(module, _by_name(module, example.args, larger), larger, shapes, assumptions, bounds)
     remark = (
         f"the example was replaced by one of {DecodeSizes()}: torch.export fixes sizes of 0 and 1 ({', '.join(fixed)})."
@@ -254,7 +264,7 @@ class _Completed(NamedTuple):
     relations: tuple[Relation, ...] = ()
 
 
-def _chosen(module: torch.nn.Module, shapes: Any) -> Any:
+def _chosen(module: torch.nn.Module, shapes: DynamicShapes) -> DynamicShapes:
     """The shapes that were passed, or those that the decorator of torch 2.15 attached to ``forward``."""
     attached = attached_spec(forward_of(module))
     if attached is None or shapes is None:
@@ -271,7 +281,7 @@ def _complete(
     module: torch.nn.Module,
     inputs: Mapping[str, Any],
     kwargs: Mapping[str, Any],
-    shapes: Any,
+    shapes: DynamicShapes,
     assumptions: tuple[Any, ...],
     bounds: Bounds | None,
 ) -> _Completed:
@@ -310,7 +320,7 @@ def _fixed_axes(example: Example, given: bool) -> list[str]:
     ]
 
 
-def _named_axes(inputs: Any, shapes: Any) -> dict[tuple[str, int], str]:
+def _named_axes(inputs: PyTree, shapes: DynamicShapes) -> dict[tuple[str, int], str]:
     """The names that a specification gives to axes, by input and axis: those of ``Dim`` objects, or texts."""
     names: dict[tuple[str, int], str] = {}
     sizes: dict[str, tuple[str, int]] = {}

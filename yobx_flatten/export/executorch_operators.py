@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ __all__ = ["grouped_product", "missing_kernels", "written_out"]
 _ATEN = torch.ops.aten
 
 
-def grouped_product(rows: Any, weight: Any, ends: Any) -> Any:
+def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Multiply rows that are sorted by expert, each with the weights of its own expert.
 
     Every expert multiplies all rows, and the product of its own rows is kept: how many rows an expert has depends on
@@ -43,40 +43,50 @@ def grouped_product(rows: Any, weight: Any, ends: Any) -> Any:
     return found
 
 
-def _grouped_mm(rows: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+def _grouped_mm(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
     if offs is None or weight.dim() != 3 or rows.dim() != 2 or bias is not None or out_dtype is not None:
         return NotImplemented
     return grouped_product(rows, weight, offs)
 
 
-def _sort(values: Any, dim: int = -1, descending: bool = False) -> Any:
+def _sort(values: torch.Tensor, dim: int = -1, descending: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.topk(values, values.shape[dim], dim, descending, True)
 
 
-def _stable_sort(values: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+def _stable_sort(
+    values: torch.Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     # experts need their own rows together, in whichever order
     return _sort(values, dim, descending)
 
 
-def _argsort(values: Any, dim: int = -1, descending: bool = False) -> Any:
+def _argsort(values: torch.Tensor, dim: int = -1, descending: bool = False) -> torch.Tensor:
     return _sort(values, dim, descending)[1]
 
 
-def _stable_argsort(values: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+def _stable_argsort(
+    values: torch.Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False
+) -> torch.Tensor:
     return _sort(values, dim, descending)[1]
 
 
-def _histc(values: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
+def _histc(values: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     if (min, max) != (0, bins - 1):
         return NotImplemented
     return (values.reshape(-1, 1) == torch.arange(bins, device=values.device)).sum(0).to(values.dtype)
 
 
-def _empty_like(like: Any, **options: Any) -> Any:
+def _empty_like(like: torch.Tensor, **options: Any) -> torch.Tensor:
     return torch.zeros_like(like, dtype=options.get("dtype"))
 
 
-def _erfinv(x: Any) -> Any:
+def _erfinv(x: torch.Tensor) -> torch.Tensor:
     w = -torch.log((1 - x) * (1 + x))
     centre, tail = _polynomial(w - 2.5, ERFINV_CENTRE), _polynomial(torch.sqrt(w) - 3, ERFINV_TAIL)
     # at 1 the polynomial of the infinite w is NaN
@@ -87,11 +97,11 @@ def _polynomial(at: Any, coefficients: tuple[float, ...]) -> Any:
     return functools.reduce(lambda value, coefficient: value * at + coefficient, coefficients)
 
 
-def _empty(size: Any, **options: Any) -> Any:
+def _empty(size: Sequence[int], **options: Any) -> torch.Tensor:
     return torch.zeros(size, dtype=options.get("dtype"))
 
 
-def _new_empty(like: Any, size: Any, **options: Any) -> Any:
+def _new_empty(like: torch.Tensor, size: Sequence[int], **options: Any) -> torch.Tensor:
     return torch.zeros(size, dtype=options.get("dtype") or like.dtype)
 
 

@@ -14,9 +14,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING
 
-from .onnx_graph import attribute
+from .onnx_graph import attribute, copy_type, input_of
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 __all__ = ["count_operators", "fuse_attention", "match_scores", "producer", "replace_value", "take_cache", "unrepeated"]
 
@@ -27,7 +30,7 @@ _COUNTED = (
 _AHEAD = 64  # nodes after a concatenation among which its attention is looked for: more than any sliding layer has
 
 
-def count_operators(graph: Any) -> dict[str, int]:
+def count_operators(graph: ir.Graph) -> dict[str, int]:
     """Return how often a graph has each operator of attention and normalisation.
 
     Args:
@@ -37,7 +40,7 @@ def count_operators(graph: Any) -> dict[str, int]:
     return {name: found[name] for name in _COUNTED if found[name]}
 
 
-def fuse_attention(model: Any) -> None:
+def fuse_attention(model: ir.Model) -> None:
     """Replace spelled-out attention by the operator, and give it the cache, in place.
 
     Args:
@@ -62,7 +65,7 @@ def fuse_attention(model: Any) -> None:
 # -- the cache as an input -------------------------------------------------------------------------------------------
 
 
-def take_cache(graph: Any, node: Any) -> Any | None:
+def take_cache(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
     """Let an attention whose keys and values are a cache and new ones concatenate them itself.
 
     Args:
@@ -79,7 +82,9 @@ def take_cache(graph: Any, node: Any) -> Any | None:
     if any(other is not None for other in others) or attribute(node, "is_causal", 0) or len(node.outputs) > 1:
         return None
     keys, values = _concatenated(key), _concatenated(value)
-    if keys is None or values is None or key is value or any(_leads_to(read, node) for read in (key, value)):
+    if key is None or value is None or keys is None or values is None:
+        return None
+    if key is value or any(_leads_to(read, node) for read in (key, value)):
         return None
     (past_key, new_key), (past_value, new_value) = keys, values
     fused = ir.node(
@@ -90,23 +95,23 @@ def take_cache(graph: Any, node: Any) -> Any | None:
         name=node.name,
     )
     graph.insert_before(node, fused)
-    concatenations = [key.producer(), value.producer()]
+    concatenations = [one for one in (key.producer(), value.producer()) if one is not None]
     for old, new in zip((node.outputs[0], key, value), fused.outputs, strict=True):
         replace_value(old, new)
     graph.remove([node, *concatenations], safe=True)
     return fused
 
 
-def _concatenated(value: Any) -> tuple[Any, Any] | None:
+def _concatenated(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
     """The past and the new part of keys or values, (batch, heads, tokens, size)."""
     node = None if value is None else value.producer()
-    if node is None or node.op_type != "Concat" or len(node.inputs) != 2 or value.shape is None:
+    if value is None or value.shape is None or node is None or node.op_type != "Concat" or len(node.inputs) != 2:
         return None
     axis = attribute(node, "axis", 0)
-    return tuple(node.inputs) if len(value.shape) == 4 and axis in (2, -2) else None
+    return (input_of(node, 0), input_of(node, 1)) if len(value.shape) == 4 and axis in (2, -2) else None
 
 
-def _leads_to(value: Any, attention: Any) -> bool:
+def _leads_to(value: ir.Value, attention: ir.Node) -> bool:
     """Whether an attention needs a value for something else than as its keys or values, its mask for example."""
     ahead = [node for node in value.consumers() if node is not attention]
     seen = set(map(id, ahead))
@@ -123,20 +128,20 @@ def _leads_to(value: Any, attention: Any) -> bool:
     return value in [attention.inputs[0], *attention.inputs[3:]]
 
 
-def _repeat_mask(graph: Any, node: Any) -> None:
+def _repeat_mask(graph: ir.Graph, node: ir.Node) -> None:
     import onnx_ir as ir
 
     mask = node.inputs[3] if len(node.inputs) > 3 else None
     if mask is None:
         return
-    query = node.inputs[0]
+    query = input_of(node, 0)
     if mask.shape is not None and query.shape is not None and mask.shape[-2] == query.shape[2] != 1:
         return
     rows = ir.node("Shape", [query], attributes={"start": 2, "end": 3})
     one = ir.node("Constant", [], attributes={"value_ints": [1]})
     shape = ir.node("Concat", [rows.outputs[0], one.outputs[0]], attributes={"axis": 0})
     repeated = ir.node("Expand", [mask, shape.outputs[0]])
-    repeated.outputs[0].dtype = mask.dtype
+    copy_type(repeated.outputs[0], mask)
     graph.insert_before(node, [rows, one, shape, repeated])
     node.replace_input_with(3, repeated.outputs[0])
 
@@ -144,26 +149,25 @@ def _repeat_mask(graph: Any, node: Any) -> None:
 # -- attention that is spelled out -----------------------------------------------------------------------------------
 
 
-def _fuse_spelled_out(graph: Any, softmax: Any) -> bool:
+def _fuse_spelled_out(graph: ir.Graph, softmax: ir.Node) -> bool:
     """``softmax(scores + mask) @ value`` to the operator; return whether it was that, and nothing else reads it."""
     import onnx_ir as ir
 
     product = _only_reader(_through_cast(softmax.outputs[0]), "MatMul", 0)
     if product is None or attribute(softmax, "axis", -1) not in (-1, 3):
         return False
-    scores, mask = _uncast(softmax.inputs[0]), None
+    scores, mask = _uncast(input_of(softmax, 0)), None
     parts, added = match_scores(scores), producer(scores, "Add")
-    for place in (0, 1) if added is not None else ():
-        parts = match_scores(added.inputs[place])  # type: ignore[union-attr] # there is a place only if there is a node
-        mask = added.inputs[1 - place]  # type: ignore[union-attr]
+    for terms in () if added is None else (added.inputs, added.inputs[::-1]):
+        parts, mask = match_scores(terms[0]), terms[1]
         if parts is not None:
             break
     if parts is None:
         return False
     query, key, scale, cap = parts
-    key, value = unrepeated(key), unrepeated(product.inputs[1])
-    shapes = [one.shape for one in (query, key, value)]
-    if any(shape is None or len(shape) != 4 for shape in shapes) or not _divides(*(shape[1] for shape in shapes)):
+    key, value = unrepeated(key), unrepeated(input_of(product, 1))
+    shapes = [one.shape for one in (query, key, value) if one.shape is not None and len(one.shape) == 4]
+    if len(shapes) < 3 or not _divides(*(shape[1] for shape in shapes)):
         return False
     if mask is not None and (mask.shape is None or len(mask.shape) > 4 or mask.dtype != query.dtype):
         return False
@@ -175,27 +179,29 @@ def _fuse_spelled_out(graph: Any, softmax: Any) -> bool:
     return True
 
 
-def match_scores(value: Any) -> tuple[Any, Any, float, float] | None:
+def match_scores(value: ir.Value | None) -> tuple[ir.Value, ir.Value, float, float] | None:
     """Return query, key, scale and soft cap (0 without one) of ``cap * tanh(query @ key.mT * scale / cap)``.
 
     Args:
         value: the scores, an ``onnx_ir.Value``. ``None`` for something else.
     """
+    if value is None:
+        return None
     inner, scale = _scaled(value)
     cap, tanh = 0.0, producer(inner, "Tanh")
     if tanh is not None:
         cap = scale
-        inner, scale = _scaled(tanh.inputs[0])
+        inner, scale = _scaled(input_of(tanh, 0))
         scale *= cap
     product = producer(inner, "MatMul")
     key = None if product is None else _transposed(product.inputs[1])
     if product is None or key is None:
         return None
-    query, first = _scaled(product.inputs[0])
+    query, first = _scaled(input_of(product, 0))
     return query, key, scale * first, cap
 
 
-def _scaled(value: Any) -> tuple[Any, float]:
+def _scaled(value: ir.Value) -> tuple[ir.Value, float]:
     """A value without the constants it is multiplied with or divided by, and their product."""
     factor = 1.0
     while (node := producer(value, "Mul") or producer(value, "Div")) is not None:
@@ -203,21 +209,21 @@ def _scaled(value: Any) -> tuple[Any, float]:
             number = _number(node.inputs[place])
             if number:
                 factor = factor * number if node.op_type == "Mul" else factor / number
-                value = node.inputs[1 - place]
+                value = input_of(node, 1 - place)
                 break
         else:
             break
     return value, factor
 
 
-def _transposed(value: Any) -> Any | None:
+def _transposed(value: ir.Value | None) -> ir.Value | None:
     node = producer(value, "Transpose")
     if node is None or list(attribute(node, "perm", ())) != [0, 1, 3, 2]:
         return None
     return node.inputs[0]
 
 
-def unrepeated(value: Any) -> Any:
+def unrepeated(value: ir.Value) -> ir.Value:
     """Return keys or values without their repetition for every query head; as they are where there is none.
 
     Args:
@@ -228,8 +234,8 @@ def unrepeated(value: Any) -> Any:
     unsqueezed = None if expanded is None else producer(expanded.inputs[0], "Unsqueeze")
     if expanded is None or unsqueezed is None:
         return value
-    axes = unsqueezed.inputs[1].const_value
-    given, wide, flat = unsqueezed.inputs[0], expanded.outputs[0].shape, value.shape
+    axes = input_of(unsqueezed, 1).const_value
+    given, wide, flat = input_of(unsqueezed, 0), expanded.outputs[0].shape, value.shape
     if axes is None or axes.numpy().tolist() != [2] or wide is None or flat is None or given.shape is None:
         return value
     heads = given.shape[1], wide[2], flat[1]
@@ -238,15 +244,16 @@ def unrepeated(value: Any) -> Any:
     return given if heads[0] * heads[1] == heads[2] else value
 
 
-def _divides(queries: Any, keys: Any, values: Any) -> bool:
-    numbers = (queries, keys, values)
-    return all(isinstance(one, int) for one in numbers) and keys == values and queries % keys == 0
+def _divides(queries: int | ir.SymbolicDim, keys: int | ir.SymbolicDim, values: int | ir.SymbolicDim) -> bool:
+    if not isinstance(queries, int) or not isinstance(keys, int) or not isinstance(values, int):
+        return False
+    return keys == values and queries % keys == 0
 
 
 # -- nodes and values ------------------------------------------------------------------------------------------------
 
 
-def replace_value(old: Any, new: Any) -> None:
+def replace_value(old: ir.Value, new: ir.Value) -> None:
     """Let every reader of a value, and the graph's outputs, read another one, which gets its name.
 
     Args:
@@ -259,7 +266,7 @@ def replace_value(old: Any, new: Any) -> None:
     old.name, new.name = f"{name}_before", name
 
 
-def producer(value: Any, op_type: str) -> Any | None:
+def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
     """Return the node that makes a value, where it is this operator of ONNX.
 
     Args:
@@ -270,7 +277,7 @@ def producer(value: Any, op_type: str) -> Any | None:
     return node if node is not None and node.op_type == op_type and node.domain == "" else None
 
 
-def _only_reader(value: Any, op_type: str, place: int) -> Any | None:
+def _only_reader(value: ir.Value, op_type: str, place: int) -> ir.Node | None:
     uses = list(value.uses())
     if len(uses) != 1 or value.is_graph_output():
         return None
@@ -278,16 +285,16 @@ def _only_reader(value: Any, op_type: str, place: int) -> Any | None:
     return node if node.op_type == op_type and index == place else None
 
 
-def _through_cast(value: Any) -> Any:
+def _through_cast(value: ir.Value) -> ir.Value:
     cast = _only_reader(value, "Cast", 0)
     return value if cast is None else cast.outputs[0]
 
 
-def _uncast(value: Any) -> Any:
+def _uncast(value: ir.Value) -> ir.Value:
     cast = producer(value, "Cast")
-    return value if cast is None else cast.inputs[0]
+    return value if cast is None else input_of(cast, 0)
 
 
-def _number(value: Any) -> float | None:
+def _number(value: ir.Value | None) -> float | None:
     constant = None if value is None else value.const_value
     return float(constant.numpy().reshape(())) if constant is not None and constant.size == 1 else None

@@ -19,9 +19,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..huggingface.cache_names import CACHE, PRESENT
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 __all__ = ["name_axes"]
 
@@ -32,7 +35,7 @@ _ENCODER = ("encoder_hidden_states", "encoder_outputs.", "encoder_attention_mask
 
 
 def name_axes(
-    model: Any, chosen: Mapping[tuple[str, int], str] | None = None, sizes: Mapping[str, int] | None = None
+    model: ir.Model, chosen: Mapping[tuple[str, int], str] | None = None, sizes: Mapping[str, int] | None = None
 ) -> None:
     """Rename the axes of a graph in place.
 
@@ -59,10 +62,18 @@ def name_axes(
             value.shape = ir.Shape(spelled)
 
 
-def _names_of_symbols(graph: Any, chosen: dict[tuple[str, int], str], sizes: Mapping[str, int]) -> dict[str, str]:
+def _names_of_symbols(graph: ir.Graph, chosen: dict[tuple[str, int], str], sizes: Mapping[str, int]) -> dict[str, str]:
     """What each symbol is called: by the user, or for the part that its axis plays."""
-    inputs = {value.name: [_text(dim) for dim in value.shape] for value in graph.inputs if value.shape is not None}
-    outputs = {value.name: [_text(dim) for dim in value.shape] for value in graph.outputs if value.shape is not None}
+    inputs = {
+        value.name: [_text(dim) for dim in value.shape]
+        for value in graph.inputs
+        if value.name and value.shape is not None
+    }
+    outputs = {
+        value.name: [_text(dim) for dim in value.shape]
+        for value in graph.outputs
+        if value.name and value.shape is not None
+    }
     parts = _parts(inputs, outputs)
     # a name of the user's stands for its part everywhere, also for the mask, where only the tokens were named
     own = {parts[place]: name for place, name in chosen.items() if place in parts}
@@ -134,7 +145,7 @@ def _told_apart(parts: dict[tuple[str, int], str], inputs: Mapping[str, Sequence
     return named
 
 
-def _totals(graph: Any, names: Mapping[str, str]) -> dict[str, str]:
+def _totals(graph: ir.Graph, names: Mapping[str, str]) -> dict[str, str]:
     """The sum of past and new tokens is the length of the mask, where the mask's length has a name of its own."""
     totals: dict[str, str] = {}
     lengths = {value.name: value.shape for value in graph.inputs if value.shape is not None}
@@ -149,11 +160,11 @@ def _totals(graph: Any, names: Mapping[str, str]) -> dict[str, str]:
     return totals
 
 
-def _text(dim: Any) -> Any:
+def _text(dim: int | ir.SymbolicDim) -> int | str | None:
     return dim if isinstance(dim, int) else dim.value
 
 
-def _format(dim: Any, names: Mapping[str, str], whole: Mapping[str, str]) -> Any:
+def _format(dim: int | ir.SymbolicDim, names: Mapping[str, str], whole: Mapping[str, str]) -> int | str | None:
     text = _text(dim)
     if not isinstance(text, str):
         return text

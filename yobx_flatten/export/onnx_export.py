@@ -12,6 +12,7 @@ import torch
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..errors import InvalidArgumentError
 from ..errors.dependencies import require
+from ..recipe.aliases import DynamicShapes
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
 from .allowed import Allowed
@@ -39,7 +40,7 @@ def export_onnx(
     kwargs: Mapping[str, Any] | None = None,
     path: str | os.PathLike[str] = "model.onnx",
     *,
-    dynamic_shapes: Any = "auto",
+    dynamic_shapes: DynamicShapes = "auto",
     cases: Iterable[Case] | None = None,
     steps: int = 3,
     tolerance: float | None = None,

@@ -8,7 +8,7 @@ import logging
 import pathlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.export import ExportedProgram
@@ -32,6 +32,9 @@ from .onnx_skip_norm import fuse_skip_norms
 from .onnx_weights import read_lazily, write_weights
 from .onnx_windows import slice_windows
 from .untranslated import decompose_untranslated
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 __all__ = ["LARGE", "UnprovenFile", "check_opset", "check_translations", "convert", "unproven_file"]
 
@@ -170,7 +173,7 @@ def _decomposed_where_needed(program: ExportedProgram) -> ExportedProgram:
     kind = type(program)
 
     class Shortened(kind):  # type: ignore[valid-type, misc] # the class that the hook gave the program
-        def run_decompositions(self, decomp_table: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def run_decompositions(self, decomp_table: dict[Any, Any] | None = None, *args: Any, **kwargs: Any) -> Any:
             found = None if decomp_table is None or args or kwargs else decompose_untranslated(self, decomp_table)
             return super().run_decompositions(decomp_table, *args, **kwargs) if found is None else found
 
@@ -196,7 +199,7 @@ class UnprovenFile:
         """Write the file; see :meth:`save_model`."""
         return self.save_model(converted.model)
 
-    def save_model(self, model: Any) -> int:
+    def save_model(self, model: ir.Model) -> int:
         """Write an ``onnx_ir.Model``; return the number of bytes written, with those of weights in a second file.
 
         A second file is written tensor by tensor from the memory of the module, and read where it lies; what is in the
@@ -213,7 +216,7 @@ class UnprovenFile:
             onnx_ir.save(model, self.path)
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
-    def replace_by(self, model: Any) -> int:
+    def replace_by(self, model: ir.Model) -> int:
         """Write another model in its place, whose weights may be those of the file; return the number of bytes."""
         old = [file for file in self.folder.iterdir() if file.is_file()]
         other = UnprovenFile(self.target, self.folder / "replacement")

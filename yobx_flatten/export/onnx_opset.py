@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..errors.failures import result_or
+
 __all__ = ["ATTENTION_OPSET", "attention_opset"]
 
 logger = logging.getLogger("yobx_flatten")
@@ -27,12 +29,13 @@ def attention_opset() -> int | None:
     The probe is one normalisation and one attention with fewer heads of keys than of queries, keys of an earlier call,
     and a row that sees nothing, compared with PyTorch. It runs once per process, in some hundredths of a second.
     """
-    try:
-        difference = _difference()
-    except Exception as error:  # onnxruntime has no base class for its errors; whatever it is, 23 does not work
-        logger.debug("opset %d does not run: %s", ATTENTION_OPSET, error)
-        return None
-    return ATTENTION_OPSET if difference <= _TOLERANCE else None
+    return ATTENTION_OPSET if result_or(_difference, _not_run) <= _TOLERANCE else None
+
+
+def _not_run(error: Exception) -> float:
+    # onnxruntime has no base class for its errors; whatever it is, 23 does not work
+    logger.debug("opset %d does not run: %s", ATTENTION_OPSET, error)
+    return float("inf")
 
 
 def _difference() -> float:

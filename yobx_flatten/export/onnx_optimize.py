@@ -7,12 +7,17 @@ operator of the type that its pattern ends in, so it is tried at those. The grap
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    from onnx_ir.passes import Sequential
+    from onnxscript.rewriter import RewriteRule
 
 __all__ = ["optimize_graph"]
 
 
-def optimize_graph(model: Any) -> None:
+def optimize_graph(model: ir.Model) -> None:
     """Fold constants, apply onnxscript's rewrite rules and fusions, and remove what is unused or computed twice.
 
     Args:
@@ -37,7 +42,7 @@ class _RuleOfOperator:
         rule: an ``onnxscript.rewriter.RewriteRule``.
     """
 
-    def __init__(self, rule: Any) -> None:
+    def __init__(self, rule: RewriteRule) -> None:
         self._rule = rule
         operator = getattr(rule._matcher.pattern.output_nodes[0].op, "value", None)
         self._operator = operator() if callable(operator) else None  # None: a prefix, which several operators have
@@ -45,14 +50,14 @@ class _RuleOfOperator:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rule, name)
 
-    def try_rewrite(self, model: Any, graph: Any, node: Any, **options: Any) -> Any:
+    def try_rewrite(self, model: ir.Model, graph: ir.Graph | ir.Function, node: ir.Node, **options: Any) -> Any:
         """Return the replacement, ``None`` where the rule does not match."""
         if self._operator is not None and node.op_type != self._operator:
             return None
         return self._rule.try_rewrite(model, graph, node, **options)
 
 
-def _passes(rules: list[Any]) -> Any:
+def _passes(rules: list[_RuleOfOperator]) -> Sequential | None:
     """The passes of ``optimize_ir``, in its order; ``None`` where onnxscript has other parts."""
     try:
         import onnx_ir.passes as infra

@@ -9,7 +9,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+from .onnx_graph import input_of, sizes_of
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 __all__ = ["join_projections"]
 
@@ -17,7 +22,7 @@ __all__ = ["join_projections"]
 _BETWEEN = ("RotaryEmbedding", "RMSNormalization", "Reshape", "Transpose", "Add")
 
 
-def join_projections(model: Any) -> None:
+def join_projections(model: ir.Model) -> None:
     """Join the products that make queries, keys and values of the same input, in place.
 
     Args:
@@ -25,46 +30,46 @@ def join_projections(model: Any) -> None:
     """
     for node in list(model.graph):
         if node.op_type in ("Attention", "GroupQueryAttention"):
-            products = [_product(value) for value in node.inputs[:3]]
-            if None not in products and _same_input(products):
+            products = [made for value in node.inputs[:3] if (made := _product(value)) is not None]
+            if _same_input(products):
                 _join(model.graph, products)
 
 
-def _product(value: Any) -> Any | None:
+def _product(value: ir.Value | None) -> ir.Node | None:
     """The product with a matrix of the file that a value is made of."""
     node = None if value is None else value.producer()
     while node is not None and node.op_type in _BETWEEN:
-        node = node.inputs[0].producer()
-    if node is None or node.op_type != "MatMul" or not node.inputs[1].is_initializer():
+        node = input_of(node, 0).producer()
+    if node is None or node.op_type != "MatMul" or not input_of(node, 1).is_initializer():
         return None
-    matrix = node.inputs[1].const_value
+    matrix = input_of(node, 1).const_value
     return node if matrix is not None and len(matrix.shape) == 2 else None
 
 
-def _same_input(products: list[Any]) -> bool:
-    sources, types = ({id(one.inputs[0]) for one in products}, {one.inputs[1].dtype for one in products})
+def _same_input(products: list[ir.Node]) -> bool:
+    sources, types = ({id(one.inputs[0]) for one in products}, {input_of(one, 1).dtype for one in products})
     # a matrix that something else reads stays in the file, and would be there twice
-    unshared = all(len(list(one.inputs[1].uses())) == 1 for one in products)
+    unshared = all(len(list(input_of(one, 1).uses())) == 1 for one in products)
     return len({id(one) for one in products}) == 3 and len(sources) == len(types) == 1 and unshared
 
 
-def _join(graph: Any, products: list[Any]) -> None:
+def _join(graph: ir.Graph, products: list[ir.Node]) -> None:
     import numpy
     import onnx_ir as ir
 
-    matrices = [one.inputs[1].const_value for one in products]
-    widths = [int(matrix.shape[1]) for matrix in matrices]
-    rows = int(matrices[0].shape[0])
-    name = f"{products[0].inputs[1].name}_joined"
+    unused = [input_of(one, 1) for one in products]
+    matrices = [matrix for value in unused if (matrix := value.const_value) is not None]
+    rows, widths = sizes_of(matrices[0])[0], [sizes_of(matrix)[1] for matrix in matrices]
+    name = f"{unused[0].name}_joined"
 
-    def joined() -> Any:
+    def joined() -> ir.TensorProtocol:
         return ir.tensor(numpy.concatenate([matrix.numpy() for matrix in matrices], axis=1))
 
     # made when it is written, so that no matrix is in memory twice
     tensor = ir.LazyTensor(joined, dtype=matrices[0].dtype, shape=ir.Shape([rows, sum(widths)]), name=name)
-    matrix = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
-    graph.register_initializer(matrix)
-    product = ir.node("MatMul", [products[0].inputs[0], matrix])
+    joint = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
+    graph.register_initializer(joint)
+    product = ir.node("MatMul", [products[0].inputs[0], joint])
     product.metadata_props.update(products[0].metadata_props)  # which layer it is of
     sizes = ir.node("Constant", [], {"value_ints": widths})
     split = ir.node("Split", [product.outputs[0], sizes.outputs[0]], {"axis": -1}, num_outputs=3)
@@ -73,7 +78,6 @@ def _join(graph: Any, products: list[Any]) -> None:
     for old, new in zip(products, split.outputs, strict=True):
         new.shape, new.type = old.outputs[0].shape, old.outputs[0].type
         old.outputs[0].replace_all_uses_with(new)
-    unused = [one.inputs[1] for one in products]
     graph.remove(products, safe=True)
     for value in unused:
-        graph.initializers.pop(value.name, None)
+        graph.initializers.pop(str(value.name), None)

@@ -14,14 +14,17 @@ row of the batch the positions of the first one (onnxruntime 1.31, CPU), which i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .onnx_graph import attribute
+from .onnx_graph import attribute, input_of
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 __all__ = ["rotate_together"]
 
 
-def rotate_together(model: Any) -> None:
+def rotate_together(model: ir.Model) -> None:
     """Rotate what one product made for a ``GroupQueryAttention`` in one piece, in place.
 
     Args:
@@ -36,7 +39,7 @@ def rotate_together(model: Any) -> None:
         passes.RemoveUnusedNodesPass()(model)
 
 
-def _rotate(node: Any, tables: _Tables) -> bool:
+def _rotate(node: ir.Node, tables: _Tables) -> bool:
     queries, keys = (_rotation(value) for value in node.inputs[:2])
     if queries is None or keys is None:
         return False
@@ -44,7 +47,7 @@ def _rotate(node: Any, tables: _Tables) -> bool:
     if list(queries.inputs[1:]) != list(keys.inputs[1:]) or interleaved != attribute(keys, "interleaved", 0):
         return False
     heads, kv_heads = attribute(node, "num_heads", 0), attribute(node, "kv_num_heads", 0)
-    split = queries.inputs[0].producer()
+    split = input_of(queries, 0).producer()
     if split is None or list(split.outputs) != [queries.inputs[0], keys.inputs[0], node.inputs[2]]:
         return False
     widths = [value.shape[2] for value in split.outputs if value.shape is not None and len(value.shape) == 3]
@@ -53,15 +56,15 @@ def _rotate(node: Any, tables: _Tables) -> bool:
         return False
     make = tables.make
     apart = make("Reshape", split.inputs[0], tables.shape(size))
-    given = tables.of(queries.inputs[1], queries.inputs[2], heads + kv_heads, kv_heads, size)
+    given = tables.of(input_of(queries, 1), input_of(queries, 2), heads + kv_heads, kv_heads, size)
     turned = make("RotaryEmbedding", apart, *given, num_heads=1, interleaved=interleaved)
-    joined = make("Reshape", turned, tables.shape(sum(widths)))
+    joined = make("Reshape", turned, tables.shape((heads + 2 * kv_heads) * size))
     for place, value in enumerate((joined, None, None)):
         node.replace_input_with(place, value)
     return True
 
 
-def _rotation(value: Any) -> Any | None:
+def _rotation(value: ir.Value | None) -> ir.Node | None:
     """The ``RotaryEmbedding`` of all elements of each head that makes a value."""
     node = None if value is None else value.producer()
     if node is None or node.op_type != "RotaryEmbedding" or node.domain != "" or node.inputs[3:]:
@@ -72,12 +75,12 @@ def _rotation(value: Any) -> Any | None:
 class _Tables:
     """Cosines and sines for each head of each token, made once for all layers."""
 
-    def __init__(self, graph: Any) -> None:
+    def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
-        self._known: dict[Any, list[Any]] = {}
-        self._shapes: dict[int, Any] = {}
+        self._known: dict[tuple[ir.Value, ir.Value, int, int], list[ir.Value]] = {}
+        self._shapes: dict[int, ir.Value] = {}
 
-    def of(self, cosines: Any, sines: Any, turned: int, kept: int, size: int) -> list[Any]:
+    def of(self, cosines: ir.Value, sines: ir.Value, turned: int, kept: int, size: int) -> list[ir.Value]:
         """Return both, of shape (batch, tokens * heads, size / 2).
 
         Args:
@@ -104,15 +107,16 @@ class _Tables:
             self._known[key] = made
         return self._known[key]
 
-    def shape(self, width: int) -> Any:
+    def shape(self, width: int) -> ir.Value:
         """Return (batch, as many as there are, width) for a ``Reshape``."""
         if width not in self._shapes:
             self._shapes[width] = self.make("Constant", value_ints=[0, -1, width])
         return self._shapes[width]
 
-    def make(self, op_type: str, *inputs: Any, **attributes: Any) -> Any:
+    def make(self, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
         """Add an operator; return its output."""
         import onnx_ir as ir
 
-        self._graph.append(ir.node(op_type, inputs, attributes))
-        return self._graph[-1].outputs[0]
+        node = ir.node(op_type, inputs, attributes)
+        self._graph.append(node)
+        return node.outputs[0]

@@ -16,20 +16,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..runners.onnx_buffers import SHARED_CACHE
-from .onnx_graph import attribute
+from .onnx_graph import attribute, copy_type, input_of, type_of
 from .onnx_heads import SWAP, heads_first, heads_of, tokens_first
 from .onnx_masks import simplify_masks
 from .onnx_sinks import fuse_sinks
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 __all__ = ["share_cache", "shared_inputs"]
 
 _LOWEST = {1: -3.4028234663852886e38, 10: -65504.0}  # by ONNX's number of the type: float32, float16
 
 
-def share_cache(model: Any) -> bool:
+def share_cache(model: ir.Model) -> bool:
     """Replace ``Attention`` that takes and returns a cache by ``GroupQueryAttention``, in place.
 
     Args:
@@ -55,7 +58,7 @@ def share_cache(model: Any) -> bool:
     if not nodes:
         return False
     lengths = _Lengths(graph, tokens, mask)
-    pasts = [past for node in nodes for past in node.inputs[4:6]]
+    pasts = [input_of(node, place) for node in nodes for place in (4, 5)]
     for node in nodes:
         _replace(node, lengths)
     for past in pasts:
@@ -67,7 +70,7 @@ def share_cache(model: Any) -> bool:
     simplify_masks(graph, mask, lengths.past)
     passes.RemoveUnusedNodesPass()(model)
     model.opset_imports["com.microsoft"] = 1
-    model.metadata_props[SHARED_CACHE] = ",".join(past.name for past in pasts)
+    model.metadata_props[SHARED_CACHE] = ",".join(str(past.name) for past in pasts)
     return True
 
 
@@ -83,14 +86,16 @@ def shared_inputs(path: str | os.PathLike[str]) -> list[str]:
     return next((entry.value.split(",") for entry in properties if entry.key == SHARED_CACHE), [])
 
 
-def _is_shareable(node: Any) -> bool:
+def _is_shareable(node: ir.Node) -> bool:
     """Whether an attention's cache is that of the file as it is, and read by nothing else than this attention."""
     if node.op_type != "Attention" or node.domain != "" or len(node.inputs) < 6 or len(node.outputs) != 3:
         return False
     query, key, value, mask, past_key, past_value = node.inputs[:6]
-    if mask is None or past_key is None or past_value is None or mask.dtype not in (9, query.dtype):
+    if query is None or mask is None or past_key is None or past_value is None:
         return False
-    if query.dtype not in _LOWEST or any(heads_of(one) is None for one in (query, key, value)):
+    if mask.dtype not in (9, query.dtype):
+        return False
+    if query.dtype is None or query.dtype not in _LOWEST or any(heads_of(one) is None for one in (query, key, value)):
         return False
     if heads_of(key) != heads_of(value) or heads_of(query)[1] != heads_of(key)[1]:  # type: ignore[index] # tested above
         return False
@@ -108,9 +113,9 @@ def _is_shareable(node: Any) -> bool:
 class _Lengths:
     """What the operators of all layers take: the number of tokens, and masks as numbers that are added."""
 
-    def __init__(self, graph: Any, tokens: Any, mask: Any) -> None:
+    def __init__(self, graph: ir.Graph, tokens: ir.Value, mask: ir.Value) -> None:
         self.graph = graph
-        self.biases: dict[Any, Any] = {}
+        self.biases: dict[ir.Value, ir.Value] = {}
         batch = self.make("Shape", tokens, start=0, end=1)
         new, total = self.make("Shape", tokens, start=1, end=2), self.make("Shape", mask, start=1, end=2)
         self.past = self.make("Sub", total, new)
@@ -118,7 +123,7 @@ class _Lengths:
         self.last = self.make("Expand", last, batch)  # place of each row's last token
         self.total = self.make("Squeeze", self.make("Cast", total, to=6))
 
-    def make(self, op_type: str, *inputs: Any, **attributes: Any) -> Any:
+    def make(self, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
         """Add an operator; return its output."""
         import onnx_ir as ir
 
@@ -126,11 +131,11 @@ class _Lengths:
         self.graph.append(node)
         return node.outputs[0]
 
-    def constant(self, numbers: list[int]) -> Any:
+    def constant(self, numbers: list[int]) -> ir.Value:
         """Return a constant of integers."""
         return self.make("Constant", value_ints=numbers)
 
-    def bias(self, mask: Any, dtype: Any) -> Any:
+    def bias(self, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
         """Return a mask as numbers that are added to the scores."""
         import onnx_ir as ir
 
@@ -139,23 +144,23 @@ class _Lengths:
         if mask not in self.biases:
             numbers = [self.make("Constant", value=_scalar(number, dtype)) for number in (0.0, _LOWEST[dtype])]
             bias = self.make("Where", mask, *numbers)
-            bias.dtype, bias.shape = dtype, ir.Shape(mask.shape)
+            bias.dtype, bias.shape = dtype, None if mask.shape is None else ir.Shape(mask.shape)
             self.biases[mask] = bias
         return self.biases[mask]
 
 
-def _scalar(number: float, dtype: Any) -> Any:
+def _scalar(number: float, dtype: ir.DataType) -> ir.TensorProtocol:
     import numpy
     import onnx_ir as ir
 
     return ir.tensor(numpy.array(number, dtype.numpy()))
 
 
-def _replace(node: Any, lengths: _Lengths) -> None:
+def _replace(node: ir.Node, lengths: _Lengths) -> None:
     """Put the other operator in the place of an attention, with tokens before heads."""
     import onnx_ir as ir
 
-    query, key, value, mask, *pasts = node.inputs[:6]
+    query, key, value, mask, *pasts = (input_of(node, place) for place in range(6))
     heads, size = heads_of(query)  # type: ignore[misc] # that of an attention that is shareable
     settings: Mapping[str, Any] = {
         "num_heads": heads,
@@ -163,12 +168,13 @@ def _replace(node: Any, lengths: _Lengths) -> None:
         "scale": attribute(node, "scale", 0.0) or size**-0.5,
         "softcap": attribute(node, "softcap", 0.0),
     }
-    taken = [tokens_first(one, lengths.make) or _swapped(one, lengths) for one in (query, key, value)]
-    taken += [*pasts, lengths.last, lengths.total, None, None, None, lengths.bias(mask, query.dtype)]
+    taken: list[ir.Value | None] = []
+    taken += [tokens_first(one, lengths.make) or _swapped(one, lengths) for one in (query, key, value)]
+    taken += [*pasts, lengths.last, lengths.total, None, None, None, lengths.bias(mask, type_of(query))]
     taken += [lengths.make("Reshape", sinks, lengths.constant([-1])) for sinks in node.inputs[6:]]
     new = ir.node("GroupQueryAttention", taken, settings, domain="com.microsoft", num_outputs=3, name=node.name)
     lengths.graph.insert_before(node, new)
-    new.outputs[0].dtype = query.dtype
+    copy_type(new.outputs[0], query)
     if not heads_first(node.outputs[0], new.outputs[0], heads * size):
         split = lengths.make("Reshape", new.outputs[0], lengths.constant([0, 0, heads, size]))
         swapped = lengths.make("Transpose", split, perm=SWAP)
@@ -180,11 +186,11 @@ def _replace(node: Any, lengths: _Lengths) -> None:
         old.name, present.name = f"{name}_before", name
 
 
-def _swapped(value: Any, lengths: _Lengths) -> Any:
+def _swapped(value: ir.Value, lengths: _Lengths) -> ir.Value:
     """(batch, heads, tokens, size) as (batch, tokens, heads * size)."""
     swapped = lengths.make("Transpose", value, perm=SWAP)
     return lengths.make("Reshape", swapped, lengths.constant([0, 0, -1]))
 
 
-def _axes(shape: Any) -> tuple[int, int]:
+def _axes(shape: ir.Node) -> tuple[int, int]:
     return attribute(shape, "start", 0), attribute(shape, "end", 4)

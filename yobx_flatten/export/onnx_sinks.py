@@ -9,15 +9,21 @@ The operator of ONNX has no input for them, ``GroupQueryAttention`` of onnxrunti
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from .onnx_attention import match_scores, producer, replace_value, take_cache, unrepeated
-from .onnx_graph import attribute
+from .onnx_graph import attribute, input_of
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    # (query, key, scale, soft cap), values, mask, sinks, the last product
+    _Matched: TypeAlias = tuple[tuple[ir.Value, ir.Value, float, float], ir.Value, ir.Value | None, ir.Value, ir.Node]
 
 __all__ = ["fuse_sinks"]
 
 
-def fuse_sinks(graph: Any) -> list[Any]:
+def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
     """Replace spelled-out attention with sinks, whose keys and values are those of the file's cache, in place.
 
     Args:
@@ -50,43 +56,48 @@ def fuse_sinks(graph: Any) -> list[Any]:
     return found
 
 
-def _matched(softmax: Any) -> Any | None:
+def _matched(softmax: ir.Node) -> _Matched | None:
     """Scores, values, mask, sinks and the last product; ``None`` for another softmax."""
     sliced = _only_reader(softmax.outputs[0], "Slice")
     product = None if sliced is None else _only_reader(sliced.outputs[0], "MatMul")
     if sliced is None or product is None or [_numbers(one) for one in sliced.inputs[1:4]] != [[0], [-1], [3]]:
         return None
-    joined = softmax.inputs[0]
+    joined = input_of(softmax, 0)
     less = producer(joined, "Sub")  # the largest score: for the range of numbers, the softmax is the same
     if less is not None and producer(less.inputs[1], "ReduceMax") is not None:
-        joined = less.inputs[0]
+        joined = input_of(less, 0)
     both = producer(joined, "Concat")
-    masked = None if both is None or len(both.inputs) != 2 else producer(both.inputs[0], "Add")
-    expanded = None if masked is None else producer(both.inputs[1], "Expand")  # type: ignore[union-attr]
+    if both is None or len(both.inputs) != 2:
+        return None
+    masked, expanded = producer(both.inputs[0], "Add"), producer(both.inputs[1], "Expand")
     if masked is None or expanded is None or attribute(both, "axis", 0) not in (-1, 3):
         return None
-    scores, sinks = match_scores(masked.inputs[0]), expanded.inputs[0]
+    scores, sinks = match_scores(masked.inputs[0]), input_of(expanded, 0)
     if scores is None or sinks.shape is None or len(sinks.shape) != 4:
         return None
     query, key, scale, cap = scores
-    key, value = unrepeated(key), unrepeated(product.inputs[1])
-    if list(sinks.shape) != [1, query.shape[1], 1, 1] or not (_is_cache(key) and _is_cache(value)):
+    key, value = unrepeated(key), unrepeated(input_of(product, 1))
+    if (
+        query.shape is None
+        or list(sinks.shape) != [1, query.shape[1], 1, 1]
+        or not (_is_cache(key) and _is_cache(value))
+    ):
         return None
     return (query, key, scale, cap), value, masked.inputs[1], sinks, product
 
 
-def _is_cache(value: Any) -> bool:
+def _is_cache(value: ir.Value) -> bool:
     """Whether keys or values are the file's cache with new ones after it."""
     joined = producer(value, "Concat")
-    return joined is not None and joined.inputs[0].is_graph_input() and value.is_graph_output()
+    return joined is not None and input_of(joined, 0).is_graph_input() and value.is_graph_output()
 
 
-def _only_reader(value: Any, op_type: str) -> Any | None:
+def _only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
     uses = list(value.uses())
     node = uses[0][0] if len(uses) == 1 and uses[0][1] == 0 and not value.is_graph_output() else None
     return node if node is not None and node.op_type == op_type else None
 
 
-def _numbers(value: Any) -> list[int] | None:
-    constant = value.const_value
+def _numbers(value: ir.Value | None) -> list[int] | None:
+    constant = None if value is None else value.const_value
     return None if constant is None else constant.numpy().reshape(-1).tolist()

@@ -14,16 +14,20 @@ A relation with an operator that has no counterpart here is met by its example's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..huggingface.cache_names import CACHE
 from ..runners.relations import Expression, format_expression, names_in
 from ..runners.signature import Signature, place_of_sizes
+from .onnx_graph import copy_type
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 __all__ = ["fix_sizes", "refuse_sizes"]
 
 
-def refuse_sizes(model: Any, signature: Signature) -> list[str]:
+def refuse_sizes(model: ir.Model, signature: Signature) -> list[str]:
     """Let a graph stop at sizes that its program refuses.
 
     Sums of sizes are left out, since the operators that add up tokens meet them. So is what is about a cache: memory
@@ -55,7 +59,7 @@ def refuse_sizes(model: Any, signature: Signature) -> list[str]:
     return texts
 
 
-def fix_sizes(model: Any, fixed: Mapping[tuple[str, int], int]) -> None:
+def fix_sizes(model: ir.Model, fixed: Mapping[tuple[str, int], int]) -> None:
     """State sizes of inputs as fixed.
 
     Args:
@@ -65,14 +69,15 @@ def fix_sizes(model: Any, fixed: Mapping[tuple[str, int], int]) -> None:
     import onnx_ir as ir
 
     inputs = {value.name: value for value in model.graph.inputs}
-    sizes = {str(_text(inputs[name].shape[axis])): size for (name, axis), size in fixed.items()}
+    shapes = {name: value.shape for name, value in inputs.items() if value.shape is not None}
+    sizes = {str(_text(shapes[name][axis])): size for (name, axis), size in fixed.items()}
     values = [*model.graph.inputs, *(value for node in model.graph.all_nodes() for value in node.outputs)]
     for value in values:
         if value.shape is not None and any(str(_text(dim)) in sizes for dim in value.shape):
             value.shape = ir.Shape([sizes.get(str(_text(dim)), _text(dim)) for dim in value.shape])
 
 
-def _text(dim: Any) -> Any:
+def _text(dim: int | ir.SymbolicDim) -> int | str | None:
     return dim if isinstance(dim, int) else dim.value
 
 
@@ -87,17 +92,18 @@ def _is_sum(found: Expression) -> bool:
 
 
 def _guard(
-    graph: Any, given: Any, relations: list[tuple[Expression, str]], sizes: Mapping[str, tuple[Any, int]]
+    graph: ir.Graph, given: ir.Value, relations: list[tuple[Expression, str]], sizes: Mapping[str, tuple[ir.Value, int]]
 ) -> None:
     """Let everything read an input by a reshape to its own shape, which is not known where a relation does not hold."""
     import onnx_ir as ir
 
     readers = list(given.uses())
-    nodes: list[Any] = []
+    nodes: list[ir.Node] = []
 
-    def add(kind: str, *inputs: Any, name: str | None = None, **attributes: Any) -> Any:
-        nodes.append(ir.node(kind, list(inputs), attributes or None, name=name))
-        return nodes[-1].outputs[0]
+    def add(kind: str, *inputs: ir.Value, name: str | None = None, **attributes: Any) -> ir.Value:
+        node = ir.node(kind, list(inputs), attributes or None, name=name)
+        nodes.append(node)
+        return node.outputs[0]
 
     made = _Numbers(add, sizes)
     whole = add("Shape", given)
@@ -107,9 +113,10 @@ def _guard(
         place = add("Cast", differs, to=int(ir.DataType.INT64))
         whole = add("Mul", whole, add("Gather", entry, place, name=f"these sizes are refused, expected {text}"))
     same = add("Reshape", given, whole)
-    same.dtype, same.shape = given.dtype, given.shape
-    for node, place in readers:
-        node.replace_input_with(place, same)
+    same.shape = given.shape
+    copy_type(same, given)
+    for reader, index in readers:
+        reader.replace_input_with(index, same)
     first = next(iter(graph))
     graph.insert_before(first, nodes)
 
@@ -117,10 +124,10 @@ def _guard(
 class _Numbers:
     """Expressions as values of a graph, int64 of shape (1,)."""
 
-    def __init__(self, add: Callable[..., Any], sizes: Mapping[str, tuple[Any, int]]) -> None:
+    def __init__(self, add: Callable[..., ir.Value], sizes: Mapping[str, tuple[ir.Value, int]]) -> None:
         self._add, self._sizes = add, sizes
 
-    def __call__(self, found: Expression) -> Any:
+    def __call__(self, found: Expression) -> ir.Value:
         add = self._add
         if isinstance(found, int):
             return add("Constant", value_ints=[found])

@@ -8,15 +8,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .onnx_attention import producer, replace_value
-from .onnx_graph import attribute
+from .onnx_graph import attribute, input_of
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 __all__ = ["fuse_skip_norms"]
 
 
-def fuse_skip_norms(model: Any) -> None:
+def fuse_skip_norms(model: ir.Model) -> None:
     """Replace each sum of two values of one shape that an ``RMSNormalization`` reads, and the latter, in place.
 
     Args:
@@ -48,12 +51,14 @@ def fuse_skip_norms(model: Any) -> None:
         model.opset_imports["com.microsoft"] = 1
 
 
-def _fits(add: Any, norm: Any) -> bool:
+def _fits(add: ir.Node, norm: ir.Node) -> bool:
     """Whether the sum is over values of one shape (batch, tokens, hidden), and each token is normalised by itself."""
-    (left, right), total, weights = add.inputs, add.outputs[0], norm.inputs[1]
-    if None in (left.shape, right.shape, total.shape, weights.shape) or not left.dtype == right.dtype == weights.dtype:
+    left, right, total, weights = input_of(add, 0), input_of(add, 1), add.outputs[0], input_of(norm, 1)
+    if left.dtype is None or not left.dtype == right.dtype == weights.dtype or left.dtype not in (1, 10):
         return False
-    if left.dtype not in (1, 10) or not list(left.shape) == list(right.shape) == list(total.shape):
+    if left.shape is None or right.shape is None or total.shape is None or weights.shape is None:
         return False
     last = attribute(norm, "axis", -1) in (-1, len(total.shape) - 1)
-    return last and len(total.shape) == 3 and len(weights.shape) == 1 and weights.shape[0] == total.shape[-1]
+    if not last or len(total.shape) != 3 or len(weights.shape) != 1 or weights.shape[0] != total.shape[-1]:
+        return False
+    return list(left.shape) == list(right.shape) == list(total.shape)

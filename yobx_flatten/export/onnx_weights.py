@@ -7,7 +7,7 @@ import functools
 import logging
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +15,10 @@ from ..errors import FlattenError
 from ..errors.log import STEP
 from ..errors.messages import format_bytes
 from ..huggingface.layer_weights import Reader
-from .onnx_graph import attribute
+from .onnx_graph import attribute, sizes_of
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 __all__ = ["read_lazily", "unmap", "write_weights"]
 
@@ -27,7 +30,7 @@ _IN_MODEL = 256
 _PAGE = 4096
 
 
-def read_lazily(model: Any, readers: Mapping[str, Reader]) -> None:
+def read_lazily(model: ir.Model, readers: Mapping[str, Reader]) -> None:
     """Let the weights of a converted graph be read when they are written. The graph's own ones have no data.
 
     Args:
@@ -41,26 +44,29 @@ def read_lazily(model: Any, readers: Mapping[str, Reader]) -> None:
 
     from ..private_names.of_torch import is_fake
 
-    made: dict[int, Any] = {}  # what is tied stays tied
+    made: dict[int, ir.LazyTensor] = {}  # what is tied stays tied
     for name, value in model.graph.initializers.items():
-        tensor = getattr(value.const_value, "raw", None)
-        if not is_fake(tensor):
+        held = value.const_value
+        if held is None or not is_fake(getattr(held, "raw", None)):
             continue
         if name not in readers:
             raise FlattenError(f"{name} has no data, and there is no file to read it from.")
         reader = readers[name]
         if id(reader) not in made:
             made[id(reader)] = ir.LazyTensor(
-                lambda reader=reader: ir.tensor_adapters.TorchTensor(reader().detach()),
-                dtype=value.const_value.dtype,
-                shape=value.const_value.shape,
-                name=name,
+                functools.partial(_read, reader), dtype=held.dtype, shape=ir.Shape(sizes_of(held)), name=name
             )
         value.const_value = made[id(reader)]
     _transpose_lazily(model.graph)
 
 
-def _transpose_lazily(graph: Any) -> None:
+def _read(reader: Reader) -> ir.TensorProtocol:
+    import onnx_ir as ir
+
+    return ir.tensor_adapters.TorchTensor(reader().detach())
+
+
+def _transpose_lazily(graph: ir.Graph) -> None:
     """Transpose weights when they are read. The passes over the graph would do it at once, in memory."""
     import onnx_ir as ir
 
@@ -77,11 +83,11 @@ def _transpose_lazily(graph: Any) -> None:
         made = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=lazy)
         result.replace_all_uses_with(made)
         graph.remove(node, safe=True)
-        graph.initializers.pop(value.name)
+        graph.initializers.pop(str(value.name))
         graph.register_initializer(made)
 
 
-def _transposed(tensor: Any, order: list[int]) -> Any:
+def _transposed(tensor: ir.TensorProtocol, order: list[int]) -> ir.TensorProtocol:
     import onnx_ir as ir
 
     read = tensor.raw() if isinstance(tensor, ir.LazyTensor) else tensor
@@ -90,7 +96,7 @@ def _transposed(tensor: Any, order: list[int]) -> Any:
     return ir.tensor(read.numpy().transpose(order), dtype=tensor.dtype)
 
 
-def write_weights(model: Any, path: pathlib.Path) -> None:
+def write_weights(model: ir.Model, path: pathlib.Path) -> None:
     """Write the weights of a model to a file of their own, one after the other; each is in memory once.
 
     Large ones begin at a page, so that they can be mapped. Progress is logged with bytes ``done`` and ``total``.
@@ -101,14 +107,13 @@ def write_weights(model: Any, path: pathlib.Path) -> None:
     """
     import onnx_ir as ir
 
-    values = [value for value in model.graph.initializers.values() if value.const_value is not None]
-    values = [value for value in values if value.const_value.nbytes > _IN_MODEL and _is_numeric(value.const_value)]
-    total, done = sum(value.const_value.nbytes for value in values), 0
+    held = [(value, tensor) for value in model.graph.initializers.values() if (tensor := value.const_value) is not None]
+    held = [(value, tensor) for value, tensor in held if tensor.nbytes > _IN_MODEL and _is_numeric(tensor)]
+    total, done = sum(tensor.nbytes for _, tensor in held), 0
     shown = f"writing {format_bytes(total)} of weights"
     places: dict[int, tuple[int, int]] = {}
     with path.open("wb") as file:
-        for value in values:
-            tensor = value.const_value
+        for _, tensor in held:
             logger.info(shown, extra={**STEP, "done": done, "total": total})
             if id(tensor) not in places:
                 if tensor.nbytes >= _PAGE:
@@ -118,20 +123,20 @@ def write_weights(model: Any, path: pathlib.Path) -> None:
                 places[id(tensor)] = offset, file.tell() - offset
                 unmap(tensor)
             done += tensor.nbytes
-    for value in values:
-        tensor = value.const_value
+    for value, tensor in held:
         offset, length = places[id(tensor)]
+        shape, name = ir.Shape(sizes_of(tensor)), str(value.name)
         value.const_value = ir.ExternalTensor(
-            path.name, offset, length, tensor.dtype, shape=tensor.shape, name=value.name, base_dir=path.parent
+            path.name, offset, length, tensor.dtype, shape=shape, name=name, base_dir=path.parent
         )
 
 
-def unmap(tensor: Any) -> None:
+def unmap(tensor: ir.TensorProtocol) -> None:
     """Take what was read of a tensor out of memory, where it is mapped from a file."""
     if hasattr(tensor, "release"):
         with contextlib.suppress(BufferError):  # something else still reads it
             tensor.release()
 
 
-def _is_numeric(tensor: Any) -> bool:
+def _is_numeric(tensor: ir.TensorProtocol) -> bool:
     return bool(tensor.dtype.name != "STRING")

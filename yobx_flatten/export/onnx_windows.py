@@ -9,15 +9,18 @@ Both are the last ``kept`` of ``count`` keys. The trace has the first form, sinc
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .onnx_attention import producer, replace_value
-from .onnx_graph import attribute
+from .onnx_graph import attribute, input_of
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 __all__ = ["slice_windows"]
 
 
-def slice_windows(graph: Any) -> None:
+def slice_windows(graph: ir.Graph) -> None:
     """Replace each ``Gather`` of the last places of an axis by a ``Slice``, in place.
 
     Args:
@@ -25,9 +28,9 @@ def slice_windows(graph: Any) -> None:
     """
     import onnx_ir as ir
 
-    ends: dict[tuple[Any, int], tuple[Any, Any, Any]] = {}
+    ends: dict[tuple[ir.Value, int], tuple[ir.Value, ir.Value, ir.Value]] = {}
     for node in [node for node in graph if node.op_type == "Gather" and node.domain == ""]:
-        places = node.inputs[1]
+        places = input_of(node, 1)
         found = _last_places(places)
         if found is None:
             continue
@@ -43,7 +46,7 @@ def slice_windows(graph: Any) -> None:
         graph.remove(node, safe=True)
 
 
-def _last_places(places: Any) -> tuple[Any, Any] | None:
+def _last_places(places: ir.Value) -> tuple[ir.Value, ir.Value] | None:
     """First place and end of ``arange(kept) + (count - kept)``, where ``kept`` is ``min(count, most)``."""
     flat = producer(places, "Reshape")  # to as many as there are
     added = producer(places if flat is None else flat.inputs[0], "Add")
@@ -51,7 +54,7 @@ def _last_places(places: Any) -> tuple[Any, Any] | None:
         counted, less = producer(added.inputs[place], "Range"), producer(added.inputs[1 - place], "Sub")  # type: ignore[union-attr]
         if counted is None or less is None:
             continue
-        (first, kept, step), (count, taken) = counted.inputs, less.inputs
+        (first, kept, step), count, taken = counted.inputs, input_of(less, 0), input_of(less, 1)
         least = producer(kept, "Min")
         if kept is not taken or least is None or len(least.inputs) != 2 or count not in least.inputs:
             continue
@@ -62,6 +65,6 @@ def _last_places(places: Any) -> tuple[Any, Any] | None:
     return None
 
 
-def _number(value: Any) -> int | None:
-    constant = value.const_value
+def _number(value: ir.Value | None) -> int | None:
+    constant = None if value is None else value.const_value
     return int(constant.numpy().reshape(())) if constant is not None and constant.size == 1 else None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..private_names.of_torch import pytree
+from ..recipe.aliases import PyTree
 
 __all__ = ["Padding"]
 
@@ -75,7 +76,7 @@ class Padding:
         zero = torch.zeros((), dtype=value.dtype, device=value.device)
         return torch.where(hidden.to(value.device).reshape(shape), zero, value)
 
-    def blank_leaves(self, tree: Any, names: Sequence[str]) -> Any:
+    def blank_leaves(self, tree: PyTree, names: Sequence[str]) -> PyTree:
         """Return nested outputs with zeros at the positions of padding.
 
         Args:
@@ -90,7 +91,7 @@ class Padding:
             return tree
         return pytree.tree_unflatten([self.blank(*row) for row in zip(names, leaves, strict=True)], spec)
 
-    def kept_leaves(self, tree: Any, names: Sequence[str]) -> list[Any]:
+    def kept_leaves(self, tree: PyTree, names: Sequence[str]) -> list[Any]:
         """Return the leaves of nested outputs without positions of padding: what is compared, without its shape.
 
         Args:
@@ -105,7 +106,7 @@ class Padding:
             return value
         return value.movedim(axis, 1)[~hidden.to(value.device)]
 
-    def _hidden(self, name: str, value: Any) -> tuple[torch.Tensor | None, int]:
+    def _hidden(self, name: str, value: object) -> tuple[torch.Tensor | None, int]:
         """What is padded, as (batch, positions), and the axis of the positions."""
         if self._new is None or self._all is None or not isinstance(value, torch.Tensor):
             return None, 0

@@ -25,6 +25,7 @@ from ..errors import InvalidArgumentError, ReplayError
 from ..errors.log import STEP
 from ..files.native import file_for_torch
 from ..files.scratch import publish_files, scratch_for
+from ..recipe.aliases import DynamicShapes
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
 from .allowed import Allowed, explained_by
@@ -248,7 +249,7 @@ def export_program(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    dynamic_shapes: Any = "auto",
+    dynamic_shapes: DynamicShapes = "auto",
     bounds: Mapping[str, int] | None = None,
     strict: bool = False,
     cases: Iterable[Case] | None = None,

@@ -15,10 +15,12 @@ import torch
 from ..diagnose.compare import shares_of_nan
 from ..diagnose.export_errors import explain_error
 from ..errors import FlattenError, InvalidArgumentError, ReplayError, describe_class
+from ..errors.failures import raised_as
 from ..errors.messages import first_line
 from ..errors.tried_versions import without_cause
 from ..huggingface.cache_names import forward_of, named_for
 from ..private_names.of_torch import pytree
+from ..recipe.aliases import PyTree
 from ..trees.naming import output_names
 from .padding import Padding
 from .undisturbed import seeded, undisturbed
@@ -113,7 +115,7 @@ class CaseResult:
         return [f"{self.max_difference:.1e}", max(self.differences, key=self.differences.__getitem__, default="-")]
 
 
-def clone(tree: Any) -> Any:
+def clone(tree: PyTree) -> PyTree:
     """Copy every tensor of nested inputs: static caches are written to in place."""
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
@@ -162,16 +164,17 @@ def eager_steps(
 @contextlib.contextmanager
 def _naming(case: Case, module: torch.nn.Module, step: int) -> Iterator[None]:
     """Name the case in an error of the module itself, which knows of none."""
-    try:
-        yield
-    except Exception as error:  # whatever a module raises
+
+    def stopped(error: Exception) -> InvalidArgumentError:
         explanation = explain_error(error, module)
         known = f"\n{explanation}" if explanation.known and not isinstance(error, FlattenError) else ""
-        first = first_line(error)
-        raise InvalidArgumentError(
+        return InvalidArgumentError(
             f"case {case.name!r}, step {step}: {type(module).__qualname__} itself stops, before anything is compared "
-            f"({type(error).__name__}: {first}).{known}"
-        ) from error
+            f"({type(error).__name__}: {first_line(error)}).{known}"
+        )
+
+    with raised_as(stopped):
+        yield
 
 
 class Side(Protocol):
@@ -183,7 +186,7 @@ class Side(Protocol):
 
     runtime: str
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
         """Run one step; return its outputs as the two other methods take them.
 
         Args:
@@ -195,7 +198,7 @@ class Side(Protocol):
         """
         ...
 
-    def compare(self, eager: Any, outputs: Any, names: Sequence[str], padding: Padding) -> dict[str, float]:
+    def compare(self, eager: PyTree, outputs: PyTree, names: Sequence[str], padding: Padding) -> dict[str, float]:
         """Return the largest difference of every output by name.
 
         Args:
@@ -212,7 +215,7 @@ class Side(Protocol):
         """
         ...
 
-    def feed_back(self, kwargs: Mapping[str, Any], outputs: Any) -> Mapping[str, Any]:
+    def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
         """Return the inputs of the next step with the cache of ``outputs`` in place of the eager one.
 
         Args:

@@ -15,6 +15,7 @@ from ..errors import ReplayError
 from ..errors.tried_versions import without_cause
 from ..huggingface.cache_names import cache_of
 from ..private_names.of_torch import pytree
+from ..recipe.aliases import PyTree
 from ..runners.ports import present_of
 from ..runners.program_runner import ProgramRunner
 from ..runners.runner import Runner
@@ -37,16 +38,16 @@ class Nested:
         self.runtime: str = runner.runtime
         self._runner, self._cache_is = runner, cache_is
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
         """Run one step; return its nested outputs."""
         with torch.no_grad():
             return self._runner.call(args, clone(dict(kwargs)))
 
-    def compare(self, eager: Any, outputs: Any, names: Sequence[str], padding: Padding) -> dict[str, float]:
+    def compare(self, eager: PyTree, outputs: PyTree, names: Sequence[str], padding: Padding) -> dict[str, float]:
         """Compare structure, classes and leaves; see :class:`.replay.Side`."""
         return compare_outputs(eager, padding.blank_leaves(outputs, names), names)
 
-    def feed_back(self, kwargs: Mapping[str, Any], outputs: Any) -> Mapping[str, Any]:
+    def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
         """Put the program's own cache object in place of the eager one."""
         return {**kwargs, self._cache_is: cache_of(outputs)}
 
@@ -66,7 +67,7 @@ class ByName:
         self.runtime: str = runner.runtime
         self._runner, self._input_leaves, self._pairs = runner, input_leaves, pairs
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
         """Run one step; return its outputs by name."""
         leaves = pytree.tree_leaves((args, dict(kwargs)))
         given = zip(self._input_leaves, leaves, strict=True)
@@ -74,7 +75,7 @@ class ByName:
         return {name: torch.view_as_complex(value) if name in self._pairs else value for name, value in found.items()}
 
     def compare(
-        self, eager: Any, outputs: Mapping[str, Any], names: Sequence[str], padding: Padding
+        self, eager: PyTree, outputs: Mapping[str, Any], names: Sequence[str], padding: Padding
     ) -> dict[str, float]:
         """Compare the outputs; what is not a tensor is part of the file, and not an output."""
         shown = {name: padding.blank(name, value) for name, value in outputs.items()}
@@ -100,12 +101,12 @@ class ByName:
         return pytree.tree_unflatten(own, spec)  # type: ignore[no-any-return] # a dict, as it was
 
 
-def _as_pairs(leaf: Any) -> Any:
+def _as_pairs(leaf: object) -> object:
     if isinstance(leaf, torch.Tensor) and leaf.is_complex():
         return torch.view_as_real(leaf.detach().resolve_conj())
     return leaf
 
 
-def _like(given: Any, found: Any) -> Any:
+def _like(given: object, found: Any) -> Any:
     """What came out of a graph in place of an input: a counter is a number again, not a tensor without axes."""
     return int(found) if type(given) is int else found

@@ -80,7 +80,7 @@ def unasserted_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
     return {place: examples[size.node.expr] for place, size in sizes.items() if size.node.expr in fixed}
 
 
-def _restricts(expression: Any, examples: Mapping[Any, int]) -> bool:
+def _restricts(expression: sympy.Basic, examples: Mapping[Any, int]) -> bool:
     """Whether a comparison that holds for the example does not hold for other sizes."""
     kind = type(expression).__name__
     if kind == "Unequality":  # what torch asks of sizes of one, which are right
@@ -161,7 +161,7 @@ def _asserted(program: ExportedProgram) -> Iterator[Any]:
             yield environment.replace(one.expr)
 
 
-def as_expression(expression: Any) -> Expression | None:
+def as_expression(expression: sympy.Basic) -> Expression | None:
     """Return an expression of sympy as data; ``None`` for one with other operators than those of sizes.
 
     Args:

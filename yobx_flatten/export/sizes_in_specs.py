@@ -37,7 +37,7 @@ def _sizes(spec: pytree.TreeSpec) -> Iterator[tuple[str, str, Any]]:
             yield from _sizes(child)
 
 
-def _within(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+def _within(value: object, place: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         yield place, value
     elif isinstance(value, (list, tuple)):

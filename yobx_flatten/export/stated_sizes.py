@@ -15,7 +15,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,9 @@ from ..trees.dynamic_specs import Stated
 from ..trees.naming import leaf_names
 from .replaced_forward import replaced_forward
 from .size_relations import as_expression
+
+if TYPE_CHECKING:
+    import sympy
 
 __all__ = ["Place", "Relation", "asserted_in_forward", "names_of", "relations_of"]
 
@@ -89,7 +92,7 @@ def relations_of(inputs: Mapping[str, Any], stated: Stated) -> tuple[Relation, .
     return tuple((one, places) for one in found)
 
 
-def _as_expression(expression: Any, place: str) -> Expression:
+def _as_expression(expression: sympy.Basic, place: str) -> Expression:
     found = as_expression(expression)
     if found is None:
         raise DynamicShapesError(

@@ -46,7 +46,7 @@ def check_text(example: Example, quantization: Quantization | None) -> None:
         )
 
 
-def text_cases(module: Any, kwargs: Mapping[str, Any], tokens: torch.Tensor) -> list[Case]:
+def text_cases(module: torch.nn.Module, kwargs: Mapping[str, Any], tokens: torch.Tensor) -> list[Case]:
     """Return calls that read a text: its first token is in the cache, and all others are new.
 
     Args:

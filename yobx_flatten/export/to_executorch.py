@@ -12,6 +12,7 @@ import torch
 from torch.export import ExportedProgram
 
 from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError
+from ..errors.failures import raised_as
 from ..errors.messages import first_line
 from ..runners.executorch_runner import METHOD, SIGNATURE
 from ..runners.signature import Signature
@@ -75,26 +76,27 @@ def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack
     """
     signature = signature_of(traced, ("executorch",))
     check_bounds(signature)
-    try:
-        # loops over weights that can be trained would also be those of a backward pass, which return sizes
-        with quietly("executorch"), torch.no_grad():
-            exir: Any = importlib.import_module("executorch.exir")
-            partitioners = []
-            if backend == "xnnpack":
-                xnnpack: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
-                partitioners.append(xnnpack.XnnpackPartitioner())
-            edge = exir.to_edge_transform_and_lower(
-                {METHOD: written_out(flat_program(traced.program))},
-                partitioner=partitioners,
-                compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
-                constant_methods={SIGNATURE: signature.to_json()},
-            )
-            _bound_sizes(edge.exported_program(METHOD), traced.program)
-            with states_of_the_call():
-                made = edge.to_executorch()
-    except Exception as error:  # ExecuTorch raises whatever its passes do
+
+    def failure(error: Exception) -> FlattenError:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise FlattenError(f"ExecuTorch cannot lower the program ({reason}){_advice(error, backend)}") from error
+        return FlattenError(f"ExecuTorch cannot lower the program ({reason}){_advice(error, backend)}")
+
+    # loops over weights that can be trained would also be those of a backward pass, which return sizes
+    with raised_as(failure), quietly("executorch"), torch.no_grad():
+        exir: Any = importlib.import_module("executorch.exir")
+        partitioners = []
+        if backend == "xnnpack":
+            xnnpack: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
+            partitioners.append(xnnpack.XnnpackPartitioner())
+        edge = exir.to_edge_transform_and_lower(
+            {METHOD: written_out(flat_program(traced.program))},
+            partitioner=partitioners,
+            compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
+            constant_methods={SIGNATURE: signature.to_json()},
+        )
+        _bound_sizes(edge.exported_program(METHOD), traced.program)
+        with states_of_the_call():
+            made = edge.to_executorch()
     (plan,) = (plan for plan in made.executorch_program.execution_plan if plan.name == METHOD)
     missing = missing_kernels(plan.operators)
     if missing:  # the runtime states a number only

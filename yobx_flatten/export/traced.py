@@ -191,7 +191,7 @@ def _traced(example: Example, strict: bool) -> ExportedProgram:
                 strict=strict,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
-    except Exception as error:
+    except Exception as error:  # of the model, or of torch; raised again, with an explanation
         explained = _explain(example, error)
         if explained is None:
             raise

@@ -159,7 +159,7 @@ def draws_random_numbers(program: ExportedProgram) -> list[str]:
     return [str(target) for target in dict.fromkeys(drawing) if not _is_switched_off(target, program)]
 
 
-def _is_switched_off(target: Any, program: ExportedProgram) -> bool:
+def _is_switched_off(target: object, program: ExportedProgram) -> bool:
     """A dropout of a module in ``eval()`` is in the graph and does nothing; so is that of an attention."""
     switches = {"train", "dropout_p"}
     for node in program.graph.nodes:

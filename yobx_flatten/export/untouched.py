@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..errors.failures import result_or
+
 __all__ = ["untouched_copy"]
 
 T = TypeVar("T")
@@ -29,10 +31,11 @@ def untouched_copy(value: T, module: torch.nn.Module) -> T:
 
 
 def _copied(value: Any, shared: Mapping[int, Any]) -> Any:
-    try:
-        return copy.deepcopy(value, dict(shared))
-    except Exception:  # whatever a class raises for what it holds: a lock, a file, a stream of a device
-        pass
+    # a class raises what it likes for what it holds: a lock, a file, a stream of a device
+    return result_or(lambda: copy.deepcopy(value, dict(shared)), lambda error: _copied_by_parts(value, shared))
+
+
+def _copied_by_parts(value: Any, shared: Mapping[int, Any]) -> Any:
     if isinstance(value, torch.Tensor):  # computed from one that requires a gradient
         return value.detach().clone()
     if type(value) in (list, tuple):

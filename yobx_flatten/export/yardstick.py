@@ -19,6 +19,7 @@ import torch
 
 from ..errors.log import STEP
 from ..private_names.of_torch import pytree
+from ..recipe.aliases import PyTree
 from ..trees.naming import output_names
 from .replay import Case, Next, eager_steps
 from .room import memory_available, weight_bytes
@@ -155,7 +156,7 @@ def _in_float32(module: torch.nn.Module) -> Iterator[None]:
             held.update(mine)
 
 
-def _wide(tree: Any) -> Any:
+def _wide(tree: PyTree) -> PyTree:
     return pytree.tree_map(
         lambda leaf: leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in _HALF else leaf, tree
     )

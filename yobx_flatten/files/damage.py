@@ -41,7 +41,7 @@ def damage_as(failure: type[Exception], where: str, *own: type[Exception]) -> It
         raise
     except own:
         raise
-    except BaseException as error:
+    except BaseException as error:  # also a panic of a library in Rust; all others come out as they are
         if not is_failure(error):
             raise
         raise failure(f"{where} is damaged ({type(error).__name__}: {first_line(error)}).") from error

@@ -18,10 +18,11 @@ def data_files_of(path: pathlib.Path) -> set[str]:
     if not path.is_file():
         return set()
     import onnx
+    from google.protobuf.message import DecodeError
 
     try:
         graph = onnx.load(path, load_external_data=False).graph
-    except Exception:  # whatever protobuf raises for what is not an ONNX file
+    except DecodeError:  # not an ONNX file
         return set()
     stored = [entry for tensor in graph.initializer for entry in tensor.external_data]
     return {entry.value for entry in stored if entry.key == "location" and is_data_of(entry.value, path)}

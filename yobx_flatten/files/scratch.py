@@ -17,6 +17,7 @@ finishes what was complete and removes the rest.
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import os
 import pathlib
@@ -28,6 +29,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ..errors import StoredFileError
+from ..errors.failures import undone_on_failure
 from .flush import flush_tree, opened_folder
 
 if TYPE_CHECKING:
@@ -124,15 +126,12 @@ def publish_files(new: pathlib.Path, target: pathlib.Path, stale: Collection[str
     flush_tree(new.parent)
     moved: list[str] = []
     with opened_folder(target.parent) as flush:
-        try:
+        with undone_on_failure(lambda: _unlink(target.parent, moved)):
             for name in others:
                 os.replace(new / name, target.parent / name)
                 moved.append(name)
             flush()
             os.replace(new / target.name, target)
-        except BaseException:
-            _unlink(target.parent, moved)
-            raise
         # it is the new one now: what goes wrong from here on needs no error
         with contextlib.suppress(OSError):
             flush()
@@ -259,11 +258,8 @@ def _unlink(folder: pathlib.Path, names: Iterable[str]) -> None:
 def _locked_folder(target: pathlib.Path) -> tuple[pathlib.Path, BaseFileLock]:
     while True:
         folder = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=target.parent))
-        try:
+        with undone_on_failure(functools.partial(shutil.rmtree, folder, ignore_errors=True)):
             lock = _lock_of(folder)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
         if lock is not None:
             return folder, lock
         # another process took it for a leftover before it had its lock

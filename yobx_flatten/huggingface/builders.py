@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..errors import CacheStructureError, describe_class
+from ..recipe.aliases import CacheLayer, TransformersCache
 from .caches.layers import LETTERS, keeps_dtype
 
 __all__ = ["make_dynamic_cache", "make_encoder_decoder_cache", "make_static_cache"]
@@ -17,7 +18,9 @@ Layers: TypeAlias = str | type | Sequence[str | type] | None
 Options: TypeAlias = dict[str, Any] | Sequence[dict[str, Any]] | None
 
 
-def make_dynamic_cache(key_value_pairs: Pairs, cls_layers: Layers = None, cls_kwargs: Options = None) -> Any:
+def make_dynamic_cache(
+    key_value_pairs: Pairs, cls_layers: Layers = None, cls_kwargs: Options = None
+) -> TransformersCache:
     """Make a ``DynamicCache`` that holds the given tensors as they are.
 
     Args:
@@ -65,7 +68,7 @@ def make_static_cache(
     cls_kwargs: Options = None,
     *,
     length: int | None = None,
-) -> Any:
+) -> TransformersCache:
     """Make a ``StaticCache`` that holds the given tokens.
 
     Args:
@@ -118,7 +121,9 @@ def make_static_cache(
     return cache
 
 
-def make_encoder_decoder_cache(self_attention_cache: Any, cross_attention_cache: Any) -> Any:
+def make_encoder_decoder_cache(
+    self_attention_cache: TransformersCache, cross_attention_cache: TransformersCache
+) -> TransformersCache:
     """Make an ``EncoderDecoderCache`` of two caches.
 
     Args:
@@ -156,7 +161,7 @@ def _pairs(pairs: Pairs, fewest: int = 4) -> list[tuple[torch.Tensor, torch.Tens
     return given
 
 
-def _per_layer(given: Any, count: int, name: str) -> list[Any]:
+def _per_layer(given: str | type | dict[str, Any] | Sequence[Any], count: int, name: str) -> list[Any]:
     if isinstance(given, (str, type, dict)):
         return [given] * count
     entries = list(given)
@@ -167,27 +172,26 @@ def _per_layer(given: Any, count: int, name: str) -> list[Any]:
     return entries
 
 
-def _new_layer(cls: Any, options: dict[str, Any], letters: str, keys: torch.Tensor | None = None) -> Any:
+def _new_layer(cls: str | type, options: dict[str, Any], letters: str, keys: torch.Tensor | None = None) -> CacheLayer:
     import transformers.cache_utils as cache_utils
 
     allowed = [name for name, letter in LETTERS.items() if letter in letters and hasattr(cache_utils, name)]
-    if isinstance(cls, str):
-        if cls not in allowed:
-            raise CacheStructureError(f"cls_layers: {cls!r} is not one of {allowed}.")
-        cls = getattr(cache_utils, cls)
-    if cls.__name__ not in allowed:
-        raise CacheStructureError(f"cls_layers: {describe_class(cls)} is not one of {allowed}.")
-    if LETTERS[cls.__name__] == "W" and keys is not None and keys.shape[-2] > 0:
+    if isinstance(cls, str) and cls not in allowed:
+        raise CacheStructureError(f"cls_layers: {cls!r} is not one of {allowed}.")
+    chosen: type = getattr(cache_utils, cls) if isinstance(cls, str) else cls
+    if chosen.__name__ not in allowed:
+        raise CacheStructureError(f"cls_layers: {describe_class(chosen)} is not one of {allowed}.")
+    if LETTERS[chosen.__name__] == "W" and keys is not None and keys.shape[-2] > 0:
         options = {"sliding_window": keys.shape[-2], **options}
     try:
-        return cls(**options)
+        return chosen(**options)
     except TypeError as error:
         raise CacheStructureError(
-            f"cls_kwargs: {cls.__name__}(**{options}) fails: {error}. A sliding layer takes {{'sliding_window': 8}}."
+            f"cls_kwargs: {chosen.__name__}(**{options}) fails: {error}. A sliding layer takes {{'sliding_window': 8}}."
         ) from None
 
 
-def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+def _fill(layer: CacheLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
     layer.keys, layer.values, layer.device = keys, values, keys.device
     if keeps_dtype(layer.__class__):
         layer.dtype = keys.dtype

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from ..recipe.aliases import ModelOutput, TransformersCache, TransformersModel
+
 __all__ = [
     "CACHE",
     "PRESENT",
@@ -53,7 +55,7 @@ _TENSORS = re.compile(r"(?i)\b(?:tuple|list|sequence)\[.*Tensor")
 _SIDES = ({"key", "value"}, {"decoder", "encoder"})
 
 
-def is_cache(value: Any) -> bool:
+def is_cache(value: object) -> bool:
     """Return whether a value is a cache: an object of a cache class, or a list with the keys and values of each layer.
 
     Args:
@@ -70,7 +72,7 @@ def is_cache(value: Any) -> bool:
     return callable(getattr(value, "get_seq_length", None)) or type(value).__name__.endswith("Cache")
 
 
-def name_in(values: Any) -> str | None:
+def name_in(values: object) -> str | None:
     """Return which entry of a call's arguments, or of an output, is the cache.
 
     Args:
@@ -90,7 +92,7 @@ def name_in(values: Any) -> str | None:
     return None
 
 
-def cache_of(values: Any) -> Any:
+def cache_of(values: ModelOutput) -> TransformersCache:
     """Return the cache among a call's arguments, or of an output; ``None`` where there is none.
 
     Args:
@@ -100,7 +102,7 @@ def cache_of(values: Any) -> Any:
     return None if name is None else values[name]
 
 
-def forward_of(model: Any) -> Callable[..., Any]:
+def forward_of(model: TransformersModel) -> Callable[..., Any]:
     """Return the forward that names its arguments: of a wrapper that hands all of them on, that of what it wraps.
 
     Args:
@@ -204,7 +206,7 @@ def installed_name() -> str:
     return next(word for word in _WORDS if word in fields)
 
 
-def word_in_files(name: str, value: Any, word: str = CACHE) -> str:
+def word_in_files(name: str, value: object, word: str = CACHE) -> str:
     """Return what a file calls an entry of the inputs, or of the outputs: one word for the cache.
 
     Args:

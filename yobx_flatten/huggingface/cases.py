@@ -11,6 +11,7 @@ import torch
 
 from ..errors import FlattenError, InvalidArgumentError, describe_class
 from ..private_names.of_torch import pytree
+from ..recipe.aliases import TransformersCache, TransformersConfig, TransformersModel
 from .cache_names import argument_of, cache_of, forward_of, installed_name, name_in, named_for
 from .contiguous import contiguous
 from .layer_weights import device_of_inputs
@@ -71,7 +72,7 @@ class DecodeSizes:
         return f"batch {self.batch}, past {self.past}, new {self.new}{padding}"
 
 
-def why_not_resizable(model: Any, kwargs: Mapping[str, Any]) -> str | None:
+def why_not_resizable(model: TransformersModel, kwargs: Mapping[str, Any]) -> str | None:
     """Return why the inputs of a model cannot be made in other sizes; ``None`` when they can.
 
     Args:
@@ -94,7 +95,7 @@ def why_not_resizable(model: Any, kwargs: Mapping[str, Any]) -> str | None:
     return None
 
 
-def ambiguous_without(model: Any, kwargs: Mapping[str, Any]) -> str | None:
+def ambiguous_without(model: TransformersModel, kwargs: Mapping[str, Any]) -> str | None:
     """Say what a model has to be given for its results to be one; ``None`` where nothing is missing.
 
     Layers of PaliGemma are not causal (``use_bidirectional_attention``) and leave that to the mask, which token types
@@ -115,7 +116,7 @@ def ambiguous_without(model: Any, kwargs: Mapping[str, Any]) -> str | None:
     )
 
 
-def default_sizes(model: Any, longest: int = 1024) -> tuple[list[DecodeSizes], str | None]:
+def default_sizes(model: TransformersModel, longest: int = 1024) -> tuple[list[DecodeSizes], str | None]:
     """Choose sizes that are hard: below, at and past the smallest window, one and several tokens, a padded row.
 
     Where positions change with the length (longrope, dynamic), two more pass that length.
@@ -155,7 +156,7 @@ def default_sizes(model: Any, longest: int = 1024) -> tuple[list[DecodeSizes], s
 
 
 def decode_inputs(
-    model: Any,
+    model: TransformersModel,
     sizes: DecodeSizes,
     like: Mapping[str, Any] | None = None,
     seed: int = 0,
@@ -265,7 +266,7 @@ def decode_inputs(
     return {name: made.get(name, value) for name, value in like.items()}
 
 
-def next_inputs(kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[str, Any] | None:
+def next_inputs(kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any] | None:
     """Make the inputs of the next decode call: the returned caches, as many new tokens, a longer mask.
 
     Args:
@@ -304,12 +305,12 @@ def next_inputs(kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[
     return following
 
 
-def _encoder_reads_tokens(model: Any) -> bool:
+def _encoder_reads_tokens(model: TransformersModel) -> bool:
     get_encoder = getattr(model, "get_encoder", None)
     return get_encoder is None or "input_ids" in inspect.signature(get_encoder().forward).parameters
 
 
-def _usual_inputs(model: Any, encoder_decoder: bool) -> tuple[str, ...]:
+def _usual_inputs(model: TransformersModel, encoder_decoder: bool) -> tuple[str, ...]:
     cache_is = argument_of(forward_of(model)) or installed_name()
     if encoder_decoder:
         return "decoder_input_ids", "encoder_outputs", "attention_mask", cache_is
@@ -317,7 +318,7 @@ def _usual_inputs(model: Any, encoder_decoder: bool) -> tuple[str, ...]:
     return ("input_ids", cache_is) if has_states_alone(model) else ("input_ids", "attention_mask", cache_is)
 
 
-def slides(config: Any) -> bool:
+def slides(config: TransformersConfig) -> bool:
     """Return whether a model of this configuration makes a cache of which a layer keeps the last tokens only.
 
     Args:
@@ -326,7 +327,7 @@ def slides(config: Any) -> bool:
     return any(getattr(layer, "is_sliding", False) for layer in new_dynamic_cache(config).layers)
 
 
-def keeps_all(cache: Any) -> bool:
+def keeps_all(cache: TransformersCache) -> bool:
     """Return whether every layer of a ``DynamicCache`` keeps all tokens.
 
     Args:
@@ -335,7 +336,7 @@ def keeps_all(cache: Any) -> bool:
     return all(type(layer).__name__ == "DynamicLayer" for layer in cache.layers)
 
 
-def _fresh_cache(model: Any, example: Any) -> Any:
+def _fresh_cache(model: TransformersModel, example: TransformersCache) -> TransformersCache | None:
     """An empty cache like the example's, where a model does not make such a one by itself; ``None`` lets it."""
     kind = type(example).__name__
     if kind == "QuantizedCache" and _is_fp8(example):
@@ -351,5 +352,5 @@ def _fresh_cache(model: Any, example: Any) -> Any:
     return StaticCache(**{"config": model.config, "max_cache_len": longest} if "config" in cache_of else {})
 
 
-def _is_fp8(cache: Any) -> bool:
+def _is_fp8(cache: TransformersCache) -> bool:
     return {type(layer).__name__ for layer in cache.layers} == {"Fp8QuantizedLayer"}

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from ..recipe.aliases import PyTree
+
 __all__ = ["contiguous"]
 
 
-def contiguous(value: Any) -> Any:
+def contiguous(value: PyTree) -> PyTree:
     """Return a tensor contiguous; what holds tensors gets such, in place.
 
     A slice (``ids[:, 5:]``, the keys of a layer past its window) has strides that other tensors do not have, and code
@@ -22,14 +24,14 @@ def contiguous(value: Any) -> Any:
     return _contiguous(value, {})
 
 
-def _contiguous(value: Any, done: dict[int, tuple[Any, Any]]) -> Any:
+def _contiguous(value: PyTree, done: dict[int, tuple[Any, Any]]) -> PyTree:
     if id(value) not in done:
         done[id(value)] = value, value  # kept, so that its id is not used again; and an end, where it holds itself
         done[id(value)] = value, _whole(value, done)
     return done[id(value)][1]
 
 
-def _whole(value: Any, done: dict[int, tuple[Any, Any]]) -> Any:
+def _whole(value: PyTree, done: dict[int, tuple[Any, Any]]) -> PyTree:
     if isinstance(value, torch.Tensor):
         return value.contiguous()
     if type(value) is tuple:

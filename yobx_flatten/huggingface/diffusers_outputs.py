@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from ..recipe.aliases import PyTree
 from ..recipe.contract import Recipe
 from ..recipe.fields import functions_of
 from ..trace.onnx_operators import Translation
@@ -53,7 +54,7 @@ class DiffusersSupport:
         """Return arguments as they are."""
         return kwargs
 
-    def prepare(self, tree: Any) -> Any:
+    def prepare(self, tree: PyTree) -> PyTree:
         """Return the example inputs as they are."""
         return tree
 

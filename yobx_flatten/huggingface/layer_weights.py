@@ -13,7 +13,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,6 +26,8 @@ __all__ = [
     "stream_layers",
     "streamed_readers",
 ]
+
+_Hook: TypeAlias = Any  # ``accelerate.hooks.ModelHook``: accelerate counts as untyped
 
 Reader = Callable[[], torch.Tensor]
 """Returns one weight. Two names of one weight have the same reader."""
@@ -47,7 +49,7 @@ class _LayerWeights:
         layer.register_forward_pre_hook(self._bring, prepend=True)
         layer.register_forward_hook(self._drop, always_call=True)
 
-    def _bring(self, layer: torch.nn.Module, _: Any) -> None:
+    def _bring(self, layer: torch.nn.Module, _: object) -> None:
         if self.is_paused:
             return
         self._calls += 1
@@ -156,12 +158,12 @@ def device_of_inputs(module: torch.nn.Module) -> torch.device:
     return torch.device(devices[0]) if devices and devices[0] is not None else torch.device("cpu")
 
 
-def _each(hook: Any) -> tuple[Any, ...]:
+def _each(hook: _Hook) -> tuple[_Hook, ...]:
     """A hook of accelerate, and those that it is made of."""
     return (hook, *getattr(hook, "hooks", ()))
 
 
-def _is_offloading(hook: Any) -> bool:
+def _is_offloading(hook: _Hook) -> bool:
     return bool(getattr(hook, "offload", False)) and getattr(hook, "weights_map", None) is not None
 
 

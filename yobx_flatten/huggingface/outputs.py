@@ -37,6 +37,7 @@ from types import ModuleType
 from typing import Any
 
 from ..private_names.of_torch import MappingKey, pytree
+from ..recipe.aliases import ModelOutput
 from ..recipe.contract import Recipe
 from ..recipe.fields import functions_of, is_mapping_like
 from .loaded import ModelClasses, classes_of, subclasses_of
@@ -50,7 +51,7 @@ __all__ = [
 ]
 
 
-def flatten_base_model_output(output: Any) -> tuple[list[Any], list[str]]:
+def flatten_base_model_output(output: ModelOutput) -> tuple[list[Any], list[str]]:
     """Flatten a ``BaseModelOutput`` into the fields that are set, and their names.
 
     Args:
@@ -62,7 +63,7 @@ def flatten_base_model_output(output: Any) -> tuple[list[Any], list[str]]:
     return list(output.values()), list(output.keys())
 
 
-def flatten_with_keys_base_model_output(output: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
+def flatten_with_keys_base_model_output(output: ModelOutput) -> tuple[list[tuple[Any, Any]], list[str]]:
     """Flatten a ``BaseModelOutput`` into the fields that are set, each with its key.
 
     Args:
@@ -75,7 +76,9 @@ def flatten_with_keys_base_model_output(output: Any) -> tuple[list[tuple[Any, An
     return [(MappingKey(name), value) for name, value in zip(names, values, strict=True)], names
 
 
-def unflatten_base_model_output(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
+def unflatten_base_model_output(
+    values: Iterable[Any], context: list[str], output_type: type | None = None
+) -> ModelOutput:
     """Unflatten a ``BaseModelOutput``, or another output class given as ``output_type``.
 
     Args:
@@ -170,16 +173,16 @@ def _container(cls: type) -> _Functions:
     """Functions of a class that keeps its content in ``data``, and little in other attributes."""
     dropped = dict.fromkeys(_DROPPED) if _is_encoding(cls) else {}
 
-    def flatten(obj: Any) -> tuple[list[Any], list[Any]]:
+    def flatten(obj: object) -> tuple[list[Any], list[Any]]:
         held = vars(obj)
         attributes = {name: value for name, value in held.items() if name != "data" and name not in _DROPPED}
         return list(held["data"].values()), [list(held["data"]), attributes]
 
-    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
+    def flatten_with_keys(obj: object) -> tuple[list[tuple[Any, Any]], list[Any]]:
         values, static = flatten(obj)
         return [(MappingKey(key), value) for key, value in zip(static[0], values, strict=True)], static
 
-    def unflatten(values: Iterable[Any], static: list[Any], output_type: type | None = None) -> Any:
+    def unflatten(values: Iterable[Any], static: list[Any], output_type: type | None = None) -> ModelOutput:
         obj: Any = object.__new__(cls)  # the constructor may convert what it is given
         data = dict(zip(static[0], values, strict=True))
         obj.__dict__.update({"data": data, **dropped, **static[1]})

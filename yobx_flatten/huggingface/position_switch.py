@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..recipe.aliases import TransformersModel
 from .cache_names import argument_of, installed_name
 
 __all__ = ["rereads_at_switch", "switch_of", "switch_of_kind"]
@@ -51,7 +52,7 @@ def switch_of_kind(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
 
 
 @torch.no_grad()
-def rereads_at_switch(model: Any, switch: int) -> bool | None:
+def rereads_at_switch(model: TransformersModel, switch: int) -> bool | None:
     """Return whether a model, when its text passes the switch, drops its cache and reads everything again.
 
     Phi-3 does, since its keys were turned by the short factors. It is asked for the inputs of three calls: the last one
@@ -75,7 +76,7 @@ _KEPT = ["the next", "the next", "the next"]
 _DROPPED = ["the next", "all", "the next"]
 
 
-def _reads(model: Any, length: int) -> str:
+def _reads(model: TransformersModel, length: int) -> str:
     """What a model reads for the token after so many, all but one of which are in its cache."""
     from transformers import GenerationMixin
     from transformers.cache_utils import DynamicCache

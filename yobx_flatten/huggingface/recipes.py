@@ -19,16 +19,16 @@ class _ByClass(dict[str, str]):
     """A dict by full class name that also answers for the classes themselves, without importing them."""
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(_full_name(key))
+        return isinstance(key, (str, type)) and super().__contains__(_full_name(key))
 
-    def __getitem__(self, key: Any) -> str:
+    def __getitem__(self, key: str | type) -> str:
         return super().__getitem__(_full_name(key))
 
-    def get(self, key: Any, default: Any = None) -> Any:
+    def get(self, key: str | type, default: Any = None) -> Any:
         return super().get(_full_name(key), default)
 
 
-def _full_name(key: Any) -> Any:
+def _full_name(key: str | type) -> str:
     return f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else key
 
 
@@ -70,7 +70,7 @@ def transformers_recipes_of_module(module: ModuleType) -> list[Recipe]:
     return cache_recipes_of_module(module, _REMEDY) + output_recipes_of_module(module, _REMEDY)
 
 
-def _recipe(cls: type, suffix: str, module: Any) -> Recipe:
+def _recipe(cls: type, suffix: str, module: ModuleType) -> Recipe:
     return Recipe(
         cls,
         getattr(module, f"flatten_{suffix}"),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 
-from ..recipe.aliases import PlainCache
+from ..recipe.aliases import CacheLayer, DynamicShapes, PlainCache, TransformersCache, TransformersModel
 from .builders import make_dynamic_cache
 from .cache_names import CACHE, PRESENT, argument_of, cache_of, name_in
 from .caches.layers import code_of
@@ -27,7 +27,7 @@ __all__ = ["SlidingDecoder", "counts_by_itself", "why_not_sliding"]
 _FED = ("input_ids", "attention_mask", "position_ids")  # and the cache
 
 
-def counts_by_itself(cache: Any) -> bool:
+def counts_by_itself(cache: TransformersCache) -> bool:
     """Return whether a cache has a counter among its leaves: all of its layers slide, and hold something."""
     layers: Any = getattr(cache, "layers", None)
     return (
@@ -68,7 +68,7 @@ class SlidingDecoder(torch.nn.Module):
             not a tensor is handed to the model at each call.
     """
 
-    def __init__(self, model: Any, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, model: TransformersModel, kwargs: Mapping[str, Any]) -> None:
         super().__init__()
         self.model, self.cache_is = model, argument_of(model.forward) or CACHE
         layers = cache_of(kwargs).layers
@@ -109,7 +109,7 @@ class SlidingDecoder(torch.nn.Module):
             "cache": [_pair(layer) for layer in cache.layers],
         }
 
-    def shapes(self, given: Any) -> Any:
+    def shapes(self, given: DynamicShapes) -> DynamicShapes:
         """Make the dynamic shapes of this module from those of the model."""
         if given is None:
             return None
@@ -120,7 +120,9 @@ class SlidingDecoder(torch.nn.Module):
             "cache": [{"key": leaves[2 * layer], "value": leaves[2 * layer + 1]} for layer in range(len(self.classes))],
         }
 
-    def forward(self, input_ids: Any, attention_mask: Any, position_ids: Any, cache: PlainCache) -> dict[str, Any]:
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, cache: PlainCache
+    ) -> dict[str, Any]:
         """Return the scores, what else the model returns, and the keys and values that are kept."""
         pairs = [(layer["key"], layer["value"]) for layer in cache]
         filled = make_dynamic_cache(pairs, self.classes, self.windows)
@@ -142,7 +144,7 @@ class SlidingDecoder(torch.nn.Module):
         others = {name: value for name, value in found.items() if name != returned and value is not None}
         return {**others, PRESENT: kept}
 
-    def next_inputs(self, kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[str, Any]:
+    def next_inputs(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
         """Make the inputs of the next call: what was kept, as many random tokens, a longer mask.
 
         Tokens with codes next to them (Kyutai's speech to text) stay: each codebook has a vocabulary of its own.
@@ -159,5 +161,5 @@ class SlidingDecoder(torch.nn.Module):
         }
 
 
-def _pair(layer: Any) -> dict[str, Any]:
+def _pair(layer: CacheLayer) -> dict[str, torch.Tensor]:
     return {"key": layer.keys, "value": layer.values}

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from ..recipe.aliases import TransformersCache, TransformersModel
+from ..recipe.aliases import CacheLayer, TransformersCache, TransformersConfig, TransformersModel
 from .cache_names import CACHE, argument_of, cache_of, forward_of
 
 __all__ = ["StateDecoder", "has_states_alone", "new_dynamic_cache"]
 
 
-def new_dynamic_cache(config: Any) -> TransformersCache:
+def new_dynamic_cache(config: TransformersConfig) -> TransformersCache:
     """Return an empty ``DynamicCache`` with the layers that a configuration asks for.
 
     Args:
@@ -53,7 +53,7 @@ def has_states_alone(model: TransformersModel) -> bool:
     return bool(layers) and all(_is_state(layer) for layer in layers)
 
 
-def _is_state(layer: Any) -> bool:
+def _is_state(layer: CacheLayer) -> bool:
     return hasattr(layer, "recurrent_states") and not hasattr(layer, "keys")
 
 

@@ -42,6 +42,7 @@ import torch
 
 from ..errors import InvalidRegistrationError, UnsetFieldError, describe_class
 from ..private_names.of_torch import GetAttrKey, MappingKey, SequenceKey
+from .aliases import Static
 from .contract import Flatten, FlattenWithKeys, Unflatten, require_node
 from .hashable import own_copy
 from .static_codec import check_static
@@ -138,7 +139,7 @@ def name_functions(
     return functions
 
 
-def checked(value: Any, where: str) -> Any:
+def checked(value: Static, where: str) -> Static:
     """Return the value of a static attribute, or raise when it cannot be one; what was approved stays approved.
 
     A list, dict or set is returned as a copy: a program keeps what it is given here and compares with it at every call,

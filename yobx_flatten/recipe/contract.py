@@ -191,7 +191,7 @@ def _given(recipe: Recipe) -> FlattenWithKeys | None:
 def _with_positions(flatten: Flatten) -> FlattenWithKeys:
     """Key paths by position, for classes whose author gave none."""
 
-    def flatten_with_positions(obj: Any) -> tuple[list[tuple[KeyEntry, Any]], Any]:
+    def flatten_with_positions(obj: object) -> tuple[list[tuple[KeyEntry, Any]], Any]:
         children, static = flatten(obj)
         return [(SequenceKey(i), child) for i, child in enumerate(children)], static
 

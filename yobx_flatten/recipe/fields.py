@@ -25,6 +25,7 @@ from typing import Any
 
 from ..errors import InvalidRegistrationError, describe_class
 from ..private_names.of_torch import GetAttrKey, SequenceKey
+from .aliases import Static
 from .codegen import checked, functions_from_fields, name_functions, require_content
 from .contract import Flatten, FlattenWithKeys, Recipe, Unflatten, require_node
 from .hashable import own_copy
@@ -105,21 +106,21 @@ def _jax_functions(cls: Any) -> _Functions:
     """The methods of ``jax.tree_util.register_pytree_node_class``; their unflatten takes the static part first."""
     plain, with_keys = getattr(cls, "tree_flatten", None), getattr(cls, "tree_flatten_with_keys", None)
 
-    def flatten(obj: Any) -> tuple[list[Any], Any]:
+    def flatten(obj: object) -> tuple[list[Any], Any]:
         if plain is None:
             pairs, static = flatten_with_keys(obj)
             return [child for _, child in pairs], static
         children, static = plain(obj)
         return list(children), static
 
-    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    def flatten_with_keys(obj: object) -> tuple[list[tuple[Any, Any]], Any]:
         if with_keys is None:
             children, static = flatten(obj)
             return [(SequenceKey(i), child) for i, child in enumerate(children)], static
         pairs, static = with_keys(obj)
         return [(torch_key(key), child) for key, child in pairs], static
 
-    def unflatten(children: Iterable[Any], static: Any, output_type: type | None = None) -> Any:
+    def unflatten(children: Iterable[Any], static: Static, output_type: type | None = None) -> Any:
         return cls.tree_unflatten(static, tuple(children))
 
     return flatten, flatten_with_keys, unflatten
@@ -153,12 +154,12 @@ def _pydantic_functions(cls: Any) -> _Functions:
         }
         return [*(state[name] for name in names), *(extra or {}).values(), *(private or {}).values()], static
 
-    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    def flatten_with_keys(obj: object) -> tuple[list[tuple[Any, Any]], Any]:
         children, static = flatten(obj)
         everything = [*names, *(static["extra"] or ()), *(static["private"] or ())]
         return [(GetAttrKey(name), child) for name, child in zip(everything, children, strict=True)], static
 
-    def unflatten(children: Iterable[Any], static: Any, output_type: type | None = None) -> Any:
+    def unflatten(children: Iterable[Any], static: Static, output_type: type | None = None) -> Any:
         given = dict(zip([*names, *(static["extra"] or ()), *(static["private"] or ())], children, strict=True))
         given.update(zip(static_names, map(own_copy, static["static"]), strict=True))
         obj = object.__new__(cls)

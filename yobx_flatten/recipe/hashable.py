@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from typing import Any
 
 from ..errors import StaticDataError, describe_class
+from .aliases import Static
 
 __all__ = ["HeldStatic", "hashable", "original", "own_copy"]
 
@@ -20,7 +20,7 @@ class HeldStatic:
 
     __slots__ = ("_hash", "value")
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Static) -> None:
         self.value = own_copy(value)
         self._hash = _hash(self.value)
 
@@ -34,7 +34,7 @@ class HeldStatic:
         return repr(self.value)
 
 
-def hashable(static: Any) -> Any:
+def hashable(static: Static) -> Static:
     """Return static data in a form that hashes and compares.
 
     Args:
@@ -58,12 +58,12 @@ def hashable(static: Any) -> Any:
     return static
 
 
-def original(static: Any) -> Any:
+def original(static: Static) -> Static:
     """Return what :func:`hashable` was given; lists and dicts are fresh ones."""
     return own_copy(static.value) if type(static) is HeldStatic else static
 
 
-def own_copy(value: Any) -> Any:
+def own_copy(value: Static) -> Static:
     """Return static data with fresh lists, dicts and sets, nested at will: a change of one is none of the other.
 
     >>> names = ["a"]
@@ -83,7 +83,7 @@ def own_copy(value: Any) -> Any:
     return set(value) if kind is set else value
 
 
-def _hash(value: Any) -> int:
+def _hash(value: Static) -> int:
     kind = type(value)
     if kind is list or kind is tuple:
         return hash((kind, *map(_hash, value)))

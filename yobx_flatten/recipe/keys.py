@@ -11,7 +11,7 @@ __all__ = ["torch_key"]
 _TORCH = (GetAttrKey, MappingKey, SequenceKey)
 
 
-def torch_key(key: Any) -> KeyEntry:
+def torch_key(key: object) -> KeyEntry:
     """Translate a key of JAX (or any other that states what it holds) to torch's.
 
     Args:
@@ -28,6 +28,5 @@ def torch_key(key: Any) -> KeyEntry:
         return SequenceKey(key.idx)
     if hasattr(key, "name"):
         return GetAttrKey(key.name)
-    if type(key).__name__ == "FlattenedIndexKey" or type(key) is int:
-        return SequenceKey(getattr(key, "key", key))
-    return MappingKey(getattr(key, "key", key))
+    own: Any = getattr(key, "key", key)
+    return SequenceKey(own) if type(key).__name__ == "FlattenedIndexKey" or type(key) is int else MappingKey(own)

@@ -53,11 +53,11 @@ def mapping_functions(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
     check_items = _check_of(cls)
     rebuild = _rebuilding(cls)
 
-    def flatten(obj: Any) -> tuple[list[Any], list[Any]]:
+    def flatten(obj: Mapping[Any, Any]) -> tuple[list[Any], list[Any]]:
         check_items(obj)
         return list(obj.values()), list(obj.keys())
 
-    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
+    def flatten_with_keys(obj: Mapping[Any, Any]) -> tuple[list[tuple[Any, Any]], list[Any]]:
         children, keys = flatten(obj)
         return [(MappingKey(k), child) for k, child in zip(keys, children, strict=True)], keys
 
@@ -90,7 +90,7 @@ def _check_of(cls: type) -> Callable[[Any], None]:
     return _check_attributes if issubclass(cls, (dict, collections.UserDict)) else _check_of_constructor(cls)
 
 
-def _check_of_fields(cls: Any) -> Callable[[Any], None]:
+def _check_of_fields(cls: type) -> Callable[[Any], None]:
     """What a field holds is an item, or ``None``."""
     names = [field.name for field in dataclasses.fields(cls)]
 
@@ -138,7 +138,7 @@ def _check_of_constructor(cls: type) -> Callable[[Any], None]:
     return check_items
 
 
-def _not_an_item(obj: Any, name: str, names: list[str]) -> RoundTripError:
+def _not_an_item(obj: object, name: str, names: list[str]) -> RoundTripError:
     cls = type(obj)
     if isinstance(obj, dict):
         line = (
@@ -183,7 +183,7 @@ def _rebuilding(cls: type) -> Callable[[dict[Any, Any]], Any]:
     return rebuild
 
 
-def _kept(found: Any, given: Any) -> bool:
+def _kept(found: object, given: object) -> bool:
     # some constructors make containers of their own kind of what is nested
     return found is given or isinstance(given, (dict, list, tuple))
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 
 from ..errors import RoundTripError, StaticDataError, describe_class
+from ..errors.failures import raised_as, result_or
 from ..private_names.of_torch import TorchDispatchMode, get_node_type, pop_mode, push_mode, pytree
+from .aliases import Static
 from .contract import Recipe
 from .hashable import hashable
 from .undeclared import UNSET, held_attributes, is_derived
@@ -21,7 +23,7 @@ from .undeclared import UNSET, held_attributes, is_derived
 __all__ = ["CHECKS", "check_round_trip"]
 
 
-def check_round_trip(recipe: Recipe, sample: Any) -> None:
+def check_round_trip(recipe: Recipe, sample: object) -> None:
     """Flatten, unflatten and flatten again, with every function of the recipe.
 
     Args:
@@ -41,7 +43,7 @@ def check_round_trip(recipe: Recipe, sample: Any) -> None:
 # -- the checks ------------------------------------------------------------------------------------------------------
 
 
-def _check_no_tensors_in_static(recipe: Recipe, sample: Any) -> None:
+def _check_no_tensors_in_static(recipe: Recipe, sample: object) -> None:
     """The static part holds neither tensors nor arrays: they change from call to call."""
     _, static = _flatten(recipe, sample)
     for found in _tensors_in(static):
@@ -52,7 +54,7 @@ def _check_no_tensors_in_static(recipe: Recipe, sample: Any) -> None:
         )
 
 
-def _check_keys(recipe: Recipe, sample: Any) -> None:
+def _check_keys(recipe: Recipe, sample: object) -> None:
     """The keyed flatten gives the same children and static part, under keys that torch knows."""
     name = recipe.cls.__qualname__
     children, static = _flatten(recipe, sample)
@@ -73,7 +75,7 @@ def _check_keys(recipe: Recipe, sample: Any) -> None:
         )
 
 
-def _check_rebuilt(recipe: Recipe, sample: Any) -> None:
+def _check_rebuilt(recipe: Recipe, sample: object) -> None:
     """The rebuilt object is of the same class, holds the same children (no copies) and has an equal static part."""
     name, cls = recipe.cls.__qualname__, recipe.cls
     children, static = _flatten(recipe, sample)
@@ -101,7 +103,7 @@ def _check_rebuilt(recipe: Recipe, sample: Any) -> None:
         )
 
 
-def _check_no_tensors_made(recipe: Recipe, sample: Any) -> None:
+def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
     """Unflatten makes no tensor: made in a trace, it would be a constant of the program.
 
     See https://github.com/pytorch/pytorch/issues/179555: the constant is not found again by ``run_decompositions``.
@@ -116,21 +118,23 @@ def _check_no_tensors_made(recipe: Recipe, sample: Any) -> None:
         )
 
 
-def _check_placeholders(recipe: Recipe, sample: Any) -> None:
+def _check_placeholders(recipe: Recipe, sample: object) -> None:
     """Unflatten takes whatever stands in the place of a tensor: torch.export puts shapes there, JAX bare objects."""
     children, static = _flatten(recipe, sample)
     placeholders = [object() if _is_leaf(child) else child for child in children]
-    try:
-        recipe.unflatten(placeholders, static)
-    except Exception as error:
-        raise RoundTripError(
+
+    def failure(error: Exception) -> RoundTripError:
+        return RoundTripError(
             f"{recipe.cls.__qualname__}: f_unflatten fails with placeholders in the place of the children "
             f"({type(error).__name__}: {error}). Let it store the children as they are, without a look inside; what is "
             "computed from them belongs into the static part."
-        ) from error
+        )
+
+    with raised_as(failure):
+        recipe.unflatten(placeholders, static)
 
 
-def _check_hashable(recipe: Recipe, sample: Any) -> None:
+def _check_hashable(recipe: Recipe, sample: object) -> None:
     """The static part hashes, or is made of lists, dicts and sets of what does: JAX keeps programs by it."""
     _, static = _flatten(recipe, sample)
     try:
@@ -139,21 +143,19 @@ def _check_hashable(recipe: Recipe, sample: Any) -> None:
         raise RoundTripError(f"{recipe.cls.__qualname__}: {error}") from error
 
 
-def _check_stored(recipe: Recipe, sample: Any) -> None:
+def _check_stored(recipe: Recipe, sample: object) -> None:
     """The spec survives ``torch.export.save``."""
     name = recipe.cls.__qualname__
     spec = pytree.tree_structure(sample)
-    try:
+    with raised_as(lambda error: RoundTripError(f"{name}: its tree spec cannot be stored in a saved program: {error}")):
         stored = pytree.treespec_loads(pytree.treespec_dumps(spec))
-    except Exception as error:
-        raise RoundTripError(f"{name}: its tree spec cannot be stored in a saved program: {error}") from error
     if stored != spec:
         raise RoundTripError(
             f"{name}: its tree spec does not survive torch.export.save.\n  before: {spec}\n  after:  {stored}"
         )
 
 
-def _check_cpp(recipe: Recipe, sample: Any) -> None:
+def _check_cpp(recipe: Recipe, sample: object) -> None:
     """The C++ pytree of torch sees the same leaves as its Python one, where it is in use."""
     cxx = sys.modules.get("torch.utils._cxx_pytree")
     if cxx is not None and not _same(cxx.tree_leaves(sample), pytree.tree_leaves(sample)):
@@ -176,11 +178,11 @@ CHECKS: dict[str, Callable[[Recipe, Any], None]] = {
 # -- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _flatten(recipe: Recipe, obj: Any) -> tuple[list[Any], Any]:
+def _flatten(recipe: Recipe, obj: object) -> tuple[list[Any], Any]:
     return _pair(recipe.cls.__qualname__, "f_flatten", recipe.flatten(obj))
 
 
-def _pair(name: str, function: str, result: Any) -> tuple[list[Any], Any]:
+def _pair(name: str, function: str, result: object) -> tuple[list[Any], Any]:
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], (list, tuple)):
         return list(result[0]), result[1]
     raise RoundTripError(
@@ -190,7 +192,7 @@ def _pair(name: str, function: str, result: Any) -> tuple[list[Any], Any]:
     )
 
 
-def _tensors_in(static: Any) -> Iterator[Any]:
+def _tensors_in(static: Static) -> Iterator[Any]:
     numpy = sys.modules.get("numpy")
     arrays = (torch.Tensor,) if numpy is None else (torch.Tensor, numpy.ndarray)
     left, seen = [static], set()
@@ -203,7 +205,7 @@ def _tensors_in(static: Any) -> Iterator[Any]:
             left += [*value, *value.values()] if isinstance(value, dict) else value
 
 
-def _lost_attributes(sample: Any, rebuilt: Any) -> Iterator[str]:
+def _lost_attributes(sample: object, rebuilt: object) -> Iterator[str]:
     """The attributes that have another value, or none; what is computed anew when it is read may go.
 
     A default of the constructor has the name of what it replaces: values are compared, tensors by identity.
@@ -245,7 +247,13 @@ class _OperatorLog(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call] # torch annotates it no further
         self.operators: dict[str, None] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         self.operators[f"torch.ops.{func}"] = None
         return func(*args, **(kwargs or {}))
 
@@ -262,7 +270,7 @@ def _recorded() -> Iterator[dict[str, None]]:
         pop_mode()
 
 
-def _is_leaf(child: Any) -> bool:
+def _is_leaf(child: object) -> bool:
     return get_node_type(child) not in pytree.SUPPORTED_NODES
 
 
@@ -285,8 +293,6 @@ def _same(left: list[Any], right: list[Any]) -> bool:
     )
 
 
-def _equal(left: Any, right: Any) -> bool:
-    try:
-        return left is right or bool(left == right)
-    except Exception:  # whatever a user's __eq__ raises: static data that does not compare is not equal
-        return False
+def _equal(left: object, right: object) -> bool:
+    # static data that does not compare, whatever a user's __eq__ raises, is not equal
+    return result_or(lambda: left is right or bool(left == right), lambda error: False)

@@ -55,7 +55,7 @@ def import_known(module: str) -> None:
         ) from error
 
 
-def find_named(name: Any, kind: str) -> Any:
+def find_named(name: object, kind: str) -> Any:
     """Find what a name in a file stands for.
 
     Args:
@@ -88,7 +88,7 @@ def find_named(name: Any, kind: str) -> Any:
     return found
 
 
-def _bears(found: Any, name: str) -> bool:
+def _bears(found: object, name: str) -> bool:
     """Whether something was defined where the file states: a module also holds what it imported itself."""
     return f"{getattr(found, '__module__', None)}:{getattr(found, '__qualname__', None)}" == name
 
@@ -113,7 +113,7 @@ def _is_class(base: type) -> Callable[[Any, str], bool]:
     )
 
 
-def _is_plain_dataclass(found: Any, name: str) -> bool:
+def _is_plain_dataclass(found: object, name: str) -> bool:
     """Whether an object of a dataclass runs no code when it is made from its fields, nor when it is dropped."""
     return _is_class(object)(found, name) and dataclasses.is_dataclass(found) and not hasattr(found, "__del__")
 
@@ -124,7 +124,7 @@ _PURE = {f"builtins:{name}" for name in _FUNCTIONS} | {"json:dumps", "json:loads
 _PURE_MODULES = ("cmath", "math", "operator", "_operator")
 
 
-def _is_function(found: Any, name: str) -> bool:
+def _is_function(found: object, name: str) -> bool:
     is_function = callable(found) and not isinstance(found, type) and _bears(found, name)
     module, _, qualified = name.partition(":")
     is_pure = name in _PURE or (module in _PURE_MODULES and qualified != "call")
@@ -134,17 +134,17 @@ def _is_function(found: Any, name: str) -> bool:
 _SENTINELS = {"builtins:Ellipsis", "builtins:NotImplemented", "dataclasses:MISSING", "dataclasses:KW_ONLY"}
 
 
-def _is_constant(found: Any, name: str) -> bool:
+def _is_constant(found: object, name: str) -> bool:
     is_constant = type(found).__module__ == name.partition(":")[0]
     return is_constant and (name in _SENTINELS or not _is_of_python(name))
 
 
-def _is_numpy_scalar(found: Any, name: str) -> bool:
+def _is_numpy_scalar(found: object, name: str) -> bool:
     generic = getattr(sys.modules.get("numpy"), "generic", None)
     return generic is not None and isinstance(found, type) and issubclass(found, generic)
 
 
-def _is_config(found: Any, name: str) -> bool:
+def _is_config(found: object, name: str) -> bool:
     """Whether a class is a configuration of transformers: another one's ``from_dict`` may do anything."""
     base = getattr(sys.modules.get("transformers.configuration_utils"), "PretrainedConfig", None)
     return base is not None and isinstance(found, type) and issubclass(found, base) and _bears(found, name)

@@ -14,12 +14,13 @@ import json
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import StaticDataError, describe_class
+from .aliases import Static
 from .safe_names import find_named
 from .stated_config import objection_to
 
@@ -35,14 +36,14 @@ class _Kind(NamedTuple):
     from_json: Callable[[Any], Any]
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> bool:
     """Return whether a value is an array: a tensor, a NumPy or a JAX array, also one under a trace."""
     if isinstance(value, torch.Tensor):
         return True
     return _is_of("numpy", "ndarray", value) or _is_of("jax", "Array", value)
 
 
-def dump_static(value: Any, *, where: str = "") -> Any:
+def dump_static(value: Static, *, where: str = "") -> Any:
     """Turn static data into what :mod:`json` can write.
 
     Args:
@@ -66,7 +67,7 @@ def dump_static(value: Any, *, where: str = "") -> Any:
     if type(value) in _PLAIN:
         return value
 
-    def put(part: Any, step: str) -> Any:
+    def put(part: Static, step: str) -> Any:
         return dump_static(part, where=f"{where or 'static'}{step}")
 
     if type(value) is list:
@@ -93,7 +94,7 @@ def dump_static(value: Any, *, where: str = "") -> Any:
     )
 
 
-def load_static(data: Any) -> Any:
+def load_static(data: Static) -> Static:
     """Bring back what :func:`dump_static` was given.
 
     Args:
@@ -122,7 +123,7 @@ def load_static(data: Any) -> Any:
     return {k: load_static(x) for k, x in data.items()}
 
 
-def check_static(value: Any, *, where: str = "") -> None:
+def check_static(value: Static, *, where: str = "") -> None:
     """Refuse static data that cannot be stored, or that does not compare to a bool.
 
     Args:
@@ -160,7 +161,7 @@ class _NoNameError(Exception):
     """A class, function or constant that no module has by its name."""
 
 
-def _name_of(value: Any) -> str:
+def _name_of(value: object) -> str:
     name = f"{getattr(value, '__module__', None)}:{getattr(value, '__qualname__', None)}"
     module, _, qualified = name.partition(":")
     found: Any = sys.modules.get(module)
@@ -171,7 +172,7 @@ def _name_of(value: Any) -> str:
     return name
 
 
-def _has_name(value: Any) -> bool:
+def _has_name(value: object) -> bool:
     try:
         _name_of(value)
     except _NoNameError:
@@ -179,14 +180,14 @@ def _has_name(value: Any) -> bool:
     return True
 
 
-def _constant_name(value: Any) -> str | None:
+def _constant_name(value: object) -> str | None:
     """The name of a sentinel, such as equinox's ``MISSING``, in the module that defines its class."""
     module = type(value).__module__
     contents = getattr(sys.modules.get(module), "__dict__", {}).copy()  # another thread may import it meanwhile
     return next((f"{module}:{name}" for name, found in contents.items() if found is value), None)
 
 
-def _is_of(library: str, name: str, value: Any) -> bool:
+def _is_of(library: str, name: str, value: object) -> bool:
     """An `isinstance` that imports nothing."""
     cls = getattr(sys.modules.get(library), name, None)
     return cls is not None and isinstance(value, cls)
@@ -205,7 +206,7 @@ def _numpy_scalar(name: str, content: str) -> Any:
     return importlib.import_module("numpy").frombuffer(bytes.fromhex(content), _numpy_dtype(name))[0]
 
 
-def _is_dataclass(value: Any) -> bool:
+def _is_dataclass(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
@@ -238,18 +239,18 @@ def _load_config(name: str, text: str) -> Any:
     return find_named(name, "config").from_dict(values)
 
 
-def _load_dtype(name: Any) -> torch.dtype:
+def _load_dtype(name: object) -> torch.dtype:
     found = vars(torch).get(name) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
         raise StaticDataError(f"A file names {name!r}, which is not a dtype of torch.")
     return found
 
 
-def _put_all(values: Any, put: _Put) -> list[Any]:
+def _put_all(values: Iterable[object], put: _Put) -> list[Any]:
     return [put(x, f"[{i}]") for i, x in enumerate(values)]
 
 
-def _put_sorted(values: Any, put: _Put) -> list[Any]:
+def _put_sorted(values: Iterable[object], put: _Put) -> list[Any]:
     return _put_all(sorted(values, key=repr), put)
 
 

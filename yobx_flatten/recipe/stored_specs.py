@@ -44,20 +44,20 @@ def is_plain(text: object) -> bool:
     return isinstance(text, str) and _NOT_PLAIN.search(text) is None
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):  # a context may be any text where its class reads it itself
         return None
 
 
-def _is_built_in(context: Any) -> bool:
+def _is_built_in(context: object) -> bool:
     factory = context if isinstance(context, dict) else {}
     name = factory.get("default_factory_name")
     return factory.get("default_factory_module") == "builtins" and isinstance(name, str) and name in _BUILT_IN
 
 
-def _dicts(tree: Any) -> Iterator[dict[str, Any]]:
+def _dicts(tree: object) -> Iterator[dict[str, Any]]:
     waiting = [tree]
     while waiting:
         one = waiting.pop()

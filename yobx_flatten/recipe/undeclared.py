@@ -35,7 +35,7 @@ def slots_of(cls: type) -> list[str]:
     return [name for name in dict.fromkeys(found) if name not in ("__weakref__", "__dict__")]
 
 
-def held_attributes(obj: Any) -> dict[str, Any]:
+def held_attributes(obj: object) -> dict[str, Any]:
     """What an instance holds in its ``__dict__`` and its slots, by name; no code of its class runs."""
     held = {name: _slot(type(obj), obj, name) for name in slots_of(type(obj))}
     stored = getattr(obj, "__dict__", {})
@@ -43,7 +43,7 @@ def held_attributes(obj: Any) -> dict[str, Any]:
     return {name: value for name, value in held.items() if value is not UNSET} | ({} if stored is obj else dict(stored))
 
 
-def _slot(cls: type, obj: Any, name: str) -> Any:
+def _slot(cls: type, obj: object, name: str) -> Any:
     descriptor = inspect.getattr_static(cls, name, None)
     if type(descriptor) is not MemberDescriptorType:
         return UNSET
@@ -53,7 +53,7 @@ def _slot(cls: type, obj: Any, name: str) -> Any:
         return UNSET
 
 
-def is_derived(cls: type, name: str, value: Any) -> bool:
+def is_derived(cls: type, name: str, value: object) -> bool:
     """Return whether an instance without the attribute reads the same: from its class, or computed when it is read."""
     of_class = inspect.getattr_static(cls, name, UNSET)
     # typing notes in it what a generic class was called with
@@ -84,7 +84,7 @@ def undeclared_check(cls: type, declared: Collection[str]) -> tuple[str, dict[st
 
 
 def _checking(cls: type, declared: frozenset[str]) -> Callable[[Any], None]:
-    def undeclared(obj: Any) -> None:
+    def undeclared(obj: object) -> None:
         for name, value in held_attributes(obj).items():
             if name not in declared and not is_derived(cls, name, value) and not _is_behind(cls, declared, obj, name):
                 raise lost_attribute(cls, name, sorted(declared))
@@ -92,7 +92,7 @@ def _checking(cls: type, declared: frozenset[str]) -> Callable[[Any], None]:
     return undeclared
 
 
-def _is_behind(cls: type, declared: frozenset[str], obj: Any, name: str) -> bool:
+def _is_behind(cls: type, declared: frozenset[str], obj: object, name: str) -> bool:
     """Whether setting what is declared also sets this attribute, as the setter of a property does."""
     behind = {one for one in declared if _is_data_descriptor(inspect.getattr_static(cls, one, UNSET))}
     if not behind:

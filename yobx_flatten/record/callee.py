@@ -78,7 +78,7 @@ class Callee:
         return getattr(self.owner, self.method)(*args, **kwargs)
 
 
-def callee_of(target: Any, method: str | None) -> Callee:
+def callee_of(target: object, method: str | None) -> Callee:
     """Find out what is to be recorded.
 
     Args:
@@ -92,7 +92,8 @@ def callee_of(target: Any, method: str | None) -> Callee:
         InvalidArgumentError: when it is neither a module nor a method of an object.
     """
     if inspect.ismethod(target) and method is None:
-        target, method = target.__self__, target.__name__
+        method = target.__name__
+        target = target.__self__
     elif isinstance(target, torch.nn.Module):
         method = method or "forward"
     if method is None or isinstance(target, type):

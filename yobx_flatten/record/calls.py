@@ -6,7 +6,7 @@ import bisect
 import inspect
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -47,7 +47,7 @@ class RecordedCalls(Sequence[Call]):
         bisect.insort(self._calls, call, key=lambda other: other.index)
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str], model: Any = None, *, method: str | None = None) -> RecordedCalls:
+    def load(cls, folder: str | os.PathLike[str], model: object = None, *, method: str | None = None) -> RecordedCalls:
         """Read the calls that ``record_calls(..., to=folder)`` wrote.
 
         Args:
@@ -194,7 +194,7 @@ class RecordedCalls(Sequence[Call]):
         names = [name for name in _names(part._calls[0]) if name not in constants]
         return module_of(self._callee, names, constants)
 
-    def replay(self, program: Any, phase: str | None = None, *, tolerance: float = 1e-4) -> RecordReplay:
+    def replay(self, program: Callable[..., Any], phase: str | None = None, *, tolerance: float = 1e-4) -> RecordReplay:
         """Run a program over the recorded calls, and compare what it returns with what was recorded.
 
         Args:

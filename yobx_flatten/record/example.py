@@ -136,7 +136,7 @@ def _facts_of(call: Call, name: str) -> list[Any]:
     return next((facts for found, _, facts in _arguments(call) if found == name), [])
 
 
-def _is_plain(spec: Any) -> bool:
+def _is_plain(spec: pytree.TreeSpec) -> bool:
     """A number, string or the like, or a built-in container: an empty cache is none, since the call fills it."""
     return spec.is_leaf() or (spec.type in (list, tuple, dict) and all(map(_is_plain, spec.children())))
 
@@ -145,7 +145,7 @@ def _same(facts: Sequence[Fact], others: Sequence[Fact]) -> bool:
     return len(facts) == len(others) and all(map(same_value, facts, others))
 
 
-def _resized(leaf: Any, sizes: Mapping[int | None, int]) -> Any:
+def _resized(leaf: object, sizes: Mapping[int | None, int]) -> object:
     """Repeat or drop elements along some axes; a number that varies becomes the size itself."""
     if not isinstance(leaf, torch.Tensor):
         return sizes.get(None, leaf)

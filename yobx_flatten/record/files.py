@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 import torch
 
-from ..errors import FlattenError, RecordError
+from ..errors import RecordError
 from ..errors.dependencies import require
-from ..errors.messages import first_line
+from ..files.damage import damage_as
 from ..files.document import check_regular
 from ..files.scratch import publish_files, scratch_for
 from ..private_names.of_torch import pytree
@@ -104,20 +104,16 @@ def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], About]:
         raise RecordError(
             f"{path} is not a recorded call, or it is damaged ({type(error).__name__}: {error})."
         ) from None
-    try:
+    with damage_as(RecordError, str(path)):  # torch's reader, and the wrong types of a file
         if head.pop("version") != _VERSION:
             raise RecordError(f"{path} was written by a newer version:\n    pip install --upgrade yobx-flatten")
         about = head.pop("about")
         with libraries_in_use():
             parts = {name: _stored(path, name, _facts(part), _spec(path, part)) for name, part in head.items()}
         return parts, msgspec.convert(about, About)
-    except FlattenError:
-        raise
-    except Exception as error:  # whatever torch's reader and the wrong types of a file raise
-        raise RecordError(f"{path} is damaged ({type(error).__name__}: {first_line(error)}).") from error
 
 
-def _stored(path: pathlib.Path, name: str, facts: tuple[Fact, ...], spec: Any) -> Snapshot:
+def _stored(path: pathlib.Path, name: str, facts: tuple[Fact, ...], spec: pytree.TreeSpec) -> Snapshot:
     def load() -> Sequence[Any]:
         from safetensors import safe_open
 
@@ -139,7 +135,7 @@ def _facts(part: Mapping[str, Any]) -> tuple[Fact, ...]:
     return tuple(Fact(*load_static(fields)) for fields in part["leaves"])
 
 
-def _spec(path: pathlib.Path, part: Mapping[str, Any]) -> Any:
+def _spec(path: pathlib.Path, part: Mapping[str, Any]) -> pytree.TreeSpec:
     check_spec(part["spec"])
     try:
         return pytree.treespec_loads(part["spec"])

@@ -30,7 +30,7 @@ class Watcher(Protocol):
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return a token for this call; ``None`` if it is of no interest."""
 
-    def after(self, token: Any, result: Any) -> None:
+    def after(self, token: Any, result: object) -> None:
         """The call returned."""
 
     def dropped(self, token: Any) -> None:
@@ -40,12 +40,12 @@ class Watcher(Protocol):
 class _Interception:
     """One method of one object, replaced while there are observers."""
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: object, name: str) -> None:
         self.owner = owner
         self.watchers: tuple[Watcher, ...] = ()
         self.patch = AttributePatch(owner, name, self._replacement(getattr(owner, name)))
 
-    def _replacement(self, original: Any) -> Any:
+    def _replacement(self, original: Callable[..., Any]) -> Any:
         if not inspect.ismethod(original):  # a function that another library put on the object, as accelerate does
 
             @functools.wraps(original)
@@ -56,7 +56,7 @@ class _Interception:
         function = original.__func__
 
         @functools.wraps(function)
-        def watched(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        def watched(owner: object, *args: Any, **kwargs: Any) -> Any:
             if owner is not self.owner:  # a deep copy of the object, made meanwhile
                 return function(owner, *args, **kwargs)
             return self._call(original, args, kwargs)
@@ -86,7 +86,7 @@ _IN_FORCE: dict[tuple[int, str], _Interception] = {}
 
 
 @contextlib.contextmanager
-def watching(owner: Any, name: str, watcher: Watcher) -> Iterator[None]:
+def watching(owner: object, name: str, watcher: Watcher) -> Iterator[None]:
     """Show every call of ``owner.name`` to a watcher. Several can watch, and leave in any order.
 
     Args:

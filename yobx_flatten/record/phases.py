@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 
+from ..errors.failures import result_or
 from ..huggingface.cache_names import is_cache, name_in
+from ..recipe.aliases import CacheLayer, TransformersCache
 from .call import Call
 from .snapshot import Fact, same_value
 
 __all__ = ["by_phase", "cache_of", "kind_of", "tokens_in"]
 
 
-def cache_of(values: Mapping[str, Any]) -> Any:
+def cache_of(values: Mapping[str, Any]) -> TransformersCache | None:
     """The cache among arguments or outputs, ``None`` if there is none."""
     named = values.get(name_in(values) or "")
     if named is not None and not isinstance(named, torch.Tensor):
@@ -23,15 +25,13 @@ def cache_of(values: Mapping[str, Any]) -> Any:
     return next((value for value in values.values() if is_cache(value)), None)
 
 
-def tokens_in(cache: Any) -> int | None:
+def tokens_in(cache: TransformersCache) -> int | None:
     """The number of tokens a cache has seen; ``None`` where it states none."""
-    try:
-        return int(cache.get_seq_length())
-    except Exception:  # caches without attention raise what they like
-        return None
+    # caches without attention raise what they like
+    return result_or(lambda: int(cache.get_seq_length()), lambda error: None)
 
 
-def kind_of(cache: Any, past: int | None, makes_one: bool) -> str:
+def kind_of(cache: TransformersCache | None, past: int | None, makes_one: bool) -> str:
     """Return ``"prefill"``, ``"decode"`` and ``"forward"``.
 
     Args:
@@ -47,7 +47,7 @@ def kind_of(cache: Any, past: int | None, makes_one: bool) -> str:
     return "decode" if past or any(map(_has_state, getattr(cache, "layers", None) or ())) else "prefill"
 
 
-def _has_state(layer: Any) -> bool:
+def _has_state(layer: CacheLayer) -> bool:
     """Whether a layer without attention has seen a token: it keeps flags, and no count."""
     flags = getattr(layer, "has_previous_state", False)
     return flags is True or (isinstance(flags, Mapping) and True in flags.values())

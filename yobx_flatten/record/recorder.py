@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from ..errors import InvalidArgumentError, describe_class
+from ..errors.failures import undone_on_failure
+from ..recipe.aliases import PyTree
 from ..registry.locking import LOCK
 from ..trees.node import key_name, node_of
 from .call import Call, about_call
@@ -27,7 +29,7 @@ __all__ = ["record_calls"]
 
 @contextlib.contextmanager
 def record_calls(
-    target: Any,
+    target: object,
     *,
     method: str | None = None,
     limit: int | None = None,
@@ -112,29 +114,23 @@ class _Recorder:
             if self.limit is not None and self.taken >= self.limit:
                 return None
             index, self.next_index, self.taken = self.next_index, self.next_index + 1, self.taken + 1
-        try:
+        with undone_on_failure(lambda: self.dropped(None)):
             inputs = Snapshot.take(named, name="inputs", device=self.device)
             cache = cache_of(named)
             past = None if cache is None else tokens_in(cache)
             return _Begun(index, inputs, cache, past, kind_of(cache, past, False))
-        except BaseException:
-            self.dropped(None)
-            raise
 
-    def dropped(self, token: Any) -> None:
+    def dropped(self, token: object) -> None:
         with LOCK:
             self.taken -= 1
 
-    def after(self, token: _Begun, result: Any) -> None:
-        try:
+    def after(self, token: _Begun, result: PyTree) -> None:
+        with undone_on_failure(lambda: self.dropped(token)):
             call = self.record_of(token, result)
-        except BaseException:
-            self.dropped(token)
-            raise
         with LOCK:
             self.calls._add(call)
 
-    def record_of(self, begun: _Begun, result: Any) -> Call:
+    def record_of(self, begun: _Begun, result: PyTree) -> Call:
         # transformers fills the cache that it is given; a call without one can make one
         made = begun.cache if begun.cache is not None else cache_of(_top_level(result))
         seen = None if made is None else tokens_in(made)
@@ -152,7 +148,7 @@ class _Recorder:
         return Call(self.callee, begun.index, kind, past, new, stored)
 
 
-def _top_level(result: Any) -> dict[str, Any]:
+def _top_level(result: PyTree) -> dict[str, Any]:
     node = node_of(result)
     if node is None:
         return {}

@@ -14,6 +14,7 @@ from ..diagnose.compare import compare_outputs, shares_of_nan
 from ..diagnose.report import Report
 from ..diagnose.spec_diff import compare_specs
 from ..errors import SpecMismatchError
+from ..errors.failures import result_or
 from ..errors.messages import table
 from ..export.replay import CaseResult
 from ..runners.program_runner import ProgramRunner
@@ -54,7 +55,9 @@ class RecordReplay(Report):
         return "\n".join([*table(rows, indent=""), verdict, *self.nan_notes()])
 
 
-def replay_calls(calls: Sequence[Call], program: Any, constants: Mapping[str, Any], tolerance: float) -> RecordReplay:
+def replay_calls(
+    calls: Sequence[Call], program: Callable[..., Any], constants: Mapping[str, Any], tolerance: float
+) -> RecordReplay:
     """Run a program over recorded calls.
 
     Args:
@@ -75,20 +78,23 @@ def _replay(call: Call, run: Callable[[dict[str, Any]], Any]) -> CaseResult:
     inputs, expected = call.inputs, call.outputs
     tokens = "" if call.past is None else f", past {call.past}, new {call.new}"
     name = f"{call.index}: {call.kind}{tokens}"
-    start = time.perf_counter()
-    try:
+
+    def compared() -> CaseResult:
+        start = time.perf_counter()
         outputs = run(inputs)
         seconds = time.perf_counter() - start
         names = output_names(expected)
         differences = compare_outputs(expected, outputs, names)
-        nan = shares_of_nan(expected, names)
-    except Exception as error:  # whatever the program raises is the result of this call
+        return CaseResult(name, ProgramRunner.runtime, 1, differences, seconds, nan=shares_of_nan(expected, names))
+
+    def stopped(error: Exception) -> CaseResult:
         message = " ".join(str(error).split())
         return CaseResult(name, ProgramRunner.runtime, 0, {}, 0.0, f"{type(error).__name__}: {message[:300]}")
-    return CaseResult(name, ProgramRunner.runtime, 1, differences, seconds, nan=nan)
+
+    return result_or(compared, stopped)  # whatever the program raises is the result of this call
 
 
-def _call_of(program: Any, constants: Mapping[str, Any]) -> Callable[[dict[str, Any]], Any]:
+def _call_of(program: Callable[..., Any], constants: Mapping[str, Any]) -> Callable[[dict[str, Any]], Any]:
     """How the program is called with the inputs of a call, by name."""
     program = getattr(program, "program", program)  # of an ExportedModel
     if not isinstance(program, ExportedProgram):

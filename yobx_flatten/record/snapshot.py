@@ -14,6 +14,7 @@ from ..diagnose.contents import Layouts
 from ..diagnose.opaque import find_unregistered
 from ..errors import NotRegisteredError
 from ..private_names.of_torch import pytree
+from ..recipe.aliases import PyTree
 from ..trees.node import check_no_cycles, key_name, leaf_places, own_children, recipe_for
 from ..trees.walk import Place
 
@@ -48,11 +49,11 @@ class Fact(NamedTuple):
 class Snapshot:
     """A copy of a nested object. Every :meth:`restore` makes a new object of it, so nothing can change the copy."""
 
-    def __init__(self, facts: tuple[Fact, ...], spec: Any, load: Callable[[], Sequence[Any]]) -> None:
+    def __init__(self, facts: tuple[Fact, ...], spec: pytree.TreeSpec, load: Callable[[], Sequence[Any]]) -> None:
         self.facts, self.spec, self._load = facts, spec, load
 
     @classmethod
-    def take(cls, tree: Any, *, name: str, device: torch.device | None) -> Snapshot:
+    def take(cls, tree: PyTree, *, name: str, device: torch.device | None) -> Snapshot:
         """Copy a nested object. The block must be open.
 
         Args:
@@ -78,7 +79,7 @@ class Snapshot:
         """The copied leaves themselves: not to be changed."""
         return self._load()
 
-    def restore(self, leaves: Sequence[Any] | None = None) -> Any:
+    def restore(self, leaves: Sequence[Any] | None = None) -> PyTree:
         """Make a new object of the copy, its tensors where they were.
 
         Args:
@@ -120,7 +121,7 @@ def _fact(place: Place) -> Fact:
     return Fact(path, None, (), None, axes, leaf)
 
 
-def _copy(leaf: Any, device: torch.device | None) -> Any:
+def _copy(leaf: object, device: torch.device | None) -> object:
     if isinstance(leaf, torch.Tensor):
         # copy=True: a tensor that is on the device already would come back itself
         return leaf.detach().to(device=leaf.device if device is None else device, copy=True)
@@ -128,14 +129,14 @@ def _copy(leaf: Any, device: torch.device | None) -> Any:
     return leaf.copy() if numpy is not None and isinstance(leaf, numpy.ndarray) else leaf
 
 
-def _give_out(leaf: Any, fact: Fact) -> Any:
+def _give_out(leaf: object, fact: Fact) -> object:
     return _copy(leaf, fact.device)
 
 
 _PLAIN = (torch.Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
-def _check_no_hidden_tensors(leaves: Sequence[Any], tree: Any, name: str) -> None:
+def _check_no_hidden_tensors(leaves: Sequence[Any], tree: PyTree, name: str) -> None:
     layouts = Layouts()
     if all(isinstance(leaf, _PLAIN) or layouts(type(leaf)).is_tensor for leaf in leaves):
         return

@@ -216,7 +216,7 @@ class Registry:
                 for backend, before in zip(self._libraries[library], found[library], strict=True):
                     backend.write(recipe)
                     written.append((backend, before))
-        except BaseException:
+        except BaseException:  # also Ctrl-C; raised again
             for backend, before in reversed(written):
                 backend.restore(recipe, before)
             raise
@@ -254,7 +254,7 @@ def _registered_twice(slot: _Slot, recipe: Recipe) -> str:
     )
 
 
-def _function_name(function: Any) -> str:
+def _function_name(function: object) -> str:
     inner = getattr(function, "func", function)  # functools.partial
     return getattr(inner, "__qualname__", repr(inner))
 

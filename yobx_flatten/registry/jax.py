@@ -21,6 +21,7 @@ from typing import Any
 
 from ..errors import AlreadyRegisteredError, describe_class
 from ..private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceKey
+from ..recipe.aliases import Static
 from ..recipe.contract import Recipe
 from ..recipe.hashable import hashable, original
 from .waiting import Waiting
@@ -61,7 +62,7 @@ class Jax:
         """
         self.waiting.put(recipe)
 
-    def restore(self, recipe: Recipe, found: Any) -> None:
+    def restore(self, recipe: Recipe, found: object) -> None:
         """Take the recipe out of force; JAX continues with the last one.
 
         A class is only claimed where nothing of ours was found, and what others registered cannot be replaced.
@@ -107,17 +108,17 @@ class _Node:
         self._recipes[number : number + 1] = [recipe]
         self._current, self.in_force = (number, recipe), recipe
 
-    def flatten(self, obj: Any) -> tuple[list[Any], Any]:
+    def flatten(self, obj: object) -> tuple[list[Any], Any]:
         number, recipe = self._current
         children, static = recipe.flatten(obj)
         return children, _aux(number, static)
 
-    def flatten_with_keys(self, obj: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    def flatten_with_keys(self, obj: object) -> tuple[list[tuple[Any, Any]], Any]:
         number, recipe = self._current
         pairs, static = recipe.flatten_with_keys(obj)
         return [(_jax_key(key), child) for key, child in pairs], _aux(number, static)
 
-    def unflatten(self, aux: Any, children: Iterable[Any]) -> Any:
+    def unflatten(self, aux: Static, children: Iterable[Any]) -> Any:
         number, static = (aux.number, aux.static) if type(aux) is _Later else (0, aux)
         return self._recipes[number].unflatten(list(children), original(static))
 
@@ -130,7 +131,7 @@ class _Later:
     static: Any
 
 
-def _aux(number: int, static: Any) -> Any:
+def _aux(number: int, static: Static) -> Any:
     aux = hashable(static)
     return _Later(number, aux) if number else aux
 

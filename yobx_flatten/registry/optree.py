@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceKey
+from ..recipe.aliases import Static
 from ..recipe.contract import Recipe
 from .optree_table import order_kept, register_again, registered, unregister
 from .waiting import Waiting
@@ -43,7 +44,7 @@ class Optree:
         """Put the recipe in place of what is there."""
         self.waiting.put(recipe)
 
-    def restore(self, recipe: Recipe, found: Any) -> None:
+    def restore(self, recipe: Recipe, found: object) -> None:
         """Bring back what was found, also when optree was imported in between."""
         with self.waiting.lock:
             if not self.waiting.library_is_there():
@@ -64,7 +65,7 @@ class Optree:
                 unregister(NAMESPACE, recipe.cls)
             try:
                 _register(recipe)
-            except BaseException:
+            except BaseException:  # also Ctrl-C; raised again
                 register_again(found)
                 raise
 
@@ -80,7 +81,7 @@ def _register(recipe: Recipe) -> None:
     )
 
 
-def _recipe_of(entry: Any) -> Recipe | None:
+def _recipe_of(entry: object) -> Recipe | None:
     function = getattr(entry, "flatten_func", None)
     if isinstance(function, functools.partial) and function.func in (_flatten, _flatten_by_position):
         recipe: Recipe = function.args[0]
@@ -88,16 +89,16 @@ def _recipe_of(entry: Any) -> Recipe | None:
     return None
 
 
-def _flatten(recipe: Recipe, obj: Any) -> tuple[list[Any], Any, list[Any]]:
+def _flatten(recipe: Recipe, obj: object) -> tuple[list[Any], Any, list[Any]]:
     pairs, static = recipe.flatten_with_keys(obj)
     return [child for _, child in pairs], static, [_entry(key) for key, _ in pairs]
 
 
-def _flatten_by_position(recipe: Recipe, obj: Any) -> tuple[list[Any], Any]:
+def _flatten_by_position(recipe: Recipe, obj: object) -> tuple[list[Any], Any]:
     return recipe.flatten(obj)
 
 
-def _unflatten(recipe: Recipe, static: Any, children: Iterable[Any]) -> Any:
+def _unflatten(recipe: Recipe, static: Static, children: Iterable[Any]) -> Any:
     return recipe.unflatten(list(children), static)
 
 
@@ -126,7 +127,7 @@ def _entry_type() -> Any:
     optree = sys.modules["optree"]
 
     class KeyedEntry(optree.PyTreeEntry):  # type: ignore[misc,name-defined] # optree counts as untyped
-        def __new__(cls, entry: Any, type: type, kind: Any) -> Any:
+        def __new__(cls, entry: object, type: type, kind: Any) -> Any:
             if isinstance(entry, _Attribute):
                 return optree.GetAttrEntry(str(entry), type, kind)
             if isinstance(entry, _Index):

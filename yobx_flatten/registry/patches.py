@@ -10,7 +10,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -28,10 +28,10 @@ class AttributePatch:
     replacement stays.
     """
 
-    def __init__(self, owner: Any, name: Any, replacement: Any) -> None:
+    def __init__(self, owner: object, name: object, replacement: object) -> None:
         self._owner, self._name, self._replacement = owner, name, replacement
         # vars(), not getattr: an inherited attribute is deleted afterwards, not copied into the subclass
-        self._entries = owner if isinstance(owner, dict) else vars(owner)
+        self._entries: Mapping[Any, Any] = owner if isinstance(owner, dict) else vars(owner)
         self._found: Any = _MISSING
         self._holders = 0
 
@@ -50,16 +50,16 @@ class AttributePatch:
             if self._holders == 0 and self._entries.get(self._name) is self._replacement:
                 self._set(self._found)
 
-    def _set(self, value: Any) -> None:
+    def _set(self, value: object) -> None:
         if isinstance(self._owner, dict):
             if value is _MISSING:
                 del self._owner[self._name]
             else:
                 self._owner[self._name] = value
         elif value is _MISSING:
-            delattr(self._owner, self._name)
+            delattr(self._owner, str(self._name))
         else:  # a class's own dict is read-only
-            setattr(self._owner, self._name, value)
+            setattr(self._owner, str(self._name), value)
 
 
 class _Traces(threading.local):
@@ -90,7 +90,7 @@ class TracePatch(AttributePatch):
         make: makes the traceable version of the function that it is given, or returns that.
     """
 
-    def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    def __init__(self, owner: object, name: str, make: Callable[[Any], Any]) -> None:
         self._original = vars(owner)[name]
         super().__init__(owner, name, _in_traces(self._original, make(self._original)))
 

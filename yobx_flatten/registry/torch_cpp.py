@@ -16,7 +16,7 @@ from ..private_names.of_torch import (
     cxx_pytree_is_imported,
     cxx_pytree_pending,
 )
-from ..recipe.contract import Recipe
+from ..recipe.contract import Flatten, Recipe, Unflatten
 from .optree_table import order_kept, register_again, registered, unregister
 
 __all__ = ["TorchCpp"]
@@ -68,7 +68,7 @@ class TorchCpp:
                         unregister(_NAMESPACE, recipe.cls)
                     try:
                         _register(recipe.cls, recipe.flatten, recipe.unflatten)
-                    except BaseException:
+                    except BaseException:  # also Ctrl-C; raised again
                         register_again(found)
                         raise
             else:
@@ -76,7 +76,7 @@ class TorchCpp:
                 place = _drop_pending(recipe.cls, None)
                 cxx_pytree_pending().insert(sys.maxsize if place is None else place, entry)
 
-    def restore(self, recipe: Recipe, found: Any) -> None:
+    def restore(self, recipe: Recipe, found: object) -> None:
         """Bring back what was found, also when the C++ side was imported in between."""
         if not cxx_pytree_exists():
             return
@@ -99,7 +99,7 @@ class TorchCpp:
                 cxx_pytree_pending().insert(found.place if place is None else place, found.entry)
 
 
-def _register(cls: type, flatten: Any, unflatten: Any) -> None:
+def _register(cls: type, flatten: Flatten, unflatten: Unflatten) -> None:
     # torch's own function: it turns the arguments of `unflatten` round, as optree wants them
     sys.modules["torch.utils._cxx_pytree"]._private_register_pytree_node(cls, flatten, unflatten)
 

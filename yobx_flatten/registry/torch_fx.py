@@ -11,7 +11,7 @@ import functools
 from typing import Any, NamedTuple
 
 from ..errors import SpecMismatchError, describe_class
-from ..private_names.of_torch import fx_pytree
+from ..private_names.of_torch import fx_pytree, pytree
 from ..recipe.contract import Recipe
 
 __all__ = ["TorchFx"]
@@ -61,7 +61,7 @@ class TorchFx:
             fx_pytree.SUPPORTED_NODES_EXACT_MATCH[cls] = found.exact_match
 
 
-def _flatten_spec(recipe: Recipe, obj: Any, spec: Any) -> list[Any]:
+def _flatten_spec(recipe: Recipe, obj: object, spec: pytree.TreeSpec) -> list[Any]:
     """Flatten ``obj`` as ``spec`` states, or raise and name where it differs."""
     if type(obj) is not recipe.cls:
         raise SpecMismatchError(

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from ..errors import DamagedFileError, describe_class
+from ..recipe.aliases import Device, PyTree
 from .nested import read
 from .onnx_write import save
 from .structure import flatten_tree
@@ -30,7 +31,7 @@ class StoredCase:
 
 
 def save_case(
-    path: str | os.PathLike[str], inputs: Any, outputs: Any, *, name: str = "", external_data: bool | None = None
+    path: str | os.PathLike[str], inputs: PyTree, outputs: PyTree, *, name: str = "", external_data: bool | None = None
 ) -> int:
     """Store inputs and expected outputs in a file, as :func:`save_nested` stores values.
 
@@ -60,7 +61,7 @@ def save_case(
     return save(path, flatten_tree(case), function="save_case", content="case", external_data=external_data)
 
 
-def load_case(path: str | os.PathLike[str], *, device: Any = "cpu") -> StoredCase:
+def load_case(path: str | os.PathLike[str], *, device: Device = "cpu") -> StoredCase:
     """Read what :func:`save_case` stored.
 
     Args:

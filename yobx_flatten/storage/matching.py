@@ -6,17 +6,18 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from ..recipe.aliases import PyTree
 from ..trees.node import key_name, leaf_places, own_children
 
 __all__ = ["leaves_of", "match", "plain_names"]
 
 
-def leaves_of(tree: Any) -> list[Any]:
+def leaves_of(tree: PyTree) -> list[Any]:
     """List the leaves in the order of their names, in the block or outside of it."""
     return [place.obj for place in leaf_places(tree, own_children)]
 
 
-def plain_names(tree: Any) -> list[str]:
+def plain_names(tree: PyTree) -> list[str]:
     """Name every leaf by its keys alone, as ``torch.export`` does: ``cache.key_0``.
 
     Exporters that are given no names use these, with underscores.

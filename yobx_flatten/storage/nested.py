@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import typing
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ..errors import DamagedFileError, InvalidArgumentError, describe_class
 from ..files.damage import damage_as
+from ..recipe.aliases import Device, PyTree
 from .onnx_read import Initializers, open_model, structure_of
 from .onnx_write import save
 from .structure import flatten_tree, unflatten_tree
+
+if TYPE_CHECKING:
+    import onnx
 
 __all__ = ["load_nested", "read", "save_nested"]
 
 T = TypeVar("T")
 
 
-def save_nested(path: str | os.PathLike[str], values: Any, *, external_data: bool | None = None) -> int:
+def save_nested(path: str | os.PathLike[str], values: PyTree, *, external_data: bool | None = None) -> int:
     """Store nested values in an ONNX file, with their structure, static data and types.
 
     onnxruntime and ``onnx.reference`` can run the file, and return every tensor under a readable name; nothing is
@@ -54,14 +58,14 @@ def save_nested(path: str | os.PathLike[str], values: Any, *, external_data: boo
 
 
 @overload
-def load_nested(path: str | os.PathLike[str], *, device: Any = "cpu") -> object: ...
+def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu") -> object: ...
 
 
 @overload
-def load_nested(path: str | os.PathLike[str], *, device: Any = "cpu", expected: type[T]) -> T: ...
+def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expected: type[T]) -> T: ...
 
 
-def load_nested(path: str | os.PathLike[str], *, device: Any = "cpu", expected: type[Any] | None = None) -> Any:
+def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expected: type[Any] | None = None) -> Any:
     """Read what :func:`save_nested` stored.
 
     Classes must be registered, and their modules imported, before: a file does not choose what is imported, except for
@@ -100,7 +104,9 @@ def load_nested(path: str | os.PathLike[str], *, device: Any = "cpu", expected: 
     )
 
 
-def read(given: Any, function: str, *, device: Any, content: str | None) -> Any:
+def read(
+    given: str | os.PathLike[str] | onnx.ModelProto, function: str, *, device: Device, content: str | None
+) -> PyTree:
     """Read a file, or a model in memory, from its initializers.
 
     Args:

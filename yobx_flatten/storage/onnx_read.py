@@ -7,12 +7,15 @@ import math
 import os
 import pathlib
 import zlib
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..errors import DamagedFileError, ForeignFileError, InvalidArgumentError, describe_class
 from ..files.document import check_regular
 from ..runners.elements import Element, require_onnx
 from .onnx_write import CHECKSUM, CONTENT, FORMAT, STRUCTURE, VERSION, crc_of_strings
+
+if TYPE_CHECKING:
+    import onnx
 
 __all__ = ["Initializers", "open_model", "structure_of"]
 
@@ -21,7 +24,7 @@ _LARGEST = 2**31  # bytes; protobuf reads no more
 _KNOWN_VERSION = 1
 
 
-def open_model(given: Any, function: str) -> tuple[Any, pathlib.Path | None]:
+def open_model(given: object, function: str) -> tuple[Any, pathlib.Path | None]:
     """Read a file without its external data, or take a model as it is.
 
     Args:
@@ -35,6 +38,8 @@ def open_model(given: Any, function: str) -> tuple[Any, pathlib.Path | None]:
         DamagedFileError: when the file cannot be read as ONNX.
     """
     onnx = require_onnx(function)
+    from google.protobuf.message import DecodeError  # which onnx brings along
+
     if isinstance(given, onnx.ModelProto):
         return given, None
     if not isinstance(given, (str, os.PathLike)):
@@ -47,12 +52,12 @@ def open_model(given: Any, function: str) -> tuple[Any, pathlib.Path | None]:
     model = onnx.ModelProto()
     try:
         model.ParseFromString(data)
-    except Exception as error:  # protobuf's DecodeError, which onnx has no name for
+    except DecodeError as error:
         raise DamagedFileError(f"{path} is not an ONNX file, or it is truncated ({error}).") from error
     return model, path.parent
 
 
-def structure_of(model: Any, name: str, content: str | None = None) -> Any:
+def structure_of(model: onnx.ModelProto, name: str, content: str | None = None) -> Any:
     """Return the structure that a model's metadata hold, once they are checked.
 
     Args:
@@ -100,7 +105,7 @@ class Initializers:
         name: what it is called in messages.
     """
 
-    def __init__(self, model: Any, folder: pathlib.Path | None, name: str) -> None:
+    def __init__(self, model: onnx.ModelProto, folder: pathlib.Path | None, name: str) -> None:
         self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
         self._folder, self._name = folder, name
         self._sizes: dict[str, int] = {}
@@ -163,13 +168,13 @@ class Initializers:
             raise self._damaged(record, "is not what was written")
         return found
 
-    def _tensor(self, record: dict[str, Any]) -> Any:
+    def _tensor(self, record: dict[str, Any]) -> onnx.TensorProto:
         tensor = self._tensors.get(record.get("stored", record["name"]))
         if tensor is None:
             raise self._damaged(record, "is missing")
         return tensor
 
-    def _place(self, record: dict[str, Any], tensor: Any) -> tuple[pathlib.Path, int, int]:
+    def _place(self, record: dict[str, Any], tensor: onnx.TensorProto) -> tuple[pathlib.Path, int, int]:
         """The file with a tensor's data, where they begin, and how long they are."""
         entries = {entry.key: entry.value for entry in tensor.external_data}
         location = entries.get("location", "")

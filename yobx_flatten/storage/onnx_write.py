@@ -7,7 +7,7 @@ import os
 import pathlib
 import zlib
 from collections.abc import Sequence
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..errors import InvalidArgumentError
 from ..files.onnx_data import data_files_of
@@ -15,6 +15,9 @@ from ..files.scratch import data_path, publish_files, scratch_for
 from ..runners.elements import UINT8, require_onnx
 from .structure import Structure, unique
 from .values import Payload
+
+if TYPE_CHECKING:
+    import onnx
 
 __all__ = ["CHECKSUM", "CONTENT", "FORMAT", "STRUCTURE", "VERSION", "OnnxWriter", "check_size", "save"]
 
@@ -132,7 +135,7 @@ class OnnxWriter:
         make = helper.make_tensor_sequence_value_info if sequence else helper.make_tensor_value_info
         self._outputs.append(make(name, code, dims))
 
-    def model(self, json_: dict[str, Any] | None, content: str) -> Any:
+    def model(self, json_: dict[str, Any] | None, content: str) -> onnx.ModelProto:
         """Return the ``onnx.ModelProto``.
 
         Args:
@@ -163,7 +166,7 @@ class OnnxWriter:
         )
         return model
 
-    def _tensor(self, payload: Payload, name: str) -> Any:
+    def _tensor(self, payload: Payload, name: str) -> onnx.TensorProto:
         tensor = self._onnx.TensorProto()
         tensor.name, tensor.data_type = name, payload.element.code
         tensor.dims.extend(payload.dims)

@@ -16,6 +16,7 @@ from ..errors import InvalidArgumentError, ReplayError, describe_class
 from ..errors.messages import table
 from ..errors.tried_versions import without_cause
 from ..huggingface.cache_names import spellings_of
+from ..recipe.aliases import PyTree
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import open_session, require_onnxruntime
 from ..runners.runner import Runner
@@ -89,7 +90,7 @@ class CaseReport(Report):
 
 def replay_case(
     case: StoredCase,
-    model: Any,
+    model: object,
     *,
     tolerance: float = 1e-4,
     providers: Sequence[str] = ("CPUExecutionProvider",),
@@ -162,7 +163,7 @@ def run_case(case: StoredCase, runner: Runner, *, tolerance: float) -> CaseRepor
     return CaseReport(case.name, runner.name, _compare(case, results), unused, seconds, tolerance)
 
 
-def _inputs(runner: Runner, inputs: Any) -> tuple[dict[str, Any], list[str]]:
+def _inputs(runner: Runner, inputs: PyTree) -> tuple[dict[str, Any], list[str]]:
     """What the runner is given, and the names of what it is not given."""
     named = zip(leaf_names(inputs), plain_names(inputs), leaves_of(inputs), strict=True)
     given = [row for row in named if _is_data(row[2])]
@@ -179,7 +180,7 @@ def _inputs(runner: Runner, inputs: Any) -> tuple[dict[str, Any], list[str]]:
     return {name: given[places[name]][2] for name in wanted}, unused
 
 
-def _is_data(leaf: Any) -> bool:
+def _is_data(leaf: object) -> bool:
     """Whether a leaf can be an input or an output of a graph."""
     if isinstance(leaf, (torch.Tensor, bool, int, float, complex, str)):
         return True
@@ -200,7 +201,7 @@ def _compare(case: StoredCase, results: Mapping[str, Any]) -> list[OutputDiffere
     ]
 
 
-def _difference(expected: Any, found: Any) -> tuple[float, str | None]:
+def _difference(expected: object, found: object) -> tuple[float, str | None]:
     """The largest difference, and what makes the two incomparable."""
     try:
         return largest_difference(expected, found), None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +11,9 @@ from ..errors import DamagedFileError, InvalidArgumentError, StoredFileError, de
 from ..files.damage import damage_as
 from ..runners.elements import ELEMENTS, Element, pack
 from ..runners.onnx_session import open_session
+
+if TYPE_CHECKING:
+    import onnx
 
 __all__ = ["RunOutputs"]
 
@@ -32,7 +35,7 @@ class RunOutputs:
         StoredFileError: when onnxruntime cannot load the model.
     """
 
-    def __init__(self, model: Any, path: str | os.PathLike[str] | None, engine: str, sep: str) -> None:
+    def __init__(self, model: onnx.ModelProto, path: str | os.PathLike[str] | None, engine: str, sep: str) -> None:
         # onnx-diagnostic calls its own evaluator, which runs what the reference of ONNX runs, the second
         if engine not in (*_ENGINES, "ExtendedReferenceEvaluator"):
             raise InvalidArgumentError(

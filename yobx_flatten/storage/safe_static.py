@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..errors import DamagedFileError, NotRegisteredError
+from ..errors.failures import raised_as
+from ..recipe.aliases import Static
 from ..recipe.static_codec import load_static
 
 __all__ = ["load_trusted"]
 
 
-def load_trusted(data: Any) -> Any:
+def load_trusted(data: Static) -> Static:
     """Bring static data back, as :func:`.load_static` does.
 
     Args:
@@ -20,9 +20,9 @@ def load_trusted(data: Any) -> Any:
         NotRegisteredError: when it names something in a module that is not imported.
         DamagedFileError: when it is not what ``dump_static`` writes, or names something that a file may not name.
     """
-    try:
+    with raised_as(_damaged, NotRegisteredError):
         return load_static(data)
-    except NotRegisteredError:
-        raise
-    except Exception as error:  # whatever the wrong types of a file raise
-        raise DamagedFileError(f"Static data cannot be read ({type(error).__name__}: {error}).") from error
+
+
+def _damaged(error: Exception) -> DamagedFileError:
+    return DamagedFileError(f"Static data cannot be read ({type(error).__name__}: {error}).")

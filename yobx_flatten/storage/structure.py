@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import DamagedFileError, FlattenError, NotRegisteredError, StaticDataError
+from ..errors.failures import raised_as
 from ..private_names.of_torch import get_node_type, pytree
+from ..recipe.aliases import Device, PyTree, Static
 from ..recipe.safe_names import import_known
 from ..recipe.static_codec import dump_static
 from ..trees.naming import leaf_names
@@ -40,7 +43,7 @@ class Structure(NamedTuple):
     again: list[dict[str, Any]]
 
 
-def flatten_tree(tree: Any) -> Structure:
+def flatten_tree(tree: PyTree) -> Structure:
     """Flatten a nested object by its registrations, or by those of our block outside of it.
 
     Args:
@@ -56,7 +59,7 @@ def flatten_tree(tree: Any) -> Structure:
     again: list[dict[str, Any]] = []
     seen: dict[int, tuple[Any, str]] = {}  # by id; the leaf itself is kept, so that no other takes its id
 
-    def visit(obj: Any) -> dict[str, Any]:
+    def visit(obj: object) -> dict[str, Any]:
         node = _functions_of(type(obj), get_node_type(obj))
         if node is not None:
             children, static = node.flatten(obj)
@@ -81,7 +84,7 @@ def flatten_tree(tree: Any) -> Structure:
     return Structure(visit(tree), payloads, again)
 
 
-def unflatten_tree(json: Any, source: Source, device: Any) -> Any:
+def unflatten_tree(json: dict[str, Any], source: Source, device: Device) -> PyTree:
     """Rebuild what :func:`flatten_tree` was given.
 
     Args:
@@ -104,13 +107,8 @@ def unflatten_tree(json: Any, source: Source, device: Any) -> Any:
             children = [visit(child) for child in part["children"]]
             static = load_trusted(part["static"])
             _check_called(part["node"], node, static)
-            try:
+            with raised_as(functools.partial(_not_rebuilt, part["node"])):
                 return node.unflatten(children, static)
-            except Exception as error:  # whatever the function of a registration raises
-                raise DamagedFileError(
-                    f"{part['node']} cannot be rebuilt by its registration "
-                    f"({type(error).__name__}: {error}). Was it another one when the file was written?"
-                ) from error
         if part["leaf"] == "same":
             return read[part["as"]]
         value = read_leaf(part, source, device)
@@ -154,6 +152,13 @@ class _Functions(NamedTuple):
     unflatten: Callable[[Any, Any], Any]
 
 
+def _not_rebuilt(name: str, error: Exception) -> DamagedFileError:
+    return DamagedFileError(
+        f"{name} cannot be rebuilt by its registration ({type(error).__name__}: {error}). Was it another one when the "
+        "file was written?"
+    )
+
+
 def _functions_of(cls: type, node_type: Any) -> _Functions | None:
     recipe = recipe_for(cls)
     if recipe is not None:
@@ -164,7 +169,7 @@ def _functions_of(cls: type, node_type: Any) -> _Functions | None:
     return None if node is None else _Functions(node.flatten_fn, node.unflatten_fn)
 
 
-def _check_called(name: str, node: _Functions, static: Any) -> None:
+def _check_called(name: str, node: _Functions, static: Static) -> None:
     """Refuse static data that torch's own functions would call: a named tuple's class, what fills a defaultdict."""
     if name == "collections:defaultdict":
         factory = static[0]

@@ -11,16 +11,20 @@ import math
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ..diagnose.opaque import find_unregistered
 from ..errors import DamagedFileError, InvalidArgumentError, NotRegisteredError, StaticDataError
+from ..recipe.aliases import Device
 from ..recipe.static_codec import dump_static
 from ..runners.elements import BOOL, DOUBLE, ELEMENTS, INT64, STRING, UINT8, Element, pack, unpack
 from .plain import obstacle_of
 from .safe_static import load_trusted
+
+if TYPE_CHECKING:
+    import numpy
 
 __all__ = ["Payload", "Source", "read_leaf", "write_leaf"]
 
@@ -79,7 +83,7 @@ class Source(Protocol):
 # -- to a file -------------------------------------------------------------------------------------------------------
 
 
-def write_leaf(leaf: Any, name: str, *, where: str) -> tuple[Record, Payload | None]:
+def write_leaf(leaf: object, name: str, *, where: str) -> tuple[Record, Payload | None]:
     """Say how a leaf is stored.
 
     Args:
@@ -127,11 +131,11 @@ def _write_tensor(leaf: torch.Tensor, name: str, where: str) -> tuple[Record, Pa
     return record, Payload(record, element, _dims(element, leaf.shape), leaf.nbytes, data)
 
 
-def _write_array(leaf: Any, name: str, where: str) -> tuple[Record, Payload]:
+def _write_array(leaf: numpy.ndarray[Any, Any] | numpy.generic, name: str, where: str) -> tuple[Record, Payload]:
     import numpy
 
     scalar = isinstance(leaf, numpy.generic)
-    array = numpy.asarray(leaf) if scalar else leaf
+    array = leaf if isinstance(leaf, numpy.ndarray) else numpy.asarray(leaf)
     dtype = array.dtype
     record: Record = {
         "leaf": "numpy_scalar" if scalar else "numpy",
@@ -162,7 +166,7 @@ def _write_array(leaf: Any, name: str, where: str) -> tuple[Record, Payload]:
     return record, Payload(record, element, dims, element.nbytes(array.size, dtype.itemsize), data)
 
 
-def _array_element(dtype: Any) -> tuple[Element, tuple[int, ...]] | None:
+def _array_element(dtype: numpy.dtype[Any]) -> tuple[Element, tuple[int, ...]] | None:
     """The type of elements for arrays that are not text, and the axes that are added."""
     if dtype.hasobject or dtype.subdtype is not None or dtype.names is not None:
         return None
@@ -175,11 +179,11 @@ def _array_element(dtype: Any) -> tuple[Element, tuple[int, ...]] | None:
     return (ELEMENTS[dtype.name], ()) if dtype.name in ELEMENTS else None
 
 
-def _low_byte_first(dtype: Any) -> Any:
+def _low_byte_first(dtype: numpy.dtype[Any]) -> numpy.dtype[Any]:
     return dtype.newbyteorder("<") if dtype.byteorder == ">" else dtype
 
 
-def _texts_of(array: Any) -> list[bytes] | None:
+def _texts_of(array: numpy.ndarray[Any, Any]) -> list[bytes] | None:
     """The elements of an array of text, ``None`` where one of them is something else."""
     try:
         return [text.encode() for text in array.reshape(-1).tolist()]
@@ -187,7 +191,7 @@ def _texts_of(array: Any) -> list[bytes] | None:
         return None
 
 
-def _write_scalar(leaf: Any, name: str) -> tuple[Record, Payload] | None:
+def _write_scalar(leaf: object, name: str) -> tuple[Record, Payload] | None:
     record: Record = {"leaf": type(leaf).__name__, "name": name}
     if isinstance(leaf, str):
         try:
@@ -205,7 +209,7 @@ def _write_scalar(leaf: Any, name: str) -> tuple[Record, Payload] | None:
     return record, Payload(record, element, dims, len(data), lambda: memoryview(data))
 
 
-def _write_static(leaf: Any, where: str) -> Record:
+def _write_static(leaf: object, where: str) -> Record:
     try:
         return {"leaf": "static", "value": dump_static(leaf, where=where)}
     except StaticDataError as error:
@@ -230,7 +234,7 @@ def _nothing() -> memoryview:
 # -- from a file -----------------------------------------------------------------------------------------------------
 
 
-def read_leaf(record: Record, source: Source, device: Any) -> Any:
+def read_leaf(record: Record, source: Source, device: Device) -> Any:
     """Bring back what :func:`write_leaf` was given.
 
     Args:

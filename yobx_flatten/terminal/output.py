@@ -10,7 +10,10 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["console", "printable", "progress", "say", "say_json", "table"]
 
@@ -19,7 +22,7 @@ __all__ = ["console", "printable", "progress", "say", "say_json", "table"]
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def console(*, stderr: bool = False) -> Any:
+def console(*, stderr: bool = False) -> Console:
     """Return a rich console; a log, which has no width, gets 120 columns."""
     from rich.console import Console
 
@@ -54,7 +57,7 @@ def say(text: str = "", *, end: str = "\n", is_result: bool = False) -> None:
     sys.stdout.flush()
 
 
-def say_json(value: Any) -> None:
+def say_json(value: object) -> None:
     """Print a value as JSON; infinite numbers, which JSON does not have, as ``null``."""
     text = json.dumps(_finite(value), indent=2, ensure_ascii=False)
     try:
@@ -64,7 +67,7 @@ def say_json(value: Any) -> None:
     say(_OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, dict):
         return {str(key): _finite(below) for key, below in value.items()}
     if isinstance(value, (list, tuple)):

@@ -6,13 +6,16 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import FlattenError
 from ..errors.dependencies import is_installed
 from .failures import explain_failure
 from .streams import lasting_streams
 from .termination import terminable
+
+if TYPE_CHECKING:
+    import typer
 
 __all__ = ["has_libraries", "reflow_help", "run_app", "starting"]
 
@@ -53,7 +56,7 @@ def has_libraries(program: str) -> bool:
     return not missing
 
 
-def reflow_help(app: Any) -> None:
+def reflow_help(app: typer.Typer) -> None:
     """Let the terminal break the lines of the help; those of the docstrings that it is would stay, each with a rest.
 
     Args:
@@ -70,7 +73,7 @@ def _hide_types_of_flags(command: Any) -> None:
         one.get_params = functools.partial(_without_types, one.get_params)
 
 
-def _without_types(get_params: Callable[[Any], list[Any]], context: Any) -> list[Any]:
+def _without_types(get_params: Callable[[Any], list[Any]], context: typer.Context) -> list[Any]:
     params = get_params(context)
     for param in params:
         if param.param_type_name == "argument":
@@ -81,7 +84,7 @@ def _without_types(get_params: Callable[[Any], list[Any]], context: Any) -> list
 
 
 def run_app(
-    app: Any,
+    app: typer.Typer,
     argv: Sequence[str] | None = None,
     *,
     program: str,
@@ -104,7 +107,7 @@ def run_app(
 
 
 def _run(
-    app: Any,
+    app: typer.Typer,
     argv: Sequence[str] | None,
     program: str,
     expected: tuple[type[Exception], ...],
@@ -121,7 +124,7 @@ def _run(
     interruption: list[KeyboardInterrupt] = []
     invoke = command.invoke
 
-    def invoke_and_notice(context: Any) -> Any:
+    def invoke_and_notice(context: typer.Context) -> Any:
         # typer and click end a command by themselves then, each version in its own way, and some without a word
         try:
             return invoke(context)

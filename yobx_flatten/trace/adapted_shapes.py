@@ -25,6 +25,7 @@ import torch
 from torch.export import Dim, ShapesCollection
 
 from ..private_names.of_torch import pytree
+from ..recipe.aliases import DynamicShapes, TransformersCache
 from ..recipe.contract import Recipe
 
 __all__ = ["adapted_shapes"]
@@ -32,7 +33,13 @@ __all__ = ["adapted_shapes"]
 _RecipeOf = Callable[[type], Recipe | None]
 
 
-def adapted_shapes(module: Any, args: Any, kwargs: Any, shapes: Any, recipe_of: _RecipeOf) -> Any:
+def adapted_shapes(
+    module: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    shapes: DynamicShapes,
+    recipe_of: _RecipeOf,
+) -> DynamicShapes:
     """Return ``dynamic_shapes`` with the entries of caches in our order.
 
     Args:
@@ -60,7 +67,7 @@ class _Adapting:
     def __init__(self, recipe_of: _RecipeOf, by_tensor: bool) -> None:
         self.recipe_of, self.by_tensor = recipe_of, by_tensor
 
-    def adapt(self, obj: Any, shapes: Any) -> Any:
+    def adapt(self, obj: object, shapes: DynamicShapes) -> DynamicShapes:
         if shapes is None or isinstance(obj, torch.Tensor):
             return shapes
         recipe = self.recipe_of(type(obj))
@@ -81,11 +88,11 @@ class _Adapting:
         below = [self.adapt(child, entry) for child, entry in zip(children, shapes, strict=True)]
         return below if type(shapes) is list else tuple(below) if type(shapes) is tuple else type(shapes)(*below)
 
-    def of_cache(self, cache: Any, shapes: Any, recipe: Recipe) -> Any:
+    def of_cache(self, cache: TransformersCache, shapes: DynamicShapes, recipe: Recipe) -> DynamicShapes:
         entries = self.entries_of(cache, shapes, recipe)
         return self.varying(cache, entries, recipe) if isinstance(entries, list) else entries
 
-    def varying(self, cache: Any, entries: list[Any], recipe: Recipe) -> list[Any]:
+    def varying(self, cache: TransformersCache, entries: list[Any], recipe: Recipe) -> list[Any]:
         """Fix axes that never vary (heads, what a convolution keeps) where torch was to find out by itself."""
         rows = recipe.flatten_with_keys(cache)[0]
         if len(rows) != len(entries) or recipe.axes is None:
@@ -95,7 +102,7 @@ class _Adapting:
             for (key, child), entry in zip(rows, entries, strict=True)
         ]
 
-    def entries_of(self, cache: Any, shapes: Any, recipe: Recipe) -> Any:
+    def entries_of(self, cache: TransformersCache, shapes: DynamicShapes, recipe: Recipe) -> DynamicShapes:
         """The entries of a cache's children, in our order, where they are recognised."""
         children = recipe.flatten(cache)[0]
         if type(shapes) is type(cache):  # torch puts the entries of a collection into a cache
@@ -129,7 +136,7 @@ class _Adapting:
         return entries
 
 
-def _fixed(entry: Any, axes: Mapping[int, str] | None) -> Any:
+def _fixed(entry: DynamicShapes, axes: Mapping[int, str] | None) -> DynamicShapes:
     """An entry of a tensor without ``Dim.AUTO`` at the axes that do not vary."""
     if axes is None or not isinstance(entry, (dict, list, tuple)) or hasattr(entry, "_fields"):
         return entry
@@ -139,20 +146,20 @@ def _fixed(entry: Any, axes: Mapping[int, str] | None) -> Any:
     return kept if isinstance(entry, dict) else type(entry)(kept.values())
 
 
-def _counts(child: Any) -> bool:
+def _counts(child: object) -> bool:
     """Return whether a child is a number of tokens: a tensor without axes, or an integer."""
     return type(child) is int or _is_tensor(child)
 
 
-def _is_tensor(child: Any) -> bool:
+def _is_tensor(child: object) -> bool:
     return isinstance(child, torch.Tensor) and child.dim() == 0
 
 
-def _entry_of_count(child: Any, varies: bool) -> Any:
+def _entry_of_count(child: object, varies: bool) -> DynamicShapes:
     return Dim.AUTO if varies and type(child) is int else None
 
 
-def _fits(child: Any, entry: Any) -> bool:
+def _fits(child: object, entry: DynamicShapes) -> bool:
     """Return whether an entry can be that of a child."""
     if entry is None or (_is_tensor(child) and not _is_container(entry)):  # earlier versions count in an integer
         return True
@@ -163,16 +170,16 @@ def _fits(child: Any, entry: Any) -> bool:
     return _is_container(entry) if type(child) is not int else not _is_container(entry)
 
 
-def _is_container(entry: Any) -> bool:
+def _is_container(entry: DynamicShapes) -> bool:
     return not isinstance(entry, (str, int)) and entry is not None and "Dim" not in type(entry).__name__
 
 
-def _varies(entry: Any) -> bool:
+def _varies(entry: DynamicShapes) -> bool:
     axes = entry.values() if isinstance(entry, dict) else entry if isinstance(entry, (list, tuple)) else [entry]
     return any(axis is not None and axis != Dim.STATIC and type(axis) is not int for axis in axes)
 
 
-def _by_parts(cache: Any, shapes: Any) -> dict[int, Any] | None:
+def _by_parts(cache: TransformersCache, shapes: DynamicShapes) -> dict[int, Any] | None:
     """Entries by tensor, of a list of those of the keys and one of those of the values."""
     parts = list(shapes.values()) if isinstance(shapes, dict) else shapes
     layers = [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None]
@@ -189,7 +196,7 @@ def _by_parts(cache: Any, shapes: Any) -> dict[int, Any] | None:
     return found
 
 
-def _by_attributes(cache: Any, shapes: Any) -> dict[int, Any] | None:
+def _by_attributes(cache: TransformersCache, shapes: DynamicShapes) -> dict[int, Any] | None:
     """Entries by tensor, of a list with one for each tensor in the order of the attributes."""
     tensors = list(_tensors_of(cache))
     if not isinstance(shapes, (list, tuple)) or len(shapes) != len(tensors) or not all(map(_fits, tensors, shapes)):
@@ -197,7 +204,7 @@ def _by_attributes(cache: Any, shapes: Any) -> dict[int, Any] | None:
     return dict(zip(map(id, tensors), shapes, strict=True))
 
 
-def _tensors_of(obj: Any, inside: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
+def _tensors_of(obj: object, inside: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
     if isinstance(obj, torch.Tensor):
         yield obj
         return

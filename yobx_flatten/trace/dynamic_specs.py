@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import DynamicShapesError, describe_class
 from ..private_names.of_torch import GetAttrKey
+from ..recipe.aliases import DynamicShapes
 from ..recipe.contract import Recipe
 
 __all__ = ["attached_spec", "elements_of", "forget_attached", "opened_spec", "refuse_specs_of_keys", "spec_classes"]
@@ -29,7 +30,7 @@ def spec_classes() -> types.ModuleType | None:
     return module if all(hasattr(module, name) for name in _CLASSES) else None
 
 
-def opened_spec(spec: Any) -> tuple[Any, tuple[Any, ...]]:
+def opened_spec(spec: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:
     """Return what a ``ShapesSpec`` or ``ParamsSpec`` was made of: its parameters, and its assumptions.
 
     Anything else is returned as it is.
@@ -44,12 +45,12 @@ def opened_spec(spec: Any) -> tuple[Any, tuple[Any, ...]]:
     return spec, assumptions
 
 
-def elements_of(spec: Any) -> list[Any]:
+def elements_of(spec: DynamicShapes) -> list[Any]:
     """Return the entries of a ``SeqSpec``."""
     return list(spec._entries)
 
 
-def attached_spec(forward: Callable[..., Any]) -> Any:
+def attached_spec(forward: Callable[..., Any]) -> DynamicShapes:
     """Return what the decorator ``dynamic_spec`` attached to a function; ``None`` for nothing."""
     return getattr(forward, _ATTACHED, None)
 
@@ -60,7 +61,11 @@ def forget_attached(forward: Callable[..., Any]) -> None:
 
 
 def refuse_specs_of_keys(
-    module: Any, args: Any, kwargs: Any, spec: Any, recipe_of: Callable[[type], Recipe | None]
+    module: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    spec: DynamicShapes,
+    recipe_of: Callable[[type], Recipe | None],
 ) -> None:
     """Refuse a specification for ``torch.export.export`` itself that has entries for an object known by its keys.
 

@@ -31,6 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import NotRegisteredError
 from ..private_names.of_torch import fx_config, pytree, spec_protocols
+from ..recipe.aliases import DynamicShapes, PyTree
 from ..registry.claims import REGISTRY
 from ..registry.locking import LOCK
 from ..registry.patches import AttributePatch, ImportedPatch
@@ -65,7 +66,7 @@ class TraceSupport(Protocol):
     def named_as(self, names: Collection[str], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the keyword arguments of a call under the names that a program has for them."""
 
-    def prepare(self, tree: Any) -> Any:
+    def prepare(self, tree: PyTree) -> PyTree:
         """Return the example inputs as the trace should see them."""
 
     def traceable(self) -> contextlib.AbstractContextManager[None]:
@@ -177,7 +178,12 @@ class ExportHook:
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def _export(
-            mod: Any, args: Any, kwargs: Any = None, dynamic_shapes: Any = None, *more: Any, **options: Any
+            mod: Callable[..., Any],
+            args: Any,
+            kwargs: Any = None,
+            dynamic_shapes: DynamicShapes = None,
+            *more: Any,
+            **options: Any,
         ) -> Any:
             with LOCK:
                 # someone who imported this function inside a block may call it when the block is long gone
@@ -219,7 +225,7 @@ def _wrapping(
     return make
 
 
-def _without_slices(tree: Any) -> Any:
+def _without_slices(tree: PyTree) -> PyTree:
     """Example inputs whose tensors are not slices of larger ones.
 
     ``ids[:, 5:]`` has strides that nothing else has: the program would refuse all contiguous tensors ("Guard
@@ -275,7 +281,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_PLAIN_ATTENTION.forget_others)
 
 
-def _is_slice(leaf: Any) -> bool:
+def _is_slice(leaf: object) -> bool:
     """Return whether a tensor leaves out memory between its first and its last element (or expands one)."""
     if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.numel() == 0:
         return False
@@ -352,7 +358,7 @@ class _RememberingProgram(ExportedProgram):
             module.register_forward_pre_hook(functools.partial(_require_before_call, classes), prepend=True)
         return module
 
-    def run_decompositions(self, decomp_table: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def run_decompositions(self, decomp_table: dict[Any, Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         require_registered(_classes_of(self), "This program")
         attention = torch.ops.aten.scaled_dot_product_attention.default
         with contextlib.ExitStack() as stack:

@@ -10,8 +10,6 @@ compute it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import sympy
 import torch
 from torch.export import ExportedProgram
@@ -43,7 +41,7 @@ def without_needless_assertions(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
-def _always_holds(condition: Any) -> bool:
+def _always_holds(condition: object) -> bool:
     value = condition.meta.get("val") if isinstance(condition, torch.fx.Node) else None
     expression = value.node.expr if isinstance(value, torch.SymBool) else None
     if expression is None or not expression.has(Min, Max):  # others name sizes that have to be equal
@@ -51,7 +49,7 @@ def _always_holds(condition: Any) -> bool:
     return bool(expression.replace(lambda part: isinstance(part, (Min, Max)), _in_order) == sympy.true)
 
 
-def _in_order(extreme: Any) -> Any:
+def _in_order(extreme: sympy.Expr) -> sympy.Expr:
     """The least, or greatest, of several sizes, where all sizes agree which one that is."""
     for one in extreme.args:
         differences = [sympy.expand(other - one) for other in extreme.args]
@@ -60,6 +58,6 @@ def _in_order(extreme: Any) -> Any:
     return extreme
 
 
-def _is_number(node: Any) -> bool:
+def _is_number(node: torch.fx.Node) -> bool:
     value = node.meta.get("val")
     return node.op == "call_function" and isinstance(value, (torch.SymInt, torch.SymBool, bool, int))

@@ -19,13 +19,15 @@ import torch
 from torch.export import Dim
 
 from ..errors import InvalidArgumentError
+from ..errors.failures import result_or
 from ..private_names.of_torch import pytree
+from ..recipe.aliases import DynamicShapes
 
 __all__ = ["check_nested_kwargs"]
 
 
 def check_nested_kwargs(
-    export: Callable[..., Any], module: torch.nn.Module, kwargs: Mapping[str, Any] | None, shapes: Any
+    export: Callable[..., Any], module: torch.nn.Module, kwargs: Mapping[str, Any] | None, shapes: DynamicShapes
 ) -> None:
     """Refuse an export whose program would end in a ``NameError`` at every call.
 
@@ -53,14 +55,15 @@ def check_nested_kwargs(
         )
 
 
-def _is_nested(value: Any) -> bool:
+def _is_nested(value: object) -> bool:
     leaves, spec = pytree.tree_flatten(value)
     return not spec.is_leaf() and any(isinstance(leaf, torch.Tensor) for leaf in leaves)
 
 
 class _Smallest(torch.nn.Module):
-    def forward(self, x: Any, **kwargs: Any) -> Any:
-        return x + kwargs["extra"]["a"]
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        added: torch.Tensor = kwargs["extra"]["a"]
+        return x + added
 
 
 @functools.cache
@@ -68,9 +71,10 @@ def _has_defect(export: Callable[..., Any]) -> bool:
     """Export the smallest such module as torch.export.export does, once per process, and call its program."""
     x, kwargs = torch.ones(3, 2), {"extra": {"a": torch.ones(3, 2)}}
     shapes = {"x": {0: Dim.AUTO}, "extra": {"a": {0: Dim.AUTO}}}
-    try:
-        program = export(_Smallest(), (x,), kwargs, shapes, strict=False, pre_dispatch=True)
-    except Exception:  # versions before refuse the shapes
+    # versions before refuse the shapes
+    traced = functools.partial(export, _Smallest(), (x,), kwargs, shapes, strict=False, pre_dispatch=True)
+    program = result_or(traced, lambda error: None)
+    if program is None:
         return False
     try:
         program.module()(x, **kwargs)

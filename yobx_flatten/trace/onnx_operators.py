@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..recipe.aliases import OnnxValue
+
 __all__ = ["ERFINV_CENTRE", "ERFINV_TAIL", "TRANSLATIONS", "Translation", "add_translation"]
 
 
@@ -69,14 +71,14 @@ ERFINV_TAIL = (
 )
 
 
-def _unsqueeze(x: Any, dim: int) -> Any:
+def _unsqueeze(x: OnnxValue, dim: int) -> OnnxValue:
     from onnxscript import opset18 as op
 
     # the last axis holds real and imaginary part, so a place counted from the end moves by one
     return op.Unsqueeze(x, op.Constant(value_ints=[dim if dim >= 0 else dim - 1]))
 
 
-def _stable_sort(x: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+def _stable_sort(x: OnnxValue, stable: bool | None = None, dim: int = -1, descending: bool = False) -> OnnxValue:
     from onnxscript import opset18 as op
 
     # of equal values, ONNX takes the one with the lower index first: that is what stable means
@@ -84,22 +86,22 @@ def _stable_sort(x: Any, stable: bool | None = None, dim: int = -1, descending: 
     return op.TopK(x, count, axis=dim, largest=int(descending), sorted=1)
 
 
-def _is_all_true(x: Any) -> Any:
+def _is_all_true(x: OnnxValue) -> OnnxValue:
     from onnxscript import opset18 as op
 
     return op.Cast(op.ReduceMin(op.Cast(x, to=7), keepdims=0), to=9)  # int64, bool
 
 
-def _erf_inv(x: Any) -> Any:
+def _erf_inv(x: OnnxValue) -> OnnxValue:
     from onnxscript import opset18 as op
 
-    def polynomial(at: Any, coefficients: tuple[float, ...]) -> Any:
+    def polynomial(at: OnnxValue, coefficients: tuple[float, ...]) -> OnnxValue:
         value = op.Constant(value_float=coefficients[0])
         for coefficient in coefficients[1:]:
             value = op.Add(op.Mul(value, at), op.Constant(value_float=coefficient))
         return value
 
-    def number(value: float) -> Any:
+    def number(value: float) -> OnnxValue:
         return op.Constant(value_float=value)
 
     given = op.Cast(x, to=1)  # float32
@@ -112,15 +114,15 @@ def _erf_inv(x: Any) -> Any:
 
 
 def _attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
+    query: OnnxValue,
+    key: OnnxValue,
+    value: OnnxValue,
+    attn_mask: OnnxValue | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Any:
+) -> OnnxValue:
     from onnxscript import opset23 as op
 
     if dropout_p == 0 and _is_one_operator(query, key, value, enable_gqa):
@@ -132,7 +134,7 @@ def _attention(
     )
 
 
-def _is_one_operator(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
+def _is_one_operator(query: OnnxValue, key: OnnxValue, value: OnnxValue, enable_gqa: bool) -> bool:
     """Whether ONNX's ``Attention`` takes these: four axes, one batch size, heads of keys that divide the others."""
     shapes = [one.shape for one in (query, key, value)]
     if any(shape is None or len(shape) != 4 for shape in shapes):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..private_names.of_torch import operator_names, operators_with_kernel
@@ -22,7 +22,7 @@ __all__ = ["filled_registry", "remembering_decompositions"]
 _TABLES: dict[Any, tuple[Any, Any]] = {}
 
 
-def filled_registry(read: Any, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def filled_registry(read: classmethod[Any, Any, Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return an ``ONNXRegistry`` that the caller may add to.
 
     Args:
@@ -52,7 +52,7 @@ def remembering_decompositions(original: Callable[[Any], dict[Any, Any]]) -> Cal
     """
 
     @functools.wraps(original)
-    def create(onnx_registered_ops: Any) -> dict[Any, Any]:
+    def create(onnx_registered_ops: Iterable[Any]) -> dict[Any, Any]:
         asked = original, frozenset(onnx_registered_ops)
         known = _decomposed()
         with LOCK:

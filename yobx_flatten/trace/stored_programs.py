@@ -12,6 +12,7 @@ import importlib
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 from ..private_names.of_torch import pytree
@@ -33,7 +34,7 @@ def importing_classes(read: Callable[..., Any], libraries: Callable[[], Collecti
     """
 
     @functools.wraps(read)
-    def json_to_treespec(schema: Any) -> Any:
+    def json_to_treespec(schema: object) -> Any:
         for name in _names_of_classes(schema):
             # asked again for each: a module registers several
             module = name.rpartition(".")[0]
@@ -45,7 +46,7 @@ def importing_classes(read: Callable[..., Any], libraries: Callable[[], Collecti
     return json_to_treespec
 
 
-def _names_of_classes(schema: Any) -> Iterator[str]:
+def _names_of_classes(schema: object) -> Iterator[str]:
     """The names under which the classes of a stored specification are registered."""
     if isinstance(schema, Mapping):
         if isinstance(schema.get("type"), str):
@@ -54,7 +55,7 @@ def _names_of_classes(schema: Any) -> Iterator[str]:
             yield from _names_of_classes(child)
 
 
-def remembering_hints(typing: Any) -> types.SimpleNamespace:
+def remembering_hints(typing: ModuleType) -> types.SimpleNamespace:
     """Return a ``typing`` for the module that reads programs, whose ``get_type_hints`` reads a class once.
 
     Args:
@@ -62,7 +63,9 @@ def remembering_hints(typing: Any) -> types.SimpleNamespace:
     """
 
     @functools.wraps(typing.get_type_hints)
-    def get_type_hints(obj: Any, globalns: Any = None, *more: Any, **options: Any) -> dict[str, Any]:
+    def get_type_hints(
+        obj: object, globalns: dict[str, Any] | None = None, *more: Any, **options: Any
+    ) -> dict[str, Any]:
         if more or options or not isinstance(obj, type):
             found: dict[str, Any] = typing.get_type_hints(obj, globalns, *more, **options)
             return found
@@ -85,7 +88,7 @@ def remembering_expressions(parse: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(parse)
-    def _parse_sym_expr(self: Any, expr_str: str, hint: Any = None) -> Any:
+    def _parse_sym_expr(self: Any, expr_str: str, hint: object = None) -> Any:
         symbols = self.symbol_name_to_symbol  # a new one for each program
         known = vars(self).get("_yobx_expressions")
         if known is None or known[0] is not symbols:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import DynamicShapesError, InvalidArgumentError, NotRegisteredError, describe_class
-from ..recipe.aliases import PyTree
+from ..recipe.aliases import DynamicShapes, PyTree
 from .node import check_no_cycles
 from .walk import class_name, torch_leaves
 
@@ -25,7 +25,7 @@ __all__ = [
 _EXAMPLE = '\n    export_program(module, (x,), {"y": y})'
 
 
-def check_arguments(module: Any, args: Any, kwargs: Any) -> None:
+def check_arguments(module: object, args: object, kwargs: object) -> None:
     """Refuse what is not a module, and arguments that its ``forward`` or any program cannot take.
 
     The latter hold themselves, or are nested tensors.
@@ -93,7 +93,7 @@ def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
     return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
 
 
-def inputs_by_name(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+def inputs_by_name(module: object, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """All inputs by the name that ``forward`` gives them, in the order of its parameters.
 
     Returns:
@@ -113,7 +113,7 @@ def inputs_by_name(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return {**({"args": args} if args else {}), **({"kwargs": dict(kwargs)} if kwargs else {})}
 
 
-def shapes_by_name(inputs: Mapping[str, Any], shapes: Any) -> dict[str, Any]:
+def shapes_by_name(inputs: Mapping[str, Any], shapes: DynamicShapes) -> dict[str, Any]:
     """Give every input its entry of ``dynamic_shapes``, ``None`` where it has none.
 
     Args:

@@ -20,12 +20,17 @@ import dataclasses
 import enum
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ..errors.failures import result_or
 from ..private_names.of_torch import dispatch_depth, pytree
+
+if TYPE_CHECKING:
+    import numpy
+    import onnxruntime
 
 __all__ = ["string_type"]
 
@@ -52,7 +57,7 @@ _PLAIN_LAYERS = {"DynamicLayer"}, {"StaticLayer"}
 
 
 def string_type(
-    obj: Any,
+    obj: object,
     with_shape: bool = False,
     with_min_max: bool = False,
     with_device: bool = False,
@@ -108,7 +113,7 @@ class _Writer:
     lists: bool
     inside: list[int] = dataclasses.field(default_factory=list)
 
-    def text(self, obj: Any) -> str:
+    def text(self, obj: object) -> str:
         if id(obj) in self.inside:
             return "<cycle>"
         if len(self.inside) >= _DEEPEST:
@@ -129,7 +134,7 @@ class _Writer:
     def items(self, pairs: Iterable[tuple[Any, Any]]) -> str:
         return ",".join([f"{key}:{self.text(value)}" for key, value in pairs])
 
-    def named(self, obj: Any, names: Iterable[str]) -> str:
+    def named(self, obj: object, names: Iterable[str]) -> str:
         return ", ".join([f"{name}={self.text(getattr(obj, name, None))}" for name in names])
 
     def log(self, message: str, *args: object) -> None:
@@ -143,7 +148,7 @@ class _Writer:
 _Rule = Callable[[_Writer, Any], str]
 
 
-def _rule(obj: Any) -> _Rule:
+def _rule(obj: object) -> _Rule:
     if isinstance(obj, enum.Enum):
         return _enum  # first: many are integers or strings too
     for base in type(obj).__mro__:
@@ -154,11 +159,11 @@ def _rule(obj: Any) -> _Rule:
     return _other
 
 
-def _name(obj: Any) -> str:
+def _name(obj: object) -> str:
     return type(obj).__name__
 
 
-def _word(writer: _Writer, obj: Any) -> str:
+def _word(writer: _Writer, obj: object) -> str:
     return "None" if obj is None else _name(obj)
 
 
@@ -170,66 +175,66 @@ def _number(writer: _Writer, obj: Any) -> str:
     return f"{name}={obj}" if writer.values else name
 
 
-def _string(writer: _Writer, obj: Any) -> str:
+def _string(writer: _Writer, obj: object) -> str:
     return "str" if isinstance(obj, str) else "bytes"
 
 
-def _enum(writer: _Writer, obj: Any) -> str:
+def _enum(writer: _Writer, obj: enum.Enum) -> str:
     return f"{_name(obj)}.{obj.name}"
 
 
-def _class(writer: _Writer, obj: Any) -> str:
+def _class(writer: _Writer, obj: type) -> str:
     return f"type({obj.__name__})"
 
 
-def _printed(writer: _Writer, obj: Any) -> str:
+def _printed(writer: _Writer, obj: object) -> str:
     return f"{_name(obj)}({obj})"
 
 
-def _numpy_dtype(writer: _Writer, obj: Any) -> str:
+def _numpy_dtype(writer: _Writer, obj: object) -> str:
     return f"dtype({obj})"
 
 
-def _repr(writer: _Writer, obj: Any) -> str:
+def _repr(writer: _Writer, obj: object) -> str:
     return "".join(repr(obj).split())
 
 
-def _fx_node(writer: _Writer, obj: Any) -> str:
+def _fx_node(writer: _Writer, obj: torch.fx.Node) -> str:
     return f"%{obj.target}"
 
 
-def _opaque(writer: _Writer, obj: Any) -> str:
+def _opaque(writer: _Writer, obj: object) -> str:
     return f"{_name(obj)}(...)"
 
 
-def _dim(writer: _Writer, obj: Any) -> str:
+def _dim(writer: _Writer, obj: object) -> str:
     if hasattr(obj, "__name__"):
         return "DerivedDim" if hasattr(obj, "root") else f"Dim({obj.__name__})"
     text = str(obj)
     return {"DimHint(AUTO)": "AUTO", "DimHint(DYNAMIC)": "DYNAMIC"}.get(text, text)
 
 
-def _mean_of_numbers(writer: _Writer, obj: Any, form: str) -> str:
+def _mean_of_numbers(writer: _Writer, obj: Collection[Any], form: str) -> str:
     # Callers pass three spellings of the mean: those of onnx-diagnostic, whose users have them in their logs.
     if not writer.values or not all(isinstance(x, int | float) for x in obj):
         return ""
     return form.format(min(obj), max(obj), sum(map(float, obj)) / len(obj))
 
 
-def _tuple(writer: _Writer, obj: Any) -> str:
+def _tuple(writer: _Writer, obj: tuple[Any, ...]) -> str:
     if len(obj) >= max(writer.limit, 2):
         tail = _mean_of_numbers(writer, obj, "[{},{}:A[{}]]")
         return f"#{len(obj)}({writer.text(obj[0])},...){tail}"
     return f"({writer.join(obj)},)" if len(obj) == 1 else f"({writer.join(obj)})"
 
 
-def _list(writer: _Writer, obj: Any) -> str:
+def _list(writer: _Writer, obj: list[Any]) -> str:
     if len(obj) >= max(writer.limit, 1):
         return f"#{len(obj)}[{writer.text(obj[0])},...]{_mean_of_numbers(writer, obj, '[{},{}:{}]')}"
     return f"#{len(obj)}[{writer.join(obj)}]"
 
 
-def _set(writer: _Writer, obj: Any) -> str:
+def _set(writer: _Writer, obj: Collection[Any]) -> str:
     if len(obj) < _LONGEST_SET:
         # Sorted: the order of a set changes from process to process.
         return f"{{{','.join(sorted(map(writer.text, obj)))}}}"
@@ -237,7 +242,7 @@ def _set(writer: _Writer, obj: Any) -> str:
     return f"{{...}}#{len(obj)}{tail}" if tail or writer.shape else "{...}"
 
 
-def _dict(writer: _Writer, obj: Any) -> str:
+def _dict(writer: _Writer, obj: dict[Any, Any]) -> str:
     if type(obj) is not dict:
         return _mapping(writer, obj)
     if not all(isinstance(key, int) for key in obj):
@@ -249,11 +254,11 @@ def _dict(writer: _Writer, obj: Any) -> str:
     return f"{{{writer.items(obj.items())}}}"
 
 
-def _mapping(writer: _Writer, obj: Any) -> str:
+def _mapping(writer: _Writer, obj: Mapping[Any, Any]) -> str:
     return f"{_name(obj)}({writer.items(obj.items())})"
 
 
-def _other(writer: _Writer, obj: Any) -> str:
+def _other(writer: _Writer, obj: object) -> str:
     if dataclasses.is_dataclass(obj):
         found = [(field.name, getattr(obj, field.name, None)) for field in dataclasses.fields(obj)]
         return f"{_name(obj)}({writer.items(pair for pair in found if pair[1] is not None)})"
@@ -265,7 +270,7 @@ def _other(writer: _Writer, obj: Any) -> str:
     return _opaque(writer, obj)
 
 
-def _cache(writer: _Writer, obj: Any) -> str:
+def _cache(writer: _Writer, obj: object) -> str:
     if hasattr(obj, "self_attention_cache"):
         return f"{_name(obj)}({writer.named(obj, ['self_attention_cache', 'cross_attention_cache'])})"
     if not hasattr(obj, "layers"):
@@ -289,11 +294,11 @@ def _is_state(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 1
 
 
-def _layer(writer: _Writer, obj: Any) -> str:
+def _layer(writer: _Writer, obj: object) -> str:
     return f"{_name(obj)}({writer.named(obj, _PAIR)})"
 
 
-def _batch(writer: _Writer, obj: Any) -> str:
+def _batch(writer: _Writer, obj: object) -> str:
     return f"{_name(obj)}({writer.named(obj, ['data'])})"
 
 
@@ -302,7 +307,7 @@ def _array_text(writer: _Writer, letter: str, code: int, shape: Iterable[Any]) -
     return f"{letter}{code}s{'x'.join(sizes)}" if writer.shape else f"{letter}{code}r{len(sizes)}"
 
 
-def _tensor(writer: _Writer, obj: Any) -> str:
+def _tensor(writer: _Writer, obj: torch.Tensor) -> str:
     fake = any(base.__name__ == "FakeTensor" for base in type(obj).__mro__)
     # `_x2`: two in a byte, and the shape counts bytes.
     code = _ELEMENT_TYPES.get(str(obj.dtype).removeprefix("torch.").removesuffix("_x2"), _UNDEFINED)
@@ -315,7 +320,7 @@ def _tensor(writer: _Writer, obj: Any) -> str:
     return text + _values(writer, _torch_values, obj)
 
 
-def _ndarray(writer: _Writer, obj: Any) -> str:
+def _ndarray(writer: _Writer, obj: numpy.ndarray[Any, Any]) -> str:
     code = _STRING if obj.dtype.kind == "U" else _ELEMENT_TYPES.get(obj.dtype.name, _UNDEFINED)
     text = _array_text(writer, "A", code, obj.shape)
     if not writer.values or code in (_STRING, _UNDEFINED):
@@ -323,7 +328,7 @@ def _ndarray(writer: _Writer, obj: Any) -> str:
     return text + _values(writer, _numpy_values, obj)
 
 
-def _ort_value(writer: _Writer, obj: Any) -> str:
+def _ort_value(writer: _Writer, obj: onnxruntime.OrtValue) -> str:
     if not obj.has_value():
         return "OV(<novalue>)"
     if not obj.is_tensor():
@@ -335,15 +340,16 @@ def _ort_value(writer: _Writer, obj: Any) -> str:
     return f"{place}OV({values})" if values else f"{place}OV{text}"
 
 
-def _values(writer: _Writer, read: Callable[[Any], str], obj: Any) -> str:
-    try:
-        return read(obj)
-    except Exception as error:  # sparse layouts, 4-bit types, vmap: type and shape are still worth having
+def _values(writer: _Writer, read: Callable[[Any], str], obj: object) -> str:
+    def unread(error: Exception) -> str:
         writer.log("string_type: no values of a %s: %r", type(obj).__qualname__, error)
         return ""
 
+    # sparse layouts, 4-bit types, vmap: type and shape are still worth having
+    return result_or(lambda: read(obj), unread)
 
-def _torch_values(tensor: Any) -> str:
+
+def _torch_values(tensor: torch.Tensor) -> str:
     if tensor.ndim == 0:
         return f"={tensor.item()}"
     if tensor.numel() == 0:
@@ -360,7 +366,7 @@ def _torch_values(tensor: Any) -> str:
     return _range(flat.min().item(), flat.max().item(), flat.to(wide).mean().item(), nans)
 
 
-def _numpy_values(array: Any) -> str:
+def _numpy_values(array: numpy.ndarray[Any, Any]) -> str:
     if array.ndim == 0:
         return f"={array}"
     if array.size == 0:
@@ -375,7 +381,7 @@ def _numpy_values(array: Any) -> str:
         return _range(flat.min(), flat.max(), flat.astype("float64").mean(), nans)
 
 
-def _range(least: Any, most: Any, mean: Any, nans: int) -> str:
+def _range(least: object, most: object, mean: object, nans: int) -> str:
     return f"[{least},{most}:A{mean}{f'N{nans}nans' if nans else ''}]"
 
 

@@ -19,15 +19,19 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.export import Dim
 
 from ..errors import DynamicShapesError, describe_class
+from ..recipe.aliases import DynamicShapes
 from ..trace.dynamic_specs import elements_of, opened_spec, spec_classes
 from .node import Node, key_name, node_of
 from .shapes import builtin_kind, same_container
+
+if TYPE_CHECKING:
+    import sympy
 
 __all__ = ["Size", "Stated", "by_parameter", "without_specs"]
 
@@ -71,7 +75,7 @@ class Stated(NamedTuple):
     assumptions: tuple[Any, ...]
 
 
-def by_parameter(forward: Callable[..., Any], shapes: Any) -> tuple[Any, tuple[Any, ...]]:
+def by_parameter(forward: Callable[..., Any], shapes: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:
     """Return what a specification states of each input by its name, and its assumptions.
 
     Args:
@@ -126,7 +130,7 @@ class _Writing:
         self.classes, self.leaves = classes, 0
         self.sizes: list[Size] = []
 
-    def write(self, obj: Any, spec: Any, path: tuple[str, ...]) -> Any:
+    def write(self, obj: object, spec: DynamicShapes, path: tuple[str, ...]) -> DynamicShapes:
         """Write one entry; an entry of ``dynamic_shapes`` is returned as it is, and its leaves are counted."""
         node = node_of(obj)
         if node is None:
@@ -142,7 +146,9 @@ class _Writing:
         is_spec = isinstance(spec, (self.classes.SeqSpec, self.classes.DictSpec, self.classes.ObjectSpec))
         return spec if found is None or (untouched and not is_spec) else same_container(obj, node, below)
 
-    def entries(self, obj: Any, node: Node, names: list[str], spec: Any, path: tuple[str, ...]) -> list[Any] | None:
+    def entries(
+        self, obj: object, node: Node, names: list[str], spec: DynamicShapes, path: tuple[str, ...]
+    ) -> list[Any] | None:
         """One entry for each child; ``None`` where there is no specification."""
         place, kind = ".".join(path), builtin_kind(obj, node)
         keys: list[Any] = list(obj) if isinstance(obj, Mapping) and kind is not None else names
@@ -173,7 +179,7 @@ class _Writing:
             return [spec[key] for key in keys]
         return None
 
-    def misfit(self, place: str, names: list[str], obj: Any, spec: Any) -> DynamicShapesError:
+    def misfit(self, place: str, names: list[str], obj: object, spec: DynamicShapes) -> DynamicShapesError:
         if isinstance(obj, Mapping):
             fitting = "a DictSpec by its keys"
         elif isinstance(obj, (list, tuple)):
@@ -184,7 +190,7 @@ class _Writing:
             f"{place}: expected {fitting}, {names}, for {describe_class(type(obj))}, found {_kind(spec)}."
         )
 
-    def of_leaf(self, obj: Any, spec: Any, path: tuple[str, ...]) -> Any:
+    def of_leaf(self, obj: object, spec: DynamicShapes, path: tuple[str, ...]) -> DynamicShapes:
         place = ".".join(path)
         if isinstance(spec, self.classes.TensorSpec):
             if not isinstance(obj, torch.Tensor):
@@ -211,7 +217,7 @@ class _Writing:
             )
         return spec
 
-    def of_size(self, size: int, spec: Any, path: str, axis: int | None) -> Any:
+    def of_size(self, size: int, spec: DynamicShapes, path: str, axis: int | None) -> DynamicShapes:
         if spec is None:
             return None
         if isinstance(spec, torch.SymInt):
@@ -265,11 +271,11 @@ def _check_range(size: Size) -> None:
         )
 
 
-def _kind(spec: Any) -> str:
+def _kind(spec: DynamicShapes) -> str:
     return type(spec).__name__ if not isinstance(spec, torch.SymInt) else _name(spec.node.expr)
 
 
-def _name(expression: Any) -> str:
+def _name(expression: sympy.Basic) -> str:
     """An expression without the numbers that distinguish variables of one name."""
     text = str(expression)
     for symbol in sorted(map(str, expression.free_symbols), key=len, reverse=True):

@@ -34,7 +34,7 @@ class Node(NamedTuple):
     recipe: Recipe | None  # ours, when the class is one of ours
 
 
-def node_of(obj: Any) -> Node | None:
+def node_of(obj: object) -> Node | None:
     """Flatten one level of an object.
 
     Args:
@@ -61,7 +61,7 @@ def node_of(obj: Any) -> Node | None:
     return Node([pytree.SequenceKey(i) for i in range(len(children))], children, None)
 
 
-def own_children(obj: Any, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any]] | None:
+def own_children(obj: object, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any]] | None:
     """Return the children of :func:`node_of` with their keys, ``None`` for a leaf; for :func:`.walk.walk`."""
     node = node_of(obj)
     return None if node is None else list(zip(node.keys, node.children, strict=True))
@@ -142,7 +142,7 @@ def format_cycle(inner: str, outer: str) -> str:
     )
 
 
-def key_name(key: Any) -> str:
+def key_name(key: object) -> str:
     """Spell one key without its brackets.
 
     >>> import torch.utils._pytree as pytree

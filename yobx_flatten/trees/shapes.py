@@ -17,6 +17,7 @@ from torch.export import Dim
 from ..errors import DynamicShapesError, InvalidArgumentError, describe_class
 from ..huggingface.cache_names import CACHE, name_in, word_in_files
 from ..private_names.of_torch import DimHint, get_node_type, pytree
+from ..recipe.aliases import DynamicShapes, PyTree, TransformersCache
 from ..recipe.contract import Recipe
 from .node import Node, check_no_cycles, key_name, node_of, own_children
 from .walk import walk
@@ -35,8 +36,8 @@ _Path = tuple[str, ...]
 
 
 def dynamic_shapes(
-    inputs: Any, overrides: Mapping[str, Any] | None = None, *, bounds: Mapping[str, int] | None = None
-) -> Any:
+    inputs: PyTree, overrides: Mapping[str, Any] | None = None, *, bounds: Mapping[str, int] | None = None
+) -> DynamicShapes:
     """Write the ``dynamic_shapes`` of nested inputs.
 
     Args:
@@ -77,7 +78,7 @@ def dynamic_shapes(
     return written
 
 
-def _as_named_in(inputs: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _as_named_in(inputs: PyTree, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The overrides, those of the cache under the name that it has among the inputs."""
     own = name_in(inputs)
     named = {}
@@ -88,7 +89,7 @@ def _as_named_in(inputs: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     return named
 
 
-def make_dynamic_shapes_kv_cache(cache: Any, shape_of_one: Any) -> list[Any]:
+def make_dynamic_shapes_kv_cache(cache: TransformersCache, shape_of_one: DynamicShapes) -> list[Any]:
     """Write the ``dynamic_shapes`` of one cache, all of whose keys and values vary in the same way.
 
     Args:
@@ -123,7 +124,7 @@ def make_dynamic_shapes_kv_cache(cache: Any, shape_of_one: Any) -> list[Any]:
     return shapes
 
 
-def check_dynamic_shapes(inputs: Any, shapes: Any) -> None:
+def check_dynamic_shapes(inputs: PyTree, shapes: DynamicShapes) -> None:
     """Check a ``dynamic_shapes`` specification against the inputs it is for.
 
     Args:
@@ -144,7 +145,7 @@ with axes [0, 1].
     _check(inputs, shapes, ())
 
 
-def without_names(shapes: Any) -> Any:
+def without_names(shapes: DynamicShapes) -> DynamicShapes:
     """Return a specification in which ``Dim.DYNAMIC`` stands for every name, which ``torch.export`` does not take.
 
     >>> without_names({"x": {0: "batch", 1: Dim.AUTO}})["x"][0] is Dim.DYNAMIC
@@ -160,7 +161,7 @@ def without_names(shapes: Any) -> Any:
     return shapes
 
 
-def shapes_of_leaves(inputs: Any, shapes: Any) -> list[dict[int, Any] | None]:
+def shapes_of_leaves(inputs: PyTree, shapes: DynamicShapes) -> list[dict[int, Any] | None]:
     """List the entries of a specification, one for each leaf.
 
     Args:
@@ -199,8 +200,8 @@ def _checked_bounds(bounds: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def _write(
-    obj: Any, path: _Path, axes: dict[int, str] | None, overrides: dict[str, Any], bounds: Mapping[str, int]
-) -> Any:
+    obj: object, path: _Path, axes: dict[int, str] | None, overrides: dict[str, Any], bounds: Mapping[str, int]
+) -> DynamicShapes:
     dotted = ".".join(path)
     if path and dotted in overrides:
         return overrides.pop(dotted)
@@ -214,7 +215,7 @@ def _write(
     return same_container(obj, node, below)
 
 
-def _write_leaf(obj: Any, path: _Path, axes: dict[int, str] | None, bounds: Mapping[str, int]) -> Any:
+def _write_leaf(obj: object, path: _Path, axes: dict[int, str] | None, bounds: Mapping[str, int]) -> DynamicShapes:
     if isinstance(obj, torch.Tensor):
         if axes is not None and obj.dim() <= max(axes, default=-1):
             return {}  # other than its name: a quantised layer has a scale, and an empty tensor in place of its keys
@@ -240,11 +241,11 @@ def _dim(tensor: torch.Tensor, axis: int, path: _Path, meaning: str | None, boun
     return Dim.AUTO(max=most)
 
 
-def _axes(recipe: Recipe | None, key: Any) -> dict[int, str] | None:
+def _axes(recipe: Recipe | None, key: object) -> dict[int, str] | None:
     return None if recipe is None or recipe.axes is None else recipe.axes(key_name(key))
 
 
-def same_container(obj: Any, node: Node, below: list[Any]) -> Any:
+def same_container(obj: Any, node: Node, below: list[Any]) -> DynamicShapes:
     """Put entries together as torch wants them: built-in containers and named tuples as they are, else as a list."""
     kind = builtin_kind(obj, node)
     if kind is None or kind is list:
@@ -261,7 +262,7 @@ def same_container(obj: Any, node: Node, below: list[Any]) -> Any:
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
-def builtin_kind(obj: Any, node: Node | None = None) -> Any:
+def builtin_kind(obj: object, node: Node | None = None) -> Any:
     """The type that the specification of a built-in container must also have; ``None`` for a registered class."""
     kind = get_node_type(obj)
     kind = tuple if kind is torch.Size else kind  # torch rebuilds it as a tuple before it looks
@@ -271,7 +272,7 @@ def builtin_kind(obj: Any, node: Node | None = None) -> Any:
 # -- checking --------------------------------------------------------------------------------------------------------
 
 
-def _check(obj: Any, shapes: Any, path: _Path) -> None:
+def _check(obj: PyTree, shapes: DynamicShapes, path: _Path) -> None:
     if shapes is None:
         return
     node = node_of(obj)
@@ -306,12 +307,12 @@ def _check(obj: Any, shapes: Any, path: _Path) -> None:
         _check(child, spec, (*path, name))
 
 
-def _spec_class(shapes: Any) -> Any:
+def _spec_class(shapes: DynamicShapes) -> type:
     kind = get_node_type(shapes)
     return type(shapes) if kind is namedtuple else kind
 
 
-def _check_leaf(obj: Any, shapes: Any, path: _Path) -> None:
+def _check_leaf(obj: object, shapes: DynamicShapes, path: _Path) -> None:
     if not isinstance(obj, torch.Tensor):
         # type(), since a bool is an int; torch lets no float vary
         if type(obj) is not int or not _is_dim(shapes):
@@ -342,16 +343,16 @@ def _check_leaf(obj: Any, shapes: Any, path: _Path) -> None:
             )
 
 
-def _is_dim(dim: Any) -> bool:
+def _is_dim(dim: object) -> bool:
     return isinstance(dim, (str, torch.export.Dim, DimHint)) or dim is None
 
 
-def _must_vary(dim: Any) -> bool:
+def _must_vary(dim: object) -> bool:
     hint = getattr(dim, "type", None)
     return isinstance(dim, (str, torch.export.Dim)) or getattr(hint, "name", None) == "DYNAMIC"
 
 
-def _misfit(path: _Path, expected: str, found: Any) -> DynamicShapesError:
+def _misfit(path: _Path, expected: str, found: object) -> DynamicShapesError:
     return DynamicShapesError(f"{_format(path)}: expected {expected}, found {found!r}.")
 
 

@@ -105,14 +105,14 @@ def torch_children(name: str) -> Children:
         name: what the object is called, for the notes of errors.
     """
 
-    def children(obj: Any, keys: tuple[Any, ...]) -> list[tuple[Any, Any]] | None:
+    def children(obj: object, keys: tuple[Any, ...]) -> list[tuple[Any, Any]] | None:
         node = pytree.SUPPORTED_NODES.get(get_node_type(obj))
         return None if node is None else children_of(node, obj, name, keys)
 
     return children
 
 
-def children_of(node: Any, obj: Any, name: str, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
+def children_of(node: pytree.NodeDef, obj: object, name: str, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
     """Return the children of a registered object with their keys.
 
     Args:
@@ -125,7 +125,7 @@ def children_of(node: Any, obj: Any, name: str, keys: tuple[Any, ...] = ()) -> l
         if node.flatten_with_keys_fn is not None:
             return list(node.flatten_with_keys_fn(obj)[0])
         return [(pytree.SequenceKey(index), child) for index, child in enumerate(node.flatten_fn(obj)[0])]
-    except Exception as error:
+    except Exception as error:  # of a user's flatten function; raised again, with the place
         error.add_note(f"while {format_path(name, keys)}, {describe_class(type(obj))}, was flattened")
         raise
 
@@ -143,7 +143,7 @@ def format_path(name: str, keys: Iterable[Any]) -> str:
     return name + "".join(map(format_entry, keys))
 
 
-def format_entry(key: Any) -> str:
+def format_entry(key: object) -> str:
     """Spell one step of a key path as Python.
 
     >>> format_entry(pytree.MappingKey("a")), format_entry(pytree.SequenceKey(2)), format_entry(pytree.GetAttrKey("x"))
@@ -154,7 +154,7 @@ def format_entry(key: Any) -> str:
     return str(key)
 
 
-def format_key(key: Any) -> str:
+def format_key(key: object) -> str:
     """Spell the key of a dict; an object whose ``__repr__`` is its own business by its class.
 
     >>> from collections import OrderedDict
@@ -166,7 +166,8 @@ def format_key(key: Any) -> str:
     if type(key) is tuple:
         inner = [format_key(item) for item in key]
         return f"({', '.join(inner)}{',' if len(inner) == 1 else ''})"
-    return f"<{_QUALNAME(type(key)) if not issubclass(type(key), type) else _QUALNAME(key)}>"
+    cls: Any = key if issubclass(type(key), type) else type(key)  # not isinstance, which may run code of the key
+    return f"<{_QUALNAME(cls)}>"
 
 
 def class_name(cls: type) -> str:

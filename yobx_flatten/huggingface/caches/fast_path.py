@@ -140,7 +140,7 @@ def _order_of_leaves(counts: list[int], groups: Iterable[list[int]]) -> Pick | N
     return _pick(order) if order else None
 
 
-def key_count(keys: torch.Tensor) -> Any:
+def key_count(keys: torch.Tensor) -> int:
     """Count the tokens that the keys of a full layer hold."""
     # transformers fills a layer with a one-dimensional empty tensor before its first update
     return keys.shape[-2] if keys.dim() > 1 else 0
@@ -155,7 +155,7 @@ class _ObjectReading(NamedTuple):
 _OBJECTS: dict[type, tuple[_ObjectReading, ...]] = {}
 
 
-def read_object(obj: Any, without: Container[str] = ()) -> tuple[str, list[str], list[Any]]:
+def read_object(obj: object, without: Container[str] = ()) -> tuple[str, list[str], list[Any]]:
     """Flatten one object by its attributes.
 
     Args:

@@ -20,6 +20,7 @@ from typing import Any
 
 from ...errors import CacheStructureError, UnsupportedLayerError, describe_class
 from ...private_names.of_torch import MappingKey
+from ...recipe.aliases import CacheLayer, TransformersCache
 from .layers import kind_of, letter_of
 from .layouts import flatten_layers, holds_full_only, is_leaf_name, unflatten_layers
 from .sizes_from_keys import with_sizes
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 
-def flatten_dynamic_cache(cache: Any) -> tuple[list[Any], list[str]]:
+def flatten_dynamic_cache(cache: TransformersCache) -> tuple[list[Any], list[str]]:
     """Flatten a ``DynamicCache``.
 
     Args:
@@ -55,7 +56,7 @@ def flatten_dynamic_cache(cache: Any) -> tuple[list[Any], list[str]]:
     return flatten_layers(layers_of(cache), plain=True)
 
 
-def flatten_with_keys_dynamic_cache(cache: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
+def flatten_with_keys_dynamic_cache(cache: TransformersCache) -> tuple[list[tuple[Any, Any]], list[str]]:
     """Flatten a ``DynamicCache``, each leaf with its key: ``[key_0]``, ``[value_W8_1]``.
 
     Args:
@@ -71,7 +72,9 @@ def flatten_with_keys_dynamic_cache(cache: Any) -> tuple[list[tuple[Any, Any]], 
     return _with_keys(*flatten_dynamic_cache(cache))
 
 
-def unflatten_dynamic_cache(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
+def unflatten_dynamic_cache(
+    values: Iterable[Any], context: list[str], output_type: type | None = None
+) -> TransformersCache:
     """Unflatten a ``DynamicCache``: put the given leaves into it, without copying them.
 
     Args:
@@ -97,7 +100,7 @@ def _dynamic_cache() -> Any:
     return DynamicCache
 
 
-def flatten_static_cache(cache: Any) -> tuple[list[Any], list[str]]:
+def flatten_static_cache(cache: TransformersCache) -> tuple[list[Any], list[str]]:
     """Flatten a ``StaticCache``.
 
     Args:
@@ -113,7 +116,7 @@ def flatten_static_cache(cache: Any) -> tuple[list[Any], list[str]]:
     return flatten_layers(layers_of(cache), plain=False)
 
 
-def flatten_with_keys_static_cache(cache: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
+def flatten_with_keys_static_cache(cache: TransformersCache) -> tuple[list[tuple[Any, Any]], list[str]]:
     """Flatten a ``StaticCache``, each leaf with its key: ``[key_S16_0]``, ``[position_S16_0]``.
 
     Args:
@@ -129,7 +132,9 @@ def flatten_with_keys_static_cache(cache: Any) -> tuple[list[tuple[Any, Any]], l
     return _with_keys(*flatten_static_cache(cache))
 
 
-def unflatten_static_cache(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
+def unflatten_static_cache(
+    values: Iterable[Any], context: list[str], output_type: type | None = None
+) -> TransformersCache:
     """Unflatten a ``StaticCache``: put the given leaves into it, without copying them.
 
     Args:
@@ -161,7 +166,7 @@ def _layers(values: Iterable[Any], names: list[str]) -> tuple[list[Any], list[st
         return unflatten_layers(values, sized), sized
 
 
-def flatten_encoder_decoder_cache(cache: Any) -> tuple[list[Any], list[str]]:
+def flatten_encoder_decoder_cache(cache: TransformersCache) -> tuple[list[Any], list[str]]:
     """Flatten an ``EncoderDecoderCache`` into its two caches.
 
     ``is_updated`` states for each layer whether the encoder's keys are there. Where it differs from what the layers
@@ -182,7 +187,7 @@ def flatten_encoder_decoder_cache(cache: Any) -> tuple[list[Any], list[str]]:
     return [cache.self_attention_cache, cross], names
 
 
-def flatten_with_keys_encoder_decoder_cache(cache: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
+def flatten_with_keys_encoder_decoder_cache(cache: TransformersCache) -> tuple[list[tuple[Any, Any]], list[str]]:
     """Flatten an ``EncoderDecoderCache`` into its two caches, each with its key.
 
     Args:
@@ -195,7 +200,9 @@ def flatten_with_keys_encoder_decoder_cache(cache: Any) -> tuple[list[tuple[Any,
     return [(MappingKey(name), child) for name, child in zip(names, caches, strict=False)], names
 
 
-def unflatten_encoder_decoder_cache(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
+def unflatten_encoder_decoder_cache(
+    values: Iterable[Any], context: list[str], output_type: type | None = None
+) -> TransformersCache:
     """Unflatten an ``EncoderDecoderCache``: put the two caches into it.
 
     Args:
@@ -284,7 +291,7 @@ def label_of_cache(name: str, below: str) -> str:
     return f"{index}.{side}.{part}" if dot else f"{side}.{below}"
 
 
-def layers_of(cache: Any) -> list[Any]:
+def layers_of(cache: TransformersCache) -> list[CacheLayer]:
     """Return the layers of a cache that can be rebuilt."""
     if not hasattr(cache, "layers"):
         raise CacheStructureError(
@@ -304,7 +311,7 @@ def _with_keys(values: list[Any], names: list[str]) -> tuple[list[tuple[Any, Any
     return [(MappingKey(name), value) for name, value in zip(leaf_names, values, strict=True)], names
 
 
-def new_cache(cls: Any, layers: list[Any], *, grows: bool) -> Any:
+def new_cache(cls: Any, layers: list[Any], *, grows: bool) -> TransformersCache:
     """Make a cache of the given layers, without its constructor.
 
     Args:
@@ -327,12 +334,12 @@ def _full_layer() -> Any:
     return DynamicLayer
 
 
-def _shown_updates(cross: Any) -> dict[int, bool]:
+def _shown_updates(cross: TransformersCache | None) -> dict[int, bool]:
     """``is_updated`` as the layers themselves show it; empty for placeholders."""
     layers = getattr(cross, "layers", ())
     return {index: _is_filled(layer, index) for index, layer in enumerate(layers)}
 
 
-def _is_filled(layer: Any, index: int) -> bool:
+def _is_filled(layer: CacheLayer, index: int) -> bool:
     kind = kind_of(type(layer))
     return getattr(layer, "keys", None) is not None if kind is None else kind.is_filled(layer, index)

@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 
+from ...recipe.aliases import Static
 from ...recipe.codegen import run_source
 from ...recipe.static_codec import dump_static, load_static
 from .layers import make_window_tensor, window_tensors
@@ -63,18 +64,18 @@ _KEPT = (
 class _Scope(dict[str, Any]):
     """The names that the source uses."""
 
-    def name(self, value: Any) -> str:
+    def name(self, value: object) -> str:
         """Write a value: as a literal, or as a new name for it."""
         return repr(value) if type(value) in _LITERALS else self.keep(value)
 
-    def keep(self, value: Any) -> str:
+    def keep(self, value: object) -> str:
         """Return a new name for a value."""
         name = f"K{len(self)}"
         self[name] = value
         return name
 
 
-def _is_single(value: Any) -> bool:
+def _is_single(value: object) -> bool:
     """Return whether there is one object only that is equal to a value and of its type."""
     return value is None or type(value) is bool
 
@@ -94,12 +95,12 @@ def _structure(entry: list[Any]) -> list[Any]:
 class _Unchanged:
     """Compares values with stored data. Storing a configuration takes long: the last that was equal is remembered."""
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Static) -> None:
         self._data = data
         self._type = type(load_static(data))
         self._last: tuple[Any, dict[str, Any]] | None = None
 
-    def differs(self, value: Any) -> bool:
+    def differs(self, value: object) -> bool:
         """Return whether a value is another than the stored one."""
         if self._last is not None and value is self._last[0] and value.__dict__ == self._last[1]:
             return False
@@ -262,7 +263,7 @@ class _Reader:
             keys = [sys.intern(key) if type(key) is str else key for _, keys in self.orders for key in keys]
             self._check(f"[{found}] != {self.scope.name(keys)}")
 
-    def _check_fixed(self, data: Any, value: str) -> None:
+    def _check_fixed(self, data: Static, value: str) -> None:
         fixed = load_static(data)
         if type(fixed) in (int, str):
             same = self.scope.keep(fixed)  # what is identical need not be compared
@@ -421,7 +422,7 @@ class _Filler:
             yield f"obj.{_WINDOW_TENSOR} = {tensors}[{device}]"
 
 
-def _part(cls: type, held: dict[str, Any]) -> Any:
+def _part(cls: type, held: dict[str, Any]) -> object:
     obj: Any = object.__new__(cls)
     obj.__dict__.update(held)
     return obj

@@ -36,6 +36,7 @@ import torch
 from ...errors import CacheStructureError, UnsupportedLayerError, describe_class
 from ...errors.log import say
 from ...private_names.of_torch import dispatch_depth, functorch, is_jit_tracing
+from ...recipe.aliases import CacheLayer
 from .state import SIZES, Template
 
 __all__ = [
@@ -124,7 +125,7 @@ class LayerKind:
             return "cumulative_length_int"
         return "cumulative_length" if self.letter in "WX" else None
 
-    def code(self, layer: Any) -> str:
+    def code(self, layer: CacheLayer) -> str:
         """Return the letter and what the configuration fixes, ``W8`` for a window of 8.
 
         A layer found in a ``DynamicCache`` of another length, batch, dtype or device has the same code.
@@ -136,7 +137,7 @@ class LayerKind:
         # the room that was asked for decides it, and the layer keeps the smaller of that and its window only
         return f"{self.letter}{layer.max_cache_len}{'c' if getattr(layer, '_is_croppable', False) else ''}"
 
-    def knows(self, layer: Any) -> bool:
+    def knows(self, layer: CacheLayer) -> bool:
         """Return whether the code and the tensors of a layer state all of its attributes.
 
         One that a user, or a version of transformers that was not tried, has added is stored with the layer's others.
@@ -145,7 +146,7 @@ class LayerKind:
         known |= {"max_cache_len", "cumulative_length", "cumulative_length_int", "_is_croppable", *self.derived}
         return known.union((PLACEHOLDERS, "_sliding_window_tensor")).issuperset(vars(layer))
 
-    def is_filled(self, layer: Any, index: int) -> bool:
+    def is_filled(self, layer: CacheLayer, index: int) -> bool:
         """Return whether the layer holds keys and values.
 
         Raises:
@@ -200,7 +201,7 @@ class LayerKind:
     def _sizes(self) -> list[tuple[str, tuple[str, int]]]:
         return [(name, SIZES[name]) for name in self.derived]
 
-    def empty(self, parameter: str) -> Any:
+    def empty(self, parameter: str) -> CacheLayer:
         """Make a layer that holds nothing yet: only here the constructor runs."""
         if self.letter == "D":
             return self.cls()
@@ -267,7 +268,7 @@ def kind_of(cls: type) -> LayerKind | None:
     return _KINDS[cls]
 
 
-def code_of(layer: Any) -> str:
+def code_of(layer: CacheLayer) -> str:
     """Return the code of a layer of any class: ``W8``, ``LD``, ``DeepseekV4CSACache``."""
     cls = type(layer)
     kind = kind_of(cls)

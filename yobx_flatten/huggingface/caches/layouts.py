@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import CacheStructureError, SpecMismatchError
+from ...recipe.aliases import CacheLayer, Length
 from .fast_path import Builders, LayerBuild, LayerRead, is_rule, key_count, learn, read_as_before
 from .layers import (
     PLACEHOLDERS,
@@ -196,7 +197,7 @@ def _read(layers: list[Any], plain: bool) -> _ReadLayers:
 
 
 def _read_row(
-    kind: LayerKind, layer: Any, index: int, values: list[Any], names: list[str]
+    kind: LayerKind, layer: CacheLayer, index: int, values: list[Any], names: list[str]
 ) -> tuple[str, str, list[Any]]:
     """Add the leaves of a layer with a row; return its template, its code and what it counted."""
     code = kind.code(layer)
@@ -212,11 +213,11 @@ def _read_row(
     names += _names(kind, code, index)
     if kind.counter is None:
         return template, code, []
-    remember(vars(layer))
+    remember(layer.__dict__)
     return template, code, [vars(layer)[kind.counter]]
 
 
-def _held_uncounted(layer: Any, length: Any) -> int:
+def _held_uncounted(layer: CacheLayer, length: Length) -> int:
     """Count the keys of a layer that states it has seen nothing: made by hand, it has seen what the others have."""
     held = vars(layer)
     keys = held.get("keys")
@@ -230,9 +231,9 @@ def _is_full(name: str) -> bool:
     return name.startswith(("key_D_", "value_D_"))
 
 
-def _read_attributes(layer: Any, index: int, values: list[Any], names: list[str]) -> tuple[str, str, list[Any]]:
+def _read_attributes(layer: CacheLayer, index: int, values: list[Any], names: list[str]) -> tuple[str, str, list[Any]]:
     """Add the leaves of a layer without a row; return its template, its code and what it counted."""
-    held, cls = vars(layer), type(layer)
+    held, cls = layer.__dict__, type(layer)
     remember(held)
     template = held.get(PLACEHOLDERS)
     if template is None:
@@ -262,7 +263,7 @@ def _plain_names(count: int) -> tuple[str, ...]:
     return tuple(f"{part}_{index}" for index in range(count) for part in ("key", "value"))
 
 
-def _check_agreement(expected: Any, found: Any, place: str, code: str) -> None:
+def _check_agreement(expected: Length, found: Length, place: str, code: str) -> None:
     """All layers of a cache saw the same tokens: one count serves them all."""
     # in a trace both are symbols; comparing them would add a guard to the program
     if type(expected) is int and type(found) is int and expected != found:
@@ -345,7 +346,7 @@ def is_leaf_name(name: str) -> bool:
     return not name.startswith("none_") and "=" not in name
 
 
-def rebuild_by_attributes(cls: type, template: Template, leaves: Iterator[Any], length: Any) -> Any:
+def rebuild_by_attributes(cls: type, template: Template, leaves: Iterator[Any], length: Length) -> CacheLayer:
     """Build an object without a row around its leaves."""
     obj: Any = object.__new__(cls)
     held, used, real = build_state(template, leaves, length)
@@ -366,7 +367,9 @@ def rebuild_by_attributes(cls: type, template: Template, leaves: Iterator[Any], 
     return obj
 
 
-def _rebuild_row(kind: LayerKind, template: Template, empty: Any, leaves: Iterator[Any], length: Any) -> Any:
+def _rebuild_row(
+    kind: LayerKind, template: Template, empty: Callable[[], CacheLayer] | None, leaves: Iterator[Any], length: Length
+) -> CacheLayer:
     """Build a layer with a row around its leaves."""
     if empty is not None:
         return empty()

@@ -37,7 +37,7 @@ def slides(cls: type) -> bool:
     return cls.__name__ in _CLASSES and cls.__module__ == "transformers.cache_utils"
 
 
-def length_leaf(seen: Any) -> Any:
+def length_leaf(seen: int | torch.SymInt | torch.Tensor | StoredInteger) -> Any:
     """Return the leaf for a number of tokens.
 
     Args:
@@ -56,7 +56,7 @@ def length_leaf(seen: Any) -> Any:
     return seen
 
 
-def length_of(leaf: Any) -> Any:
+def length_of(leaf: object) -> object:
     """Return what layers hold for a leaf: its number, or the leaf where it has none that can be read.
 
     Args:

@@ -13,7 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from ...private_names.of_torch import MappingKey, pytree
-from ...recipe.contract import Recipe
+from ...recipe.aliases import TransformersCache
+from ...recipe.contract import Flatten, FlattenWithKeys, Recipe, Unflatten
 from ..loaded import ModelClasses, classes_of, subclasses_of
 from .fast_path import object_builder, read_object
 from .functions import axes_of_leaf, label_of_leaf, layers_of, new_cache
@@ -88,12 +89,12 @@ def _recipe(cls: type, remedy: str) -> Recipe | None:
 # -- subclasses of Cache ---------------------------------------------------------------------------------------------
 
 
-def _cache_functions(cls: Any) -> tuple[Any, Any]:
+def _cache_functions(cls: type) -> tuple[Flatten, Unflatten]:
     from transformers.cache_utils import DynamicCache
 
     plain = issubclass(cls, DynamicCache)
 
-    def flatten(cache: Any) -> tuple[list[Any], list[str]]:
+    def flatten(cache: TransformersCache) -> tuple[list[Any], list[str]]:
         values, names = flatten_layers(layers_of(cache), plain=plain)
         if not vars(cache).keys() <= _STANDARD:
             template, paths, leaves = read_object(cache, _STANDARD)
@@ -101,7 +102,7 @@ def _cache_functions(cls: Any) -> tuple[Any, Any]:
             names = [*names, _OWN + template, *paths]
         return values, names
 
-    def unflatten(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
+    def unflatten(values: Iterable[Any], context: list[str], output_type: type | None = None) -> TransformersCache:
         leaves = list(values)
         split = next((index for index, name in enumerate(context) if name.startswith(_OWN)), len(context))
         names = context[:split]
@@ -110,9 +111,9 @@ def _cache_functions(cls: Any) -> tuple[Any, Any]:
         if split < len(context):
             template = read_template(context[split].removeprefix(_OWN))
             held, _, real = build_state(template, iter(leaves[count:]), 0)
-            vars(cache).update(held)
+            cache.__dict__.update(held)
             if not real:
-                vars(cache)[PLACEHOLDERS] = template
+                cache.__dict__[PLACEHOLDERS] = template
         return cache
 
     return flatten, unflatten
@@ -121,12 +122,12 @@ def _cache_functions(cls: Any) -> tuple[Any, Any]:
 # -- no Cache at all -------------------------------------------------------------------------------------------------
 
 
-def _plain_functions(cls: type) -> tuple[Any, Any]:
-    def flatten(obj: Any) -> tuple[list[Any], list[str]]:
+def _plain_functions(cls: type) -> tuple[Flatten, Unflatten]:
+    def flatten(obj: object) -> tuple[list[Any], list[str]]:
         template, paths, leaves = read_object(obj, {PLACEHOLDERS})
         return leaves, [_OWN + template, *paths]
 
-    def unflatten(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
+    def unflatten(values: Iterable[Any], context: list[str], output_type: type | None = None) -> TransformersCache:
         leaves = list(values)
         obj = object_builder(cls, context[0].removeprefix(_OWN))(leaves)
         return (
@@ -138,8 +139,8 @@ def _plain_functions(cls: type) -> tuple[Any, Any]:
     return flatten, unflatten
 
 
-def _with_keys(flatten: Any) -> Any:
-    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
+def _with_keys(flatten: Flatten) -> FlattenWithKeys:
+    def flatten_with_keys(obj: object) -> tuple[list[tuple[Any, Any]], list[str]]:
         values, names = flatten(obj)
         keys: list[Any] = [MappingKey(name) for name in names if is_leaf_name(name)]
         return list(zip(keys, values, strict=True)), names
@@ -150,7 +151,7 @@ def _with_keys(flatten: Any) -> Any:
 # -- which classes there are -----------------------------------------------------------------------------------------
 
 
-def _is_plain_cache(cls: Any) -> bool:
+def _is_plain_cache(cls: type) -> bool:
     """Return whether a class is a model's cache without being a ``Cache``, by its name and what it is not."""
     if not cls.__name__.endswith("Cache") or inspect.isabstract(cls):
         return False

@@ -19,12 +19,13 @@ the tokens seen, the dtype or the device, and it survives JSON.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from ...errors import StaticDataError, describe_class
+from ...recipe.aliases import Length
 from ...recipe.static_codec import dump_static, load_static
 from .stored_classes import part_class
 
@@ -95,7 +96,7 @@ def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Templat
     return template, leaves
 
 
-def _is_position(name: str, value: Any, held: dict[str, Any]) -> bool:
+def _is_position(name: str, value: object, held: dict[str, Any]) -> bool:
     """Whether a static layer counts in a tensor of its own; in a trace, other layers also count in tensors."""
     return isinstance(value, torch.Tensor) and name == "cumulative_length" and "max_cache_len" in held
 
@@ -128,7 +129,7 @@ def _read(value: Any, name: str, leaves: list[Any]) -> list[Any]:
         ) from None
 
 
-def _is_part(value: Any) -> bool:
+def _is_part(value: object) -> bool:
     """Whether a value is an object of a model library that holds tensors, or will: a layer of a padding cache.
 
     So is what Quanto quantises with: an object without attributes.
@@ -143,7 +144,7 @@ def _counts(name: str) -> bool:
     return bool(_COUNTS.search(name)) and not _FIXED.search(name)
 
 
-def _holds_leaves(values: Any, name: str) -> bool:
+def _holds_leaves(values: Iterable[Any], name: str) -> bool:
     return any(
         isinstance(x, torch.Tensor)
         or (type(x) in (int, torch.SymInt) and _counts(name))
@@ -154,12 +155,12 @@ def _holds_leaves(values: Any, name: str) -> bool:
     )
 
 
-def follows_leaf(name: str, value: Any) -> bool:
+def follows_leaf(name: str, value: object) -> bool:
     """Return whether an attribute is a dtype, a device or a size, which follow the leaf that also has them."""
     return isinstance(value, (torch.dtype, torch.device)) or name in SIZES
 
 
-def read_like(name: str, value: Any, leaves: list[Any], template: Template) -> list[Any]:
+def read_like(name: str, value: object, leaves: list[Any], template: Template) -> list[Any]:
     """Return the entry of a dtype, device or size: it follows a leaf that also has it, and is fixed otherwise."""
     paths = leaf_paths(template)
     if name in SIZES:
@@ -178,7 +179,7 @@ def read_like(name: str, value: Any, leaves: list[Any], template: Template) -> l
     return ["fixed", dump_static(value)]
 
 
-def _is_floating(leaf: Any) -> bool:
+def _is_floating(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
@@ -233,7 +234,7 @@ def follow_state(template: Template, held: dict[str, Any]) -> list[Any]:
     return leaves
 
 
-def build_state(template: Template, leaves: Iterator[Any], length: Any) -> tuple[dict[str, Any], list[Any], bool]:
+def build_state(template: Template, leaves: Iterator[Any], length: Length) -> tuple[dict[str, Any], list[Any], bool]:
     """Unflatten the attributes of an object: build them around its leaves.
 
     Args:
@@ -285,6 +286,6 @@ def build_state(template: Template, leaves: Iterator[Any], length: Any) -> tuple
     return held, used, real
 
 
-def _size(leaf: torch.Tensor, axis: int) -> Any:
+def _size(leaf: torch.Tensor, axis: int) -> int | None:
     # the sum of a tensor may stand in its place for a while
     return leaf.shape[axis] if leaf.dim() > max(axis, ~axis) else None

@@ -11,7 +11,7 @@ from ...recipe.safe_names import import_known
 __all__ = ["layer_class", "part_class"]
 
 
-def layer_class(name: Any) -> type:
+def layer_class(name: object) -> type:
     """Return the class of a layer that a name states.
 
     Raises:
@@ -32,7 +32,7 @@ def layer_class(name: Any) -> type:
     return found
 
 
-def part_class(name: Any) -> type:
+def part_class(name: object) -> type:
     """Return the class of a part of a layer: of a model library's own caches, or of what quantises them.
 
     Raises:
@@ -47,7 +47,7 @@ def part_class(name: Any) -> type:
     return found
 
 
-def _class_named(name: Any) -> type | None:
+def _class_named(name: object) -> type | None:
     if not isinstance(name, str):
         return None
     module, _, qualified = name.partition(":")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Any
 
 from ...errors import CacheStructureError, describe_class
 from ...recipe.static_codec import load_static
@@ -47,7 +46,7 @@ class _Check:
     def __init__(self) -> None:
         self.count = self.leaves = 0
 
-    def attributes(self, template: Any, depth: int) -> None:
+    def attributes(self, template: object, depth: int) -> None:
         if type(template) is not dict:
             raise _refused(f"attributes are {describe_class(template)}")
         for name, entry in template.items():
@@ -56,7 +55,7 @@ class _Check:
                 raise _refused(f"it sets {name}")
             self.entry(entry, depth + 1)
 
-    def entry(self, entry: Any, depth: int) -> None:
+    def entry(self, entry: object, depth: int) -> None:
         self.count += 1
         if depth > _DEEPEST or self.count > _MOST_ENTRIES:
             raise _refused(f"it has more than {_DEEPEST} levels or {_MOST_ENTRIES} entries")
@@ -83,7 +82,7 @@ class _Check:
         elif kind not in ("tensor", "number", "length"):
             raise _refused(f"there is an entry of kind {kind!r}")
 
-    def container(self, kind: str, entries: Any, depth: int) -> None:
+    def container(self, kind: str, entries: object, depth: int) -> None:
         if type(entries) is not list:
             raise _refused(f"a {kind} holds {describe_class(entries)}")
         for entry in entries:

@@ -8,21 +8,22 @@ whole cache at every token. The operator takes them as they are (``enable_gqa``)
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+
+from .replacement import Function, Replacement
 
 __all__ = ["attention_replacements"]
 
 
-def attention_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+def attention_replacements() -> Iterator[Replacement]:
     """Yield module, function and replacement for the attention of the installed transformers, if it is imported."""
     sdpa = sys.modules.get("transformers.integrations.sdpa_attention")
     if sdpa is not None and "use_gqa_in_sdpa" in vars(sdpa):
         yield sdpa, "use_gqa_in_sdpa", _always
 
 
-def _always(original: Any) -> Any:
-    def use_gqa_in_sdpa(*args: Any, **kwargs: Any) -> bool:
+def _always(original: Function) -> Function:
+    def use_gqa_in_sdpa(*args: object, **kwargs: object) -> bool:
         return True
 
     return use_gqa_in_sdpa

@@ -7,33 +7,37 @@ traced with few tokens takes no more than one chunk, and each single token costs
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from .replacement import replacement
+from .replacement import Function, replacement
 
 __all__ = ["CHUNK_SCANS"]
 
+# the state and what is given of one token -> the state after it, and its output
+_Step: TypeAlias = Callable[[torch.Tensor, tuple[torch.Tensor, ...]], tuple[torch.Tensor, torch.Tensor]]
+
 
 @replacement
-def _mamba2_chunk_scan(original: Any) -> Any:
+def _mamba2_chunk_scan(original: Function) -> Function:
     def mamba2_chunk_scan(
-        hidden_states: Any,
-        dt: Any,
-        A: Any,
-        B: Any,
-        C: Any,
-        chunk_size: Any,
-        D: Any = None,
-        dt_bias: Any = None,
-        initial_states: Any = None,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        chunk_size: int,
+        D: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        initial_states: torch.Tensor | None = None,
         dt_softplus: bool = False,
-        dt_limit: Any = (0.0, float("inf")),
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
         return_final_states: bool = False,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
         dt = torch.clamp(F.softplus(dt) if dt_softplus else dt, min=dt_limit[0], max=dt_limit[1]).float()
         hidden_states = hidden_states.float()
@@ -41,7 +45,7 @@ def _mamba2_chunk_scan(original: Any) -> Any:
         B, C = (part.float().repeat_interleave(repeats, dim=2) for part in (B, C))
         decay, added = torch.exp(A.float() * dt), hidden_states * dt[..., None]
 
-        def step(state: Any, given: Any) -> tuple[Any, Any]:
+        def step(state: torch.Tensor, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
             decay, added, B, C = given
             state = state * decay[..., None, None] + added[..., None] * B[:, :, None]
             return state, (state * C[:, :, None]).sum(-1)
@@ -56,19 +60,19 @@ def _mamba2_chunk_scan(original: Any) -> Any:
 
 
 @replacement
-def _delta_rule(original: Any) -> Any:
+def _delta_rule(original: Function) -> Function:
     def chunk_delta_rule(
-        query: Any,
-        key: Any,
-        value: Any,
-        g: Any,
-        beta: Any,
-        chunk_size: Any = 64,
-        initial_state: Any = None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        chunk_size: int = 64,
+        initial_state: torch.Tensor | None = None,
         output_final_state: bool = False,
         use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Any, Any]:
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype, repeats = query.dtype, value.shape[2] // key.shape[2]
         query, key, value, g, beta = (part.float() for part in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
@@ -77,7 +81,7 @@ def _delta_rule(original: Any) -> Any:
         # one decay per head (gated delta rule), or one per head and entry of the key (Kimi)
         decay = torch.exp(g if g.dim() == 4 else g[..., None])
 
-        def step(state: Any, given: Any) -> tuple[Any, Any]:
+        def step(state: torch.Tensor, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
             query, key, value, decay, beta = given
             state = state * decay[..., None]
             change = (value - (state * key[..., None]).sum(-2)) * beta[..., None]
@@ -92,7 +96,7 @@ def _delta_rule(original: Any) -> Any:
     return chunk_delta_rule
 
 
-def _scan(step: Any, start: Any, given: tuple[Any, ...]) -> tuple[Any, Any]:
+def _scan(step: _Step, start: torch.Tensor, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """The last state, and the outputs of all tokens; tokens are axis 1 of what is given and of the outputs."""
     from ...private_names.of_torch import scan
 

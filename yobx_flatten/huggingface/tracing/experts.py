@@ -9,36 +9,42 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from .replacement import replacement
+import torch
+
+from .replacement import Function, replacement
 
 __all__ = ["EXPERTS"]
 
 
-def _gates(top_k_index: Any, top_k_weights: Any, experts: int) -> Any:
+def _gates(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, experts: int) -> torch.Tensor:
     """What every token gives to every expert, (experts, tokens, 1): zero where it was not routed to."""
     gates = top_k_weights.new_zeros(top_k_index.shape[0], experts)
     return gates.scatter_add(1, top_k_index, top_k_weights).t().unsqueeze(-1)
 
 
 @replacement
-def _dbrx_experts(original: Any) -> Any:
+def _dbrx_experts(original: Function) -> Function:
     if "top_k_index" not in inspect.signature(original).parameters:  # before 5.0
         return original
 
-    def forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+    def forward(
+        self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         tokens = hidden_states.reshape(1, -1, self.hidden_size)
         shape = (-1, self.ffn_hidden_size, self.hidden_size)
         w1, v1, w2 = (weight.view(shape) for weight in (self.mlp.w1, self.mlp.v1, self.mlp.w2))
         hidden = self.mlp.activation_fn(tokens.matmul(w1.mT)) * tokens.matmul(v1.mT)
-        mixed = hidden.matmul(w2) * _gates(top_k_index, top_k_weights, self.num_experts)
+        mixed: torch.Tensor = hidden.matmul(w2) * _gates(top_k_index, top_k_weights, self.num_experts)
         return mixed.sum(0).view(hidden_states.shape)
 
     return forward
 
 
 @replacement
-def _longcat_experts(original: Any) -> Any:
-    def forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+def _longcat_experts(original: Function) -> Function:
+    def forward(
+        self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         gates = _gates(top_k_index, top_k_weights, self.total_experts)
         routed = self.num_routed_experts if self.gate_up_proj is not None else 0
         mixed = hidden_states * gates[routed:].sum(0)  # those past the routed ones hand their input on

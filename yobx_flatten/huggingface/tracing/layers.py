@@ -21,13 +21,15 @@ from typing import Any
 
 import torch
 
+from ...recipe.aliases import CacheLayer, Length, Size
 from ..caches.layers import keeps_dtype
 from ..caches.length import length_leaf
+from .replacement import Function, Replacement
 
 __all__ = ["last_places", "layer_replacements"]
 
 
-def layer_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+def layer_replacements() -> Iterator[Replacement]:
     """Yield class, method and replacement for the layers of the installed transformers."""
     cache_utils: Any = sys.modules["transformers.cache_utils"]
     sliding, full = cache_utils.DynamicSlidingWindowLayer, cache_utils.DynamicLayer
@@ -55,8 +57,10 @@ def layer_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 # -- layers that grow ------------------------------------------------------------------------------------------------
 
 
-def _sliding_update(original: Any) -> Any:
-    def update(self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+def _sliding_update(original: Function) -> Function:
+    def update(
+        self: Any, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.keys is None:
             _start_empty(self, key_states, value_states)
         new = key_states.shape[-2]
@@ -72,7 +76,7 @@ def _sliding_update(original: Any) -> Any:
     return update
 
 
-def last_places(keys: Any, most: Any) -> Any:
+def last_places(keys: torch.Tensor, most: Size) -> torch.Tensor:
     """Return the places of the last keys, at most so many.
 
     Not ``keys[:, :, -most:]``: a slice asks whether there are as many, and its strides whether it is all of them. The
@@ -81,13 +85,14 @@ def last_places(keys: Any, most: Any) -> Any:
     """
     count = keys.shape[-2]
     kept = torch.sym_min(count, most)
-    return torch.arange(kept, device=keys.device) + (count - kept)
+    places: torch.Tensor = torch.arange(kept, device=keys.device) + (count - kept)
+    return places
 
 
-def _sliding_mask_sizes(original: Any) -> Any:
+def _sliding_mask_sizes(original: Function) -> Function:
     count = _query_counter(original)
 
-    def get_mask_sizes(self: Any, query: Any) -> tuple[Any, Any]:
+    def get_mask_sizes(self: Any, query: torch.Tensor | Size) -> tuple[Length, Length]:
         kept = 0 if self.keys is None or self.keys.dim() < 2 else self.keys.shape[-2]
         if getattr(self, "record_past", False):
             kept = torch.sym_min(kept, self.sliding_window - 1)
@@ -96,28 +101,29 @@ def _sliding_mask_sizes(original: Any) -> Any:
     return get_mask_sizes
 
 
-def _sliding_seq_length(original: Any) -> Any:
+def _sliding_seq_length(original: Function) -> Function:
     # the value of the original, which transformers' exporters (5.23) replace by the number of keys that are kept
-    def get_seq_length(self: Any, *args: Any) -> Any:
-        return self.cumulative_length
+    def get_seq_length(self: Any, *args: object) -> Length:
+        seen: Length = self.cumulative_length
+        return seen
 
     return get_seq_length
 
 
-def _query_counter(get_mask_sizes: Any) -> Callable[[Any], Any]:
+def _query_counter(get_mask_sizes: Function) -> Callable[[Any], Size]:
     # 4.56 to 5.0 pass the positions of the new tokens, later versions their number
     takes_positions = "cache_position" in inspect.signature(get_mask_sizes).parameters
     return (lambda query: query.shape[0]) if takes_positions else (lambda query: query)
 
 
-def _lazy_initialization(original: Any) -> Any:
-    def lazy_initialization(self: Any, key_states: Any, value_states: Any = None) -> None:
+def _lazy_initialization(original: Function) -> Function:
+    def lazy_initialization(self: Any, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         _start_empty(self, key_states, key_states if value_states is None else value_states)
 
     return lazy_initialization
 
 
-def _start_empty(layer: Any, key_states: Any, value_states: Any) -> None:
+def _start_empty(layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
     layer.device = key_states.device
     if keeps_dtype(layer.__class__):
         layer.dtype = key_states.dtype
@@ -125,8 +131,8 @@ def _start_empty(layer: Any, key_states: Any, value_states: Any) -> None:
     layer.is_initialized = True
 
 
-def _lazy_initialization_indexer(original: Any) -> Any:
-    def lazy_initialization_indexer(self: Any, indexer_key_states: Any) -> None:
+def _lazy_initialization_indexer(original: Function) -> Function:
+    def lazy_initialization_indexer(self: Any, indexer_key_states: torch.Tensor) -> None:
         self.indexer_dtype, self.indexer_device = indexer_key_states.dtype, indexer_key_states.device
         self.indexer_keys = indexer_key_states[:, :0]
         self.is_indexer_initialized = True
@@ -134,7 +140,7 @@ def _lazy_initialization_indexer(original: Any) -> Any:
     return lazy_initialization_indexer
 
 
-def _sliding_init(original: Any) -> Any:
+def _sliding_init(original: Function) -> Function:
     def __init__(self: Any, sliding_window: int, *args: Any, **kwargs: Any) -> None:
         # the layer's tensor copy of its window is only read by DDP's gather, outside of any trace
         with _without_new_tensors():
@@ -164,8 +170,10 @@ def _without_new_tensors() -> Iterator[None]:
 #   9     a b c d  x y   b c d x y    c d x y      it is full; a is out of the window
 
 
-def _static_sliding_update(original: Any) -> Any:
-    def update(self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+def _static_sliding_update(original: Function) -> Function:
+    def update(
+        self: Any, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.keys is None:
             self.lazy_initialization(*((key_states, value_states)[: _filled_from(self)]))
         counter = _counter(self)
@@ -174,7 +182,7 @@ def _static_sliding_update(original: Any) -> Any:
         values = torch.cat([self.values, value_states], dim=-2)
         filled = seen.clamp(max=size)
 
-        def chosen(slot: Any, first: Any) -> Any:
+        def chosen(slot: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
             place = slot + first  # among the filled slots and, after them, the new keys
             return torch.where(place < filled, place, torch.where(place < filled + new, place - filled + size, slot))
 
@@ -191,10 +199,10 @@ def _static_sliding_update(original: Any) -> Any:
     return update
 
 
-def _static_sliding_mask_sizes(original: Any) -> Any:
+def _static_sliding_mask_sizes(original: Function) -> Function:
     count = _query_counter(original)
 
-    def get_mask_sizes(self: Any, query: Any) -> tuple[Any, Any]:
+    def get_mask_sizes(self: Any, query: torch.Tensor | Size) -> tuple[Length, Length]:
         size, seen = self.max_cache_len, vars(self)[_counter(self)]
         first = seen - size + 1
         return size - 1 + count(query), (
@@ -204,16 +212,16 @@ def _static_sliding_mask_sizes(original: Any) -> Any:
     return get_mask_sizes
 
 
-def _counter(layer: Any) -> str:
+def _counter(layer: CacheLayer) -> str:
     return "cumulative_length_int" if "cumulative_length_int" in vars(layer) else "cumulative_length"
 
 
-def _filled_from(layer: Any) -> int:
+def _filled_from(layer: CacheLayer) -> int:
     """Number of tensors that the method takes which fills a layer: 4.56 and 4.57 take the keys only."""
     return len(inspect.signature(type(layer).lazy_initialization).parameters) - 1
 
 
-def _static_init(original: Any) -> Any:
+def _static_init(original: Function) -> Function:
     def __init__(self: Any, max_cache_len: int, *args: Any, **kwargs: Any) -> None:
         with _without_new_tensors():
             original(self, max_cache_len, *args, **kwargs)
@@ -225,10 +233,10 @@ def _static_init(original: Any) -> Any:
 # -- linear attention ------------------------------------------------------------------------------------------------
 
 
-def _update_conv_state(original: Any) -> Any:
+def _update_conv_state(original: Callable[..., torch.Tensor]) -> Function:
     def update_conv_state(
-        self: Any, conv_states: Any, state_idx: int = 0, conv_kernel_size: Any = None, **kwargs: Any
-    ) -> Any:
+        self: Any, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
         if self.record_past or self.has_previous_state[state_idx]:
             return original(self, conv_states, state_idx, conv_kernel_size=conv_kernel_size, **kwargs)
         if not self.is_conv_states_initialized[state_idx]:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .replacement import replacement
+from ...recipe.aliases import Length, Size, TransformersCache
+from .replacement import Function, Replacement, replacement
 
 __all__ = ["mask_replacements"]
 
 
-def mask_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+def mask_replacements() -> Iterator[Replacement]:
     """Yield module, function and replacement for the masks of the installed transformers, if they are imported."""
     masks = sys.modules.get("transformers.masking_utils")
     if masks is None:
@@ -32,8 +33,10 @@ def mask_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         yield masks, "TransformGetItemToIndex", _nothing_to_transform
 
 
-def _prepare_padding_mask(original: Any) -> Any:
-    def prepare_padding_mask(attention_mask: Any, kv_length: Any, kv_offset: Any, *args: Any, **kwargs: Any) -> Any:
+def _prepare_padding_mask(original: Function) -> Function:
+    def prepare_padding_mask(
+        attention_mask: torch.Tensor | None, kv_length: Size, kv_offset: Length, *args: object, **kwargs: Any
+    ) -> torch.Tensor | None:
         if attention_mask is None:
             return None
         missing = kv_length + kv_offset - attention_mask.shape[-1]
@@ -50,11 +53,15 @@ def _prepare_padding_mask(original: Any) -> Any:
 
 
 @replacement
-def _recurrent_mask(original: Any) -> Any:
+def _recurrent_mask(original: Function) -> Function:
     # Not mask[:, -new:]: a slice asks whether it begins at 0, as before the first token, and the answer is fixed.
     def create_recurrent_attention_mask(
-        config: Any, inputs_embeds: Any, attention_mask: Any, cache: Any = None, **kwargs: Any
-    ) -> Any:
+        config: object,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: TransformersCache | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor | None:
         if attention_mask is None or attention_mask.ndim != 2:
             return None
         columns, length = attention_mask.shape[1], inputs_embeds.shape[1]
@@ -64,19 +71,19 @@ def _recurrent_mask(original: Any) -> Any:
     return create_recurrent_attention_mask
 
 
-def _never_ignore_the_mask(original: Any) -> Any:
-    def _ignore_causal_mask_sdpa(*args: Any, **kwargs: Any) -> bool:
+def _never_ignore_the_mask(original: Function) -> Function:
+    def _ignore_causal_mask_sdpa(*args: object, **kwargs: object) -> bool:
         return False
 
     return _ignore_causal_mask_sdpa
 
 
-def _broadcast_for_bhqkv(original: Any) -> Any:
+def _broadcast_for_bhqkv(original: Function) -> Function:
     # What 4.56 and 4.57 vmap over four indices, later versions broadcast. Under vmap an index into the padding mask
     # becomes an operator (`flat_apply`) that torch 2.13 cannot store: "Unsupported getattr attribute
     # function_const_func_spec0".
-    def _vmap_for_bhqkv(mask_function: Any, bh_indices: bool = True) -> Any:
-        def broadcast(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    def _vmap_for_bhqkv(mask_function: Callable[..., torch.Tensor], bh_indices: bool = True) -> Function:
+        def broadcast(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             if not bh_indices:  # batch and head are None
                 return mask_function(batch, head, query[:, None], key[None, :]).expand(query.shape[0], key.shape[0])
             mask = mask_function(
@@ -89,5 +96,5 @@ def _broadcast_for_bhqkv(original: Any) -> Any:
     return _vmap_for_bhqkv
 
 
-def _nothing_to_transform(original: Any) -> Any:
+def _nothing_to_transform(original: Function) -> Function:
     return contextlib.nullcontext

@@ -19,10 +19,13 @@ import pathlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
+
+from .replacement import Function, Make, Replacement
 
 __all__ = ["upstream_replacements"]
 
@@ -30,7 +33,7 @@ _MODULE = "transformers.exporters.exporter_dynamo"
 _MODELS = "transformers.models."
 
 
-def upstream_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+def upstream_replacements() -> Iterator[Replacement]:
     """Yield owner, attribute and replacement, for the models that are imported."""
     if _modules_named() & sys.modules.keys():
         for owner, name, make in _patches():
@@ -52,7 +55,7 @@ def _modules_named() -> frozenset[str]:
 
 
 @functools.cache
-def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
+def _patches() -> list[tuple[ModuleType | type | str, str, Make]]:
     try:
         with warnings.catch_warnings():
             # 5.17 imports every model that it patches, and some use torch.jit.script
@@ -70,10 +73,16 @@ def _imported(path: str) -> Any:
     return sys.modules.get(path) or getattr(sys.modules.get(module), name, None)
 
 
-def _masked_attention(original: Any) -> Any:
+def _masked_attention(original: Function) -> Function:
     # Upstream's version (5.23) leaves out the norms of queries and keys where both come from one projection, and
     # computes something else without a word. It also wants pictures, and windows, of one size; a mask does not.
-    def forward(self: Any, hidden_states: Any, cu_seqlens: Any, position_embeddings: Any = None, **kwargs: Any) -> Any:
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        **kwargs: object,
+    ) -> torch.Tensor:
         count = hidden_states.shape[0]
         query, key, value = self.qkv(hidden_states).reshape(count, 3, self.num_heads, -1).unbind(1)
         rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb_vision
@@ -85,13 +94,14 @@ def _masked_attention(original: Any) -> Any:
         seen = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=picture[:, None] == picture, scale=self.scaling
         )
-        return self.proj(seen.squeeze(0).transpose(0, 1).reshape(count, -1))
+        found: torch.Tensor = self.proj(seen.squeeze(0).transpose(0, 1).reshape(count, -1))
+        return found
 
     return forward
 
 
 # class and attribute -> ours, where upstream's does not compute what the model does
-_CORRECTED: dict[tuple[str, str], Callable[[Any], Any]] = {
+_CORRECTED: dict[tuple[str, str], Make] = {
     ("Dots3NoteVisionAttention", "forward"): _masked_attention,
     ("GlmOcrVisionAttention", "forward"): _masked_attention,
     ("Qwen2_5_VLVisionAttention", "forward"): _masked_attention,

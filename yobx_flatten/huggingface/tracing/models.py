@@ -7,7 +7,7 @@ A function is replaced only if its module is imported, and only if it takes what
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from .chunk_scans import CHUNK_SCANS
@@ -15,12 +15,13 @@ from .experts import EXPERTS
 from .loops import LOOPS
 from .positions import POSITIONS
 from .recurrences import RECURRENCES
+from .replacement import Replacement
 from .sparse import SPARSE
 
 __all__ = ["model_replacements"]
 
 
-def model_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+def model_replacements() -> Iterator[Replacement]:
     """Yield owner, attribute and replacement for the models that are imported and need one."""
     for models, owner, name, make in (*CHUNK_SCANS, *EXPERTS, *LOOPS, *POSITIONS, *RECURRENCES, *SPARSE):
         for model in models:

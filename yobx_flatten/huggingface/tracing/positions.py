@@ -6,22 +6,23 @@ from typing import Any
 
 import torch
 
-from .replacement import replacement
+from ...recipe.aliases import Size, TransformersCache
+from .replacement import Function, replacement
 
 __all__ = ["POSITIONS"]
 
 
 @replacement
-def _next_position(original: Any) -> Any:
+def _next_position(original: Function) -> Function:
     # upstream takes `int(...)` of the sum, for an older exporter: that fixes the length of the example
     def forward(
-        again: Any,
+        again: Function,
         self: Any,
-        inputs_shape: Any,
-        device: Any,
-        attention_mask: Any = None,
-        cache: Any = None,
-        position_ids: Any = None,
+        inputs_shape: torch.Size,
+        device: torch.device,
+        attention_mask: torch.Tensor | None = None,
+        cache: TransformersCache | None = None,
+        position_ids: torch.Tensor | None = None,
     ) -> Any:
         seen = 0 if cache is None else cache.get_seq_length()
         if position_ids is not None or (type(seen) is int and seen == 0):
@@ -33,17 +34,17 @@ def _next_position(original: Any) -> Any:
 
 
 @replacement
-def _positions_of_the_call(original: Any) -> Any:
+def _positions_of_the_call(original: Function) -> Function:
     # upstream cuts the mask's positions after the past: the trace cannot know that as many are left as there are
     # tokens, decides that it is not one, and the program refuses calls of one token
     def forward(
-        again: Any,
+        again: Function,
         self: Any,
-        input_ids: Any = None,
-        attention_mask: Any = None,
-        cache: Any = None,
-        inputs_embeds: Any = None,
-        position_ids: Any = None,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: TransformersCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         **others: Any,
     ) -> Any:
         tokens = inputs_embeds if input_ids is None else input_ids
@@ -64,9 +65,9 @@ def _positions_of_the_call(original: Any) -> Any:
 
 
 @replacement
-def _relative_embeddings(original: Any) -> Any:
+def _relative_embeddings(original: Function) -> Function:
     # upstream pads its table for more tokens than it has places for, and cuts it for fewer: branches on the length
-    def forward(self: Any, relative_embeddings: Any, length: Any) -> Any:
+    def forward(self: Any, relative_embeddings: torch.Tensor, length: Size) -> Any:
         last = relative_embeddings.shape[1] - 1
         places = torch.arange(1 - length, length, device=relative_embeddings.device) + self.window_size
         known = (places >= 0) & (places <= last)

@@ -8,10 +8,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, TypeGuard
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from ...recipe.aliases import Kwargs
 
 __all__ = ["TensorRanges"]
 
@@ -25,7 +28,13 @@ class TensorRanges(TorchFunctionMode):
         super().__init__()
         self._sums: dict[int, tuple[Any, Any, Any]] = {}  # by id: a sum, and what was added
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[object, ...] = (),
+        kwargs: Kwargs | None = None,
+    ) -> Any:
         """Run a function of torch; see :class:`TensorRanges`."""
         kwargs = kwargs or {}
         if func is torch.arange and len(args) == 2 and isinstance(args[0], torch.Tensor):
@@ -38,5 +47,5 @@ class TensorRanges(TorchFunctionMode):
         return result
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.dim() == 0

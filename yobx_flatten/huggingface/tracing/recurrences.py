@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from .replacement import replacement
+from ...recipe.aliases import TransformersCache
+from .replacement import Function, replacement
 
 __all__ = ["RECURRENCES"]
 
@@ -43,12 +44,14 @@ _WAITING = _Waiting()
 
 
 @replacement
-def _mamba_mixer(original: Any) -> Any:
+def _mamba_mixer(original: Function) -> Function:
     # versions whose scan is a part of this very function, and those whose caches do not answer
     if "mamba_selective_scan" not in inspect.unwrap(original).__globals__ or not _caches_answer("get_recurrent_state"):
         return original
 
-    def forward(again: Any, self: Any, hidden_states: Any, cache: Any = None, **others: Any) -> Any:
+    def forward(
+        again: Function, self: Any, hidden_states: torch.Tensor, cache: TransformersCache | None = None, **others: Any
+    ) -> Any:
         state = None if cache is None else cache.get_recurrent_state(self.layer_idx)
         with _waiting(state):
             return again()
@@ -57,7 +60,7 @@ def _mamba_mixer(original: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _waiting(state: Any) -> Iterator[None]:
+def _waiting(state: torch.Tensor | None) -> Iterator[None]:
     # zamba scans head by head: (batch, heads, width of a head, states)
     _WAITING.states = iter(() if state is None else state.unbind(1) if state.dim() == 4 else (state,))
     try:
@@ -67,22 +70,22 @@ def _waiting(state: Any) -> Iterator[None]:
 
 
 @replacement
-def _mamba_selective_scan(original: Any) -> Any:
+def _mamba_selective_scan(original: Function) -> Function:
     def mamba_selective_scan(
-        hidden_states: Any,
-        dt: Any,
-        A: Any,
-        B: Any,
-        C: Any,
-        D: Any = None,
-        z: Any = None,
-        delta_bias: Any = None,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor | None = None,
+        z: torch.Tensor | None = None,
+        delta_bias: torch.Tensor | None = None,
         delta_softplus: bool = False,
         return_last_state: bool = False,
         use_mambapy: bool = False,
         use_associative_scan: bool = False,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
         dt = F.softplus(dt) if delta_softplus else dt
         dt, inputs, B, C = (part.permute(2, 0, 1) for part in (dt, hidden_states, B, C))  # tokens first
@@ -97,7 +100,7 @@ def _mamba_selective_scan(original: Any) -> Any:
     return mamba_selective_scan
 
 
-def _start(state: Any, added: Any) -> Any:
+def _start(state: torch.Tensor | None, added: torch.Tensor) -> torch.Tensor:
     """Where a scan starts: from the state when there is one token, from zero when there are several."""
     zero = torch.zeros_like(added[0])
     if state is None:
@@ -106,22 +109,23 @@ def _start(state: Any, added: Any) -> Any:
     return torch.where(last == 0, state.to(added.dtype), zero)
 
 
-def _scan(state: Any, decay: Any, added: Any) -> Any:
+def _scan(state: torch.Tensor, decay: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     """All states of ``state = decay * state + added``, along the first axis."""
     from ...private_names.of_torch import scan
 
-    def step(state: Any, given: Any) -> tuple[Any, Any]:
+    def step(state: torch.Tensor, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         state = given[0] * state + given[1]
         return state, state.clone()
 
-    return scan(step, state, (decay, added))[1]
+    states: torch.Tensor = scan(step, state, (decay, added))[1]
+    return states
 
 
 # -- minimax ---------------------------------------------------------------------------------------------------------
 
 
 @replacement
-def _minimax_lightning_attention(original: Any) -> Any:
+def _minimax_lightning_attention(original: Function) -> Function:
     # The original loops over the new tokens, or over blocks of them. What a token sees of another one fades with their
     # distance alone, so all of it is one product.
     apply_mask = inspect.unwrap(original).__globals__.get("apply_mask_to_padding_states")
@@ -130,10 +134,10 @@ def _minimax_lightning_attention(original: Any) -> Any:
 
     def forward(
         self: Any,
-        hidden_states: Any,
-        position_embeddings: Any,
-        attention_mask: Any,
-        cache: Any = None,
+        hidden_states: torch.Tensor,
+        position_embeddings: object,
+        attention_mask: torch.Tensor | None,
+        cache: TransformersCache | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         batch, count, _ = hidden_states.shape
@@ -165,16 +169,22 @@ def _minimax_lightning_attention(original: Any) -> Any:
 
 
 @replacement
-def _zaya_projection(original: Any) -> Any:
+def _zaya_projection(original: Function) -> Function:
     # The original cuts the last new token off. With two of them one is left, and a trace takes a size of one for fixed.
     repeat = inspect.unwrap(original).__globals__.get("repeat_kv")
     if repeat is None or not _caches_answer("get_conv_state", "get_recurrent_state"):
         return original
 
-    def forward(again: Any, self: Any, hidden_states: Any, cache: Any, conv_mask: Any = None) -> Any:
+    def forward(
+        again: Function,
+        self: Any,
+        hidden_states: torch.Tensor,
+        cache: TransformersCache | None,
+        conv_mask: torch.Tensor | None = None,
+    ) -> Any:
         past = None if cache is None else cache.get_conv_state(self.layer_idx)
         delayed = None if cache is None else cache.get_recurrent_state(self.layer_idx)
-        if past is None or delayed is None:
+        if cache is None or past is None or delayed is None:
             return again()
         if conv_mask is not None:
             hidden_states = hidden_states * conv_mask[:, :, None].to(hidden_states.dtype)
@@ -200,7 +210,7 @@ def _zaya_projection(original: Any) -> Any:
     return forward
 
 
-def _last(tensor: Any, count: int, axis: int) -> Any:
+def _last(tensor: torch.Tensor, count: int, axis: int) -> torch.Tensor:
     """The last entries of a long enough axis, without a slice."""
     return tensor.index_select(axis, torch.arange(count, device=tensor.device) + (tensor.shape[axis] - count))
 

@@ -17,20 +17,26 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
 
 from ...errors import ReplacedFunctionWarning
 from ...errors.tried_versions import NEWEST_TRIED
 from ..cache_names import argument_of, named_for
 
-__all__ = ["misfit", "replacement"]
+__all__ = ["Function", "Make", "Replacement", "misfit", "replacement"]
 
-_Make = Callable[[Any], Any]
+Function: TypeAlias = Callable[..., Any]
+"""a function or method of a model, or what takes its place"""
+Make: TypeAlias = Callable[[Function], Function]
+"""returns what takes the place of a function"""
+Replacement: TypeAlias = tuple[ModuleType | type, str, Make]
+"""a module or a class, the name of its function, and what makes the version to trace"""
 _CACHE = "cache"
 _warned: set[str] = set()
 
 
-def replacement(make: _Make) -> _Make:
+def replacement(make: Make) -> Make:
     """Let a version be called as its original is.
 
     Args:
@@ -42,7 +48,7 @@ def replacement(make: _Make) -> _Make:
     """
 
     @functools.wraps(make)
-    def made(original: Any) -> Any:
+    def made(original: Function) -> Function:
         version = make(original)
         if version is original:
             return original
@@ -55,7 +61,7 @@ def replacement(make: _Make) -> _Make:
     return made
 
 
-def misfit(version: Any, original: Any) -> str | None:
+def misfit(version: Function, original: Function) -> str | None:
     """Return why a version cannot stand for an original; ``None`` where it can.
 
     Args:
@@ -73,12 +79,12 @@ def misfit(version: Any, original: Any) -> str | None:
     return f"it takes {', '.join(unknown)}, whose meaning is not known here" if unknown else None
 
 
-def _named(function: Any) -> list[str]:
+def _named(function: Function) -> list[str]:
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [name for name, one in inspect.signature(function).parameters.items() if one.kind not in kinds]
 
 
-def _called_as(version: Any, original: Any) -> Any:
+def _called_as(version: Function, original: Function) -> Function:
     signature = inspect.signature(original)
     own, takes = argument_of(original), inspect.signature(version).parameters
     places = list(signature.parameters)
@@ -114,7 +120,7 @@ def _called_as(version: Any, original: Any) -> Any:
     return call
 
 
-def _warn(original: Any, reason: str) -> None:
+def _warn(original: Function, reason: str) -> None:
     """Name a function that is not replaced, once per process."""
     name = f"{original.__module__}.{original.__qualname__}"
     if name not in _warned:

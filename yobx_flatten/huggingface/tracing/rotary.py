@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ..loaded import ModelClasses
 from ..position_switch import switch_of_kind
-from .replacement import replacement
+from .replacement import Function, Replacement, replacement
 
 __all__ = ["rotary_replacements"]
 
 _DECORATOR = "dynamic_rope_update."
 
 
-def rotary_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+def rotary_replacements() -> Iterator[Replacement]:
     """Yield owner, attribute and replacement, for the embeddings of models that are imported."""
     for cls in _CLASSES():
         yield cls, "forward", _by_length
 
 
-def _plain(forward: Any) -> Any:
+def _plain(forward: Function | None) -> Function | None:
     """What transformers decorated with the update of the frequencies; ``None`` for another function."""
     while forward is not None:
         code = getattr(forward, "__code__", None)
@@ -36,12 +36,21 @@ _CLASSES = ModelClasses(lambda cls: _plain(vars(cls).get("forward")) is not None
 
 
 @replacement
-def _by_length(original: Any) -> Any:
+def _by_length(original: Function) -> Function:
     # The original asks whether this call is longer than any before, and remembers the answer. The lengths of a text
     # only grow, so the frequencies are those of the length of this call, or the first ones up to the switch.
     plain = _plain(original)
+    if plain is None:
+        return original
 
-    def forward(again: Any, self: Any, x: Any, position_ids: Any, layer_type: Any = None, **others: Any) -> Any:
+    def forward(
+        again: Function,
+        self: Any,
+        x: torch.Tensor,
+        position_ids: torch.Tensor,
+        layer_type: str | None = None,
+        **others: Any,
+    ) -> Any:
         kind = self.rope_type if layer_type is None else self.rope_type[layer_type]
         if kind not in ("dynamic", "longrope"):
             return again()

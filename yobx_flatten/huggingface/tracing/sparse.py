@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
-from .replacement import replacement
+from ...recipe.aliases import CacheLayer, Size, TransformersCache
+from .replacement import Function, Make, replacement
 
 __all__ = ["SPARSE", "prepare_compressed"]
 
 # -- deepseek v4 -----------------------------------------------------------------------------------------------------
 
 
-def prepare_compressed(layer: Any) -> None:
+def prepare_compressed(layer: CacheLayer) -> None:
     """Give the tensors of a DeepSeek V4 layer sizes that a trace does not fix: windows to close, and closed ones.
 
     Between two calls a buffer holds fewer keys than a window takes, often none or one, and a trace would fix these
@@ -34,17 +35,24 @@ def prepare_compressed(layer: Any) -> None:
     if "entry_count" not in held or not isinstance(rate, int):
         return
     for states, size in (("buffer_kv", 2 * rate + 2), ("buffer_gate", 2 * rate + 2), ("compressed_kv", 3)):
-        for name, tensor in held[states].items():
+        buffers = held[states]
+        for name, tensor in buffers.items():
             if isinstance(tensor, torch.Tensor) and tensor.dim() == 3 and tensor.shape[1] < size:
-                held[states][name] = tensor.new_zeros(tensor.shape[0], size, tensor.shape[2])
-    held["entry_count"] = {name: max(count, 3) for name, count in held["entry_count"].items()}
+                buffers[name] = tensor.new_zeros(tensor.shape[0], size, tensor.shape[2])
+    layer.entry_count = {name: max(count, 3) for name, count in held["entry_count"].items()}
 
 
 @replacement
-def _shared_update(original: Any) -> Any:
-    def update(again: Any, self: Any, key_states: Any, value_states: Any, **others: Any) -> tuple[Any, Any]:
+def _shared_update(original: Function) -> Function:
+    def update(
+        again: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        self: Any,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if getattr(self, "record_past", False):
-            return again()  # type: ignore[no-any-return]
+            return again()
         sliding: Any = sys.modules["transformers.cache_utils"].DynamicSlidingWindowLayer
         keys, _ = sliding.update(self, key_states, value_states)
         self.values = self.keys  # one tensor is both
@@ -53,7 +61,7 @@ def _shared_update(original: Any) -> Any:
     return update
 
 
-def _layer_to_go_on(cache: Any, index: int, name: str) -> Any:
+def _layer_to_go_on(cache: TransformersCache | None, index: int, name: str) -> CacheLayer | None:
     """The layer of a cache that has closed windows before; ``None`` where the original's own way is traced."""
     layer = None if cache is None else cache.layers[index]
     if layer is None or layer.compressed_kv[name] is None:
@@ -61,7 +69,7 @@ def _layer_to_go_on(cache: Any, index: int, name: str) -> Any:
     return None if getattr(layer, "overlap_kv", {name: layer})[name] is None else layer
 
 
-def _compressed(module: Any, layer: Any, name: str, hidden_states: Any) -> Any:
+def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: torch.Tensor) -> torch.Tensor:
     """All compressed keys, those of the windows that this call closes at the end: (batch, windows, width)."""
     kv = torch.cat([layer.buffer_kv[name], module.kv_proj(hidden_states)], dim=1)
     gate = torch.cat([layer.buffer_gate[name], module.gate_proj(hidden_states)], dim=1)
@@ -88,12 +96,14 @@ def _compressed(module: Any, layer: Any, name: str, hidden_states: Any) -> Any:
     closed = rotate(compressed.unsqueeze(1), cos, sin).squeeze(1)
     past = layer.compressed_kv[name]
     kept = torch.arange(past.shape[1] + windows, device=kv.device)
-    layer.compressed_kv[name] = torch.cat([past, closed], dim=1).index_select(1, kept)
+    everything = layer.compressed_kv[name] = torch.cat([past, closed], dim=1).index_select(1, kept)
     layer.entry_count[name] = layer.entry_count[name] + windows
-    return layer.compressed_kv[name]
+    return everything
 
 
-def _overlapping(before: Any, windows: Any, size: int, closed: Any) -> tuple[Any, Any]:
+def _overlapping(
+    before: torch.Tensor, windows: torch.Tensor, size: int, closed: Size
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The windows with the first series of the one before each, and that series of the last one that is closed."""
     series = torch.cat([before.unsqueeze(1).to(windows.dtype), windows[..., :size]], dim=1)
     each = torch.arange(windows.shape[1], device=windows.device)
@@ -103,18 +113,18 @@ def _overlapping(before: Any, windows: Any, size: int, closed: Any) -> tuple[Any
     )
 
 
-def _going_on(part: str, go_on: Callable[..., Any]) -> Callable[[Any], Any]:
+def _going_on(part: str, go_on: Callable[..., Any]) -> Make:
     """Make the version of a ``forward`` for a cache that goes on; one that begins is the original's."""
 
     @replacement
-    def make(original: Any) -> Any:
+    def make(original: Function) -> Function:
         def forward(
-            again: Any,
+            again: Function,
             self: Any,
-            hidden_states: Any,
-            q_residual: Any,
-            position_ids: Any,
-            cache: Any,
+            hidden_states: torch.Tensor,
+            q_residual: torch.Tensor,
+            position_ids: torch.Tensor,
+            cache: TransformersCache | None,
             layer_idx: int,
         ) -> Any:
             layer = _layer_to_go_on(cache, layer_idx, part)
@@ -129,8 +139,13 @@ def _going_on(part: str, go_on: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def _every_closed_window(
-    module: Any, compressed: Any, hidden_states: Any, q_residual: Any, position_ids: Any, *cache: Any
-) -> Any:
+    module: Any,
+    compressed: torch.Tensor,
+    hidden_states: torch.Tensor,
+    q_residual: torch.Tensor,
+    position_ids: torch.Tensor,
+    *cache: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
     compressed = torch.nn.functional.pad(compressed.unsqueeze(1), (0, 0, 0, 1))  # one that no token sees: always one
     count, queries = compressed.shape[2], position_ids.shape[1]
     # a single query sees all windows that are closed
@@ -142,8 +157,13 @@ def _every_closed_window(
 
 
 def _chosen_windows(
-    module: Any, compressed: Any, hidden_states: Any, q_residual: Any, position_ids: Any, *cache: Any
-) -> Any:
+    module: Any,
+    compressed: torch.Tensor,
+    hidden_states: torch.Tensor,
+    q_residual: torch.Tensor,
+    position_ids: torch.Tensor,
+    *cache: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
     chosen = module.indexer(hidden_states, q_residual, position_ids, *cache)
     count = compressed.shape[1]
     chosen = torch.where(chosen >= 0, chosen, count)  # what is not to be seen goes after the last one
@@ -154,7 +174,14 @@ def _chosen_windows(
     return compressed, bias.masked_fill(unseen, float("-inf"))
 
 
-def _choice(module: Any, compressed: Any, hidden_states: Any, q_residual: Any, position_ids: Any, *cache: Any) -> Any:
+def _choice(
+    module: Any,
+    compressed: torch.Tensor,
+    hidden_states: torch.Tensor,
+    q_residual: torch.Tensor,
+    position_ids: torch.Tensor,
+    *cache: object,
+) -> torch.Tensor:
     cos, sin = module.rotary_emb(hidden_states, position_ids=position_ids, layer_type=module.rope_layer_type)
     rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
     query = module.q_b_proj(q_residual).view(*hidden_states.shape[:2], -1, module.head_dim).transpose(1, 2)
@@ -170,10 +197,16 @@ def _choice(module: Any, compressed: Any, hidden_states: Any, q_residual: Any, p
 
 
 @replacement
-def _qsa_indexer(original: Any) -> Any:
+def _qsa_indexer(original: Function) -> Function:
     # The original goes from query to query and asks which keys it sees. The visible keys of a row are numbered once:
     # a query sees the first of them, as a mask does that is causal and leaves out padding.
-    def forward(self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any) -> Any:
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor,
+        cache: TransformersCache | None,
+    ) -> Any:
         cos, sin = position_embeddings
         batch, queries, _ = hidden_states.shape
         rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from ...errors.dependencies import is_installed
-from ...private_names.of_torch import dict_flatten_with_keys, pytree
+from ...private_names.of_torch import OpOverload, dict_flatten_with_keys, pytree
+from ...recipe.aliases import PyTree
 from ...registry.locking import LOCK
 from ...registry.patches import AttributePatch, TracePatch, tracing_here
 from ...trace.onnx_operators import Translation
@@ -34,6 +35,7 @@ from .masks import mask_replacements
 from .model_patches import upstream_replacements
 from .models import model_replacements
 from .ranges import TensorRanges
+from .replacement import Make, Replacement
 from .rotary import rotary_replacements
 from .sparse import prepare_compressed
 
@@ -67,7 +69,7 @@ class TransformersTracing:
                     patch.release()
                 self._keys_given.clear()
 
-    def _give_keys(self, model_output: Any) -> None:
+    def _give_keys(self, model_output: type) -> None:
         # 4.56 to 5.0 register every ModelOutput without keys, and torch.export refuses to trace or to call a program
         # that is given one (T5 returns such an encoder output). Specs and stored programs stay as they are.
         base = pytree.SUPPORTED_NODES.get(model_output)
@@ -80,7 +82,7 @@ class TransformersTracing:
                 patch = self._keys_given[cls] = AttributePatch(pytree.SUPPORTED_NODES, cls, keyed)
                 patch.acquire()
 
-    def named_for(self, forward: Callable[..., Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    def named_for(self, forward: Callable[..., object], entries: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return arguments with the cache under the name that a forward has for it."""
         return named_for(forward, entries)
 
@@ -88,7 +90,7 @@ class TransformersTracing:
         """Return arguments with the cache under the name that a program has for it."""
         return named_as(names, kwargs)
 
-    def prepare(self, tree: Any) -> Any:
+    def prepare(self, tree: PyTree) -> PyTree:
         """Return the inputs with the tensors of their caches contiguous.
 
         Past its window a layer keeps a slice; the slice's strides would end in a guard of the program that refuses the
@@ -97,10 +99,10 @@ class TransformersTracing:
         """
         from transformers.cache_utils import Cache
 
-        def contiguous(leaf: Any) -> Any:
+        def contiguous(leaf: object) -> object:
             return leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf
 
-        def prepare(node: Any) -> Any:
+        def prepare(node: object) -> PyTree:
             if not isinstance(node, Cache):
                 return node
             copy = pytree.tree_map(contiguous, node)
@@ -130,7 +132,7 @@ class TransformersTracing:
                 stack.enter_context(TensorRanges())
             yield
 
-    def _patch(self, target: Any, name: str, make: Callable[[Any], Any]) -> TracePatch:
+    def _patch(self, target: object, name: str, make: Make) -> TracePatch:
         patch = self._patches.get((target, name))
         if patch is None or not patch.is_current:
             patch = self._patches[target, name] = TracePatch(target, name, make)
@@ -147,7 +149,7 @@ class TransformersTracing:
                 yield Translation(operator, _grouped_products(operator))
 
 
-def _grouped_products(operator: Any) -> Callable[..., Any]:
+def _grouped_products(operator: OpOverload) -> Callable[..., Any]:
     """Build the product with transformers' own translation, which is imported for a program that needs it only."""
 
     def translate(*args: Any, **kwargs: Any) -> Any:
@@ -167,7 +169,7 @@ def _ranges_begin_at_the_past() -> bool:
     return "cache_position" in inspect.signature(DynamicLayer.get_mask_sizes).parameters
 
 
-def _replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+def _replacements() -> Iterator[Replacement]:
     """Target, attribute and replacement, for what the installed and imported transformers has."""
     yield from layer_replacements()
     yield from mask_replacements()

@@ -1,0 +1,77 @@
+"""What is done where a block fails with an error of any class, as code of users and of other libraries may raise.
+
+These are the places that catch it. Elsewhere an ``except`` names the errors that are meant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+__all__ = ["raised_as", "result_or", "undone_on_failure"]
+
+_T = TypeVar("_T")
+_U = TypeVar("_U")
+
+
+def result_or(run: Callable[[], _T], otherwise: Callable[[Exception], _U]) -> _T | _U:
+    """Return what a function returns, or what stands for the error that it raises.
+
+    Args:
+        run: calls code of a user, or of another library.
+        otherwise: returns the result for an error; it states why no error has to come out.
+
+    >>> result_or(lambda: repr(3), lambda error: "?"), result_or(lambda: 1 // 0, lambda error: -1)
+    ('3', -1)
+    """
+    try:
+        return run()
+    except Exception as error:  # reported by the caller, in the result
+        return otherwise(error)
+
+
+@contextlib.contextmanager
+def raised_as(error_of: Callable[[Exception], Exception], *own: type[Exception]) -> Iterator[None]:
+    """Raise an error of ours, with the cause, for whatever a block raises.
+
+    Args:
+        error_of: makes it, with the place and the line to type.
+        own: classes that come out as they are.
+
+    Returns:
+        A context manager.
+
+    >>> with raised_as(lambda error: ValueError(f"not a number: {error}")):
+    ...     int("three")
+    Traceback (most recent call last):
+    ValueError: not a number: invalid literal for int() with base 10: 'three'
+    """
+    try:
+        yield
+    except own:
+        raise
+    except Exception as error:  # it is the cause of the one that comes out
+        raise error_of(error) from error
+
+
+@contextlib.contextmanager
+def undone_on_failure(undo: Callable[[], object]) -> Iterator[None]:
+    """Undo what was begun where a block does not come to its end, also after Ctrl-C; the error comes out.
+
+    Args:
+        undo: brings back what was there before.
+
+    Returns:
+        A context manager.
+
+    >>> with undone_on_failure(lambda: print("undone")):
+    ...     raise ValueError("no")
+    Traceback (most recent call last):
+    ValueError: no
+    """
+    try:
+        yield
+    except BaseException:  # also Ctrl-C and the end of the process; it is raised again
+        undo()
+        raise

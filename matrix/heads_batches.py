@@ -39,6 +39,7 @@ class NoBatchError(RuntimeError):
 _UNTRAINABLE = (
     "not implemented yet",
     "not supported",
+    "not yet supported",
     "not trainable",
     "does not support training",
     "is not implemented",

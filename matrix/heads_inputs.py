@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +73,8 @@ class _Inputs:
             tokens[:, -1] = ends  # heads read what stands there
         if self.config.model_type == "longformer":  # it looks for the end of the question
             tokens[:, [3, 4, -4]] = self.config.sep_token_id
+        if "grounding" in self.config.model_type:  # a phrase begins and ends with a token of BERT
+            tokens[:, [0, 6, -1]] = torch.tensor([101, 102, 102])
         if "attention_mask" in self.taken:
             mask = torch.ones_like(tokens)
             mask[0, _LENGTH - _PADDING : _LENGTH - 1] = 0
@@ -111,6 +114,7 @@ class _Inputs:
         found = False
         for name, form in (
             ("pixel_values", self._pictures),
+            ("pixel_values_videos", self._films),
             ("image", self._pictures),
             ("input_features", self._features),
             ("input_values", self._sounds),
@@ -158,6 +162,13 @@ class _Inputs:
             if task in ("keypoint_matching",):
                 yield {name: self.random(2, channels, height, width)}
 
+    def _films(self, name: str, task: str) -> Iterator[Batch]:
+        for made in self._pictures(name, task):
+            if made[name].dim() == 5:
+                yield made
+        size = int(self.read("image_size", "img_size", "crop_size", default=32))
+        yield {name: self.random(4, int(self.read("num_channels", "in_chans", default=3)), size, size)}
+
     def _drawn(self, made: Batch) -> Batch:
         """What a model would draw in its forward: which patches are hidden, noise."""
         drawn: Batch = {}
@@ -165,6 +176,7 @@ class _Inputs:
         if pixels is None:
             return drawn
         patch, tubelet = self.read("patch_size", default=16), self.read("tubelet_size", default=1)
+        tubelet = tubelet[0] if isinstance(tubelet, (list, tuple)) else tubelet
         patch = patch[0] if isinstance(patch, (list, tuple)) else int(patch)
         count = (pixels.shape[-2] // patch) * (pixels.shape[-1] // patch)
         if pixels.dim() == 5:
@@ -175,13 +187,17 @@ class _Inputs:
                 many = count // 2 if pixels.dim() == 5 else 1 + row % max(count - 1, 1)
                 hidden[row, torch.randperm(count, generator=self.generator)[:many]] = True
             drawn["bool_masked_pos"] = hidden
+        units = self.read("masked_unit_size")
+        if units is not None:  # of several patches each, which are hidden together
+            sides = zip(pixels.shape[-2:], self.config.patch_stride, units, strict=True)
+            count = math.prod(side // stride // unit for side, stride, unit in sides)
         if "noise" in self.taken:
             drawn["noise"] = torch.rand((self.rows, count), generator=self.generator)
         return drawn
 
     def _features(self, name: str, task: str) -> Iterator[Batch]:
         yield from self._masked({name: self.random(*features_shape(self.config, self.rows)[1:])})
-        for bins in (80, 128, 160, 16):
+        for bins in (80, 128, 160, 16, 64):
             yield from self._masked({name: self.random(64, bins)})
             yield {name: self.random(bins, 64)}
 

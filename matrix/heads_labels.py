@@ -77,6 +77,12 @@ def _tokens(maker: _Labels) -> Iterator[Batch]:
     yield {"labels": labels}
 
 
+def _written(maker: _Labels) -> Iterator[Batch]:
+    """All tokens, for a model that embeds its labels."""
+    if "input_ids" in maker.inputs and "labels" in maker.taken:
+        yield {"labels": maker.inputs["input_ids"].clone()}
+
+
 def _classes(maker: _Labels) -> Iterator[Batch]:
     """A class for each row."""
     name = "target_values" if "target_values" in maker.taken else "labels"
@@ -190,7 +196,7 @@ def _instances(maker: _Labels) -> Iterator[Batch]:
     if "mask_labels" not in maker.taken:
         return
     count = int(maker.model.config.num_labels)
-    height, width = maker.inputs["pixel_values"].shape[-2:]
+    height, width = maker.inputs.get("pixel_values", maker.inputs.get("pixel_values_videos")).shape[-2:]
     objects = [1 + row % 3 for row in range(maker.rows)]
     yield {
         "mask_labels": [(torch.rand((n, height, width), generator=maker.generator) > 0.5).float() for n in objects],
@@ -295,10 +301,10 @@ _FORMS: dict[str, tuple[Form, ...]] = {
             "next_sentence_prediction",
             "time_series_classification",
             "video_classification",
-            "visual_question_answering",
         ),
         (_classes,),
     ),
+    "visual_question_answering": (_tokens, _written, _classes),  # of answers that are written, or chosen
     **dict.fromkeys(("causal_lm", "masked_lm", "image_text_to_text", "seq_to_seq_causal_lm"), (_tokens,)),
     "audio_frame_classification": (_frame_classes,),
     "ctc": (_speech_text,),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .heads_pictures import PICTURES
+
 __all__ = ["HEADS"]
 
 Fields = dict[str, Any]
@@ -73,6 +75,7 @@ _DINO: Fields = {
     "reshape_hidden_states": False,
     "apply_layernorm": True,
 }
+_DEPTH: Fields = {**_NECK, "reassemble_hidden_size": 32, "head_hidden_size": 8, "backbone_config": _DINO}
 _DETR: Fields = {
     "backbone_config": {
         "model_type": "rt_detr_resnet",
@@ -153,16 +156,32 @@ _PERCEIVER: Fields = {
     "image_size": 28,
 }
 
+_EFFICIENT: Fields = {
+    "image_size": 32,
+    "width_coefficient": 1.0,
+    "depth_coefficient": 1.0,
+    "kernel_sizes": [3, 3],
+    "in_channels": [32, 16],
+    "out_channels": [16, 24],
+    "strides": [1, 2],
+    "num_block_repeats": [1, 1],
+    "expand_ratios": [1, 2],
+    "hidden_dim": 1280,
+}
+
 HEADS: dict[str, Fields] = {
+    **PICTURES,
     **{key: {**_SOUND, **_SPEAKERS} for key in ("wav2vec2", "hubert", "wavlm", "unispeech", "unispeech-sat")},
     "wav2vec2-conformer": {**_SOUND, **_SPEAKERS, "position_embeddings_type": None, "conv_depthwise_kernel_size": 3},
     "data2vec-audio": {**_SOUND, **_SPEAKERS, "num_conv_pos_embeddings": 2, "conv_pos_kernel_size": 5},
     "sew": _SOUND,
     "sew-d": {**_SOUND, "position_buckets": 8},
     "wav2vec2-bert": _SOUND_BERT,
-    "BeitForSemanticSegmentation": _BEIT,
-    "Data2VecVisionForSemanticSegmentation": _BEIT,
+    **dict.fromkeys(("BeitForSemanticSegmentation", "Data2VecVisionForSemanticSegmentation"), _BEIT),
     **dict.fromkeys(("detr", "conditional_detr", "deformable_detr", "dab-detr", "table-transformer"), _DETR_OLD),
+    # what its head adds to the sides of its map has to be divisible by eight
+    "DetrForSegmentation": {**_DETR_OLD, "num_attention_heads": 8, "encoder_attention_heads": 8},
+    "align": {"vision_config": _EFFICIENT, "projection_dim": 24},
     "led": {"attention_window": 4, "max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64},
     "pegasus_x": {"block_size": 4, "num_global_tokens": 2},
     "upernet": {
@@ -179,10 +198,8 @@ HEADS: dict[str, Fields] = {
         "auxiliary_channels": 8,
         "pool_scales": [1, 2],
     },
-    "zoedepth": {**_NECK, "num_attractors": [2, 1], "bottleneck_features": 16, "bin_embedding_dim": 8},
     "bit": {**_RESNET, "layer_type": "preactivation", "num_groups": 4},
-    "convnext": _CONVNEXT,
-    "convnextv2": _CONVNEXT,
+    **dict.fromkeys(("convnext", "convnextv2"), _CONVNEXT),
     "cvt": {
         "depth": [1, 2, 3],  # a stage reads the rate of its own number
         "embed_dim": [16, 16, 32],
@@ -190,22 +207,10 @@ HEADS: dict[str, Fields] = {
         "drop_path_rate": [0.0, 0.0, 0.0],
     },
     "deit": {"encoder_stride": 14},
-    "donut-swin": _SWIN,
+    **dict.fromkeys(("donut-swin", "swin", "swinv2"), _SWIN),
     "dpt": {**_NECK, "is_hybrid": False, "backbone_out_indices": [0, 1], "patch_size": 14},
-    "depth_anything": {**_NECK, "reassemble_hidden_size": 32, "head_hidden_size": 8, "backbone_config": _DINO},
-    "prompt_depth_anything": {**_NECK, "reassemble_hidden_size": 32, "head_hidden_size": 8, "backbone_config": _DINO},
-    "efficientnet": {
-        "image_size": 32,
-        "width_coefficient": 1.0,
-        "depth_coefficient": 1.0,
-        "kernel_sizes": [3, 3],
-        "in_channels": [32, 16],
-        "out_channels": [16, 24],
-        "strides": [1, 2],
-        "num_block_repeats": [1, 1],
-        "expand_ratios": [1, 2],
-        "hidden_dim": 1280,
-    },
+    **dict.fromkeys(("depth_anything", "prompt_depth_anything"), _DEPTH),
+    "efficientnet": _EFFICIENT,
     "esm": {"vocab_size": 64, "pad_token_id": 0, "mask_token_id": 3},
     "esmc": {"num_key_value_heads": 4},
     "focalnet": {
@@ -250,37 +255,10 @@ HEADS: dict[str, Fields] = {
         "depths": [1, 1, 1],
         "key_dim": [8, 8, 8],
     },
-    "hiera": {
-        "image_size": [32, 32],
-        "patch_size": [7, 7],
-        "patch_stride": [4, 4],
-        "patch_padding": [3, 3],
-        "embed_dim": 16,
-        "depths": [1, 1],
-        "num_heads": [1, 2],
-        "masked_unit_size": [4, 4],
-        "num_query_pool": 1,
-        "decoder_hidden_size": 16,
-        "decoder_depth": 1,
-        "decoder_num_heads": 2,
-    },
     "layoutlmv3": {"coordinate_size": 8, "shape_size": 16, "hidden_size": 64, "input_size": 28, "patch_size": 14},
     "lilt": {"hidden_size": 96, "num_attention_heads": 4},
     "longformer": {"attention_window": 4, "sep_token_id": 2},
     "luke": {"entity_vocab_size": 16, "entity_emb_size": 16, "vocab_size": 128},
-    "maskformer": {
-        "backbone_config": {
-            "model_type": "swin",
-            "embed_dim": 8,
-            "depths": [1, 1, 1, 1],
-            "num_heads": [1, 2, 2, 4],
-            "window_size": 2,
-            "image_size": 64,
-            "out_features": ["stage1", "stage2", "stage3", "stage4"],
-        },
-        "fpn_feature_size": 32,
-        "mask_feature_size": 32,
-    },
     "mobilebert": {"embedding_size": 32, "intra_bottleneck_size": 32, "true_hidden_size": 32},
     "MobileBertForMaskedLM": {"embedding_size": 32, "hidden_size": 64},
     "mobilevitv2": {
@@ -325,8 +303,7 @@ HEADS: dict[str, Fields] = {
     "ReformerForMaskedLM": {"is_decoder": False},
     "regnet": {**_RESNET, "groups_width": 8, "layer_type": "y"},
     "resnet": _RESNET,
-    "rt_detr": _DETR,
-    "rt_detr_v2": _DETR,
+    **dict.fromkeys(("rt_detr", "rt_detr_v2", "d_fine", "deimv2"), _DETR),
     "segformer": _PYRAMID,
     **dict.fromkeys(("seamless_m4t", "seamless_m4t_v2"), _SEAMLESS),
     "squeezebert": {"embedding_size": 64},
@@ -337,9 +314,7 @@ HEADS: dict[str, Fields] = {
         "image_size": 32,
         "num_hidden_layers": ...,
     },
-    "swin": _SWIN,
     "swin2sr": {**_SWIN, "image_size": 16, "patch_size": 1, "encoder_stride": ...},
-    "swinv2": _SWIN,
     "textnet": {
         "image_size": 32,
         "stem_out_channels": 8,

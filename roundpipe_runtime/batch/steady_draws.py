@@ -23,8 +23,8 @@ class NoDropout(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
+        if func in _DROPOUTS:  # called anyway, as what stands in place of a tensor waits for the first operation
+            return func(args[0] if args else kwargs["input"], 0.0, training=False)
         place = _PLACES.get(func)
         if place is not None and len(args) > place:
             args = (*args[:place], 0.0, *args[place + 1 :])

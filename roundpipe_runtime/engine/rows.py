@@ -23,7 +23,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from yobx_flatten.private_names.of_torch import NormBase, pytree
 
 from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..batch.same_rows import changes_with_others, mixes_rows, rows_of, taken
-from ..errors import RoundPipeError, RoundPipeWarning, SplitError, warn
+from ..errors import RoundPipeWarning, SplitError, warn
 from .config import RoundPipeRunConfig
 from .run_spec import Trial
 
@@ -44,8 +44,7 @@ _FEW, _SEVERAL = 3, 4
 # How many times other rows are tried before layers are refused.
 _TRIALS = 3
 
-# What layers raise that do not take a few rows: the call itself states why, if it also fails.
-_REFUSALS = (RoundPipeError, RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError)
+_Hook: TypeAlias = Callable[..., Any]
 
 
 class CannotTryError(Exception):
@@ -162,7 +161,7 @@ def first_that_mixes(
         config: settings of the call.
         number: number of layers to look at.
         leaves_of: function that returns what is compared of an output. Default: all of its leaves.
-        with_hooks: whether hooks on outputs of modules run, which the caller may take features with. Default: no.
+        with_hooks: whether hooks of the caller on modules run, who may collect what they see. Default: no.
 
     Raises:
         CannotTryError: they do not run on some rows.
@@ -175,7 +174,7 @@ def first_that_mixes(
                 found = compare.mixing(trial, number)
                 if found is None:
                     break
-    except _REFUSALS as error:
+    except Exception as error:  # of layers that do not take some rows: if the call itself also fails, it states why
         raise CannotTryError(f"{type(error).__name__}: {error}") from error
     return found
 
@@ -242,8 +241,13 @@ class _Comparison:
 
 
 def _trials(engine: Rows, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
-    """Yield some rows at a time."""
-    for some in engine.split(batch, config):
+    """Yield some rows at a time; none where they cannot be cut once more, as in packed data."""
+    with contextlib.suppress(SplitError):
+        yield from _cut_again(engine, engine.split(batch, config), config)
+
+
+def _cut_again(engine: Rows, found: Sequence[FlatMicrobatch], config: RoundPipeRunConfig) -> Iterator[RowTrial]:
+    for some in found:
         args, kwargs = pytree.tree_unflatten(some.inputs, some.spec)
         few = FlatBatch.of(args, kwargs, pytree.tree_unflatten(some.labels, some.label_spec))
         parts = engine.split(few, dataclasses.replace(config, num_microbatch=2))
@@ -267,21 +271,28 @@ def _coarsest() -> torch.dtype | None:
 
 @contextlib.contextmanager
 def _set_apart(layers: Sequence[nn.Module], with_hooks: bool) -> Iterator[None]:
-    """Leave out norms of batches, which normalise microbatches as in a loop over them, and hooks that take outputs."""
+    """Leave out norms of batches, which normalise microbatches as in a loop over them, and hooks of the caller."""
     modules = list({module: None for layer in layers for module in layer.modules()})
     norms = [module for module in modules if isinstance(module, NormBase) and module.training]
-    hooks = [] if with_hooks else [(module, module._forward_hooks) for module in modules if module._forward_hooks]
+    hooks = [] if with_hooks else [(m, (m._forward_pre_hooks, m._forward_hooks)) for m in modules]
     try:
-        for module in norms:
-            module.training = False
-        for holder, _ in hooks:
-            holder._forward_hooks = collections.OrderedDict()
+        for norm in norms:
+            norm.training = False
+        for module, (before, after) in hooks:
+            module._forward_pre_hooks, module._forward_hooks = _of_torch(before), _of_torch(after)
         yield
     finally:
-        for module in norms:
-            module.training = True
-        for holder, found in hooks:
-            holder._forward_hooks = found
+        for norm in norms:
+            norm.training = True
+        for module, (before, after) in hooks:
+            module._forward_pre_hooks, module._forward_hooks = before, after
+
+
+def _of_torch(hooks: dict[int, _Hook]) -> collections.OrderedDict[int, _Hook]:
+    """The hooks that torch has made itself, which compute weights (weight norm, pruning)."""
+    return collections.OrderedDict(
+        (key, hook) for key, hook in hooks.items() if type(hook).__module__.partition(".")[0] == "torch"
+    )
 
 
 def _mixes(layer: nn.Module, number: int) -> SplitError:

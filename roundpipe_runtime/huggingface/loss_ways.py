@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from yobx_flatten.recipe.aliases import Kwargs
 from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
+from ..engine.rows import RowTrial
 from ..errors import DeviceMemoryError, RoundPipeError
 from .batches import split_pictures
 from .cutting.check import engine_on_host, evaluating
@@ -121,11 +123,33 @@ class LossWays:
     def _prove(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossProof:
         proof = LossProof("joined", "no labels count in this batch, or it is not finite")
         kind = self.kind_of(args, kwargs)
-        for rows in self.some_rows(args, kwargs, config):
-            proof = self._prove_with(kind, *rows, split_options(kwargs)[1] or CallOptions(), config)
+        error: CannotJoinError | None = None
+        for rows in itertools.chain(self.some_rows(args, kwargs, config), self._repeated_rows(args, kwargs, config)):
+            try:
+                proof = self._prove_with(kind, *rows, split_options(kwargs)[1] or CallOptions(), config)
+            except CannotJoinError as found:  # of these rows: a mask may be there for some only
+                error = found
+                continue
             if proof.variants or proof.way != "joined":
-                break  # else no labels count in these rows: others may have some
+                return proof  # else no labels count in these rows: others may have some
+            error = None
+        if error is not None:
+            raise error
         return proof
+
+    def _repeated_rows(
+        self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig
+    ) -> Iterator[tuple[FlatMicrobatch, list[FlatMicrobatch]]]:
+        """Yield the first rows once more, one of them in both parts: what layers get for it is there in both."""
+        in_two = dataclasses.replace(config, num_microbatch=2)
+        for first, parts in itertools.islice(self.some_rows(args, kwargs, config), 1):
+            trial = RowTrial(first, parts)
+            for one, other in itertools.permutations(range(trial.count), 2):
+                whole = dataclasses.replace(trial.in_order([one, other, one]), rows=3)
+                again = self._split_again(*_call_of(whole), in_two)
+                found = self._engine.split(FlatBatch.of(*_call_of(whole), None), again)
+                if [part.rows for part in found] == [2, 1]:
+                    yield whole, found
 
     def _prove_with(
         self,

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import torch
+
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs
 
@@ -76,4 +78,6 @@ class RowWays:
 
 
 def _leaves(output: Any) -> Sequence[object]:
-    return state_leaves(output) if isinstance(output, CutState) else pytree.tree_leaves(output)
+    """What is compared of a piece; losses have a proof of their own, and are not means over rows."""
+    found = state_leaves(output) if isinstance(output, CutState) else pytree.tree_leaves(output)
+    return [one for one in found if not isinstance(one, torch.Tensor) or one.dim() > 0]

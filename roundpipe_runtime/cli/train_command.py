@@ -17,12 +17,12 @@ from yobx_flatten.terminal.failures import UserError
 from yobx_flatten.terminal.output import say, say_json
 
 from .. import fine_tune as tuning
-from ..device.virtual import Device, parse_devices
+from ..device.virtual import Device, VirtualDevice, parse_devices
 from ..distributed.job import own_devices
 from ..errors import ConfigError, DeviceError
 from . import train_options as given
 from .models import source_of
-from .quantities import parse_gigabytes
+from .quantities import parse_bytes, parse_gigabytes
 from .train_display import Display, format_model, format_text, format_training
 
 __all__ = ["train"]
@@ -40,6 +40,7 @@ def train(
     length: given.Length = None,
     eval_share: given.EvalShare = 0.02,
     devices: given.Devices = "auto",
+    memory: given.Memory = None,
     batch: given.Batch = 8,
     microbatches: given.Microbatches = None,
     replicas: given.Replicas = None,
@@ -106,7 +107,7 @@ def train(
         weight_decay=weight_decay,
         clip=clip,
         seed=seed,
-        devices=_devices(devices),
+        devices=_devices(devices, memory),
         optim_dtype=_dtype(optim_dtype),
         keep_parameters=parse_gigabytes(keep_parameters, "--keep-parameters"),
         eval_every=eval_every,
@@ -236,13 +237,19 @@ def _check_files(
         )
 
 
-def _devices(text: str) -> list[Device]:
+def _devices(text: str, memory: str | None) -> list[Device]:
     names = own_devices() if text == "auto" else text if text.startswith("virtual") else text.split(",")
     try:
-        return parse_devices(names)
+        found = parse_devices(names)
     except (ConfigError, DeviceError) as error:
         reason = "torch finds no accelerator here" if isinstance(error, DeviceError) else "it names no device"
         raise UserError(f"--devices {text}: {reason}. Write auto, virtual:2, or cuda:0,cuda:1") from error
+    limit = None if memory is None else parse_bytes(memory, "--memory")
+    for device in found if limit is not None else ():
+        if not isinstance(device, VirtualDevice):
+            raise UserError(f"--memory limits virtual devices, and {device.name} has its own. Leave it out")
+        device.memory_limit = limit
+    return found
 
 
 def _dtype(name: str) -> torch.dtype | None:

@@ -72,6 +72,10 @@ Devices = Annotated[
     str,
     typer.Option(metavar="DEVICES", help="auto, virtual:N (made of the CPU), or cuda:0,cuda:1.", rich_help_panel=_STEP),
 ]
+Memory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Most memory of each virtual device, like 2GiB.", rich_help_panel=_STEP),
+]
 Batch = Annotated[int, _number("Rows of a batch, of all processes.", _STEP)]
 Microbatches = Annotated[int | None, _number("Parts of a batch, or a group; devices + 1 by default.", _STEP)]
 Replicas = Annotated[int | None, _number("Groups of a batch; by default one per process.", _STEP)]

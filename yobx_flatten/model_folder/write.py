@@ -204,6 +204,8 @@ def export_folder(
     True
     """
     require_transformers("export_folder")
+    if batch is None and (bounds or {}).get("batch") == 1:
+        batch = 1  # the calls that prove a folder of several rows have three
     runtime = choose_target(to, target, bounds, batch)
     form, suffix, largest = FORMATS[runtime], RUNTIMES[runtime][0], choose_bounds(bounds, batch)
     place = pathlib.Path(folder)

@@ -126,6 +126,8 @@ def test_the_folder_reads_and_writes_text(folder):
     _, place = folder
     tokenizer = AutoTokenizer.from_pretrained(place)
     assert tokenizer("ab c", add_special_tokens=False).input_ids == [256, 32, 99]
+    stated = json.loads((place / "tokenizer_config.json").read_text())
+    assert stated["tokenizer_class"] == "PreTrainedTokenizerFast"  # the name that transformers 4 and 5 both know
     assert "quantization_config" not in json.loads((place / "config.json").read_text())
 
 

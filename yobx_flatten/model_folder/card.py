@@ -22,8 +22,8 @@ def write_card(
         folder: the folder.
         name: class of the model.
         text: what the perplexity was measured on.
-        qualities: by name of a file, how far it is from the model.
-        tokens: by name of a case, how many of the model's greedy tokens the files choose.
+        qualities: how far each file is from the model, by its name.
+        tokens: how many of the model's greedy tokens the files choose, by name of a case.
     """
     if (folder / _CARD).exists():
         return

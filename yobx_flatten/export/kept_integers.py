@@ -63,10 +63,10 @@ def keep_integers(graph: Any, value: Any, grid: WeightGrid, *, transposed: bool)
 
     name, is_half = f"{value.name}{'' if transposed else '_T'}", value.const_value.dtype.name == "FLOAT16"
     held = [new_value(graph, f"{name}_Q{grid.bits}", ir.tensor(grid.packed()))]
-    scales = new_value(graph, f"{name}_scales", ir.tensor(grid.scales))
-    held.append(scales)
-    scales = cast_value(graph, scales, value.const_value.dtype)
-    parts = [held[0], scales]
+    # of the type that is multiplied: with scales that the graph converts the operator computes zeros, and no error,
+    # where onnxruntime's optimisation, which converts them before, is turned off
+    held.append(new_value(graph, f"{name}_scales", ir.tensor(grid.scales.astype(value.const_value.dtype.numpy()))))
+    parts = list(held)
     if grid.zeros is not None:
         parts.append(new_value(graph, f"{name}_zero_points", ir.tensor(grid.packed_zeros())))
         held.append(parts[-1])

@@ -22,7 +22,7 @@ _TABLE_BLOCKS = (128, 64, 32, 16)
 """Blocks of a table: its rows are read and not summed, so that larger ones cost nothing that is seen."""
 
 
-def round_to_8_bits(graph: Any, value: Any, size: int, *, transposed: bool) -> StoredMatrix:
+def round_to_8_bits(graph: Any, value: Any, size: int, *, transposed: bool, is_table: bool = False) -> StoredMatrix:
     """Put a matrix in 8 bits into a graph, rounded when it is written.
 
     Args:
@@ -30,14 +30,17 @@ def round_to_8_bits(graph: Any, value: Any, size: int, *, transposed: bool) -> S
         value: an initializer that is a matrix.
         size: number of weights that share a scale.
         transposed: whether its rows are what a product returns.
+        is_table: whether only rows are gathered: the operator for this takes scales of 16 bits that are converted in
+            the graph. The product computes zeros with these where onnxruntime's optimisation is turned off.
     """
     import onnx_ir as ir
 
     tensor = value.const_value
     columns, rows = map(int, tensor.shape if transposed else reversed(tensor.shape))
     blocks, name = -(-rows // size), f"{value.name}{'_T' if transposed else ''}"
-    is_short = _are_short(_blocks(_read(tensor, transposed), size))
-    unmap(tensor)
+    is_short = is_table and _are_short(_blocks(_read(tensor, transposed), size))
+    if is_table:
+        unmap(tensor)
     kind = ir.DataType.FLOAT16 if is_short else tensor.dtype
     made = []
     for suffix, shape, dtype in (
@@ -56,7 +59,7 @@ def round_table(graph: Any, value: Any) -> StoredMatrix | None:
     """Put the table of an embedding in 8 bits into a graph; ``None`` where its rows have no whole blocks."""
     width = value.const_value.shape[1]
     size = next((size for size in _TABLE_BLOCKS if width % size == 0), None)
-    return None if size is None else round_to_8_bits(graph, value, size, transposed=True)
+    return None if size is None else round_to_8_bits(graph, value, size, transposed=True, is_table=True)
 
 
 def _read(tensor: Any, transposed: bool) -> Floats:

@@ -21,7 +21,7 @@ def test_smollm2_is_written_in_4_bits_by_default(tmp_path):
     report = done.reports["model.onnx"]
     assert done.verified.ok
     assert report.quality.perplexity_ratio <= 1.01
-    assert report.onnx_bytes < 105e6
+    assert report.onnx_bytes < 106e6
     assert pathlib.Path(tmp_path / "out/model.onnx").stat().st_size <= report.onnx_bytes
     (note,) = [remark for remark in report.remarks if remark.startswith("stored in int8")]
     assert "lm_head" in note

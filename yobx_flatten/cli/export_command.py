@@ -62,6 +62,10 @@ def export(
         float | None,
         typer.Option(help="With --quantize: largest perplexity, relative to the model's; int8 1.01, int4 1.1."),
     ] = None,
+    calibration: Annotated[
+        pathlib.Path | None,
+        typer.Option(metavar="FILE", help="With --quantize: your prompts, one in each line, to measure it by."),
+    ] = None,
     optimize: Annotated[
         Literal["onnxruntime"] | None,
         typer.Option(help="Attention of that library, which writes into the memory of the cache."),
@@ -106,6 +110,7 @@ def export(
             overwrite=overwrite,
             proof=proof,
             quantize=None if quantize is None else Quantization(quantize, perplexity_ratio=perplexity_ratio),
+            calibration=calibration,
             optimize=optimize,
             logits=logits,
             target=target,

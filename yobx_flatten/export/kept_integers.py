@@ -11,7 +11,7 @@ from .onnx_weights import unmap
 from .stored_matrix import StoredMatrix, new_value
 from .weight_grid import WeightGrid, find_grid
 
-__all__ = ["Grids", "holds_integers", "keep_integers"]
+__all__ = ["Grids", "cast_value", "holds_integers", "keep_integers"]
 
 _ROWS = 16
 """Rows of a matrix that are looked at to know whether a model has such weights at all."""
@@ -63,10 +63,10 @@ def keep_integers(graph: Any, value: Any, grid: WeightGrid, *, transposed: bool)
 
     name, is_half = f"{value.name}{'' if transposed else '_T'}", value.const_value.dtype.name == "FLOAT16"
     held = [new_value(graph, f"{name}_Q{grid.bits}", ir.tensor(grid.packed()))]
-    scales = new_value(graph, f"{name}_scales", ir.tensor(grid.scales))
-    held.append(scales)
-    scales = _cast(graph, scales, value.const_value.dtype)
-    parts = [held[0], scales]
+    # of the type that is multiplied: with scales that the graph converts the operator computes zeros, and no error,
+    # where onnxruntime's optimisation, which converts them before, is turned off
+    held.append(new_value(graph, f"{name}_scales", ir.tensor(grid.scales.astype(value.const_value.dtype.numpy()))))
+    parts = list(held)
     if grid.zeros is not None:
         parts.append(new_value(graph, f"{name}_zero_points", ir.tensor(grid.packed_zeros())))
         held.append(parts[-1])
@@ -79,7 +79,7 @@ def keep_integers(graph: Any, value: Any, grid: WeightGrid, *, transposed: bool)
     return StoredMatrix(grid.bits, size, blocks * size, columns, parts, nbytes, offsets, is_half)
 
 
-def _cast(graph: Any, value: Any, dtype: Any) -> Any:
+def cast_value(graph: Any, value: Any, dtype: Any) -> Any:
     """The same numbers in the type that the operator multiplies; onnxruntime converts them when it loads a file."""
     import onnx_ir as ir
 
@@ -98,7 +98,7 @@ def _offsets(graph: Any, lowest: Any, scales: Any, grid: WeightGrid) -> Any:
     first = graph[0]
     middle = ir.node("Constant", [], {"value": ir.tensor(float(grid.middle), dtype=ir.DataType.FLOAT)})
     graph.insert_before(first, middle)
-    wide = [_cast(graph, value, ir.DataType.FLOAT) for value in (lowest, scales)]
+    wide = [cast_value(graph, value, ir.DataType.FLOAT) for value in (lowest, scales)]
     times = ir.node("Mul", [wide[1], middle.outputs[0]])
     plus = ir.node("Add", [wide[0], times.outputs[0]])
     graph.insert_before(first, [times, plus])

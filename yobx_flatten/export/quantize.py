@@ -22,9 +22,13 @@ from .onnx_weights import unmap
 from .quantization import Quantization
 from .quantized_table import gathered, gathers_blocks, share_table
 from .report import ExportReport
+from .rounded import round_table, round_to_8_bits
 from .stored_matrix import Products, StoredMatrix, new_value
 
 __all__ = ["QuantizedWeights", "quantize_graph", "quantize_model", "remark_quantized"]
+
+_TABLE = 2**16
+"""Weights of a table of an embedding from which it is stored in 8 bits; a smaller one is left as it is."""
 
 
 @dataclasses.dataclass
@@ -39,6 +43,7 @@ class QuantizedWeights:
         shared: names of those that an embedding also reads in these bits.
         roles: the weights by role, see :mod:`.bit_budget`.
         kept: number of weights, by their bits, that are the integers and scales which they were made of.
+        tables: number of tables of embeddings that were rounded to 8 bits.
     """
 
     count: int = 0
@@ -48,6 +53,7 @@ class QuantizedWeights:
     shared: list[str] = dataclasses.field(default_factory=list)
     roles: dict[str, Role] = dataclasses.field(default_factory=dict)
     kept: dict[int, int] = dataclasses.field(default_factory=dict)
+    tables: int = 0
 
     def add(self, value: Any, matrix: StoredMatrix, *, is_kept: bool) -> None:
         """Count a weight that is stored in fewer bits."""
@@ -101,7 +107,7 @@ def quantize_graph(
             if grid is not None and grid.bits <= width:
                 stored[key] = keep_integers(model.graph, value, grid, transposed=transposed)
             elif width in made:
-                stored[key] = _quantized(model.graph, value, transposed, made[width], _in_bits(quantization, width))
+                stored[key] = _rounded(model.graph, value, transposed, made[width], _in_bits(quantization, width))
             else:
                 stored[key] = None
             matrix = stored[key]
@@ -113,10 +119,17 @@ def quantize_graph(
             products.replace(node, matrix)
     tables = [value for value in gathered(model.graph) if value.name not in read]
     for value in tables:
-        grid = grids.find(value, transposed=True)
-        if grid is not None and grid.bits <= quantization.bits and gathers_blocks(grid.bits, grid.block_size):
-            matrix = stored[value.name, True] = keep_integers(model.graph, value, grid, transposed=True)
-            found.add(value, matrix, is_kept=True)
+        grid, size = grids.find(value, transposed=True), math.prod(value.const_value.shape)
+        is_kept = grid is not None and gathers_blocks(grid.bits, grid.block_size)
+        matrix = None
+        if grid is not None and is_kept:
+            matrix = keep_integers(model.graph, value, grid, transposed=True)
+        elif quantization.weights != "keep" and size >= _TABLE and gathers_blocks(8, 32):
+            matrix = round_table(model.graph, value)
+            found.tables += matrix is not None
+        if matrix is not None:
+            stored[value.name, True] = matrix
+            found.add(value, matrix, is_kept=is_kept)
             read[value.name] = value, True
     if found.count:
         model.opset_imports["com.microsoft"] = 1
@@ -200,8 +213,11 @@ def remark_quantized(
         more = bits and set(bits.values()) != {quantization.bits}
         report.remark(
             f"{found.count} weights are stored in {quantization.weights}{' or more' if more else ''}, "
-            f"{found.bytes / 1e6:.2f} MB instead of {found.float_bytes / 1e6:.2f} MB; embeddings and norms as they are."
+            f"{found.bytes / 1e6:.2f} MB instead of {found.float_bytes / 1e6:.2f} MB; "
+            f"{'norms' if found.tables else 'embeddings and norms'} as they are."
         )
+    if found.tables:
+        report.remark(f"{found.tables} of them are tables of embeddings, in int8.")
     if found.kept:
         kept = " and ".join(f"{count / 1e6:.3g} million in {width} bits" for width, count in sorted(found.kept.items()))
         report.remark(f"made of integers with scales, which are stored without rounding them again: {kept}.")
@@ -265,10 +281,12 @@ class _Parts:
         return ir.tensor(self._parts[index])
 
 
-def _quantized(graph: Any, value: Any, transposed: bool, parts: _Parts, quantization: Quantization) -> StoredMatrix:
-    """Round a weight to a matrix of few bits with onnxruntime's own kernel, when it is read."""
+def _rounded(graph: Any, value: Any, transposed: bool, parts: _Parts, quantization: Quantization) -> StoredMatrix:
+    """Round a weight to a matrix of few bits when it is read, to 4 with onnxruntime's own kernel."""
     import onnx_ir as ir
 
+    if quantization.bits == 8:
+        return round_to_8_bits(graph, value, quantization.block_size, transposed=transposed)
     tensor, packed, size = value.const_value, 8 // quantization.bits, quantization.block_size
     columns, rows = map(int, tensor.shape if transposed else reversed(tensor.shape))
     blocks = -(-rows // size)

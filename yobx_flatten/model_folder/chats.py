@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,19 +34,22 @@ _QUESTIONS = (
 )
 
 
-def chat_prompts(model: TransformersModel, source: pathlib.Path | None, rows: int) -> dict[str, torch.Tensor] | None:
+def chat_prompts(
+    model: TransformersModel, source: pathlib.Path | None, rows: int, questions: Sequence[str] = ()
+) -> dict[str, torch.Tensor] | None:
     """Return questions in the tokens of a model and their mask, int64 of shape (rows, length), padded on the left.
 
     Args:
         model: a model of transformers.
         source: the folder of its tokenizer; ``None`` where there is none.
         rows: the number of questions, ten at most.
+        questions: what to ask; by default ten questions of our own. Without a chat template these are read as they are.
 
     Returns:
-        ``None`` where there is no tokenizer with a chat template, its tokens are not the model's, or the model has no
-        room for an answer.
+        ``None`` where there is no tokenizer, or, for our own questions, none with a chat template; its tokens are not
+        the model's, or the model has no room for an answer.
     """
-    prompts = [] if source is None else _tokens(source, _QUESTIONS[:rows])
+    prompts = [] if source is None else _tokens(source, (questions or _QUESTIONS)[:rows], plain=bool(questions))
     if not prompts or not all(prompts):
         return None
     config: Any = model.config.get_text_config(decoder=True)
@@ -60,13 +64,16 @@ def chat_prompts(model: TransformersModel, source: pathlib.Path | None, rows: in
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def _tokens(source: pathlib.Path, questions: tuple[str, ...]) -> list[list[int]]:
+def _tokens(source: pathlib.Path, questions: Sequence[str], *, plain: bool) -> list[list[int]]:
     try:
         tokenizer: Any = open_tokenizer(source, failure=ModelSourceError)
-        if not getattr(tokenizer, "chat_template", None):
+        if getattr(tokenizer, "chat_template", None):
+            messages = [[{"role": "user", "content": question}] for question in questions]
+            texts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in messages]
+        elif plain:
+            texts = list(questions)
+        else:
             return []
-        messages = [[{"role": "user", "content": question}] for question in questions]
-        texts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in messages]
         found: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     except Exception:  # templates are programs of others, each tokenizer has its own errors; none is needed
         return []

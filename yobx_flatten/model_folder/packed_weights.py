@@ -107,7 +107,7 @@ def _stored(folder: pathlib.Path, name: str) -> Tensors:
 
 
 def _fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Take integers apart, the lowest bits first: a last axis of so many fields."""
+    """Unpack integers, the lowest bits first, to a last axis of as many fields."""
     if packed.dtype is not torch.int32:
         raise TypeError(f"expected packed integers of int32, found {packed.dtype}")
     shifts = torch.arange(0, _INT32, bits, dtype=torch.int32)
@@ -134,7 +134,7 @@ def _gptq(stated: Mapping[str, Any]) -> Packing | str:
 
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where the eight columns of an integer are: in an order that its kernels take apart fast."""
+"""Where the eight columns of an integer are: in an order that its kernels unpack fast."""
 
 
 def _awq(stated: Mapping[str, Any]) -> Packing | str:

@@ -360,7 +360,8 @@ def _spectrogram(model: TransformersModel, batch: int) -> torch.Tensor:
         )
     # the encoder halves the number of frames, and takes this one only
     frames = 2 * model.config.max_source_positions
-    return torch.randn(batch, model.config.num_mel_bins, frames, generator=torch.Generator().manual_seed(batch))
+    shape = batch, model.config.num_mel_bins, frames
+    return torch.randn(shape, generator=torch.Generator().manual_seed(batch)).to(model.dtype)
 
 
 def random_tokens(model: TransformersModel, shape: tuple[int, int]) -> torch.Tensor:

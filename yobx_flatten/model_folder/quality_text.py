@@ -1,54 +1,82 @@
-"""A text for the perplexity of a language model, which is on every machine: the source of a module of Python."""
+"""A text for the perplexity of a language model: the user's prompts, or the source of modules of Python."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import pathlib
 from typing import Any
 
 import torch
 
 from ..errors import ModelSourceError
+from ..files.document import check_regular
 from ..recipe.aliases import TransformersModel
 from .tokenizer_files import open_tokenizer
 
-__all__ = ["LENGTH", "python_text"]
+__all__ = ["LENGTH", "python_text", "read_prompts"]
 
 LENGTH = 128
 """Tokens of each row of the text."""
 
+_LARGEST = 2**24  # bytes of a file of prompts
+
 _MODULES = ("textwrap", "heapq", "statistics")  # half of each is English
 
 
-def python_text(model: TransformersModel, source: pathlib.Path | None, rows: int) -> torch.Tensor | None:
+def read_prompts(file: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Return the prompts of a file, one in each line.
+
+    Raises:
+        ModelSourceError: when it is not a text in UTF-8, or holds none.
+        OSError: when it cannot be read.
+    """
+    path = pathlib.Path(file)
+    check_regular(path, ModelSourceError, _LARGEST)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ModelSourceError(
+            f"{path} is not a text in UTF-8 ({error.reason}). Write one prompt in each line."
+        ) from error
+    prompts = tuple(line.strip() for line in lines if line.strip())
+    if not prompts:
+        raise ModelSourceError(f"{path} holds no prompts. Write one in each line.")
+    return prompts
+
+
+def python_text(
+    model: TransformersModel, source: pathlib.Path | None, rows: int, text: str = ""
+) -> torch.Tensor | None:
     """Return a text in the tokens of a model, int64 of shape (rows, length).
 
     Args:
         model: a model of transformers.
         source: the folder of its tokenizer; ``None`` for a model that reads bytes, as those without a folder do.
         rows: the number of rows.
+        text: the text; by default the source of modules of Python.
 
     Returns:
         ``None`` where there is no tokenizer, its tokens are not the model's, or the model has no room for 16.
     """
     config = model.config.get_text_config(decoder=True)
     room = getattr(config, "max_position_embeddings", None) or LENGTH
-    length = min(LENGTH, room)
-    tokens = _tokens(source)
+    tokens = _tokens(source, text or _source())
+    length = min(LENGTH, room, len(tokens)) if text else min(LENGTH, room)
     rows = min(rows, len(tokens) // length)
     if length < 16 or not rows or max(tokens[: rows * length]) >= config.vocab_size:
         return None
     return torch.tensor(tokens[: rows * length]).reshape(rows, length)
 
 
-def _tokens(source: pathlib.Path | None) -> list[int]:
+def _tokens(source: pathlib.Path | None, text: str) -> list[int]:
     from transformers import ByT5Tokenizer
 
     try:
         tokenizer: Any = (
             ByT5Tokenizer(extra_ids=0) if source is None else open_tokenizer(source, failure=ModelSourceError)
         )
-        found: list[int] = tokenizer(_source(), add_special_tokens=False, verbose=False)["input_ids"]
+        found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     except Exception:  # each tokenizer has its own errors, and a model without one can be exported
         return []
     return found

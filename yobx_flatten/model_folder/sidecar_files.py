@@ -72,6 +72,8 @@ def state_tokenizer_inputs(folder: pathlib.Path, names: Collection[str]) -> None
     if "input_ids" not in names or not path.exists():
         return
     stated = read_document(path, dict[str, Any], failure=ModelSourceError, finite=False)
+    if stated.get("tokenizer_class") == "TokenizersBackend":  # transformers 4 knows this class by its other name only
+        stated["tokenizer_class"] = "PreTrainedTokenizerFast"
     text = json.dumps({**stated, "model_input_names": list(names)}, indent=2, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
 

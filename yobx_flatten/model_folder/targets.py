@@ -67,7 +67,7 @@ def choose_bounds(given: Mapping[str, int] | None, rows: int | None) -> Bounds |
         if value < least:
             raise InvalidArgumentError(
                 f"bounds: {name}={value} is less than {least}, which the calls that prove the folder have. For one "
-                "row: batch=1."
+                "row: batch=1 (--max-batch 1)."
             )
     return found
 

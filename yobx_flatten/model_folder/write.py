@@ -38,6 +38,7 @@ from ..huggingface.position_switch import rereads_at_switch, switch_of
 from ..recipe.aliases import TransformersModel
 from ..runners.open import RUNTIMES
 from ..storage.cases import save_case
+from .card import write_card
 from .chats import CHAT_TOKENS, CHATS, chat_prompts
 from .classes import without_peft
 from .digests import digests
@@ -48,7 +49,7 @@ from .origin import origin_of, reader_of
 from .pieces import Piece, keeps_more
 from .positions import positions_of
 from .proofs import PROMPT, SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
-from .quality_text import python_text
+from .quality_text import python_text, read_prompts
 from .sentence import read_modules, with_embedding
 from .sidecar_files import (
     TOKENIZER_INPUTS,
@@ -117,6 +118,7 @@ def export_folder(
     overwrite: bool = False,
     proof: Proof = "auto",
     quantize: WeightBits | Quantization | None = None,
+    calibration: str | os.PathLike[str] | None = None,
     optimize: Literal["onnxruntime"] | None = None,
     logits: Literal["all", "last"] = "all",
     target: Target | None = None,
@@ -152,6 +154,9 @@ def export_folder(
             modules of Python, in the tokens of the model; the folder keeps what the model made of it, and
             :func:`verify_folder` measures again. For a GGUF file whose weights are integers ``None``, the default, is
             ``"keep"``: they go into the files of onnxruntime as they are.
+        calibration: a file of prompts, one in each line, for a model that generates text and is quantised: the bits are
+            chosen by this text, and the folder is judged by the model's answers to the first ten. ``None``, the
+            default, for the source of modules of Python and ten questions of our own.
         optimize: ``"onnxruntime"`` for attention that writes into the memory of the cache instead of copying it, where
             the model's layers allow it; see :func:`export_onnx`. ``None`` by default.
         logits: for a model that generates text, positions whose scores the file returns: ``"all"``, the default, as
@@ -200,6 +205,8 @@ def export_folder(
     True
     """
     require_transformers("export_folder")
+    if batch is None and (bounds or {}).get("batch") == 1:
+        batch = 1  # the calls that prove a folder of several rows have three
     runtime = choose_target(to, target, bounds, batch)
     form, suffix, largest = FORMATS[runtime], RUNTIMES[runtime][0], choose_bounds(bounds, batch)
     place = pathlib.Path(folder)
@@ -222,6 +229,12 @@ def export_folder(
     quantization = choose_quantization(quantize, model, "export_folder", runtime)
     if optimize not in (None, "onnxruntime") or (optimize is not None and form != "onnx"):
         raise InvalidArgumentError(f'optimize must be None, or "onnxruntime" for to="onnx"; found {optimize!r}.')
+    prompts = () if calibration is None else read_prompts(calibration)
+    if prompts and (quantization is None or quantization.tokens is not None or logits == "last"):
+        raise InvalidArgumentError(
+            "calibration= (--calibration) is the text of quantised weights: add quantize=, without tokens= of its own "
+            'and without logits="last".'
+        )
     room: dict[str, Any] = {"in_memory": 0 if proof == "none" else 1, "quantization": quantization, "proof": proof}
     check_room(model, place, **room)
     if form == "onnx":
@@ -245,13 +258,20 @@ def export_folder(
     modules = read_modules(None if source is None else pathlib.Path(source))
     if modules is not None and task == "feature-extraction" and "input_ids" in pieces[0].kwargs:
         pieces = with_embedding(pieces, model, modules)
+    tokens = None
     if quantization is not None and quantization.tokens is None and task == "text-generation" and logits == "all":
         rows = (8 if proof == "full" else 2) if batch is None else batch
-        tokens = python_text(model, None if source is None else pathlib.Path(source), rows)
+        tokens = python_text(model, None if source is None else pathlib.Path(source), rows, "\n".join(prompts))
+        if prompts and tokens is None:
+            raise InvalidArgumentError(
+                f"{calibration} has less than 16 tokens of {type(model).__qualname__}, or others."
+            )
         quantization = dataclasses.replace(quantization, tokens=fitting_text(tokens, largest))
+    elif prompts:
+        raise InvalidArgumentError(f"calibration= (--calibration) is for models that generate text, not for {task}.")
     chats = None
     if quantization is not None and task == "text-generation" and proof == "full" and batch is None and largest is None:
-        chats = chat_prompts(model, None if source is None else pathlib.Path(source), _CHATS)
+        chats = chat_prompts(model, None if source is None else pathlib.Path(source), _CHATS, prompts)
     switch = switch_of(model.config.get_text_config(decoder=True).to_dict()) if task == "text-generation" else None
     rereads = None if switch is None else rereads_at_switch(model, switch)
     with scratch_for(place) as work:
@@ -316,6 +336,13 @@ def export_folder(
         verified = verify_folder(work, trust=True)  # of what was made here
         if not verified.ok and proof != "none":
             raise ReplayError(f"The exported {type(model).__qualname__} does not do what the model does.\n{verified}")
+        if quality:
+            is_own = quantization is not None and quantization.tokens is not None and tokens is None
+            text = (
+                "a text" if is_own else "sources of Python" if calibration is None else pathlib.Path(calibration).name
+            )
+            counts = {check.case: check.tokens for check in verified.checks if check.tokens is not None}
+            write_card(work, name, text, quality, counts)
         publish_folder(work, place)
     return ExportedFolder(place, task, reports, dataclasses.replace(verified, path=place))
 

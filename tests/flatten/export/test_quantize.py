@@ -47,6 +47,9 @@ def _stored(path) -> dict[str, tuple[int, int]]:
 
     graph = onnx.load(path).graph
     sizes = {tensor.name: len(tensor.raw_data) for tensor in graph.initializer}
+    sizes |= {
+        node.output[0]: sizes[node.input[0]] for node in graph.node if node.op_type == "Cast" and node.input[0] in sizes
+    }
     found = {}
     for number, node in enumerate(graph.node):
         if node.op_type == "MatMulNBits":

@@ -156,6 +156,7 @@ REFUSED = {
     "bounds of another name": ({"target": "executorch", "bounds": {"rows": 4}}, "bounds are ints, such as"),
     "bounds that hold no case": ({"target": "executorch", "bounds": {"length": 8}}, "length=8 is less than 32"),
     "bounds for onnxruntime": ({"bounds": BOUNDS}, "leave bounds= out for onnxruntime"),
+    "two rows": ({"to": "program", "bounds": {"batch": 2, "length": 64}}, r"For one row: batch=1 \(--max-batch 1\)"),
     "bounds without a length": ({"target": "executorch", "bounds": {"batch": 4}}, "bounds= names the length"),
     "bounds above the positions": ({"to": "program", "bounds": {"length": 4096}}, "above the 2048 positions of Llama"),
     "weights in fewer bits": (
@@ -175,6 +176,14 @@ def test_what_does_not_fit_is_refused_before_anything_is_traced(model, tmp_path,
     with pytest.raises((InvalidArgumentError, DynamicShapesError), match=message):
         export_folder(model, tmp_path / "folder", **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bounds_of_one_row_are_a_folder_for_one_row(model, tmp_path):
+    """As with `batch=1`: the message names it, and both doors take it."""
+    done = export_folder(model, tmp_path / "folder", to="program", bounds={"batch": 1, "length": 64})
+    assert done.verified.ok
+    generator = open_generator(tmp_path / "folder", trust=True)
+    assert generator.generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=2).shape == (1, 5)
 
 
 def test_a_missing_runtime_is_named(model, tmp_path, monkeypatch):

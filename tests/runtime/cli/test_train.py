@@ -191,6 +191,8 @@ MISTAKES = {
     "device": (["--devices", "virtual:x"], "--devices virtual:x: it names no device. Write auto, virtual:2, or cuda:0"),
     "device word": (["--devices", "gpu7"], "--devices gpu7: it names no device"),
     "cpu": (["--devices", "cpu"], "--devices cpu: it names no device"),
+    "memory": (["--memory", "much"], "--memory 'much' is not a size of memory"),
+    "too little memory": (["--devices", "virtual:1", "--memory", "1KB"], "memory_limit"),
     "microbatches": (
         ["--microbatches", "5"],
         "4 rows cannot be cut into 5 microbatches. Make it larger",

@@ -25,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
+from benchmarks.bench_flatten import machine  # found there only
 from roundpipe_runtime import VirtualDevice
 from roundpipe_runtime.fine_tune import (
     ChatRows,
@@ -119,8 +120,9 @@ def plain(model: str, file: pathlib.Path, way: str, steps: int) -> dict[str, Any
 
 
 def measure(model: str, text: pathlib.Path, steps: int, memory: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"model": pathlib.Path(model).name, "text": text.name, "steps": steps, "rows": ROWS,
-                             "length": LENGTH, "device memory": memory, "torch": torch.__version__}  # fmt: skip
+    sizes = {"steps": steps, "rows": ROWS, "length": LENGTH, "device memory": memory}
+    made_of = {"model": pathlib.Path(model).name, "text": text.name}
+    found: dict[str, Any] = {**made_of, **sizes, "torch": torch.__version__, "machine": machine()}
     for way in RATES:
         for side in ("plain", "piped"):
             words = [sys.executable, "-m", "benchmarks.bench_chat", model, str(text), "--steps", str(steps),
@@ -135,13 +137,16 @@ def measure(model: str, text: pathlib.Path, steps: int, memory: int) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("text", type=pathlib.Path)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("text", nargs="?", type=pathlib.Path)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--memory", type=int, default=800_000_000, help="bytes of each virtual device")
     parser.add_argument("--only", help="one run, in this process: full piped")
     parser.add_argument("--json", type=pathlib.Path)
     given = parser.parse_args()
+    if given.text is None:
+        print("name a folder with weights and a chat template, and a text: none of them is part of this project")
+        return
     if not given.only:
         found = measure(given.model, given.text, given.steps, given.memory)
         print(json.dumps({name: value for name, value in found.items() if "difference" in name}))

@@ -150,7 +150,7 @@ def test_a_resumed_training_goes_on_to_the_same_bits(tmp_path, packed):
 
 
 def test_groups_of_rows_learn_what_the_batch_learns():
-    """Rows of a batch meet others in their group; all are padded alike, so that a group does not depend on the others."""
+    """All rows are padded alike, so that the numbers of a group do not depend on the other groups."""
     expected, _ = losses(rows(), settings())
     with Training(model(), rows(), settings(replicas=2, microbatches=2)) as training:
         lengths = {len(row) for row in training.blocks.collate([training.blocks[0]])["input_ids"]}

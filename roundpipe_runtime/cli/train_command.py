@@ -7,7 +7,7 @@ import dataclasses
 import pathlib
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import typer
@@ -20,7 +20,7 @@ from .. import fine_tune as tuning
 from ..errors import PlanError
 from .config_file import format_config
 from .models import source_of
-from .option_objects import takes_options
+from .option_objects import flat_options, takes_options
 from .train_display import Display, format_chats, format_model, format_text, format_training, show_rows
 from .train_options import (
     FileOptions,
@@ -66,12 +66,13 @@ def train(
     replicas = step.replicas
     if files.resume and replicas is None and job.size == 1:
         replicas = tuning.stored_replicas(files.checkpoints(what.folder))
-    settings = settings_of(step, learning, replicas)
+    settings = settings_of(step, learning, replicas, files.report_to)
     pupil = _prepared(context, job, what, data, step, learning)
     job.together(lambda: _check_disk(pupil, settings, what.folder, files))
     seen: dict[type, tuning.StepRecord | tuning.EvalRecord] = {}
+    given = {**flat_options(data, step, learning), "files": [*(data.chat or data.text or []), *what.more_text]}
     with _naming_rank(job), _naming_memory(step), tuning.Training(pupil.model, pupil.rows, settings) as training:
-        outcome = _run(training, pupil, what.folder, files, seen)
+        outcome = _run(training, pupil, what.folder, files, seen, given)
     _say_end(training, outcome, what, files, context.obj)
     if what.json and job.is_first:
         with contextlib.redirect_stdout(stdout):
@@ -106,7 +107,7 @@ def _prepared(
         return source, adapters, tokenizer, _rows(source, tokenizer, what, data, learning.seed)
 
     source, adapters, tokenizer, rows = job.together(read)
-    say(format_chats(rows, tokenizer) if isinstance(rows, tuning.ChatRows) else format_text(rows, tokenizer))
+    say(_described(rows, tokenizer))
     if isinstance(rows, tuning.ChatRows):
         show_rows(rows, tokenizer, data.show_rows)
     context.with_resource(_quiet_transformers())
@@ -139,6 +140,7 @@ def _run(
     output: pathlib.Path,
     files: FileOptions,
     seen: dict[type, tuning.StepRecord | tuning.EvalRecord],
+    given: Mapping[str, Any],
 ) -> tuning.Outcome:
     """Run all steps, show them, and save the model; the last record of each kind is in ``seen`` then."""
     job, checkpoints = training.job, files.checkpoints(output)
@@ -154,13 +156,14 @@ def _run(
 
         def write() -> None:
             if job.is_first:
-                tuning.save_model(pupil.model, pupil.tokenizer, output, source=pupil.source, overwrite=files.overwrite)
+                saving: dict[str, Any] = {"source": pupil.source, "overwrite": files.overwrite}
+                tuning.save_model(pupil.model, pupil.tokenizer, output, card=_card(training, pupil, given), **saving)
 
         def save() -> None:
             training.pipeline.synchronize()
             job.together(write)
 
-        return tuning.run(
+        outcome = tuning.run(
             training,
             checkpoints=checkpoints,
             every=files.every,
@@ -169,8 +172,38 @@ def _run(
             metrics=files.metrics,
             timeline=files.timeline,
             show=show,
+            show_evaluation=display.show_evaluation,
             save_model=save,
         )
+
+    def finish() -> None:
+        if job.is_first and not outcome.status:
+            tuning.replace_card(output, _card(training, pupil, given))  # now with the last evaluation
+        if job.is_first and files.plot is not None:
+            tuning.save_curve(training.history, files.plot)
+
+    job.together(finish)
+    return outcome
+
+
+def _described(rows: tuning.Blocks | tuning.ChatRows, tokenizer: tuning.Tokenizer) -> str:
+    return format_chats(rows, tokenizer) if isinstance(rows, tuning.ChatRows) else format_text(rows, tokenizer)
+
+
+def _card(training: tuning.Training, pupil: _Pupil, given: Mapping[str, Any]) -> str:
+    rows = pupil.rows
+    data = _described(rows, pupil.tokenizer)
+    # a path of this machine is of no use elsewhere
+    data = data.replace(pupil.tokenizer.name, pathlib.Path(pupil.tokenizer.name).name)
+    names = ", ".join(pathlib.Path(name).name for name in given["files"])
+    options = {name: value for name, value in given.items() if name not in _NOT_ON_CARD}
+    return tuning.model_card(
+        pupil.source,
+        training.history,
+        data=f"{names}\n\n{data}\n\nDigest of the rows: `{rows.digest[:16]}`",
+        options=options,
+        is_adapter=given["lora"] is not None,
+    )
 
 
 def _say_end(
@@ -181,6 +214,9 @@ def _say_end(
         say(f"    {_to_go_on(argv, training.job)}")
         return
     say(f"saved in {what.folder}, loaded from there and compared")
+    losses = [record.loss for record in training.history if isinstance(record, tuning.StepRecord)]
+    if files.plot is not None and losses:
+        say(f"losses: {tuning.sparkline(losses)} {losses[0]:.4f} to {losses[-1]:.4f}, drawn into {files.plot}")
     if files.timeline is not None:
         names = [str(tuning.timeline_of_rank(files.timeline, rank)) for rank in range(training.job.size)]
         say(f"step {outcome.recorded}:  roundpipe timeline {shlex.join(names)}")
@@ -206,6 +242,8 @@ def _summary(
     }
 
 
+# Paths, and what is only shown.
+_NOT_ON_CARD = ("text", "chat", "files", "tokenizer", "chat_template", "show_rows")
 _RECORDS = {"last_step": tuning.StepRecord, "last_evaluation": tuning.EvalRecord}
 
 

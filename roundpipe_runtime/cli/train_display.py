@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from types import TracebackType
 from typing import Any
 
@@ -12,9 +13,13 @@ from torch import nn
 from yobx_flatten.errors.messages import format_bytes
 from yobx_flatten.terminal.output import console, printable, say
 
-from ..fine_tune import Blocks, ChatRows, EvalRecord, ModelSource, StepRecord, Tokenizer, Training
+from ..fine_tune import Blocks, ChatRows, EvalRecord, ModelSource, StepRecord, Tokenizer, Training, sparkline
 
 __all__ = ["Display", "format_chats", "format_model", "format_step", "format_text", "format_training", "show_rows"]
+
+
+# Between two lines of an evaluation, where there is no terminal.
+_SECONDS = 30
 
 
 class Display:
@@ -44,6 +49,8 @@ class Display:
         self._bar: Any = Progress(*columns, console=shown_on, refresh_per_second=4, disable=not is_bar)
         self._task = self._bar.add_task("", total=steps, completed=first)
         self._shows_lines = self._bar.disable or not sys.stdout.isatty()
+        self._losses: list[float] = []
+        self._said = time.monotonic()
 
     def __enter__(self) -> Display:
         self._bar.start()
@@ -60,9 +67,21 @@ class Display:
             self._line(f"step {record.step}/{self.steps}  held-out loss {record.eval_loss:.4f}")
             return
         words = format_step(record)
-        self._bar.update(self._task, completed=record.step, description="  ".join(words[:3]))
+        self._losses.append(record.loss)
+        shown = "  ".join([sparkline(self._losses), *words[:3]])
+        self._bar.update(self._task, completed=record.step, description=shown)
         if self._shows_lines and (record.step in (self.first + 1, self.steps) or record.step % self.log_every == 0):
             say("  ".join([f"step {record.step}/{self.steps}", *words]))
+
+    def show_evaluation(self, done: int, total: int) -> None:
+        """Show how far an evaluation is; as lines one in half a minute."""
+        text = f"evaluating: {done} of {total} batches"
+        self._bar.update(self._task, description=text)
+        if done == 1:
+            self._said = time.monotonic()
+        if done < total and self._shows_lines and time.monotonic() - self._said > _SECONDS:
+            self._said = time.monotonic()
+            say(text)
 
     def _line(self, text: str) -> None:
         if self._shows_lines:

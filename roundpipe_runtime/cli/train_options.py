@@ -15,7 +15,7 @@ from yobx_flatten.terminal.failures import UserError
 from ..device.virtual import Device, VirtualDevice, parse_devices
 from ..distributed.job import own_devices
 from ..errors import ConfigError, DeviceError
-from ..fine_tune import Settings, check_output
+from ..fine_tune import Settings, check_curve, check_output
 from .config_file import read_config_file
 from .quantities import parse_bytes, parse_gigabytes
 
@@ -179,6 +179,15 @@ Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.", rich_help_panel=_FILES)
 ]
 Metrics = Annotated[pathlib.Path | None, _path("A line of JSON per step and evaluation.")]
+Plot = Annotated[pathlib.Path | None, _path("Draw the losses into a .png, .svg or .pdf, at the end.")]
+ReportTo = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="Also send what is logged to tensorboard, wandb, mlflow or others of the Trainer's.",
+        rich_help_panel=_FILES,
+    ),
+]
 TimelineFile = Annotated[pathlib.Path | None, _path("Who computed what when, in one of the first steps.")]
 LogEvery = Annotated[int | None, _number("Steps between lines, where there is no terminal.", _FILES)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON at the end, all else on stderr.")]
@@ -322,6 +331,8 @@ class FileOptions:
     keep: Keep = 3
     resume: Resume = False
     metrics: Metrics = None
+    plot: Plot = None
+    report_to: ReportTo = None
     timeline: TimelineFile = None
     log_every: LogEvery = None
     overwrite: Overwrite = False
@@ -338,7 +349,9 @@ class FileOptions:
     def check(self, output: pathlib.Path) -> None:
         """Refuse what cannot be written before hours are spent on it."""
         check_output(output, overwrite=self.overwrite)
-        for path in (self.metrics, self.timeline):
+        if self.plot is not None:
+            check_curve(self.plot)
+        for path in (self.metrics, self.plot, self.timeline):
             if path is None:
                 continue
             if path.exists() and not (self.overwrite or self.resume):
@@ -354,13 +367,16 @@ class FileOptions:
             )
 
 
-def settings_of(step: StepOptions, learning: LearningOptions, replicas: int | None) -> Settings:
+def settings_of(
+    step: StepOptions, learning: LearningOptions, replicas: int | None, report_to: list[str] | None = None
+) -> Settings:
     """Return the settings of a training.
 
     Args:
         step: how many rows a step has, and what computes it.
         learning: what the optimizer does.
         replicas: groups of a batch, or ``None``.
+        report_to: where the Trainer also sends what it logs.
     """
     return Settings(
         batch=step.batch,
@@ -380,6 +396,7 @@ def settings_of(step: StepOptions, learning: LearningOptions, replicas: int | No
         seed=learning.seed,
         eval_every=learning.eval_every,
         check=learning.check,
+        report_to=tuple(report_to or ()),
     )
 
 

@@ -19,9 +19,11 @@ from .blocks import Blocks, make_blocks, read_blocks
 from .byte_tokenizer import ByteTokenizer
 from .chat_rows import ChatRows, make_chat_rows, read_chats
 from .chat_tokens import ChatTokens
+from .curve import check_curve, save_curve, sparkline
 from .disk import check_disk
 from .errors import FineTuneError
 from .job import Job, named_error
+from .model_card import model_card, replace_card
 from .models import ModelSource, model_source
 from .records import EvalRecord, StepRecord
 from .rows import Rows
@@ -67,6 +69,11 @@ __all__ = [  # noqa: RUF022 # in the order of use
     "check_output",
     "check_disk",
     "save_model",
+    "model_card",
+    "replace_card",
+    "check_curve",
+    "save_curve",
+    "sparkline",
     # what can be wrong
     "FineTuneError",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -39,6 +39,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
         every: steps between two checkpoints; ``None`` for none.
         at_end: whether to write a checkpoint after the last step; ``None`` for none at all, after signals neither.
         note: function that is called with each record.
+        show_evaluation: function that is called after each batch of an evaluation, with how many are done, and all.
         save_model: function that saves the trained model.
         recorded: step of the timeline; ``None`` for no timeline.
         save_timeline: function that saves it.
@@ -52,13 +53,15 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
         every: int | None,
         at_end: bool | None,
         note: Callable[[StepRecord | EvalRecord], None],
+        show_evaluation: Callable[[int, int], None],
         save_model: Callable[[], object],
         recorded: int | None,
         save_timeline: Callable[[Timeline], object],
     ) -> None:
         self.training, self.interruption = training, interruption
         self.every, self.at_end = every, at_end
-        self.note, self.save_model = note, save_model
+        self.note, self.show_evaluation, self.save_model = note, show_evaluation, save_model
+        self.evaluated = 0
         self.recorded, self.save_timeline = recorded, save_timeline
         self.recording = contextlib.ExitStack()
         self.timeline = Timeline()
@@ -81,6 +84,13 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
         )
         control.should_save = bool(self.at_end) if is_last else _is_due(step, self.every)
 
+    def on_prediction_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Sized, **options: Any
+    ) -> None:
+        """Count the batches of an evaluation."""
+        self.evaluated += 1
+        self.show_evaluation(self.evaluated, len(eval_dataloader))
+
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: Mapping[str, float], **options: Any
     ) -> None:
@@ -89,6 +99,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
         if record is None:  # the Trainer's own at the end
             return
         is_last, job = state.global_step == args.max_steps, self.training.job
+        self.evaluated = 0
         if is_last and isinstance(record, StepRecord):
             self.save_model()
             self.is_model_saved = True

@@ -133,7 +133,7 @@ def read_chats(
         The rows, split into training rows and held-out rows.
 
     Raises:
-        FineTuneError: a row of a file is no conversation, or nothing is left to learn.
+        FineTuneError: a row of a file is not a conversation, or nothing is left to learn.
     """
     encode = Encoder(tokenizer, template)
     found = [encode(conversation) for conversation in read_conversations(find_texts(names))]

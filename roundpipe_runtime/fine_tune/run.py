@@ -43,6 +43,7 @@ def run(
     metrics: str | os.PathLike[str] | None = None,
     timeline: str | os.PathLike[str] | None = None,
     show: Callable[[StepRecord | EvalRecord], None] = lambda record: None,
+    show_evaluation: Callable[[int, int], None] = lambda done, total: None,
     save_model: Callable[[], object] = lambda: None,
 ) -> Outcome:
     """Run all remaining steps of a training.
@@ -64,6 +65,8 @@ def run(
         metrics: file with a line of JSON per step and evaluation; after a restore it is continued.
         timeline: file for the timeline of one step; that of process 2 is ``step.2.json`` for ``step.json``.
         show: function that is called with each record, in each process.
+        show_evaluation: function that is called after each batch of an evaluation, with the number of batches that are
+            done, and of all.
         save_model: function that saves the trained model; it is called in each process after the last step, before the
             evaluation and everything else that may fail.
 
@@ -87,6 +90,7 @@ def run(
             every=every if checkpoints is not None else None,
             at_end=at_end if checkpoints is not None else None,
             note=note,
+            show_evaluation=show_evaluation,
             save_model=save_model,
             recorded=None if timeline is None else min(first + _RECORDED_STEP, training.steps),
             save_timeline=lambda drawn: drawn.save(timeline_of_rank(timeline or "", job.rank)),

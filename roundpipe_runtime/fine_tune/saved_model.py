@@ -15,6 +15,7 @@ from yobx_flatten.model_folder.configuration import FILES_ONLY
 from ..huggingface.adapters import is_adapted, model_inside
 from .adapters import quiet_peft
 from .errors import FineTuneError
+from .model_card import CARD
 from .models import ModelSource
 from .tokenizer import Tokenizer
 
@@ -51,6 +52,7 @@ def save_model(
     *,
     source: ModelSource,
     overwrite: bool = False,
+    card: str | None = None,
 ) -> pathlib.Path:
     """Save a trained model with its tokenizer, and check that it loads bitwise identical.
 
@@ -60,6 +62,7 @@ def save_model(
         folder: folder that appears when it is complete and the model loaded from it is bitwise identical.
         source: source of the model, into which adapters are loaded for the check.
         overwrite: whether the folder may exist; it is replaced then.
+        card: text of ``README.md``. Default: none, or that of PEFT.
 
     Returns:
         The folder.
@@ -75,6 +78,8 @@ def save_model(
             _tell_end(model, tokenizer.eos_token_id)
         model.save_pretrained(half)  # type: ignore[operator] # attributes of modules have no types
         tokenizer.save_pretrained(half)
+        if card is not None:
+            (half / CARD).write_text(card, encoding="utf-8")
         _verify(model, half, source)
         publish_folder(half, path.absolute())
     return path

@@ -154,6 +154,7 @@ class Settings(BatchSettings, LearningSettings):
             same.
         eval_every: number of steps between two evaluations; ``None`` for one at the end.
         check: whether to compare the cut model with the reference model first.
+        report_to: where the Trainer also sends what it logs: ``"tensorboard"``, ``"wandb"``, ``"mlflow"`` and others.
 
     Raises:
         ConfigError: a field has a value that it cannot have.
@@ -164,6 +165,7 @@ class Settings(BatchSettings, LearningSettings):
     keep_parameters: float | Literal["auto"] = 0
     eval_every: int | None = None
     check: bool = True
+    report_to: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         BatchSettings.__post_init__(self)

@@ -63,7 +63,7 @@ class TextTrainer(RoundPipeTrainer):
             logging_strategy="no",  # these three are decided by a callback: a checkpoint would bring its own intervals
             eval_strategy="no",
             save_strategy="no",
-            report_to=[],
+            report_to=list(settings.report_to),
             disable_tqdm=True,
             remove_unused_columns=False,
             dataloader_pin_memory=False,

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -21,14 +22,14 @@ from ..huggingface.wrap import WrappedModel, wrap_model_to_roundpipe
 from .chat_rows import ChatRows, check_packing
 from .errors import FineTuneError
 from .job import Job
-from .records import EvalRecord, record_of
+from .records import EvalRecord, StepRecord, record_of
 from .rows import Rows
 from .settings import Settings
 
 __all__ = ["Training", "stored_replicas"]
 
 # Settings that each process may have its own of.
-_OF_PROCESS = ("devices", "keep_parameters")
+_OF_PROCESS = ("devices", "keep_parameters", "report_to")
 
 
 class Training:
@@ -74,6 +75,7 @@ class Training:
         self.blocks = blocks
         self.job.check_alike(self._stated())
         _check_groups(settings, self.job.size)
+        _check_reporting(settings.report_to)
         devices = parse_devices(settings.devices)
         if settings.check:
             self.job.together(lambda: _check_causal(model))
@@ -135,6 +137,12 @@ class Training:
                 "another one, from a checkpoint:\n    training = Training(...)\n    training.restore(folder)"
             )
         self.trainer.train(resume_from_checkpoint=None if found is None else os.fspath(found))
+
+    @property
+    def history(self) -> list[StepRecord | EvalRecord]:
+        """Records of all steps and evaluations, those before a restore among them."""
+        found = (record_of(logs, logs["step"]) for logs in self.trainer.state.log_history)
+        return [record for record in found if record is not None]
 
     def evaluate(self) -> EvalRecord:
         """Return the loss of the held-out rows."""
@@ -297,6 +305,17 @@ def _check_groups(settings: Settings, size: int) -> None:
             f"A batch of {settings.batch} rows has none for some of {size} processes. Start fewer, or make it larger: "
             f"--batch {size}"
         )
+
+
+def _check_reporting(names: Sequence[str]) -> None:
+    """Refuse a name that the Trainer does not report to, or whose library is not installed."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    try:
+        for kind in get_reporting_integration_callbacks(list(names)):
+            kind()  # which raises where something is missing
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise FineTuneError(f"--report-to {' '.join(names)}: {' '.join(str(error).split())}") from error
 
 
 def _names_and_shapes(model: nn.Module) -> str:

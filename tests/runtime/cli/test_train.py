@@ -360,6 +360,63 @@ def test_text_that_is_a_conversation_is_refused_with_the_option(here, capsys):
     assert "--pack is about conversations. Name them: --chat FILE" in capsys.readouterr().err
 
 
+def test_the_saved_model_has_a_card_and_a_picture_of_its_losses(here, capsys):
+    """With all losses, also those before a resume, and the last evaluation; paths are left out."""
+    pytest.importorskip("matplotlib")
+    command = ["train", "conf", str(here / "texts" / "0.txt"), "-o", "out", *FEW, "--plot", "losses.svg"]
+    constant = ["--schedule", "constant", "--warmup", "0", "--checkpoint", "c"]
+    assert main([*command, *constant]) == 0
+    assert re.search(r"losses: [▁-█]{3} \d\.\d{4} to \d\.\d{4}, drawn into losses.svg", capsys.readouterr().out)
+    assert main([*command, *constant, "--steps", "4", "--resume", "--overwrite"]) == 0
+    card = (here / "out" / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| (\d) \|", card, re.MULTILINE) == ["1", "2", "3", "4"]
+    assert re.search(r"^\| 4 \| \d\.\d{4} \| \d\.\d{4} \|$", card, re.MULTILINE)
+    assert "\n0.txt\n" in card
+    assert str(here) not in card
+    assert (here / "losses.svg").exists()
+    assert main([*command, "-o", "other", "--plot", "losses.doc"]) == 2
+    assert "losses.doc does not end in .png, .svg or .pdf" in capsys.readouterr().err
+
+
+def test_adapters_trained_on_conversations_are_exported_in_one_line(here, capsys):
+    """The folder of adapters names its model; the exported folder continues a chat as the merged model does."""
+    peft = pytest.importorskip("peft", reason="LoRA is PEFT's")
+    pytest.importorskip("onnxruntime")
+    from yobx_flatten.__main__ import main as flatten
+
+    chats(here)
+    assert main(["train", "model", "--chat", "chats.jsonl", "-o", "out", *FEW, "--lora", "4", "--lr", "1e-2"]) == 0
+    assert "library_name: peft\n" in (here / "out" / "README.md").read_text(encoding="utf-8")
+    assert flatten(["export", "out", "-o", "onnx"]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained("out")
+    ids = tokenizer("<user> the pipe </s> <assistant>", add_special_tokens=False, return_tensors="pt")["input_ids"]
+    merged = peft.AutoPeftModelForCausalLM.from_pretrained("out").merge_and_unload().eval()
+    expected = merged.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=1)[0, ids.shape[1] :]
+    from yobx_flatten import open_generator
+
+    found = open_generator("onnx").generate(ids, max_new_tokens=6)
+    assert found[0, ids.shape[1] :].tolist() == expected.tolist()
+
+
+def test_what_is_logged_goes_where_it_is_reported_to(here, capsys, monkeypatch):
+    """The Trainer's own integrations, by name; one that is not there is refused before the first step."""
+    from transformers.integrations import integration_utils
+
+    logged = []
+
+    class Own(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs, **options):
+            logged.append(logs)
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "own", Own)
+    assert main(["train", "conf", "texts", "-o", "out", *FEW, "--report-to", "own"]) == 0
+    assert [logs["learning_rate"] > 0 for logs in logged if "loss" in logs] == [True] * 3
+    assert any("eval_loss" in logs for logs in logged)
+    capsys.readouterr()
+    assert main(["train", "conf", "texts", "-o", "again", *FEW, "--report-to", "nowhere"]) == 2
+    assert "--report-to nowhere: nowhere is not supported" in capsys.readouterr().err
+
+
 def test_the_memory_of_a_virtual_device_can_be_limited(here, capsys):
     """A limit that is too small is refused by name; accelerators have a memory of their own."""
     command = ["train", "conf", "texts", "-o", "out", *FEW]

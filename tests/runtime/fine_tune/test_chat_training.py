@@ -149,6 +149,16 @@ def test_a_resumed_training_goes_on_to_the_same_bits(tmp_path, packed):
     assert all(torch.equal(tensor, expected[1][name]) for name, tensor in learner.state_dict().items())
 
 
+def test_groups_of_rows_learn_what_the_batch_learns():
+    """All rows are padded alike, so that the numbers of a group do not depend on the other groups."""
+    expected, _ = losses(rows(), settings())
+    with Training(model(), rows(), settings(replicas=2, microbatches=2)) as training:
+        lengths = {len(row) for row in training.blocks.collate([training.blocks[0]])["input_ids"]}
+        found = [record.loss for record in tiny.records_of(training) if isinstance(record, StepRecord)]
+    assert lengths == {max(map(len, rows().ids))}
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
 def test_other_conversations_are_refused_at_the_restore(tmp_path):
     with Training(model(), rows(), settings()) as training:
         training.save(tmp_path)

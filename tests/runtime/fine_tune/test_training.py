@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from roundpipe_runtime import CheckpointError
-from roundpipe_runtime.fine_tune import EvalRecord, FineTuneError, Lora, Settings, StepRecord, Training, add_lora, run
+from roundpipe_runtime.fine_tune import (
+    EvalRecord,
+    FineTuneError,
+    Lora,
+    Settings,
+    StepRecord,
+    Training,
+    add_lora,
+    make_blocks,
+    run,
+)
 from roundpipe_runtime.fine_tune import training as training_file
 from tests.cases import cases
 from tests.runtime import tiny_training as tiny
@@ -146,6 +156,20 @@ def test_evaluation_comes_when_it_is_due_and_changes_nothing():
     plain_records, plain_state = trained(tiny.source().load(), never, settings(steps=5))
     assert losses(plain_records) == losses(records)
     assert same_bits(plain_state, state)
+
+
+@pytest.mark.parametrize("count", cases([12, 13], quick=[13]))
+def test_an_evaluation_of_a_large_vocabulary_is_that_of_the_plain_model(count):
+    """32,000 words, rows of 512: logits of two rows are too large to be computed at once, and those of one are not."""
+    made = tiny.source(vocab_size=32000, max_position_embeddings=512, hidden_size=16, num_hidden_layers=2).load()
+    tokens = torch.randint(32000, ((count + 8) * 512,), dtype=torch.int32)
+    rows = make_blocks(tokens, length=512, eval_share=count / (count + 8))
+    assert len(rows.held_out) == count
+    with torch.no_grad():
+        ids = rows.tokens[rows.held_out].long()
+        expected = sum(made.eval()(input_ids=row[None], labels=row[None]).loss.item() for row in ids) / count
+    with Training(made.train(), rows, settings(batch=8, microbatches=None, check=False)) as training:
+        assert training.evaluate().eval_loss == pytest.approx(expected, rel=1e-6)
 
 
 def test_clipping_scales_the_gradient_down():

@@ -1,0 +1,90 @@
+"""The page that is saved with a trained model: what it was made of, what it learnt from, its losses, and versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pathlib
+import platform
+from collections.abc import Mapping, Sequence
+
+from yobx_flatten.files.scratch import write_text
+
+from .curve import sparkline
+from .models import ModelSource
+from .records import EvalRecord, StepRecord
+
+__all__ = ["CARD", "model_card", "replace_card"]
+
+CARD = "README.md"
+_LIBRARIES = ("yobx-flatten", "torch", "transformers", "peft", "accelerate")
+# Lines of the table of losses.
+_LINES = 12
+
+
+def model_card(
+    source: ModelSource,
+    records: Sequence[StepRecord | EvalRecord],
+    *,
+    data: str,
+    options: Mapping[str, object],
+    is_adapter: bool = False,
+) -> str:
+    """Return a model card.
+
+    Args:
+        source: source of the model.
+        records: records of the training.
+        data: what was read, in words.
+        options: options of the training by name; those that are ``None`` are left out.
+        is_adapter: whether only adapters were saved.
+
+    Returns:
+        Markdown, with the metadata that hubs read.
+    """
+    base = pathlib.Path(source.name).name  # a path of this machine is of no use elsewhere
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    held_out = {record.step: record.eval_loss for record in records if isinstance(record, EvalRecord)}
+    lines = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}", "pipeline_tag: text-generation"]
+    lines += [f"base_model: {base}"] if source.has_weights else []
+    lines += ["tags:", "- roundpipe", *(["- lora"] if is_adapter else []), "---", ""]
+    kind = "Adapters of" if is_adapter else "Trained from" if source.has_weights else "Trained from random weights of"
+    lines += [f"# {kind} {base}", "", f"Trained with `roundpipe train`, {len(steps)} steps.", ""]
+    lines += ["## Data", "", data, "", "## Losses", ""]
+    if steps:
+        losses = [record.loss for record in steps]
+        lines += [f"`{sparkline(losses)}` {losses[0]:.4f} to {losses[-1]:.4f}", ""]
+        lines += ["| step | loss | held out |", "|---|---|---|"]
+        stride = -(-len(steps) // _LINES)
+        shown = [record for record in steps if record.step % stride == 0 or record is steps[-1]]
+        lines += [f"| {one.step} | {one.loss:.4f} | {_number(held_out.get(one.step))} |" for one in shown]
+        lines.append("")
+    lines += ["## Options", "", *_listed(options), "", "## Versions", ""]
+    return "\n".join([*lines, *_listed({"python": platform.python_version(), **_versions()}), ""])
+
+
+def _number(found: float | None) -> str:
+    return "" if found is None else f"{found:.4f}"
+
+
+def _listed(values: Mapping[str, object]) -> list[str]:
+    return [f"- {name}: {value}" for name, value in values.items() if value is not None]
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def replace_card(folder: pathlib.Path, text: str) -> None:
+    """Write the card of a saved model anew; it is the earlier or the new one at any moment.
+
+    Args:
+        folder: folder of the model.
+        text: card.
+    """
+    write_text(folder.absolute() / CARD, text)

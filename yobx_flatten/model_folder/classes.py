@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import InvalidArgumentError
 
-__all__ = ["class_for", "without_peft"]
+__all__ = ["base_class_for", "class_for", "without_peft"]
 
 # in this order: the first that has a class for a configuration is its kind
 _AUTO_CLASSES = (
@@ -35,6 +35,18 @@ def class_for(config: Any) -> Any:
         if auto is not None and type(config) in auto._model_mapping.keys():  # noqa: SIM118 # no ordinary mapping
             return auto._model_mapping[type(config)]
     raise InvalidArgumentError(f"transformers has no model for a {type(config).__qualname__}.")
+
+
+def base_class_for(config: Any) -> Any:
+    """Return the class of a model without a head, as ``AutoModel`` makes it, or that of :func:`class_for`.
+
+    Args:
+        config: a configuration of transformers.
+    """
+    import transformers
+
+    found = transformers.AutoModel._model_mapping.get(type(config), None)
+    return class_for(config) if found is None or isinstance(found, tuple) else found
 
 
 def without_peft(model: Any) -> Any:

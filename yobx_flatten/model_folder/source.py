@@ -11,10 +11,11 @@ from ..errors import InvalidArgumentError, ModelSourceError
 from ..errors.dependencies import require
 from ..errors.messages import first_line
 from .adapter import base_of, holds_adapter, merged, not_found
-from .classes import class_for
+from .classes import base_class_for, class_for
 from .configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
 from .origin import reader_of
 from .own_code import ON_PURPOSE, own_auto_class
+from .sentence import pools
 from .stored_weights import UnmatchedWeights, load_stored
 from .tiny_models import small_config
 
@@ -185,7 +186,12 @@ def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> F
     has_weights = folder is not None and bytes_of_weights(folder, failure=ModelSourceError) > 0
     config = read_config(file, source, failure=ModelSourceError, runs_code=trust, of_code=ON_PURPOSE)
     runs_code = trust and own_auto_class(config) is not None
-    return FoundModel(source, config, folder, has_weights, runs_code=runs_code)
+    found = FoundModel(source, config, folder, has_weights, runs_code=runs_code)
+    if runs_code or not pools(folder):
+        return found
+    # sentence-transformers reads the base of the model, without the head that it was trained with
+    config.architectures = [base_class_for(config).__name__]
+    return dataclasses.replace(found, unmatched_weights="unused")
 
 
 def _adapted(source: str, folder: pathlib.Path, *, weights: bool, trust: bool) -> FoundModel:

@@ -227,7 +227,9 @@ def _delivered(waiting: Entry, arrived: Iterable[Entry]) -> Entry:
 def _registered_by_its_import(cls: type, imported: frozenset[str]) -> bool:
     """Tell whether the class came with a newly imported module of a library that registers on import."""
     library = cls.__module__.partition(".")[0]
-    if library == "transformers" and cls.__qualname__ == _OUTPUT_BASES[library]:  # when one is first made, as pipelines do
+    if (
+        library == "transformers" and cls.__qualname__ == _OUTPUT_BASES[library]
+    ):  # when one is first made, as pipelines do
         return True
     return cls.__module__ in imported and (
         library in ("torch", "roundpipe_runtime") or (library in _OUTPUT_BASES and _is_output(cls, library))

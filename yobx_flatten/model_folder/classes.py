@@ -30,10 +30,9 @@ def class_for(config: Any) -> Any:
     for name in getattr(config, "architectures", None) or []:
         if hasattr(transformers, name):
             return getattr(transformers, name)
-    for name in _AUTO_CLASSES:
-        auto = getattr(transformers, name, None)
-        if auto is not None and type(config) in auto._model_mapping.keys():  # noqa: SIM118 # no ordinary mapping
-            return auto._model_mapping[type(config)]
+    found = next((kind for name in _AUTO_CLASSES if (kind := _of_kind(name, config)) is not None), None)
+    if found is not None:
+        return found
     raise InvalidArgumentError(f"transformers has no model for a {type(config).__qualname__}.")
 
 
@@ -43,10 +42,18 @@ def base_class_for(config: Any) -> Any:
     Args:
         config: a configuration of transformers.
     """
+    found = _of_kind("AutoModel", config)
+    return class_for(config) if found is None or isinstance(found, tuple) else found
+
+
+def _of_kind(name: str, config: Any) -> Any:
+    """The class that one of transformers' automatic classes has for a configuration; ``None`` where it has none."""
     import transformers
 
-    found = transformers.AutoModel._model_mapping.get(type(config), None)
-    return class_for(config) if found is None or isinstance(found, tuple) else found
+    auto = getattr(transformers, name, None)
+    if auto is None or type(config) not in auto._model_mapping.keys():  # noqa: SIM118 # no ordinary mapping
+        return None
+    return auto._model_mapping[type(config)]
 
 
 def without_peft(model: Any) -> Any:

@@ -81,7 +81,7 @@ class Pooling(torch.nn.Module):
     """One vector for each row.
 
     Args:
-        modes: keys of :data:`_MODES`, whose vectors stand behind each other.
+        modes: keys of :data:`_MODES`, whose vectors are joined in this order.
     """
 
     def __init__(self, modes: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pathlib
 import re
@@ -60,6 +61,7 @@ class FoundModel:
         unmatched_weights: what is done where the weights are not those of the class.
         adapter: the folder of an adapter that is merged into the model of ``folder``; ``None`` without one.
         runs_code: whether its class is one of Python files in the folder.
+        trained_as: its classes with a head, where the base is asked for; empty for others.
     """
 
     name: str
@@ -70,6 +72,7 @@ class FoundModel:
     unmatched_weights: UnmatchedWeights = "refuse"
     adapter: pathlib.Path | None = None
     runs_code: bool = False
+    trained_as: tuple[str, ...] = ()
 
     @property
     def reader_folder(self) -> pathlib.Path | None:
@@ -103,6 +106,8 @@ class FoundModel:
         """
         import torch
 
+        if self.trained_as:
+            return self._load_base(dtype)
         wanted, code = getattr(torch, dtype), {"trust_remote_code": True} if self.runs_code else {}
         kind = own_auto_class(self.config) if self.runs_code else class_for(self.config)
         with bounded_weights(self.name, failure=ModelSourceError, stored=self.stored_bytes()):
@@ -122,6 +127,20 @@ class FoundModel:
                 made = kind.from_config(self.config, **code) if self.runs_code else kind(self.config)
                 random = f"the weights are random: {self.name} holds none."
                 return made.to(wanted).eval(), () if self.folder is None else (random,)
+
+    def _load_base(self, dtype: str) -> tuple[Any, tuple[str, ...]]:
+        """The model without its head: from its own weights, else what is inside of the model with its head."""
+        plain = dataclasses.replace(self, trained_as=())
+        try:
+            return plain.load_with_remarks(dtype=dtype)
+        except ModelSourceError:  # the head's class may have left out a layer of the base, such as a pooler
+            config = copy.deepcopy(self.config)
+            config.architectures = list(self.trained_as)
+            whole = dataclasses.replace(plain, config=config, unmatched_weights="refuse")
+            model, remarks = whole.load_with_remarks(dtype=dtype)
+            base = model.base_model
+            base.config.architectures = [type(base).__name__]
+            return base, remarks
 
     def _check_without_weights(self) -> None:
         """Refuse a folder with weights in a form that is not read: they would be random instead."""
@@ -190,8 +209,10 @@ def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> F
     if runs_code or not pools(folder):
         return found
     # sentence-transformers reads the base of the model, without the head that it was trained with
-    config.architectures = [base_class_for(config).__name__]
-    return dataclasses.replace(found, unmatched_weights="unused")
+    base, trained = base_class_for(config).__name__, tuple(config.architectures or ())
+    config.architectures = [base]
+    of_head = () if trained in ((), (base,)) else trained
+    return dataclasses.replace(found, unmatched_weights="unused" if of_head else "refuse", trained_as=of_head)
 
 
 def _adapted(source: str, folder: pathlib.Path, *, weights: bool, trust: bool) -> FoundModel:

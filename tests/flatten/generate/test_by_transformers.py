@@ -139,6 +139,9 @@ def test_what_files_cannot_do_is_refused_with_what_to_do(llama, tmp_path):
         files(ids, attention_mask=torch.ones(1, 9))
     with pytest.raises(InvalidArgumentError, match="Pass all as keywords"):
         generator.generate(ids, sampling=Sampling(), top_p=0.9)
+    with pytest.raises(InvalidArgumentError, match=r"not of meta\. Choose where"):
+        files.to("meta")
+    assert files.to("cpu").device.type == "cpu"
     with pytest.raises(InvalidArgumentError, match="max_new_token"):
         generator.generate(ids, max_new_token=3)
 

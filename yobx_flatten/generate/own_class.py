@@ -93,7 +93,9 @@ def generation_of(settings: GenerationSettings, config: Any) -> Any:
     own = settings_of(documents.config, documents.generation)
     with damage_as(GenerationError, "generation_config.json"):
         if documents.generation:
-            found = GenerationConfig.from_dict(copy.deepcopy(dict(documents.generation)))
+            stated = copy.deepcopy(dict(documents.generation))
+            stated.pop("_from_model_config", None)  # by which transformers < 5 compares it with the model's
+            found = GenerationConfig.from_dict(stated)
         else:
             found = GenerationConfig.from_model_config(config)
     if settings.processors and len(settings.processors) != len(own.processors):

@@ -6,7 +6,7 @@ put back stands at the end of its table.
 Two changes are the right of whoever imports a module, and are no difference:
 
 * torch, transformers, diffusers and roundpipe_runtime register classes of their own for good while the module that
-  defines them is imported;
+  defines them is imported, and transformers the base of its outputs when one of that class is first made;
 * the first import of ``torch.utils._cxx_pytree`` moves what was pending into optree's namespace ``"torch"``, and the
   first import of optree what waited for it into our own namespace.
 
@@ -227,6 +227,10 @@ def _delivered(waiting: Entry, arrived: Iterable[Entry]) -> Entry:
 def _registered_by_its_import(cls: type, imported: frozenset[str]) -> bool:
     """Tell whether the class came with a newly imported module of a library that registers on import."""
     library = cls.__module__.partition(".")[0]
+    if (
+        library == "transformers" and cls.__qualname__ == _OUTPUT_BASES[library]
+    ):  # when one is first made, as pipelines do
+        return True
     return cls.__module__ in imported and (
         library in ("torch", "roundpipe_runtime") or (library in _OUTPUT_BASES and _is_output(cls, library))
     )

@@ -34,6 +34,7 @@ MAY_IMPORT_AT_THE_TOP: dict[str, set[str]] = {
     # "yobx_flatten.registry.jax": {"jax"},
     "yobx_flatten.generate.file_cache": {"transformers"},
     "yobx_flatten.generate.model_of_files": {"transformers"},
+    "yobx_flatten.generate.own_class": {"transformers"},
     "yobx_flatten.model_folder.plain_model": {"transformers"},
     "roundpipe_runtime.fine_tune.callbacks": {"transformers"},
     "roundpipe_runtime.fine_tune.trainer": {"transformers"},

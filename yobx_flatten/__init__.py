@@ -56,11 +56,6 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "open_generator",
     "open_model",
     "OnnxForCausalLM",
-    "OnnxForSeq2SeqLM",
-    "OnnxForSpeechSeq2Seq",
-    "OnnxForImageTextToText",
-    "OnnxForFeatureExtraction",
-    "OnnxForSequenceClassification",
     "OnnxGenerator",
     "ProgramGenerator",
     "Sampling",
@@ -144,11 +139,6 @@ if TYPE_CHECKING:  # the same names for a type checker, and none that is misspel
     )
     from .model_folder import (
         OnnxForCausalLM,
-        OnnxForFeatureExtraction,
-        OnnxForImageTextToText,
-        OnnxForSeq2SeqLM,
-        OnnxForSequenceClassification,
-        OnnxForSpeechSeq2Seq,
         export_folder,
         open_generator,
         open_model,

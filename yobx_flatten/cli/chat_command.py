@@ -50,6 +50,9 @@ def chat(
             "--trust", help="Load what may run code (AOTInductor, pickles of programs): you know who made it."
         ),
     ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="Where onnxruntime computes: cpu, cuda, cuda:1, directml, coreml, openvino ...")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the conversation as JSON, at the end.")] = False,
 ) -> int:
     """Talk to an exported folder: a turn for each line, replies as they are written.
@@ -60,7 +63,7 @@ def chat(
     if not is_folder(folder):
         raise UserError(f"there is no folder {folder}")
     require_transformers("chat, to read and write text,")
-    generator = open_generator(folder, runtime=runtime, threads=threads, trust=trust)
+    generator = open_generator(folder, runtime=runtime, threads=threads, trust=trust, device=device)
     if generator.parts.encoder is not None:
         raise UserError(f"{folder} has an encoder, which reads one text: yobx-flatten generate {folder} --prompt TEXT")
     try:

@@ -84,6 +84,10 @@ def export(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python files of MODEL (auto_map): you know who wrote them.")
     ] = False,
+    layout: Annotated[
+        Literal["flat", "transformers.js"],
+        typer.Option(help="Where the files are: flat, or as transformers.js looks for them (onnx/model_q4.onnx)."),
+    ] = "flat",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what DIR holds.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
@@ -118,6 +122,7 @@ def export(
             dtype=dtype,
             weights=weights,
             unmatched_weights=unmatched_weights,
+            layout=layout,
         )
     if json:
         say_json(_as_dict(done, found))

@@ -48,6 +48,9 @@ def generate(
             "--trust", help="Load what may run code (AOTInductor, pickles of programs): you know who made it."
         ),
     ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="Where onnxruntime computes: cpu, cuda, cuda:1, directml, coreml, openvino ...")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, at the end.")] = False,
 ) -> int:
     """Generate text from an exported folder, token by token.
@@ -58,7 +61,7 @@ def generate(
     sampling = Sampling(do_sample=sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if not is_folder(folder):
         raise UserError(f"there is no folder {folder}")
-    generator = open_generator(folder, runtime=runtime, threads=threads, trust=trust)
+    generator = open_generator(folder, runtime=runtime, threads=threads, trust=trust, device=device)
     tokenizer = _tokenizer(folder)
     texts_in = [chat_text(tokenizer, folder, one) for one in prompt] if chat else prompt
     with readable(folder, UserError):

@@ -23,6 +23,9 @@ def verify(
             "--trust", help="Load what may run code (AOTInductor, pickles of programs): you know who made it."
         ),
     ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="Where onnxruntime computes: cpu, cuda, cuda:1, directml, coreml, openvino ...")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Replay the cases that are stored in an exported folder, and generate with its files.
@@ -31,7 +34,7 @@ def verify(
     were; 1 one differs.
     """
     with progress(f"reading {folder}") as show:
-        report = verify_folder(folder, on_check=show, trust=trust)
+        report = verify_folder(folder, on_check=show, trust=trust, device=device)
     if json:
         checks = [dataclasses.asdict(check) for check in report.checks]
         say_json({"path": str(folder), "ok": report.ok, "checks": checks})

@@ -15,10 +15,16 @@ import pathlib
 from ..errors import GenerationError
 from ..files.scratch import is_folder
 
-__all__ = ["LAYOUTS", "MANIFEST", "find_parts"]
+__all__ = ["LAYOUTS", "MANIFEST", "SUBFOLDER", "find_parts", "folder_of", "located"]
 
 MANIFEST = "yobx_flatten.json"
 """The description of a folder that :func:`export_folder` wrote."""
+
+SUBFOLDER = "onnx"
+"""Where transformers.js looks for the files."""
+
+# what transformers.js adds to a name, by the type of the weights
+_TYPES = ("", "_fp16", "_int8", "_quantized", "_q4", "_q4f16")
 
 LAYOUTS: tuple[dict[str, str], ...] = (
     {"decoder": "decoder_with_past_model", "prefill": "decoder_model", "encoder": "encoder_model"},
@@ -26,6 +32,32 @@ LAYOUTS: tuple[dict[str, str], ...] = (
     {"decoder": "model"},
 )
 """Part to name without its suffix; a folder holds one of these."""
+
+
+def located(folder: pathlib.Path, name: str) -> pathlib.Path:
+    """Return where a file of a folder is: in the folder, or where transformers.js looks for it.
+
+    Args:
+        folder: the folder.
+        name: its name, ``model.onnx``.
+
+    Returns:
+        Its path; that in the folder itself, where there is no such file.
+
+    Raises:
+        GenerationError: when there are several of it, with weights of other types.
+    """
+    if (folder / name).is_file():
+        return folder / name
+    stem, dot, suffix = name.rpartition(".")
+    others = [folder / SUBFOLDER / f"{stem}{kind}{dot}{suffix}" for kind in _TYPES]
+    found = [path for path in others if path.is_file()]
+    if len(found) > 1:
+        raise GenerationError(
+            f"{folder} holds {', '.join(path.name for path in found)}, which are one file with weights of several "
+            "types. Keep one of them in a folder of its own, and open that."
+        )
+    return found[0] if found else folder / name
 
 
 def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] | None) -> dict[str, pathlib.Path]:
@@ -47,7 +79,7 @@ def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] 
     if not is_folder(path):
         return {"decoder": path, **({} if prefill is None else {"prefill": pathlib.Path(prefill)})}
     for layout in LAYOUTS:
-        found = {part: path / f"{name}{suffix}" for part, name in layout.items()}
+        found = {part: located(path, f"{name}{suffix}") for part, name in layout.items()}
         if found["decoder"].is_file():
             missing = [file.name for file in found.values() if not file.is_file()]
             if missing:
@@ -57,3 +89,18 @@ def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] 
     raise GenerationError(
         f"{path} holds no model to generate with: none of {expected}. To write one: yobx-flatten export MODEL -o DIR"
     )
+
+
+def folder_of(file: pathlib.Path) -> pathlib.Path:
+    """Return the folder that a file is of, where its configurations are.
+
+    Args:
+        file: a file, which may be where transformers.js looks for it.
+    """
+    parent = file.parent
+    above = (
+        parent.name == SUBFOLDER
+        and not (parent / "config.json").is_file()
+        and (parent.parent / "config.json").is_file()
+    )
+    return parent.parent if above else parent

@@ -18,31 +18,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast, Seq2SeqLMOutput
 
 from ..errors import GenerationError, InvalidArgumentError, describe_class
-from ..files.damage import damage_as
 from ..huggingface.cache_names import cache_of, installed_name
-from .documents import Documents
 from .file_cache import FileCache
+from .own_class import ModelWithoutWeights, class_name_of, generation_of, named_class, read_config
 from .pictures import Pictures
-from .settings import GenerationSettings, settings_of
 from .steps import Steps, TextState
 
 __all__ = ["FileModel", "config_of", "model_of_files"]
 
 _STRIDE = 2  # frames of sound for each position of Whisper's encoder
-# settings, and what transformers calls them
-_SETTINGS = {
-    "eos_token_ids": "eos_token_id",
-    "pad_token_id": "pad_token_id",
-    "decoder_start_token_id": "decoder_start_token_id",
-    "forced_bos_token_id": "forced_bos_token_id",
-    "max_new_tokens": "max_new_tokens",
-    "max_length": "max_length",
-}
 _PICTURES = (
     "pixel_values",
     "image_grid_thw",
@@ -99,7 +88,7 @@ class Shown:
     rows: int
 
 
-class FileModel(PreTrainedModel):  # type: ignore[misc] # transformers is untyped
+class FileModel(ModelWithoutWeights):
     """Not one weight: ``generate`` is transformers' own, ``forward`` runs the files.
 
     Args:
@@ -109,10 +98,9 @@ class FileModel(PreTrainedModel):  # type: ignore[misc] # transformers is untype
     _is_stateful = False
 
     def __init__(self, steps: Steps) -> None:
-        PreTrainedModel.__init__(self, config_of(steps))
+        ModelWithoutWeights.__init__(self, config_of(steps))
         self.steps = steps
-        self.anchor = torch.nn.Parameter(torch.zeros(()), requires_grad=False)  # states device and type
-        self.generation_config = _generation_of(steps.settings, self.config)
+        self.generation_config = generation_of(steps.settings, self.config)
         if steps.parts.encoder is not None:
             encoder = EncoderOfFiles(steps)
             self.main_input_name = encoder.main_input_name
@@ -131,14 +119,6 @@ class FileModel(PreTrainedModel):  # type: ignore[misc] # transformers is untype
     def get_encoder(self, modality: str | None = None) -> Any:
         """Return what runs the encoder's file."""
         return self.model.encoder if hasattr(self, "model") else self.encoder
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse: the files are where they are.
-
-        Raises:
-            InvalidArgumentError: always.
-        """
-        raise InvalidArgumentError("A model of exported files is its folder: copy that, with shutil.copytree(a, b).")
 
     def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Generate as ``model.generate`` of the exported model does.
@@ -416,43 +396,6 @@ def config_of(steps: Steps) -> Any:
     return read_config(stated, encoder=encoder)
 
 
-def read_config(stated: dict[str, Any], *, encoder: bool) -> Any:
-    """Return a configuration as an object.
-
-    Args:
-        stated: what ``config.json`` holds.
-        encoder: whether the model is an encoder-decoder, where the document does not state it.
-    """
-    kind = stated.get("model_type")
-    made: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else PretrainedConfig  # noqa: SIM401 # its `get` imports nothing
-    with damage_as(GenerationError, "config.json"):
-        config = made.from_dict(stated) if made is not PretrainedConfig else made(**stated)
-        if encoder and not getattr(config, "is_encoder_decoder", False):
-            config.is_encoder_decoder = True
-        return config
-
-
-def _generation_of(settings: GenerationSettings, config: Any) -> Any:
-    """How a model generates: what is written next to it, but for what the settings were changed to."""
-    documents = settings.documents or Documents({}, {})
-    own = settings_of(documents.config, documents.generation)
-    with damage_as(GenerationError, "generation_config.json"):
-        if documents.generation:
-            found = GenerationConfig.from_dict(copy.deepcopy(dict(documents.generation)))
-        else:
-            found = GenerationConfig.from_model_config(config)
-    if settings.processors and len(settings.processors) != len(own.processors):
-        raise InvalidArgumentError(
-            "These settings have processors of their own. Pass them to generate: "
-            "logits_processor=LogitsProcessorList([...])"
-        )
-    for name, theirs in _SETTINGS.items():
-        value = getattr(settings, name)
-        if value != getattr(own, name):
-            setattr(found, theirs, list(value) if isinstance(value, tuple) else value)
-    return found
-
-
 def model_of_files(steps: Steps, bases: tuple[type, ...] = ()) -> Any:
     """Return a model of transformers over files.
 
@@ -471,8 +414,9 @@ def _loop_of(stated: Mapping[str, Any]) -> Any:
     """The class whose ``generate`` is that of the exported model."""
     import transformers
 
-    own = getattr(transformers, _name_of(stated), None)
-    if own is None or not isinstance(own, type) or getattr(own, "generate", None) is GenerationMixin.generate:
+    name = class_name_of(stated)
+    own = getattr(transformers, name) if name else None
+    if own is None or getattr(own, "generate", None) is GenerationMixin.generate:
         return GenerationMixin
     if issubclass(own, transformers.WhisperForConditionalGeneration):
         return own
@@ -482,19 +426,3 @@ def _loop_of(stated: Mapping[str, Any]) -> Any:
         f"{own.__name__} has a generate of its own, which reads layers that the files do not have. Generate without "
         "further keywords, with open_generator(folder).generate(...), or with the model itself."
     )
-
-
-def named_class(stated: Mapping[str, Any], bases: tuple[Any, ...]) -> Any:
-    """Make a class with the name of the exported one.
-
-    Args:
-        stated: what ``config.json`` holds.
-        bases: its bases.
-    """
-    name = _name_of(stated)
-    return type(name if name.isidentifier() else bases[0].__name__, bases, {"__module__": __name__})
-
-
-def _name_of(stated: Mapping[str, Any]) -> str:
-    names = stated.get("architectures")
-    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""

@@ -8,17 +8,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import GenerationError
+from ..runners.devices import Providers, choose_providers
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import mapped_options, open_session, require_onnxruntime, session_options
 from .generator import Generator, Parts
-from .layout import find_parts
+from .layout import find_parts, folder_of
 from .settings import GenerationSettings, read_settings
 
 __all__ = ["OnnxGenerator"]
 
 
 class OnnxGenerator(Generator):
-    """Generates tokens with ONNX files in onnxruntime, on the CPU.
+    """Generates tokens with ONNX files in onnxruntime.
 
     The cache stays in onnxruntime's memory: the outputs ``present.*`` are passed to the next call as
     ``past_key_values.*`` without a copy.
@@ -32,10 +33,13 @@ class OnnxGenerator(Generator):
         threads: number of threads that one operator can use; ``None`` for onnxruntime's own choice.
         pack: whether onnxruntime copies the weights into the order in which its kernels read them, ``True`` by default.
             Without, tokens take longer, and the weights stay in the file, mapped into memory.
+        device: where onnxruntime computes: ``"cpu"``, the default, ``"cuda"``, ``"cuda:1"``, ``"directml"``,
+            ``"coreml"``, ``"webgpu"``, ``"openvino"``, ``"xnnpack"`` and others, see :data:`.devices.DEVICES`.
+        providers: execution providers as onnxruntime takes them, in place of ``device``.
 
     Raises:
         GenerationError: when a file is missing, cannot be loaded, or is not made for generation.
-        MissingDependencyError: when onnxruntime is not installed.
+        MissingDependencyError: when onnxruntime is not installed, or has no provider for the device.
 
     >>> import tempfile
     >>> import torch
@@ -60,15 +64,20 @@ class OnnxGenerator(Generator):
         settings: GenerationSettings | None = None,
         threads: int | None = None,
         pack: bool = True,
+        device: str | None = None,
+        providers: Providers | None = None,
     ) -> None:
         path = pathlib.Path(model)
         found = find_parts(path, ".onnx", prefill)
         require_onnxruntime("OnnxGenerator")
+        chosen = choose_providers(device, providers)
 
         def runner(file: pathlib.Path) -> OnnxRunner:
             options = session_options(threads=threads) if pack else mapped_options(file, threads=threads)
-            session = open_session(file, caller="OnnxGenerator", options=options, failure=GenerationError)
+            session = open_session(
+                file, caller="OnnxGenerator", options=options, failure=GenerationError, providers=chosen
+            )
             return OnnxRunner(session, file.name)
 
         parts: Mapping[str, Any] = {part: runner(file) for part, file in found.items()}
-        super().__init__(Parts(**parts), settings or read_settings(found["decoder"].parent))
+        super().__init__(Parts(**parts), settings or read_settings(folder_of(found["decoder"])))

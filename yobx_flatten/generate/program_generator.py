@@ -12,7 +12,7 @@ from ..errors import InvalidArgumentError, describe_class
 from ..export.program import ExportedModel
 from ..runners.program_runner import ProgramRunner, open_program
 from .generator import Generator, Parts
-from .layout import find_parts
+from .layout import find_parts, folder_of
 from .settings import GenerationSettings, read_settings
 
 __all__ = ["ProgramGenerator"]
@@ -57,7 +57,7 @@ class ProgramGenerator(Generator):
         given = {"decoder": model, **({} if prefill is None else {"prefill": prefill})}
         if isinstance(model, (str, os.PathLike)):
             found: dict[str, Any] = {**find_parts(pathlib.Path(model), ".pt2", None)}
-            settings = settings or read_settings(found["decoder"].parent)
+            settings = settings or read_settings(folder_of(found["decoder"]))
             given = {**found, **{part: value for part, value in given.items() if part != "decoder"}}
         runners: dict[str, Any] = {part: _runner(value, part, trust) for part, value in given.items()}
         super().__init__(Parts(**runners), settings or GenerationSettings())

@@ -7,9 +7,10 @@ import pathlib
 from typing import Any
 
 from ..errors import GenerationError
+from ..runners.devices import Providers, only_for_onnxruntime
 from ..runners.open import RUNTIMES, check_runtime, open_runner
 from .generator import Generator, Parts
-from .layout import find_parts
+from .layout import find_parts, folder_of
 from .onnx_generator import OnnxGenerator
 from .program_generator import ProgramGenerator
 from .settings import GenerationSettings, read_settings
@@ -47,7 +48,7 @@ class RuntimeGenerator(Generator):
             part: open_runner(file, runtime=runtime, trust=trust, caller="open_generator")
             for part, file in found.items()
         }
-        super().__init__(Parts(**parts), settings or read_settings(found["decoder"].parent))
+        super().__init__(Parts(**parts), settings or read_settings(folder_of(found["decoder"])))
 
 
 def generator_for(
@@ -57,6 +58,8 @@ def generator_for(
     threads: int | None = None,
     pack: bool = True,
     trust: bool = False,
+    device: str | None = None,
+    providers: Providers | None = None,
 ) -> Generator:
     """Open files for generation with the generator of their runtime.
 
@@ -66,12 +69,15 @@ def generator_for(
         threads: see :class:`.OnnxGenerator`; of onnxruntime only.
         pack: see :class:`.OnnxGenerator`; of onnxruntime only.
         trust: see :class:`RuntimeGenerator`.
+        device: see :class:`.OnnxGenerator`; of onnxruntime only.
+        providers: see :class:`.OnnxGenerator`; of onnxruntime only.
 
     Returns:
         An :class:`.OnnxGenerator`, a :class:`.ProgramGenerator` or a :class:`RuntimeGenerator`.
     """
+    only_for_onnxruntime(runtime, device, providers)
     if runtime == "onnxruntime":
-        return OnnxGenerator(model, threads=threads, pack=pack)
+        return OnnxGenerator(model, threads=threads, pack=pack, device=device, providers=providers)
     if runtime == "torch":
         return ProgramGenerator(model, trust=trust)
     return RuntimeGenerator(model, runtime, trust=trust)

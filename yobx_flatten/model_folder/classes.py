@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import InvalidArgumentError
 
-__all__ = ["class_for", "without_peft"]
+__all__ = ["base_class_for", "class_for", "without_peft"]
 
 # in this order: the first that has a class for a configuration is its kind
 _AUTO_CLASSES = (
@@ -30,11 +30,30 @@ def class_for(config: Any) -> Any:
     for name in getattr(config, "architectures", None) or []:
         if hasattr(transformers, name):
             return getattr(transformers, name)
-    for name in _AUTO_CLASSES:
-        auto = getattr(transformers, name, None)
-        if auto is not None and type(config) in auto._model_mapping.keys():  # noqa: SIM118 # no ordinary mapping
-            return auto._model_mapping[type(config)]
+    found = next((kind for name in _AUTO_CLASSES if (kind := _of_kind(name, config)) is not None), None)
+    if found is not None:
+        return found
     raise InvalidArgumentError(f"transformers has no model for a {type(config).__qualname__}.")
+
+
+def base_class_for(config: Any) -> Any:
+    """Return the class of a model without a head, as ``AutoModel`` makes it, or that of :func:`class_for`.
+
+    Args:
+        config: a configuration of transformers.
+    """
+    found = _of_kind("AutoModel", config)
+    return class_for(config) if found is None or isinstance(found, tuple) else found
+
+
+def _of_kind(name: str, config: Any) -> Any:
+    """The class that one of transformers' automatic classes has for a configuration; ``None`` where it has none."""
+    import transformers
+
+    auto = getattr(transformers, name, None)
+    if auto is None or type(config) not in auto._model_mapping.keys():  # noqa: SIM118 # no ordinary mapping
+        return None
+    return auto._model_mapping[type(config)]
 
 
 def without_peft(model: Any) -> Any:

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 from ..errors import GenerationError, InvalidArgumentError
 from ..errors.dependencies import require
 from ..files.scratch import is_folder
-from ..generate.layout import MANIFEST
+from ..generate.layout import MANIFEST, located
+from ..runners.devices import Providers, choose_providers, only_for_onnxruntime
 from ..runners.open import RUNTIMES, check_runtime, open_runner
 from .chat import chat_tokenizer, reply
 from .digests import check_digests
@@ -62,6 +63,8 @@ class FolderModel:
         runtime: str | None = None,
         threads: int | None = None,
         trust: bool = False,
+        device: str | None = None,
+        providers: Providers | None = None,
     ) -> Any:
         """Open a folder.
 
@@ -71,6 +74,8 @@ class FolderModel:
                 that the folder names.
             threads: number of threads that one operator of onnxruntime can use; ``None`` for its own choice.
             trust: whether the caller knows who wrote the folder; see :func:`open_generator`. ``False`` by default.
+            device: where onnxruntime computes; see :func:`open_generator`. The CPU by default.
+            providers: execution providers as onnxruntime takes them, in place of ``device``.
 
         Returns:
             A ``transformers.PreTrainedModel``. Where it generates, every keyword of ``generate`` is transformers' own
@@ -99,7 +104,9 @@ class FolderModel:
         if task in GENERATES:
             from ..generate.model_of_files import model_of_files
 
-            found = model_of_files(open_generator(path, runtime=runtime, threads=threads, trust=trust).steps, (cls,))
+            where: dict[str, Any] = {"device": device, "providers": providers}
+            generator = open_generator(path, runtime=runtime, threads=threads, trust=trust, **where)
+            found = model_of_files(generator.steps, (cls,))
             found.folder = path
             return found
         from .plain_model import plain_model
@@ -107,10 +114,13 @@ class FolderModel:
         chosen = runtime_of_folder(path) if runtime is None else runtime
         if (path / MANIFEST).is_file():
             check_digests(path, read_manifest(path).sha256)
-        file = next((one for end in RUNTIMES[chosen] if (one := path / f"model{end}").is_file()), None)
+        file = next((one for end in RUNTIMES[chosen] if (one := located(path, f"model{end}")).is_file()), None)
         if file is None:
             raise GenerationError(f"{path} holds no model{' or model'.join(RUNTIMES[chosen])} for {chosen}.")
-        options = {"options": _threads(threads)} if chosen == "onnxruntime" else {}
+        only_for_onnxruntime(chosen, device, providers)
+        options: dict[str, Any] = {}
+        if chosen == "onnxruntime":
+            options = {"options": _threads(threads), "providers": choose_providers(device, providers)}
         runner = open_runner(file, runtime=chosen, trust=trust, caller=cls.__name__, **options)
         return plain_model(runner, path, cls)
 
@@ -257,7 +267,13 @@ class OnnxForZeroShotImageClassification(FolderModel):
 
 
 def open_model(
-    folder: str | os.PathLike[str], *, runtime: str | None = None, threads: int | None = None, trust: bool = False
+    folder: str | os.PathLike[str],
+    *,
+    runtime: str | None = None,
+    threads: int | None = None,
+    trust: bool = False,
+    device: str | None = None,
+    providers: Providers | None = None,
 ) -> Any:
     """Open an exported folder as a model of transformers, whichever task it is for.
 
@@ -266,6 +282,8 @@ def open_model(
         runtime: see :meth:`FolderModel.from_pretrained`.
         threads: see :meth:`FolderModel.from_pretrained`.
         trust: see :meth:`FolderModel.from_pretrained`.
+        device: see :meth:`FolderModel.from_pretrained`.
+        providers: see :meth:`FolderModel.from_pretrained`.
 
     Returns:
         What ``from_pretrained`` of the class for its task returns, for ``pipeline(task, model=...)`` and other code
@@ -279,4 +297,5 @@ def open_model(
     found = next((one for one in FolderModel.__subclasses__() if task in one.tasks), None)
     if found is None:
         raise InvalidArgumentError(f"{os.fspath(folder)} is for {task}, for which there is no class.")
-    return found.from_pretrained(folder, runtime=runtime, threads=threads, trust=trust)
+    where: dict[str, Any] = {"device": device, "providers": providers}
+    return found.from_pretrained(folder, runtime=runtime, threads=threads, trust=trust, **where)

@@ -8,6 +8,7 @@ import pathlib
 from ..files.scratch import is_folder
 from ..generate.generator import Generator
 from ..generate.runtime_generator import generator_for
+from ..runners.devices import Providers
 from ..runners.open import check_runtime
 from .digests import check_digests
 from .manifest import MANIFEST, read_manifest
@@ -21,6 +22,8 @@ def open_generator(
     runtime: str | None = None,
     threads: int | None = None,
     trust: bool = False,
+    device: str | None = None,
+    providers: Providers | None = None,
 ) -> Generator:
     """Open the files of a folder for generation, whichever runtime they are for.
 
@@ -31,6 +34,9 @@ def open_generator(
         threads: number of threads that one operator of onnxruntime can use; ``None`` for its own choice.
         trust: whether the caller knows who wrote the folder. Packages of AOTInductor hold machine code, which runs when
             they are loaded, and are refused without. ``False`` by default.
+        device: where onnxruntime computes, ``"cuda"`` or ``"openvino"`` for example; the CPU by default. See
+            :class:`.OnnxGenerator`.
+        providers: execution providers as onnxruntime takes them, in place of ``device``.
 
     Returns:
         A generator: its ``generate`` returns the tokens of ``model.generate``.
@@ -62,7 +68,7 @@ def open_generator(
     chosen = runtime_of_folder(path) if runtime is None else runtime
     if is_folder(path) and (path / MANIFEST).is_file():
         check_digests(path, read_manifest(path).sha256)
-    return generator_for(path, chosen, threads=threads, trust=trust)
+    return generator_for(path, chosen, threads=threads, trust=trust, device=device, providers=providers)
 
 
 def runtime_of_folder(path: pathlib.Path) -> str:

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..errors import GenerationError, InvalidArgumentError
 from ..files.document import read_document
-from ..generate.model_of_files import named_class, read_config
+from ..generate.own_class import ModelWithoutWeights, named_class, read_config
 from ..generate.slots import typed
 from ..runners.runner import Runner
 
@@ -26,7 +25,7 @@ _ASSUMED = {"attention_mask": torch.ones_like, "token_type_ids": torch.zeros_lik
 _MASKS = ("attention_mask", "pixel_mask")
 
 
-class PlainFileModel(PreTrainedModel):  # type: ignore[misc] # transformers is untyped
+class PlainFileModel(ModelWithoutWeights):
     """Not one weight: ``forward`` runs a file.
 
     Args:
@@ -38,16 +37,7 @@ class PlainFileModel(PreTrainedModel):  # type: ignore[misc] # transformers is u
         super().__init__(read_config(stated, encoder=False))
         self.runner = runner
         self.main_input_name = next(iter(runner.ports))
-        self.anchor = torch.nn.Parameter(torch.zeros(()), requires_grad=False)  # states device and type
         self.eval()
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse: the files are where they are.
-
-        Raises:
-            InvalidArgumentError: always.
-        """
-        raise InvalidArgumentError("A model of exported files is its folder: copy that, with shutil.copytree(a, b).")
 
     def forward(self, *args: Any, **given: Any) -> Any:
         """Run the file on what the model's tokenizer or processor returns.

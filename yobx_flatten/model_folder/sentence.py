@@ -13,6 +13,7 @@ Source: ``sentence_transformers.models`` of sentence-transformers 6.2, whose fol
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import pathlib
 import shutil
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from ..files.document import check_regular, inside, read_document
 from ..recipe.aliases import TransformersModel
 from .pieces import Piece
 
-__all__ = ["EMBEDDING", "SentenceModel", "SentenceModules", "copy_modules", "read_modules", "with_embedding"]
+__all__ = ["EMBEDDING", "SentenceModel", "SentenceModules", "copy_modules", "pools", "read_modules", "with_embedding"]
 
 EMBEDDING = "sentence_embedding"
 """The output that sentence-transformers, and tools for its files, look for."""
@@ -80,7 +81,7 @@ class Pooling(torch.nn.Module):
     """One vector for each row.
 
     Args:
-        modes: keys of :data:`_MODES`, whose vectors stand behind each other.
+        modes: keys of :data:`_MODES`, whose vectors are joined in this order.
     """
 
     def __init__(self, modes: Sequence[str]) -> None:
@@ -110,6 +111,9 @@ class SentenceModel(torch.nn.Module):
 
     def __init__(self, model: TransformersModel, layers: Sequence[torch.nn.Module]) -> None:
         super().__init__()
+        # keys and values are of no use without a further token
+        takes = inspect.signature(model.forward).parameters
+        self.options = {"use_cache": False} if "use_cache" in takes else {}
         self.model, self.layers = model, torch.nn.ModuleList(layers).to(model.dtype)
 
     def forward(
@@ -117,7 +121,7 @@ class SentenceModel(torch.nn.Module):
     ) -> dict[str, torch.Tensor]:
         """Return what the model returns, and the embedding."""
         types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
-        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **types)
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **types, **self.options)
         pooling, *others = self.layers
         vector = pooling(outputs[0], attention_mask)
         for layer in others:
@@ -153,6 +157,17 @@ def read_modules(folder: pathlib.Path | None) -> SentenceModules | None:
             return SentenceModules((), f"{MODULES} has a module {made} at place {number + 1}")
         layers.append(made)
     return SentenceModules(layers)
+
+
+def pools(folder: pathlib.Path | None) -> bool:
+    """Return whether a folder pools what its model returns: the model is then the base, whatever class was trained.
+
+    Args:
+        folder: the folder; ``None`` where there is none.
+    """
+    if folder is None or not (folder / MODULES).is_file():
+        return False
+    return any(module.type.rpartition(".")[2] == "Pooling" for module in _listed(folder)[1:])
 
 
 def with_embedding(pieces: list[Piece], model: TransformersModel, modules: SentenceModules) -> list[Piece]:

@@ -12,12 +12,13 @@ from ..errors import InvalidArgumentError, ModelSourceError
 from ..errors.dependencies import require
 from ..errors.messages import first_line
 from .adapter import base_of, holds_adapter, merged, not_found
-from .classes import class_for
+from .classes import base_class_for, class_for
 from .configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
 from .gguf_file import GGUF, gguf_config, gguf_tokenizer, gguf_weights, is_gguf
 from .origin import reader_of
 from .own_code import ON_PURPOSE, own_auto_class
 from .packed_weights import Packing, packing_of, unpacked_weights
+from .sentence import pools
 from .stored_weights import UnmatchedWeights, load_stored
 from .tiny_models import small_config
 
@@ -63,6 +64,7 @@ class FoundModel:
         adapter: the folder of an adapter that is merged into the model of ``folder``; ``None`` without one.
         runs_code: whether its class is one of Python files in the folder.
         gguf: a GGUF file that it is in; ``None`` for a model of a folder.
+        trained_as: its classes with a head, where the base is asked for; empty for others.
     """
 
     name: str
@@ -74,6 +76,7 @@ class FoundModel:
     adapter: pathlib.Path | None = None
     runs_code: bool = False
     gguf: pathlib.Path | None = None
+    trained_as: tuple[str, ...] = ()
 
     @property
     def reader_folder(self) -> pathlib.Path | None:
@@ -109,6 +112,8 @@ class FoundModel:
         """
         import torch
 
+        if self.trained_as:
+            return self._load_base(dtype)
         packing = self.packing()
         if packing is not None and self.folder is not None:
             return self._load_packed(packing, dtype)
@@ -165,6 +170,20 @@ class FoundModel:
         if (self.folder / "generation_config.json").is_file():
             model.generation_config = type(model.generation_config).from_pretrained(self.folder)
         return model.eval(), differences.remarks()
+
+    def _load_base(self, dtype: str) -> tuple[Any, tuple[str, ...]]:
+        """The model without its head: from its own weights, else what is inside of the model with its head."""
+        plain = dataclasses.replace(self, trained_as=())
+        try:
+            return plain.load_with_remarks(dtype=dtype)
+        except ModelSourceError:  # the head's class may have left out a layer of the base, such as a pooler
+            config = copy.deepcopy(self.config)
+            config.architectures = list(self.trained_as)
+            whole = dataclasses.replace(plain, config=config, unmatched_weights="refuse")
+            model, remarks = whole.load_with_remarks(dtype=dtype)
+            base = model.base_model
+            base.config.architectures = [type(base).__name__]
+            return base, remarks
 
     def _check_without_weights(self) -> None:
         """Refuse a folder with weights in a form that is not read: they would be random instead."""
@@ -239,7 +258,14 @@ def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> F
     has_weights = folder is not None and bytes_of_weights(folder, failure=ModelSourceError) > 0
     config = read_config(file, source, failure=ModelSourceError, runs_code=trust, of_code=ON_PURPOSE)
     runs_code = trust and own_auto_class(config) is not None
-    return FoundModel(source, config, folder, has_weights, runs_code=runs_code)
+    found = FoundModel(source, config, folder, has_weights, runs_code=runs_code)
+    if runs_code or not pools(folder):
+        return found
+    # sentence-transformers reads the base of the model, without the head that it was trained with
+    base, trained = base_class_for(config).__name__, tuple(config.architectures or ())
+    config.architectures = [base]
+    of_head = () if trained in ((), (base,)) else trained
+    return dataclasses.replace(found, unmatched_weights="unused" if of_head else "refuse", trained_as=of_head)
 
 
 def _adapted(source: str, folder: pathlib.Path, *, weights: bool, trust: bool) -> FoundModel:

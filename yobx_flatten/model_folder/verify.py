@@ -19,8 +19,10 @@ from ..export.quantization import CHAT_SHARES, TOKEN_SHARES
 from ..export.yardstick import explained
 from ..files.document import inside
 from ..files.scratch import is_folder
+from ..generate.layout import SUBFOLDER, located
 from ..generate.runtime_generator import generator_for
-from ..runners.onnx_session import has_mapped_weights, mapped_options
+from ..runners.devices import Providers, choose_providers, is_on_cpu, only_for_onnxruntime
+from ..runners.onnx_session import has_mapped_weights, mapped_options, require_onnxruntime
 from ..runners.open import open_runner
 from ..runners.runner import Runner
 from ..storage.cases import StoredCase, load_case
@@ -35,6 +37,10 @@ __all__ = ["FolderCheck", "FolderReport", "verify_folder"]
 
 _MOST_OF_TOLERANCE = 10
 """How much more than its type's tolerance a folder may state of its scores, where two tokens are a tie."""
+
+
+_OF_DEVICES = 10
+"""How much more than on the CPU an output may differ with another provider of onnxruntime."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +120,12 @@ class FolderReport(Report):
 
 
 def verify_folder(
-    folder: str | os.PathLike[str], *, on_check: Callable[[str], None] | None = None, trust: bool = False
+    folder: str | os.PathLike[str],
+    *,
+    on_check: Callable[[str], None] | None = None,
+    trust: bool = False,
+    device: str | None = None,
+    providers: Providers | None = None,
 ) -> FolderReport:
     """Run every stored case through the files of a folder, and generate with them.
 
@@ -123,6 +134,9 @@ def verify_folder(
         on_check: a function that is called with the name of each case before the case runs.
         trust: whether the caller knows who wrote the folder; asked for files with machine code only, see
             :func:`open_generator`. ``False`` by default.
+        device: where onnxruntime computes, see :func:`open_generator`; the CPU by default. On others, which add
+            in another order and may round differently, an output may differ by ten times as much.
+        providers: execution providers as onnxruntime takes them, in place of ``device``.
 
     Returns:
         One check for each case.
@@ -150,7 +164,11 @@ def verify_folder(
         raise ForeignFileError(f"There is no folder {path}. To write it: yobx-flatten export MODEL -o {path}")
     manifest = read_manifest(path)
     check_digests(path, manifest.sha256)
-    checks, opened = [], _Opened(path, manifest, trust)
+    where = _where(manifest.runtime, device, providers)
+    if where is not None and not is_on_cpu(where):
+        stated = {f: {o: _OF_DEVICES * t for o, t in of.items()} for f, of in manifest.tolerances.items()}
+        manifest = dataclasses.replace(manifest, tolerance=_OF_DEVICES * manifest.tolerance, tolerances=stated)
+    checks, opened = [], _Opened(path, manifest, trust, where)
     stored = manifest.quality
     # each of two scores may be off by as much
     scores = [outputs["logits"] for outputs in manifest.tolerances.values() if "logits" in outputs]
@@ -170,7 +188,7 @@ def verify_folder(
         start = time.perf_counter()
         try:
             if file is None:
-                tokens = _check_tokens(path, manifest, case, tolerance, case_path == CHATS, trust)
+                tokens = _check_tokens(path, manifest, case, tolerance, case_path == CHATS, trust, where)
                 difference, ok = float(tokens.different), tokens.ok
             else:
                 report = run_case(case, file, tolerance=manifest.tolerance)
@@ -209,6 +227,15 @@ def _check_quality(
     return FolderCheck(name, shown, found.max_difference, found.ok, seconds, None, found)
 
 
+def _where(runtime: str, device: str | None, providers: Providers | None) -> Providers | None:
+    """The providers of onnxruntime; ``None`` for another runtime."""
+    only_for_onnxruntime(runtime, device, providers)
+    if runtime != "onnxruntime":
+        return None
+    require_onnxruntime("verify_folder")
+    return choose_providers(device, providers)
+
+
 def _cases(manifest: FolderManifest) -> Iterator[tuple[str, str]]:
     for name, paths in manifest.cases.items():
         yield from ((name, path) for path in paths)
@@ -217,23 +244,26 @@ def _cases(manifest: FolderManifest) -> Iterator[tuple[str, str]]:
 class _Opened:
     """The file that was asked for last, opened once for all of its cases; an empty name closes it."""
 
-    def __init__(self, folder: pathlib.Path, manifest: FolderManifest, trust: bool) -> None:
+    def __init__(self, folder: pathlib.Path, manifest: FolderManifest, trust: bool, where: Providers | None) -> None:
         self._folder, self._name, self._packed = folder, "", manifest.quality
         self._how: dict[str, Any] = {"runtime": manifest.runtime, "trust": trust, "caller": "verify_folder"}
+        if where is not None:
+            self._how["providers"] = where
         self._runner: Runner | None = None
 
     def __call__(self, name: str) -> Runner | None:
         if self._runner is None or name != self._name:
             self._name, self._runner = name, None  # a large file is closed before the next is opened
             if name:
-                path = inside(self._folder, name, DamagedFileError)
+                found = located(self._folder, name).relative_to(self._folder).as_posix()
+                path = inside(self._folder, found, DamagedFileError)
                 options = {"options": mapped_options(path)} if self._maps(name) else {}
                 self._runner = open_runner(path, **self._how, **options)
         return self._runner
 
     def _maps(self, name: str) -> bool:
         """Whether its weights stay where they are; those in few bits are computed with in another order only."""
-        return has_mapped_weights(self._folder / name) and name not in self._packed
+        return has_mapped_weights(located(self._folder, name)) and name not in self._packed
 
 
 def _is_close(found: OutputDifference, case: StoredCase, manifest: FolderManifest, file: str) -> bool:
@@ -246,7 +276,13 @@ def _is_close(found: OutputDifference, case: StoredCase, manifest: FolderManifes
 
 
 def _check_tokens(
-    folder: pathlib.Path, manifest: FolderManifest, case: StoredCase, tolerance: float, is_chat: bool, trust: bool
+    folder: pathlib.Path,
+    manifest: FolderManifest,
+    case: StoredCase,
+    tolerance: float,
+    is_chat: bool,
+    trust: bool,
+    where: Providers | None,
 ) -> TokenCount:
     """Generate with the files of a folder, and count the tokens that are not those of the eager model.
 
@@ -254,9 +290,9 @@ def _check_tokens(
     another text. So a row whose first different token was such a tie is excused (half precision, mostly). Weights in
     few bits also change other scores: of those files a share of the tokens has to agree, see ``TOKEN_SHARES``.
     """
-    mapped = any(map(has_mapped_weights, folder.glob("*.onnx")))
+    mapped = any(map(has_mapped_weights, [*folder.glob("*.onnx"), *folder.glob(f"{SUBFOLDER}/*.onnx")]))
     pack = bool(manifest.quality) or not mapped  # the model that was exported can also be in memory
-    generator = generator_for(folder, manifest.runtime, pack=pack, trust=trust)
+    generator = generator_for(folder, manifest.runtime, pack=pack, trust=trust, providers=where)
     if "input_features" in case.inputs:  # the case begins with the start token, and Whisper's own loop with others
         begun = {"decoder_input_ids": case.outputs["sequences"][:, :1], **case.inputs}
         case = dataclasses.replace(case, inputs=begun)

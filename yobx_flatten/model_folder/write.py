@@ -41,6 +41,7 @@ from ..storage.cases import save_case
 from .card import write_card
 from .chats import CHAT_TOKENS, CHATS, chat_prompts
 from .classes import without_peft
+from .client_layout import Layout, apply_layout, check_layout
 from .digests import digests
 from .export_piece import export_piece
 from .loading import OpenedModel, WeightsIn, open_model
@@ -127,6 +128,7 @@ def export_folder(
     weights: WeightsIn = "auto",
     unmatched_weights: UnmatchedWeights | None = None,
     trust_remote_code: bool = False,
+    layout: Layout = "flat",
 ) -> ExportedFolder:
     """Export a model of transformers to a folder that generation tools open, and prove that it generates the same.
 
@@ -179,6 +181,9 @@ def export_folder(
             names them.
         trust_remote_code: whether the code of a model that is named may run: classes in Python files next to its
             ``config.json`` (``auto_map``). ``False``, the default, refuses such a model, and never asks.
+        layout: where the files are. ``"flat"``, the default, as optimum, sentence-transformers and onnxruntime-genai
+            look for them; ``"transformers.js"`` for that library, in ``onnx/`` with the type of the weights in the name
+            (``onnx/model_q4.onnx``), which these also open.
 
     Returns:
         The folder, with a report of every export and every replay.
@@ -274,6 +279,8 @@ def export_folder(
         chats = chat_prompts(model, None if source is None else pathlib.Path(source), _CHATS, prompts)
     switch = switch_of(model.config.get_text_config(decoder=True).to_dict()) if task == "text-generation" else None
     rereads = None if switch is None else rereads_at_switch(model, switch)
+    bits = None if quantization is None else quantization.weights
+    check_layout(layout, form, task, bits, dtype)
     with scratch_for(place) as work:
         reports, cases = {}, {}
         shared: list[str] = []
@@ -323,6 +330,8 @@ def export_folder(
                 write_genai_config(work, contents)
         versions = {name: importlib.metadata.version(name) for name in _LIBRARIES if is_installed(name)}
         names = [piece.stem + suffix for piece in pieces]
+        if layout != "flat":
+            names = apply_layout(work, names, bits, dtype)
         name, tolerance = type(model).__qualname__, TOLERANCES[dtype]
         cache = "shared" if shared else "growing"
         quality = {name: report.quality for name, report in reports.items() if report.quality}

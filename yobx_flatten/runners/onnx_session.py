@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import FlattenError, ReplayError
 from ..errors.dependencies import require
 from ..errors.messages import first_line
+from .devices import check_runs_on
 
 __all__ = ["has_mapped_weights", "mapped_options", "open_session", "require_onnxruntime", "session_options"]
 
@@ -38,7 +39,7 @@ def has_mapped_weights(path: str | os.PathLike[str]) -> bool:
     Args:
         path: the ONNX file.
     """
-    return os.path.isfile(f"{os.fspath(path)}.data")
+    return any(os.path.isfile(os.fspath(path) + end) for end in (".data", "_data"))  # ours, and that of transformers.js
 
 
 def session_options(*, threads: int | None = None, pack: bool = True) -> Any:
@@ -130,6 +131,8 @@ def open_session(
         raise failure(f"There is no file {shown}.")
     given = model if isinstance(model, bytes) else shown
     try:
-        return runtime.InferenceSession(given, options or session_options(), providers=list(providers))
+        session = runtime.InferenceSession(given, options or session_options(), providers=list(providers))
     except Exception as error:  # onnxruntime has no base class for its errors
         raise failure(f"onnxruntime cannot load {shown}: {first_line(error)}") from error
+    check_runs_on(session, providers, shown, failure)
+    return session

@@ -48,7 +48,7 @@ def cropped(runner: Runner, cache: Mapping[str, Any], seen: int, kept: int) -> d
     if any(leaf.shape[2] != seen for leaf in tensors.values()):
         return None
     cut = runner.cache({name: leaf[:, :, :kept] for name, leaf in tensors.items()})
-    if isinstance(cache, BufferedCache):  # what lies behind the tokens of the mask is written again
+    if isinstance(cache, BufferedCache):  # what lies after the tokens of the mask is written again
         cache.update(cut)
         return cache
     return {**cache, **cut}

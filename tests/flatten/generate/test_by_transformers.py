@@ -10,7 +10,9 @@ pytest.importorskip("onnxscript")
 from tests.cases import cases
 from tests.flatten.generate.keywords import KEYWORDS, ONE_ROW, same_tokens
 from tests.flatten.model_folder.exported_folders import exported
-from yobx_flatten import open_model
+from yobx_flatten import InvalidArgumentError, Sampling, export_folder, open_generator, open_model
+from yobx_flatten.generate.file_cache import FileCache
+from yobx_flatten.huggingface.cache_names import cache_of, installed_name
 from yobx_flatten.model_folder.grid_images import grid_image
 from yobx_flatten.model_folder.tiny_models import small_model
 
@@ -57,7 +59,7 @@ def pair(request):
 
 
 # what the model itself refuses, or has no meaning: Whisper's own loop, and guidance without a prompt of text
-UNSUPPORTED = {("whisper", "guidance_scale"), ("t5", "guidance_scale")}
+UNSUPPORTED = {(name, "guidance_scale") for name in ("whisper", "t5", "qwen2_vl")}
 
 
 @pytest.mark.parametrize("keyword", list(KEYWORDS))
@@ -70,3 +72,105 @@ def test_a_keyword_gives_the_tokens_of_the_model(pair, keyword):
     inputs = first_row(inputs, name) if keyword in ONE_ROW else inputs
     expected, found = same_tokens(keyword, (model, files), inputs, small_model(name, seed=1))
     assert found == expected
+
+
+def test_a_generator_takes_the_same_keywords(pair):
+    """`open_generator(folder).generate(...)` with keywords of transformers, by the loop of transformers."""
+    name, model, files = pair
+    generator = open_generator(exported(name)[1], threads=1)
+    inputs = {part: value for part, value in given(model, name).items() if "type_ids" not in part}
+    options = {"do_sample": True, "top_p": 0.9, "num_return_sequences": 2, "max_new_tokens": 9}
+    found = []
+    for door in (files, generator):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            found.append(door.generate(**inputs, **options).tolist())
+    assert found[0] == found[1]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    model, folder = exported("llama")
+    return model, open_generator(folder, threads=1), open_model(folder, threads=1)
+
+
+def test_the_cache_of_a_call_goes_on_with_more_tokens(llama):
+    """A second turn reads what is new, and the keys of the first one stay where they are."""
+    model, _, files = llama
+    prompt, more = torch.tensor([[7, 8, 9, 10]]), torch.tensor([[11, 12, 13]])
+    texts, counts = [], []
+    for door in (model, files):
+        first = door.generate(prompt, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+        cache = cache_of(first)
+        counts.append(cache.get_seq_length())
+        text = torch.cat([first["sequences"], more], dim=1)
+        texts.append(door.generate(text, **{installed_name(): cache}, max_new_tokens=5, do_sample=False).tolist())
+    assert texts[0] == texts[1]
+    assert counts == [8, 8]
+    assert isinstance(cache, FileCache)
+
+
+def test_logits_of_a_padded_call_and_of_a_further_one_are_those_of_the_model(llama):
+    """`model(input_ids, attention_mask)` outside of a loop, with and without a cache."""
+    model, _, files = llama
+    ids = torch.randint(4, 258, (2, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    with torch.no_grad():
+        wanted, found = model(ids, attention_mask=mask), files(ids, attention_mask=mask)
+        assert float((wanted.logits - found.logits)[mask.bool()].abs().max()) < 1e-4
+        grown = torch.cat([mask, torch.ones(2, 3).long()], dim=1)
+        wanted = model(ids[:, :3], attention_mask=grown, **{installed_name(): cache_of(wanted)})
+        found = files(ids[:, :3], attention_mask=grown, **{installed_name(): cache_of(found)})
+    assert float((wanted.logits - found.logits).abs().max()) < 1e-4
+
+
+def test_what_files_cannot_do_is_refused_with_what_to_do(llama, tmp_path):
+    """Weights of attention, a cache of another model, masks of another length, two ways to draw, misspelt keywords."""
+    model, generator, files = llama
+    ids = torch.tensor([[7, 8, 9, 10]])
+    with pytest.raises(InvalidArgumentError, match="output_attentions: the files return scores only"):
+        files.generate(ids, output_attentions=True)
+    with torch.no_grad():
+        cache = cache_of(model(ids))
+    with pytest.raises(InvalidArgumentError, match="4 tokens, which the files have not read"):
+        files(ids, **{installed_name(): cache})
+    with pytest.raises(InvalidArgumentError, match=r"attention_mask has shape \(1, 9\); it must be \(1, 4\)"):
+        files(ids, attention_mask=torch.ones(1, 9))
+    with pytest.raises(InvalidArgumentError, match="Pass all as keywords"):
+        generator.generate(ids, sampling=Sampling(), top_p=0.9)
+    with pytest.raises(InvalidArgumentError, match=r"not of meta\. Choose where"):
+        files.to("meta")
+    assert files.to("cpu").device.type == "cpu"
+    with pytest.raises(InvalidArgumentError, match="max_new_token"):
+        generator.generate(ids, max_new_token=3)
+
+
+def test_drafts_are_refused_by_a_file_that_returns_the_last_scores_only(tmp_path):
+    """Each drafted token is checked by scores of its own; other keywords work."""
+    model = small_model("llama")
+    export_folder(model, tmp_path / "last", logits="last", proof="none")
+    files, ids = open_model(tmp_path / "last"), torch.tensor([[7, 8, 9, 10]])
+    with pytest.raises(InvalidArgumentError, match='without logits="last"'):
+        files.generate(ids, prompt_lookup_num_tokens=3)
+    expected = model.generate(ids, repetition_penalty=1.4, max_new_tokens=6).tolist()
+    assert files.generate(ids, repetition_penalty=1.4, max_new_tokens=6).tolist() == expected
+
+
+@pytest.mark.parametrize("to", cases(["program", "openvino", "shared"], quick=["shared"]))
+def test_other_files_do_the_same(to, tmp_path):
+    """Programs, OpenVINO, and a cache in one memory: samples, beams, and drafts that are taken back."""
+    if to == "openvino":
+        pytest.importorskip("openvino")
+    model = small_model("gemma3_text")  # of which some layers slide
+    how = {"program": {"to": "program"}, "openvino": {"target": "openvino"}, "shared": {"optimize": "onnxruntime"}}[to]
+    export_folder(model, tmp_path / "out", proof="none", **how)
+    files = open_model(tmp_path / "out")
+    ids = torch.randint(4, 258, (1, 6), generator=torch.Generator().manual_seed(2))
+    for options in ({"do_sample": True, "num_return_sequences": 2}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
+        found = []
+        for door in (model, files):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(3)
+                found.append(door.generate(ids, **options, max_new_tokens=20).tolist())
+        assert found[0] == found[1], options

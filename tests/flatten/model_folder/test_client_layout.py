@@ -1,0 +1,132 @@
+"""A folder in the places in which transformers.js looks for files, which other tools and this package also open."""
+
+import json
+import os
+import shutil
+import subprocess
+
+import numpy
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+from transformers import ByT5Tokenizer
+
+from yobx_flatten import GenerationError, InvalidArgumentError, export_folder, open_generator, open_model, verify_folder
+from yobx_flatten.generate.layout import located
+from yobx_flatten.model_folder.client_layout import apply_layout, check_layout
+from yobx_flatten.model_folder.tiny_models import small_model
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A small model with a chat template, and its folder for transformers.js."""
+    model, root = small_model("llama"), tmp_path_factory.mktemp("layout")
+    model.save_pretrained(root / "saved")
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(root / "saved")
+    export_folder(root / "saved", root / "out", layout="transformers.js")
+    return model, root / "out"
+
+
+@pytest.mark.slow
+def test_the_files_are_where_the_client_looks_and_are_verified_and_generate_there(llama):
+    """In `onnx/`, with the type in the configuration and the template in that of the tokenizer."""
+    model, folder = llama
+    assert [path.relative_to(folder).as_posix() for path in folder.rglob("*.onnx")] == ["onnx/model.onnx"]
+    assert json.loads((folder / "config.json").read_text())["transformers.js_config"] == {"dtype": "fp32"}
+    assert "message['content']" in json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+    assert json.loads((folder / "genai_config.json").read_text())["model"]["decoder"]["filename"] == "onnx/model.onnx"
+    assert verify_folder(folder).ok
+    ids = torch.randint(4, 258, (1, 6), generator=torch.Generator().manual_seed(0))
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False).tolist()
+    assert open_generator(folder).generate(ids, max_new_tokens=8).tolist() == expected
+    assert open_model(folder).generate(ids, max_new_tokens=8, do_sample=False).tolist() == expected
+
+
+@pytest.mark.slow
+def test_two_types_of_one_file_are_not_chosen_between(llama, tmp_path):
+    """As folders of the hub have them."""
+    copied = shutil.copytree(llama[1], tmp_path / "copied")
+    (copied / "onnx" / "model.onnx").rename(copied / "onnx" / "model_q4.onnx")
+    assert located(copied, "model.onnx").name == "model_q4.onnx"
+    shutil.copy(copied / "onnx" / "model_q4.onnx", copied / "onnx" / "model_fp16.onnx")
+    with pytest.raises(GenerationError, match=r"model_fp16\.onnx, model_q4\.onnx, which are one file"):
+        open_generator(copied)
+
+
+def test_weights_in_a_second_file_are_found_under_its_new_name(tmp_path):
+    """transformers.js looks for `model_q4.onnx_data`; tensors inside the bodies of nodes are also read from there."""
+    weight = numpy_helper.from_array(numpy.arange(2048, dtype=numpy.float32), "weight")
+    inner = helper.make_tensor_value_info("inner", TensorProto.FLOAT, [2048])
+    constant = helper.make_node("Constant", [], ["inner"], value=numpy_helper.from_array(numpy.ones(2048, "float32")))
+    branch = helper.make_graph([constant], "branch", [], [inner])
+    nodes = [
+        helper.make_node("If", ["x"], ["one"], then_branch=branch, else_branch=branch),
+        helper.make_node("Add", ["one", "weight"], ["y"]),
+    ]
+    x, y = (
+        helper.make_tensor_value_info("x", TensorProto.BOOL, []),
+        helper.make_tensor_value_info("y", TensorProto.FLOAT, [2048]),
+    )
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", [x], [y], [weight]), opset_imports=[helper.make_opsetid("", 18)]
+    )
+    model.ir_version = 9
+    how = {
+        "save_as_external_data": True,
+        "location": "model.onnx.data",
+        "size_threshold": 0,
+        "convert_attribute": False,
+    }
+    onnx.save(model, str(tmp_path / "model.onnx"), **how)
+    (tmp_path / "config.json").write_text("{}")
+    assert apply_layout(tmp_path, ["model.onnx"], "int4", "float16") == ["onnx/model_q4f16.onnx"]
+    assert sorted(path.name for path in (tmp_path / "onnx").iterdir()) == ["model_q4f16.onnx", "model_q4f16.onnx_data"]
+    stated = json.loads((tmp_path / "config.json").read_text())["transformers.js_config"]
+    assert stated == {"dtype": "q4f16", "use_external_data_format": {"model_q4f16.onnx": 1}}
+    session = onnxruntime.InferenceSession(tmp_path / "onnx" / "model_q4f16.onnx")
+    assert (session.run(None, {"x": numpy.array(True)})[0] == numpy.arange(1, 2049)).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (("tree", "onnx", "text-generation", None, "float32"), "layout must be one of 'flat', 'transformers.js'"),
+        (("transformers.js", "program", "text-generation", None, "float32"), "is for ONNX files"),
+        (("transformers.js", "onnx", "text2text-generation", None, "float32"), "one file with a switch"),
+        (("transformers.js", "onnx", "text-generation", "int8", "float16"), "no name for files of int8 with float16"),
+    ],
+)
+def test_what_the_client_would_not_open_is_refused(given, why):
+    """Before anything is exported."""
+    with pytest.raises(InvalidArgumentError, match=why):
+        check_layout(*given)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("TRANSFORMERS_JS"), reason="TRANSFORMERS_JS names no transformers.node.mjs")
+def test_transformers_js_writes_the_text_of_the_model(llama, tmp_path):
+    """In node, with nothing done by hand; TRANSFORMERS_JS is the path of its ``transformers.node.mjs``."""
+    model, folder = llama
+    script = tmp_path / "run.mjs"
+    library = json.dumps(os.path.abspath(os.environ["TRANSFORMERS_JS"]))
+    script.write_text(
+        f"""import {{ AutoModelForCausalLM, Tensor, env }} from {library};
+env.allowRemoteModels = false; env.localModelPath = {json.dumps(str(folder.parent) + "/")};
+const model = await AutoModelForCausalLM.from_pretrained("out");
+const ids = new Tensor("int64", [7n, 8n, 9n, 10n], [1, 4]), ones = new Tensor("int64", [1n, 1n, 1n, 1n], [1, 4]);
+const found = await model.generate({{ input_ids: ids, attention_mask: ones, max_new_tokens: 8, do_sample: false }});
+console.log(JSON.stringify(found.tolist()[0].map(Number)));
+"""
+    )
+    done = subprocess.run(["node", str(script)], capture_output=True, text=True, check=True)
+    expected = model.generate(torch.tensor([[7, 8, 9, 10]]), max_new_tokens=8, do_sample=False)[0].tolist()
+    assert json.loads(done.stdout.splitlines()[-1]) == expected

@@ -1,0 +1,197 @@
+"""`pipeline(task, model=open_model(folder))` returns what it returns with the model, for each task that is exported."""
+
+import json
+
+import numpy
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+pytest.importorskip("PIL")
+
+import transformers
+from PIL import Image
+
+from tests.cases import cases
+from tests.transformers_versions import needs_transformers
+from yobx_flatten import InvalidArgumentError, export_folder, open_model
+from yobx_flatten.model_folder.tiny_models import small_config, small_model
+
+pytestmark = [pytest.mark.slow, needs_transformers("5.23", "pipelines of these tasks take other arguments")]
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+LETTERS = list("abcdefghijklmnopqrstuvwxyz")
+SQUARE = {"size": {"height": 32, "width": 32}}
+
+
+def letters():
+    """A tokenizer of single letters, with the special tokens of BERT."""
+    from tokenizers import BertWordPieceTokenizer
+
+    words = [*SPECIAL, *LETTERS, *(f"##{letter}" for letter in LETTERS)]
+    made = BertWordPieceTokenizer(vocab={word: number for number, word in enumerate(words)})
+    return transformers.BertTokenizer(tokenizer_object=made._tokenizer, model_max_length=32)
+
+
+def characters(folder):
+    """A tokenizer of characters, as speech recognition frame by frame has it."""
+    folder.mkdir(exist_ok=True)
+    words = ["<pad>", "<s>", "</s>", "<unk>", "|", *LETTERS]
+    (folder / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
+    return transformers.Wav2Vec2CTCTokenizer(str(folder / "vocab.json"))
+
+
+def picture(size=32):
+    drawn = numpy.random.default_rng(0).integers(0, 255, (size, size, 3), dtype=numpy.uint8)
+    return Image.fromarray(drawn)
+
+
+def sound(samples):
+    return numpy.random.default_rng(1).standard_normal(samples).astype(numpy.float32)
+
+
+def bert(kind, **options):
+    config = small_config("bert")
+    for name, value in options.items():
+        setattr(config, name, value)
+    return kind(config)
+
+
+def wav2vec(kind, **options):
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32)
+    shape = {"conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
+    attention = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    groups = {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8}
+    return kind(transformers.Wav2Vec2Config(**sizes, **shape, **attention, **groups, **options))
+
+
+def dpt():
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    neck = {"neck_hidden_sizes": [8, 8, 8, 8], "fusion_hidden_size": 8, "backbone_out_indices": [0, 1, 2, 3]}
+    config = transformers.DPTConfig(**sizes, **neck, image_size=32, patch_size=8)
+    return transformers.DPTForDepthEstimation(config)
+
+
+def yolos():
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.YolosConfig(**sizes, image_size=[32, 32], patch_size=8, num_detection_tokens=5, num_labels=3)
+    return transformers.YolosForObjectDetection(config)
+
+
+def segformer():
+    sizes = {"hidden_sizes": [8, 16, 16, 16], "num_attention_heads": [1, 2, 2, 2], "depths": [1, 1, 1, 1]}
+    config = transformers.SegformerConfig(**sizes, decoder_hidden_size=16, num_labels=3)
+    return transformers.SegformerForSemanticSegmentation(config)
+
+
+def vit(kind):
+    config = small_config("vit")
+    config.num_labels = 4
+    return kind(config)
+
+
+ENTAILS = {"label2id": {"entailment": 0, "neutral": 1, "contradiction": 2}, "num_labels": 3}
+
+
+def readers(task, folder):
+    """The tokenizer or processor of a task, as the argument of a pipeline."""
+    if "image" in task or "depth" in task or "object" in task:
+        kinds = {
+            "image-segmentation": lambda: transformers.SegformerImageProcessor(size={"height": 64, "width": 64}),
+            "depth-estimation": lambda: transformers.DPTImageProcessor(**SQUARE),
+            "object-detection": lambda: transformers.YolosImageProcessor(**SQUARE, do_pad=False),
+            "zero-shot-image-classification": lambda: transformers.CLIPImageProcessor(
+                size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+            ),
+        }
+        made = kinds.get(task, lambda: transformers.ViTImageProcessor(**SQUARE))()
+        text = {"tokenizer": transformers.ByT5Tokenizer(extra_ids=0, model_max_length=32)} if "shot" in task else {}
+        return {"image_processor": made, **text}
+    if task == "audio-classification":
+        return {"feature_extractor": transformers.Wav2Vec2FeatureExtractor()}
+    if task == "automatic-speech-recognition":
+        return {"feature_extractor": transformers.Wav2Vec2FeatureExtractor(), "tokenizer": characters(folder)}
+    return {"tokenizer": letters() if task != "text-generation" else transformers.ByT5Tokenizer(extra_ids=0)}
+
+
+# by task: makes the model, and what the pipeline is called with
+TASKS = {
+    "text-generation": (lambda: small_model("llama"), "hello", {"max_new_tokens": 6, "do_sample": False}),
+    "fill-mask": (lambda: bert(transformers.BertForMaskedLM, vocab_size=57), "a b [MASK] c", {}),
+    "text-classification": (lambda: bert(transformers.BertForSequenceClassification, num_labels=3), "good day", {}),
+    "token-classification": (lambda: bert(transformers.BertForTokenClassification, num_labels=3), "good day", {}),
+    "feature-extraction": (lambda: bert(transformers.BertModel), "good day", {}),
+    "zero-shot-classification": (
+        lambda: bert(transformers.BertForSequenceClassification, **ENTAILS),
+        "good day",
+        {"candidate_labels": ["a", "bb"]},
+    ),
+    "image-classification": (lambda: vit(transformers.ViTForImageClassification), picture(), {}),
+    "image-feature-extraction": (lambda: vit(transformers.ViTModel), picture(), {}),
+    "object-detection": (yolos, picture(), {"threshold": 0.0}),
+    "image-segmentation": (segformer, picture(64), {}),
+    "depth-estimation": (dpt, picture(), {}),
+    "audio-classification": (
+        lambda: wav2vec(transformers.Wav2Vec2ForSequenceClassification, num_labels=4),
+        sound(3200),
+        {},
+    ),
+    "automatic-speech-recognition": (
+        lambda: wav2vec(transformers.Wav2Vec2ForCTC, vocab_size=31),
+        sound(3200),
+        {},
+    ),
+    "zero-shot-image-classification": (lambda: small_model("clip"), picture(), {"candidate_labels": ["cat", "dog"]}),
+}
+
+
+def distance(wanted, found):
+    """The largest difference of two nested results; text must be the same."""
+    assert type(wanted) is type(found)
+    if isinstance(wanted, dict):
+        assert wanted.keys() == found.keys()
+        return max((distance(wanted[key], found[key]) for key in wanted), default=0.0)
+    if isinstance(wanted, (list, tuple)):
+        assert len(wanted) == len(found)
+        return max((distance(*pair) for pair in zip(wanted, found, strict=True)), default=0.0)
+    if isinstance(wanted, Image.Image):
+        wanted, found = numpy.asarray(wanted, dtype="float32"), numpy.asarray(found, dtype="float32")
+    if isinstance(wanted, (int, float, numpy.generic, numpy.ndarray, torch.Tensor)):
+        return float(numpy.abs(numpy.asarray(wanted) - numpy.asarray(found)).max())
+    assert wanted == found
+    return 0.0
+
+
+@pytest.mark.parametrize("task", cases(list(TASKS), quick=["text-generation", "text-classification"]))
+def test_a_pipeline_returns_what_it_returns_with_the_model(task, tmp_path, caplog):
+    """The same labels, texts, boxes and pictures, and no complaint that the class is another one."""
+    make, given, options = TASKS[task]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = make().eval()
+    export_folder(model, tmp_path / "out", proof="none")
+    read = readers(task, tmp_path / "reader")
+    wanted = transformers.pipeline(task, model=model, **read)(given, **options)
+    found = transformers.pipeline(task, model=open_model(tmp_path / "out"), **read)(given, **options)
+    most = 1.0 if task == "depth-estimation" else 1e-4  # a picture has whole numbers
+    assert distance(wanted, found) <= most
+    assert "is not supported for" not in caplog.text
+
+
+def test_a_class_refuses_a_folder_of_another_task_and_inputs_that_the_file_does_not_take(tmp_path):
+    """With the class to take, and the input."""
+    export_folder(bert(transformers.BertModel), tmp_path / "out", proof="none")
+    from yobx_flatten import OnnxForCausalLM
+
+    with pytest.raises(InvalidArgumentError, match=r"OnnxForFeatureExtraction\.from_pretrained"):
+        OnnxForCausalLM.from_pretrained(tmp_path / "out")
+    model, ids = open_model(tmp_path / "out"), torch.tensor([[5, 6, 7]])
+    assert model(ids).last_hidden_state.shape == (1, 3, 64)
+    with pytest.raises(InvalidArgumentError, match="and no output_attentions"):
+        model(ids, output_attentions=True)
+    with pytest.raises(InvalidArgumentError, match="pass input_ids"):
+        model(attention_mask=torch.ones_like(ids))
+    with pytest.raises(InvalidArgumentError, match=r"shutil\.copytree"):
+        model.save_pretrained(tmp_path / "copy")

@@ -1,0 +1,123 @@
+"""Folders of sentence-transformers: their modules are part of the file, and their folders are copied."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+from safetensors.torch import save_file
+
+from yobx_flatten import export_folder, open_model
+from yobx_flatten.errors import ModelSourceError
+from yobx_flatten.model_folder.sentence import EMBEDDING, Pooling, read_modules
+from yobx_flatten.model_folder.tiny_models import small_model
+
+HIDDEN = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
+MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
+
+
+def by_hand(mode):
+    """The vector of each row, from its tokens one by one."""
+    made = []
+    for row, mask in zip(HIDDEN, MASK, strict=True):
+        tokens = row[: int(mask.sum())]
+        places = torch.arange(1.0, len(tokens) + 1)[:, None]
+        made.append(
+            {
+                "cls": row[0],
+                "max": tokens.max(0).values,
+                "mean": tokens.mean(0),
+                "mean_sqrt_len_tokens": tokens.sum(0) / len(tokens) ** 0.5,
+                "weightedmean": (tokens * places).sum(0) / places.sum(),
+                "lasttoken": tokens[-1],
+            }[mode]
+        )
+    return torch.stack(made)
+
+
+@pytest.mark.parametrize("mode", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
+def test_a_row_is_pooled_over_its_own_tokens(mode):
+    """Each way, with rows padded on the right, compared with a loop over rows."""
+    assert torch.allclose(Pooling([mode])(HIDDEN, MASK), by_hand(mode), atol=1e-6)
+
+
+def test_the_last_token_of_a_row_that_is_padded_on_the_left_is_the_last_one():
+    """As decoders are padded."""
+    assert torch.equal(Pooling(["lasttoken"])(HIDDEN, MASK.flip(1)), HIDDEN[:, -1])
+
+
+def write(folder, kinds, **contents):
+    """Write the files of modules after a model."""
+    paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(kinds, 1))]
+    types = [f"sentence_transformers.models.{kind}" for kind in ("Transformer", *kinds)]
+    listed = [
+        {"idx": n, "name": str(n), "path": p, "type": t} for n, (p, t) in enumerate(zip(paths, types, strict=True))
+    ]
+    folder.mkdir(exist_ok=True)
+    (folder / "modules.json").write_text(json.dumps(listed))
+    for path, kind in zip(paths[1:], kinds, strict=True):
+        (folder / path).mkdir()
+        (folder / path / "config.json").write_text(json.dumps(contents.get(kind, {})))
+    return folder
+
+
+@pytest.mark.slow
+def test_the_file_returns_the_embedding_and_the_folders_are_copied(tmp_path):
+    """Two ways of pooling behind each other, a matrix with tanh, length 1; the source is the formula, on the model."""
+    trained = small_model("bert")  # with a head, as many such folders are
+    model = trained.bert
+    trained.save_pretrained(tmp_path / "st")
+    pooling = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}
+    dense = {"in_features": 128, "out_features": 8, "activation_function": "torch.nn.modules.activation.Tanh"}
+    folder = write(tmp_path / "st", ["Pooling", "Dense", "Normalize"], Pooling=pooling, Dense=dense)
+    linear = torch.nn.Linear(128, 8)
+    save_file(
+        {"linear.weight": linear.weight.detach(), "linear.bias": linear.bias.detach()},
+        folder / "2_Dense/model.safetensors",
+    )
+    export_folder(folder, tmp_path / "out")
+    for name in ("modules.json", "1_Pooling/config.json", "2_Dense/model.safetensors", "3_Normalize/config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+    ids = torch.randint(4, 258, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    with torch.no_grad():
+        hidden = model(ids, attention_mask=mask)[0]
+        mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        wanted = torch.nn.functional.normalize(torch.tanh(linear(torch.cat([hidden[:, 0], mean], dim=-1))), dim=-1)
+    found = open_model(tmp_path / "out")(input_ids=ids, attention_mask=mask)
+    assert float((found[EMBEDDING] - wanted).abs().max()) < 1e-5
+    assert float((found.last_hidden_state - hidden)[mask.bool()].abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kinds", "contents", "why"),
+    [
+        (["LSTM"], {}, "module LSTM at place 1"),
+        (["Pooling"], {}, "Pooling by nothing"),
+        (["Pooling"], {"pooling_mode": "attention"}, "Pooling by attention"),
+        (["Pooling"], {"pooling_mode_mean_tokens": True, "include_prompt": False}, "include_prompt=false"),
+        (["Normalize"], {}, "module Normalize at place 1"),
+    ],
+)
+def test_a_module_that_is_not_known_is_named(tmp_path, kinds, contents, why):
+    """The file then ends with the model, and the report states why."""
+    found = read_modules(write(tmp_path / "st", kinds, **dict.fromkeys(kinds, contents)))
+    assert not found.layers
+    assert why in found.why_not
+
+
+def test_modules_lead_to_no_other_folder(tmp_path):
+    """A path of a stranger stays in its folder."""
+    folder = write(tmp_path / "st", ["Pooling"], Pooling={"pooling_mode_mean_tokens": True})
+    listed = json.loads((folder / "modules.json").read_text())
+    listed[1]["path"] = "../other"
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    with pytest.raises(ModelSourceError):
+        read_modules(folder)

@@ -1,0 +1,141 @@
+"""A class with the name of an exported model, its configurations as objects, and no weights. Imports transformers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from ..errors import GenerationError, InvalidArgumentError
+from ..files.damage import damage_as
+from .documents import Documents
+from .settings import GenerationSettings, settings_of
+
+__all__ = ["ModelWithoutWeights", "class_name_of", "generation_of", "named_class", "read_config"]
+
+# settings, and what transformers calls them
+_SETTINGS = {
+    "eos_token_ids": "eos_token_id",
+    "pad_token_id": "pad_token_id",
+    "decoder_start_token_id": "decoder_start_token_id",
+    "forced_bos_token_id": "forced_bos_token_id",
+    "max_new_tokens": "max_new_tokens",
+    "max_length": "max_length",
+}
+
+
+class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers is untyped
+    """A model of transformers whose calls run files, wherever these compute.
+
+    Args:
+        config: its configuration.
+    """
+
+    def __init__(self, config: Any) -> None:
+        PreTrainedModel.__init__(self, config)
+        self.anchor = torch.nn.Parameter(torch.zeros(()), requires_grad=False)  # states device and type
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse another device: tensors come from and go to the host.
+
+        Raises:
+            InvalidArgumentError: with the argument that chooses where files compute.
+        """
+        moved = super().to(*args, **kwargs)
+        if self.anchor.device.type != "cpu":
+            found, self.anchor = self.anchor.device, torch.nn.Parameter(torch.zeros(()), requires_grad=False)
+            raise InvalidArgumentError(
+                f"The files take and return tensors of the host, not of {found}. Choose where they compute when they "
+                'are opened: open_model(folder, device="cuda")'
+            )
+        return moved
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse: the files are where they are.
+
+        Raises:
+            InvalidArgumentError: always.
+        """
+        raise InvalidArgumentError("A model of exported files is its folder: copy that, with shutil.copytree(a, b).")
+
+
+def read_config(stated: dict[str, Any], *, encoder: bool) -> Any:
+    """Return a configuration as an object.
+
+    Args:
+        stated: what ``config.json`` holds.
+        encoder: whether the model is an encoder-decoder, where the document does not state it.
+    """
+    kind = stated.get("model_type")
+    made: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else PretrainedConfig  # noqa: SIM401 # its `get` imports nothing
+    with damage_as(GenerationError, "config.json"):
+        config = made.from_dict(stated) if made is not PretrainedConfig else made(**stated)
+        if encoder and not getattr(config, "is_encoder_decoder", False):
+            config.is_encoder_decoder = True
+        return config
+
+
+def generation_of(settings: GenerationSettings, config: Any) -> Any:
+    """Return how a model generates: what is written next to it, but for what the settings were changed to.
+
+    Args:
+        settings: the settings.
+        config: the configuration of the model.
+
+    Raises:
+        InvalidArgumentError: when the settings have rules of their own.
+    """
+    documents = settings.documents or Documents({}, {})
+    own = settings_of(documents.config, documents.generation)
+    with damage_as(GenerationError, "generation_config.json"):
+        if documents.generation:
+            stated = copy.deepcopy(dict(documents.generation))
+            stated.pop("_from_model_config", None)  # by which transformers < 5 compares it with the model's
+            found = GenerationConfig.from_dict(stated)
+        else:
+            found = GenerationConfig.from_model_config(config)
+    if settings.processors and len(settings.processors) != len(own.processors):
+        raise InvalidArgumentError(
+            "These settings have processors of their own. Pass them to generate: "
+            "logits_processor=LogitsProcessorList([...])"
+        )
+    for name, theirs in _SETTINGS.items():
+        value = getattr(settings, name)
+        if value != getattr(own, name):
+            setattr(found, theirs, list(value) if isinstance(value, tuple) else value)
+    return found
+
+
+def named_class(stated: Mapping[str, Any], bases: tuple[Any, ...]) -> Any:
+    """Make a class with the name of the exported one.
+
+    Args:
+        stated: what ``config.json`` holds.
+        bases: its bases.
+    """
+    return type(class_name_of(stated) or bases[0].__name__, bases, {"__module__": __name__})
+
+
+def class_name_of(stated: Mapping[str, Any]) -> str:
+    """Return the class that a configuration names; empty where transformers has no model of that name.
+
+    Args:
+        stated: what ``config.json`` holds.
+    """
+    names = stated.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    return name if isinstance(name, str) and name in _model_names() else ""
+
+
+@functools.cache
+def _model_names() -> frozenset[str]:
+    """The names of all models, read off the tables of the installed transformers; no model is imported."""
+    from transformers.models.auto import modeling_auto
+
+    tables = [table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]
+    values = [value for table in tables for value in table.values()]
+    return frozenset(name for value in values for name in ((value,) if isinstance(value, str) else value))

@@ -1,0 +1,132 @@
+"""Where the files of a folder are, and under which names: flat, or as transformers.js looks for them.
+
+.. code-block:: text
+
+    flat                    transformers.js
+    model.onnx              onnx/model.onnx, model_fp16.onnx, model_int8.onnx, model_q4.onnx, model_q4f16.onnx
+    model.onnx.data         onnx/model.onnx_data
+    chat_template.jinja     also in tokenizer_config.json
+                            transformers.js_config in config.json: the type, and which files have data next to them
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from ..errors import InvalidArgumentError, ModelSourceError
+from ..files.document import read_document
+from ..generate.layout import SUBFOLDER
+from .pieces import encoder_decoder_pieces
+from .tasks import TASKS
+
+__all__ = ["LAYOUTS", "Layout", "apply_layout", "check_layout"]
+
+Layout = Literal["flat", "transformers.js"]
+LAYOUTS: tuple[Layout, ...] = ("flat", "transformers.js")
+"""By default a folder is flat, which sentence-transformers, optimum and onnxruntime-genai open."""
+
+# by weights of few bits and type of the others: what transformers.js calls it, and the end of the name
+_TYPES = {
+    (None, "float32"): ("fp32", ""),
+    (None, "float16"): ("fp16", "_fp16"),
+    ("int8", "float32"): ("int8", "_int8"),
+    ("int4", "float32"): ("q4", "_q4"),
+    ("int4", "float16"): ("q4f16", "_q4f16"),
+}
+
+
+def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str) -> None:
+    """Refuse a layout that its client would not open.
+
+    Args:
+        layout: one of :data:`LAYOUTS`.
+        form: the format of the files.
+        task: the task of the model.
+        bits: the weights in few bits; ``None`` without.
+        dtype: the type of the others.
+
+    Raises:
+        InvalidArgumentError: with what works.
+    """
+    if layout not in LAYOUTS:
+        raise InvalidArgumentError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; found {layout!r}.")
+    if layout == "flat":
+        return
+    if form != "onnx":
+        raise InvalidArgumentError(f'layout="{layout}" is for ONNX files: leave target and to out.')
+    if TASKS[task] is encoder_decoder_pieces:
+        raise InvalidArgumentError(
+            f"transformers.js reads a decoder that is one file with a switch, and folders for {task} have two. Leave "
+            f'layout="{layout}" out.'
+        )
+    if (bits, dtype) not in _TYPES:
+        raise InvalidArgumentError(
+            f"transformers.js has no name for files of {bits or dtype} with {dtype}. It has "
+            f"{', '.join(name for name, _ in _TYPES.values())}."
+        )
+
+
+def apply_layout(folder: pathlib.Path, names: Sequence[str], bits: str | None, dtype: str) -> list[str]:
+    """Give the files of a folder the places in which transformers.js looks for them.
+
+    Args:
+        folder: a flat folder, that no one else reads.
+        names: names of its ONNX files.
+        bits: the weights in few bits; ``None`` without.
+        dtype: the type of the others.
+
+    Returns:
+        The new names, with the folder in front.
+    """
+    kind, end = _TYPES[bits, dtype]
+    (folder / SUBFOLDER).mkdir()
+    made, data = [], {}
+    for name in names:
+        target = folder / SUBFOLDER / f"{pathlib.PurePosixPath(name).stem}{end}.onnx"
+        if (folder / f"{name}.data").is_file():
+            _point_to(folder / name, f"{target.name}_data")
+            (folder / f"{name}.data").rename(f"{target}_data")
+            data[target.name] = 1
+        (folder / name).rename(target)
+        made.append(f"{SUBFOLDER}/{target.name}")
+    stated: dict[str, Any] = {"dtype": kind} | ({"use_external_data_format": data} if data else {})
+    _add(folder / "config.json", {"transformers.js_config": stated})
+    template = folder / "chat_template.jinja"
+    if template.is_file() and (folder / "tokenizer_config.json").is_file():
+        _add(folder / "tokenizer_config.json", {"chat_template": template.read_text(encoding="utf-8")})
+    genai = folder / "genai_config.json"
+    if genai.is_file():
+        contents = read_document(genai, dict[str, Any], failure=ModelSourceError)
+        contents["model"]["decoder"]["filename"] = made[0]
+        genai.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+    return made
+
+
+def _add(path: pathlib.Path, entries: dict[str, Any]) -> None:
+    contents = read_document(path, dict[str, Any], failure=ModelSourceError, finite=False)
+    path.write_text(json.dumps({**contents, **entries}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _point_to(path: pathlib.Path, data: str) -> None:
+    """Let a file find its weights under another name."""
+    import onnx
+
+    model = onnx.load(str(path), load_external_data=False)
+    for tensor in _tensors(model.graph):
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = data
+    path.write_bytes(model.SerializeToString())
+
+
+def _tensors(graph: Any) -> Iterator[Any]:
+    """Yield the tensors of a graph, and of those inside it."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield from (attribute.t, *attribute.tensors)
+            for below in (attribute.g, *attribute.graphs):
+                yield from _tensors(below)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -61,6 +62,10 @@ class RankSteps(StepRunner):
     def start(self, step: Callable[[], Any]) -> None:
         """Run a step in the background. The next run reads the parameters from before it, later runs those after it."""
         super().start(partial(self._run_agreed, step))
+
+    def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:
+        """Run a step now: the weights of all ranks are gathered next to the run that follows."""
+        self.run(step)
 
     def run_ended(self) -> None:
         """Note that the run during the last step has succeeded: the result of the step may now be published."""

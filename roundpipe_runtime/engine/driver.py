@@ -12,6 +12,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from yobx_flatten.recipe.aliases import PyTree
 from ..batch.arguments import check_labels
 from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..batch.loss import LossContract, warn_if_uneven
-from ..batch.splitting import split_flat
+from ..batch.splitting import split, split_flat
 from ..device.forking import free_after_fork
 from ..device.interrupts import Uninterrupted
 from ..device.pinning import PinnedModel
@@ -31,21 +32,23 @@ from ..device.transfer import HostValue
 from ..device.virtual import Device
 from ..device.worker import collect
 from ..errors import ConfigError, DeviceError, StageError
-from ..optim.parameters import ParameterStore, scan
+from ..optim.parameters import scan
 from ..optim.readiness import ReadinessTable
-from ..optim.step import StepRunner, wait_for_updates
+from ..optim.step import wait_for_updates
 from ..schedule.plan import RunType
 from ..schedule.round_robin import RoundRobin, Stage, stages_within
 from ..timeline.record import current_timeline
 from .autograd import call, check_not_transformed
+from .call import Call
 from .config import RoundPipeRunConfig
 from .copied_stage import CopyVisit
 from .draws import Draws, run_base
 from .gradient_memory import GradientMemory
-from .inputs import PinnedCopies, feed_inputs, host_value
+from .inputs import PinnedCopies, host_value
 from .kept_parameters import KeptParameters
 from .looks import is_due
 from .loss_check import LossChecks
+from .one_group import OneGroup
 from .outputs import merge_outputs, outputs_of
 from .planner import Planner
 from .progress import PipelineProgress
@@ -78,6 +81,8 @@ class Engine:
         optim_dtype: dtype in which the optimizer works.
         tag: name that distinguishes pipelines that run in the same step, for the seeds of random layers.
         pinned: pinned memory of the model. Default: nothing is pinned.
+        groups: groups that a batch is cut into, and the ranks that run them. Default: one, in this process.
+        gradient_dtype: dtype of the gradients of master weights between a run and the step. Default: that of the sums.
 
     Attributes:
         take_gradient: function that is offered each parameter and its gradient as soon as a microbatch has gone back
@@ -92,16 +97,20 @@ class Engine:
         optim_dtype: torch.dtype | None,
         tag: str,
         pinned: PinnedModel | None = None,
+        groups: OneGroup[Engine] | None = None,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
         self.layers = list(layers)
         self.devices = list(devices)
         self.tag = tag
         self.step = 0
-        self.store = self.make_store(model, optim_dtype)
+        self.groups: OneGroup[Engine] = OneGroup() if groups is None else groups
+        self.store = self.groups.make_store(model, optim_dtype)
+        self.store.kept_dtype = gradient_dtype
         self.table = ReadinessTable(len(self.layers))
         self.round_robin = RoundRobin(len(self.devices))
         self.planner = Planner(self.layers, self.devices, self.store.gradient_dtype)
-        self.steps = self.make_steps()
+        self.steps = self.groups.make_steps(self.store, self.table, partial(scan, self.layers))
         is_accelerated = any(device.torch_device.type != "cpu" for device in self.devices)
         self.gradient_memory = GradientMemory() if is_accelerated else None
         self.kept = KeptParameters(self.devices)
@@ -116,35 +125,11 @@ class Engine:
         self._warned = False
         self._row_check = RowCheck()
         self._runs: collections.Counter[RunType] = collections.Counter()
-
-    def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> ParameterStore:
-        """Return the store of the model's parameters."""
-        return ParameterStore(model, optim_dtype)
-
-    def make_steps(self) -> StepRunner:
-        """Return what runs the optimizer's steps."""
-        layers = self.layers
-        return StepRunner(self.store, self.table, lambda: scan(layers))
+        self.groups.begin(self, model)
 
     def pin(self, pinned: PinnedModel | None) -> None:
         """Set the pinned memory of the model, which later runs keep up to date."""
         self._pinned = pinned
-
-    def entering(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a call that ends in :meth:`forward_backward`, where other ranks may wait."""
-        return contextlib.nullcontext()
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which sums of gradients stay on this rank; of one process they do anyway."""
-        return contextlib.nullcontext()
-
-    def moves_generators(self) -> bool:
-        """Report whether the generators of the caller move with each run that draws."""
-        return True
-
-    def rows_of_batch(self, rows: int) -> int:
-        """Return the rows of the whole batch in a call, of which ``rows`` are those of this process."""
-        return rows
 
     # -- what a user calls -------------------------------------------------------------------------------------------
 
@@ -163,12 +148,15 @@ class Engine:
             SplitError: inputs cannot be split into microbatches.
             JoinError: outputs cannot be joined.
         """
-        self._check_can_run()
+        self.check_can_run()
         with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
-            batch = FlatBatch.of(args, kwargs, None)
-            microbatches = self.split(batch, config)
+            return self.groups.forward(self, args, kwargs, config)
+
+    def forward_here(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:
+        """Run all rows of this process forward, as one group; see :meth:`forward`."""
+        with torch.set_grad_enabled(bool(config.requires_grad)):
+            microbatches = self.cut_group(FlatBatch.of(args, kwargs, None), config)
             rows = [microbatch.rows for microbatch in microbatches]
-            self._row_check.check(self, batch, rows, config)
             run, host_values = self.prepare_forward(microbatches, config)
             joined = merge_outputs(self._forward_outputs(run, host_values), rows, rows, config)
             if run.spec.kind == "infer":
@@ -200,12 +188,10 @@ class Engine:
         Raises:
             SplitError: inputs cannot be split into microbatches.
         """
-        self._check_can_run()
+        self.check_can_run()
         config = _in_two_passes(config)
         with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
-            batch = FlatBatch.of(args, kwargs, None)
-            microbatches = self.split(batch, config)
-            self._row_check.check(self, batch, [microbatch.rows for microbatch in microbatches], config)
+            microbatches = self.cut_group(FlatBatch.of(args, kwargs, None), config)
             last = len(self.layers) - 1
             run, host_values = self.prepare_forward(microbatches, config, span=range(last))
             whole = join(self._forward_outputs(run, host_values))
@@ -230,7 +216,7 @@ class Engine:
             microbatches: microbatches of the run.
             config: settings of the call, without gaps.
         """
-        self._check_can_run()
+        self.check_can_run()
         config = _in_two_passes(dataclasses.replace(config, requires_grad=False))
         with self.lock, torch.no_grad():
             run, host_values = self.prepare_forward(microbatches, config, span=range(len(self.layers) - 1))
@@ -275,31 +261,89 @@ class Engine:
             SplitError: inputs or labels cannot be split into microbatches.
             LossError: ``loss_fn`` returned something that is not a loss.
         """
-        if not config.requires_grad:
-            raise ConfigError("forward_backward computes gradients, but they are switched off. Use forward.")
-        self._check_can_run()
+        self.check_can_run()
         with self.lock:
-            batch = FlatBatch.of(args, kwargs, label)
-            check_labels(batch.label)
-            microbatches = self.split(batch, config)
-            rows = [microbatch.rows for microbatch in microbatches]
-            self._row_check.check(self, batch, rows, config)
-            run, host_values = self.prepare_fused(microbatches, config, loss_fn=loss_fn, keep_outputs=return_outputs)
-            run.start_all(host_values)
-            self.execute(run, run.spec.stages)
             outputs = None
-            if return_outputs:
-                weights = run.contract.weights if run.contract.kind == "pair" else rows
-                outputs = merge_outputs(outputs_of(run), weights, rows, config)
-            total = pytree.tree_map(torch.Tensor.cpu, run.contract.total())
-            self._warn(run, rows, config)
-            run.collected.buffers.check()
-            self._wait_step(run)
-            feed_inputs(run, host_values, run.contract.gradient_scale())
-            self.commit(run)
+
+            def work(call: Call) -> None:
+                nonlocal outputs
+                self._run_groups(call, loss_fn, return_outputs, config)
+                if return_outputs and call.runs:
+                    outputs = _outputs_of_groups(call, config)
+                self._warn_of_rows(call, config)
+
+            cut = partial(self.cut_to_train, args, kwargs, label, config)
+            total = self.groups.run_call(self, "forward_backward", cut, config, work)
             return (total, outputs) if return_outputs else total
 
+    def _run_groups(
+        self, call: Call, loss_fn: Callable[[Any, Any], Any], keep_outputs: bool, config: RoundPipeRunConfig
+    ) -> None:
+        """Run forward, loss and backward of each group of this process, one after the other."""
+        for turn, (part, first) in enumerate(zip(call.parts, call.firsts, strict=True)):
+            if part:
+                run, host_values = self.prepare_fused(
+                    part,
+                    config,
+                    call.losses(turn),
+                    is_split=call.is_split,
+                    loss_fn=loss_fn,
+                    keep_outputs=keep_outputs,
+                    base_seed=call.seed,
+                    first_microbatch=first,
+                    gradients_landed=None if call.land is None else partial(call.land, turn),
+                )
+                with self.groups.stopping(run):
+                    run.start_all(host_values)
+                    self.execute(run, run.spec.stages)
+                call.add(run, host_values)
+            if call.land is not None:
+                for layer in range(len(self.layers)):  # what has not landed has no gradient
+                    call.land(turn, layer, {})
+
     # -- the parts of a run ------------------------------------------------------------------------------------------
+
+    def cut_to_train(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: RoundPipeRunConfig
+    ) -> list[list[FlatMicrobatch]]:
+        """Return the microbatches of each group of this process, for a call that computes gradients.
+
+        Raises:
+            ConfigError: gradients are switched off, or the batch is given in another number of parts.
+        """
+        if not config.requires_grad:
+            raise ConfigError("forward_backward computes gradients, but they are switched off. Use forward.")
+        return self.cut(args, kwargs, label, config)
+
+    def cut(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: RoundPipeRunConfig
+    ) -> list[list[FlatMicrobatch]]:
+        """Return the microbatches of each group of this process; there may be fewer rows than groups.
+
+        Raises:
+            ConfigError: the batch is given in another number of parts.
+            SplitError: it is not clear what to cut.
+        """
+        count = self.groups.own_groups
+        batch = FlatBatch.of(args, kwargs, label)
+        check_labels(batch.label)
+        if count == 1:
+            return [self.cut_group(batch, config)]
+        groups = split(args, kwargs, label, count, split_input=config.split_input, split_label=config.split_label)
+        if len(groups) > count:
+            raise ConfigError(
+                f"The batch is given in {len(groups)} parts, and this rank has {count} groups. With replicas, give "
+                "whole tensors, or one part for each group of the rank."
+            )
+        self._row_check.check(self, batch, [group.rows for group in groups], config)
+        parts = [self.cut_group(FlatBatch.of(group.args, group.kwargs, group.label), config) for group in groups]
+        return parts + [[] for _ in range(count - len(parts))]
+
+    def cut_group(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[FlatMicrobatch]:
+        """Return the microbatches of one group, whose rows are shown to be independent where they may not be."""
+        microbatches = self.split(batch, config)
+        self._row_check.check(self, batch, [microbatch.rows for microbatch in microbatches], config)
+        return microbatches
 
     def split(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[FlatMicrobatch]:
         """Split arguments and labels into microbatches.
@@ -338,8 +382,9 @@ class Engine:
         self,
         microbatches: Sequence[FlatMicrobatch],
         config: RoundPipeRunConfig,
-        contract: LossContract | None = None,
+        contract: LossContract,
         *,
+        is_split: bool,
         loss_fn: Callable[[Any, Any], Any],
         **of_spec: Any,
     ) -> tuple[Run, list[HostValue]]:
@@ -348,8 +393,9 @@ class Engine:
         Args:
             microbatches: microbatches of the run.
             config: settings of the call, without gaps.
-            contract: contract of the losses. Default: these microbatches are the whole batch.
-            loss_fn: loss function, which is checked in its first run.
+            contract: contract of the losses.
+            is_split: whether the loss of the batch is one of several microbatches.
+            loss_fn: loss function, which is checked in its first run if it is.
             **of_spec: further fields of :class:`RunSpec`.
 
         Returns:
@@ -361,7 +407,6 @@ class Engine:
             for one in microbatches
         ]
         rows = [microbatch.rows for microbatch in microbatches]
-        is_split = len(rows) > 1 or contract is not None  # a part of the batch of all ranks
         first = microbatches[0].labels if microbatches else ()
         check = self._loss_checks.of(loss_fn, config.reduction_of_parts, first) if is_split else None
         of_spec |= {"loss_fn": loss_fn, "loss_check": check}
@@ -433,7 +478,9 @@ class Engine:
             looks=is_due(self._count(kind)),
         )
         spec = dataclasses.replace(spec, **of_spec)
-        draws = Draws(spec.base_seed or run_base(), spec.tag, in_order=len(rows) == 1, moves=self.moves_generators())
+        draws = Draws(
+            spec.base_seed or run_base(), spec.tag, in_order=len(rows) == 1, moves=self.groups.moves_generators
+        )
         spec = dataclasses.replace(spec, base_seed=draws.seeds)
         largest = max((spec.stage_nbytes(stage) for stage in spec.stages), default=0)
         nbytes_kept = self.planner.bytes_to_keep(config.keep_parameters or 0, largest)
@@ -459,10 +506,7 @@ class Engine:
         Args:
             step: function of the step.
         """
-        self.steps.synchronize()
-        with self.lock:  # a run of another thread has ended, and finds the step when it begins
-            steps = self.steps.begin_exact(step)
-        self.steps.wait_exact(steps)
+        self.steps.run_exact(step, self.lock)
 
     def execute(self, run: Run, stages: Sequence[Stage]) -> None:
         """Run stages to their end.
@@ -474,7 +518,7 @@ class Engine:
         Raises:
             BaseException: the first error of any of them, when all have ended.
         """
-        self._check_can_run()
+        self.check_can_run()
         with Uninterrupted(stop=run.mailbox.fail):
             self._execute(run, stages)
 
@@ -527,7 +571,7 @@ class Engine:
         if run.spec.kind != "fused":
             self.commit_forward(run)
             return
-        self._wait_step(run)
+        self.wait_step(run)
         with Uninterrupted():
             self.commit_forward(run)
             self.commit_backward(run)
@@ -540,20 +584,20 @@ class Engine:
             run.discard()
             raise
         if self.steps.is_exact:
-            self._wait_step(run)
+            self.wait_step(run)
         with Uninterrupted():
             run.collected.buffers.commit(keep_start=run.spec.kind == "train")
             run.draws.commit()
-            self.step += 1
+            self.step += self.groups.counts_forward
 
     def commit_backward(self, run: Run) -> None:
         """Commit the gradients of a run whose forward was committed before."""
-        self._wait_step(run)
+        self.wait_step(run)
         with Uninterrupted():
             self.steps.run_ended()
             run.commit_gradients()
 
-    def _wait_step(self, run: Run) -> None:
+    def wait_step(self, run: Run) -> None:
         """Wait for a step in the background: its error comes before anything of this run is written."""
         try:
             self.steps.wait_update()
@@ -570,6 +614,7 @@ class Engine:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear all gradients; a background step reads them, so it ends first, unless it asks itself."""
+        self.groups.clear()
         if not self.steps.is_here():
             self.steps.wait_update()
         self.store.zero_grad(set_to_none)
@@ -605,6 +650,7 @@ class Engine:
             self.kept.drop()
             for device in alone:
                 device.close()
+            self.groups.close()
 
     def _leaves(self, device: Device) -> bool:
         """Stop using a device; report whether no other engine uses it."""
@@ -612,7 +658,13 @@ class Engine:
         users.discard(self)
         return not users
 
-    def _check_can_run(self) -> None:
+    def check_can_run(self) -> None:
+        """Check that the pipeline is open, and not called from inside of its own work.
+
+        Raises:
+            DeviceError: it was closed.
+            StageError: one of its own layers or steps calls it.
+        """
         if self._closed:
             raise DeviceError(
                 f"{self.devices[0].name} was closed, by this pipeline. Make a new pipeline:\n"
@@ -630,9 +682,19 @@ class Engine:
         """What keeps the pinned copies of a batch; ``None`` where no device copies from the host directly."""
         return None if self.gradient_memory is None else {}
 
-    def _warn(self, run: Run, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
-        if not self._warned and config.loss_reduction == "sum" and run.contract.kind != "pair":
-            self._warned = warn_if_uneven(rows, config.num_microbatch or 1)
+    def _warn_of_rows(self, call: Call, config: RoundPipeRunConfig) -> None:
+        """Warn once of a sum over means, where microbatches have different numbers of rows."""
+        is_sum = config.loss_reduction == "sum" and call.contract.kind not in ("pair", None)
+        if is_sum and self.groups.is_first and not self._warned:
+            number = (config.num_microbatch or 1) * self.groups.replicas
+            self._warned = warn_if_uneven(call.contract.rows, number)
+
+
+def _outputs_of_groups(call: Call, config: RoundPipeRunConfig) -> Any:
+    outputs = [output for run, _ in call.runs for output in outputs_of(run)]
+    rows = [count for run, _ in call.runs for count in run.contract.rows]
+    weights: list[float | None] = [weight for run, _ in call.runs for weight in run.contract.weights]
+    return merge_outputs(outputs, weights if call.contract.kind == "pair" else rows, rows, config)
 
 
 def _inputs_of(microbatches: Sequence[FlatMicrobatch], run: Run, pinned: PinnedCopies | None) -> list[HostValue]:

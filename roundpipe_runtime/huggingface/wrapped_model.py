@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,9 +41,6 @@ from .loss_proof import LossProof, Way
 from .loss_ways import LossWays
 from .merge_outputs import loss_fn_with_weight, merge_as_asked, merge_as_tuple, merge_with_cache, merge_with_loss
 from .row_lists import split_lists
-
-if TYPE_CHECKING:
-    from ..distributed.engine import RankEngine
 
 _LOG = logging.getLogger(__name__)
 
@@ -322,7 +319,7 @@ class WrappedModel(RoundPipe):
             SplitError: inputs or labels cannot be split into microbatches.
             LossError: ``loss_fn`` returned something that is not a loss.
         """
-        with self._rp_engine.entering():
+        with self._rp_engine.groups.entering():
             return self._rp_forward_backward(input_args, input_kwargs, label, loss_fn, return_outputs, run_config)
 
     def _rp_forward_backward(
@@ -350,7 +347,7 @@ class WrappedModel(RoundPipe):
             kwargs[CALL_OPTIONS] = dataclasses.replace(options, loss_only=True)
         way: Way = self._rp_way(input_args, kwargs, config) if computes_loss else "items"
         if computes_loss and not is_smoothed and has_auxiliary_loss(model, kwargs):
-            if self._rp_options.has_groups:
+            if self._rp_groups is not None:
                 given = (run_config or RoundPipeRunConfig()).over(self._rp_options.model_run_config)
                 if given.merge_output not in (None, True):
                     raise ConfigError(
@@ -358,8 +355,9 @@ class WrappedModel(RoundPipe):
                         "Leave merge_output= out."
                     )
                 whole = WholeBatchLoss(model, kwargs, loss_fn, label, as_tuple=wants_tuple(model, input_kwargs))
-                engine = cast("RankEngine", self._rp_engine)
-                found = engine.forward_backward_whole(input_args, kwargs, whole, self._rp_config(config))
+                found = self._rp_groups.forward_backward_whole(
+                    self._rp_engine, input_args, kwargs, whole, self._rp_config(config)
+                )
                 return found if return_outputs else found[0]
             return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config, way)
         if way == "joined" or (not computes_loss and self._rp_config(config).loss_reduction == "joined"):
@@ -390,7 +388,7 @@ class WrappedModel(RoundPipe):
     def _rp_rows_of_batch(self, args: tuple[Any, ...], kwargs: Kwargs) -> Callable[[], int]:
         """The rows of the batch of all ranks, which is known when a microbatch has its loss."""
         rows = rows_of_call(args, kwargs)
-        return lambda: self._rp_engine.rows_of_batch(rows)
+        return lambda: self._rp_engine.groups.rows_of_batch(rows)
 
     def _rp_backward_from_joined(
         self,

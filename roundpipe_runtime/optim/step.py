@@ -112,6 +112,18 @@ class StepRunner:
             self._unpublished = True
             self._update = self._worker.submit(_in_ctx, self._store, step)
 
+    def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:
+        """Run a step layer by layer, next to the run that follows, which waits for each layer.
+
+        Args:
+            step: function of the step.
+            lock: lock that runs hold, one at a time.
+        """
+        self.synchronize()
+        with lock:  # a run of another thread has ended, and finds the step when it begins
+            steps = self.begin_exact(step)
+        self.wait_exact(steps)
+
     def begin_exact(self, step: Callable[[], Any]) -> LayerSteps:
         """Run a step in the background, layer by layer; the next run waits for each layer.
 

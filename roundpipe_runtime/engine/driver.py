@@ -7,10 +7,8 @@ any more. A run that fails changes no gradient, no buffer and no seed.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,23 +23,22 @@ from ..batch.arguments import check_labels
 from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..batch.loss import LossContract, warn_if_uneven
 from ..batch.splitting import split, split_flat
-from ..device.forking import free_after_fork
 from ..device.interrupts import Uninterrupted
+from ..device.outcome import on_error
 from ..device.pinning import PinnedModel
 from ..device.transfer import HostValue
 from ..device.virtual import Device
-from ..device.worker import collect
-from ..errors import ConfigError, DeviceError, StageError
-from ..optim.parameters import scan
+from ..errors import ConfigError
+from ..optim.parameters import LayerContents, scan
 from ..optim.readiness import ReadinessTable
 from ..optim.step import wait_for_updates
 from ..schedule.plan import RunType
-from ..schedule.round_robin import RoundRobin, Stage, stages_within
+from ..schedule.round_robin import Stage, stages_within
 from ..timeline.record import current_timeline
 from .autograd import call, check_not_transformed
 from .call import Call
 from .config import RoundPipeRunConfig
-from .copied_stage import CopyVisit
+from .dispatch import Dispatch
 from .draws import Draws, run_base
 from .gradient_memory import GradientMemory
 from .inputs import PinnedCopies, host_value
@@ -55,20 +52,9 @@ from .progress import PipelineProgress
 from .rows import RowCheck
 from .run import Run
 from .run_spec import RunSpec, captured_autocast
-from .stage import Visit, run_stage
 from .timer import Timer
 
 __all__ = ["Engine"]
-
-# Pipelines may share devices. All stages of a run are handed out in one go: then every device has them in the same
-# order, and no two runs can wait for each other.
-_DISPATCH = free_after_fork(threading.Lock())
-
-# How often a device that failed is waited for: once for its error, and once for everything else.
-_ATTEMPTS = 2
-
-# The pipelines that are open on a device: the last one that closes ends its thread.
-_USERS: weakref.WeakKeyDictionary[Device, weakref.WeakSet[Engine]] = weakref.WeakKeyDictionary()
 
 
 class Engine:
@@ -108,7 +94,8 @@ class Engine:
         self.store = self.groups.make_store(model, optim_dtype)
         self.store.kept_dtype = gradient_dtype
         self.table = ReadinessTable(len(self.layers))
-        self.round_robin = RoundRobin(len(self.devices))
+        self.dispatch = Dispatch(self.devices)
+        self.round_robin = self.dispatch.round_robin
         self.planner = Planner(self.layers, self.devices, self.store.gradient_dtype)
         self.steps = self.groups.make_steps(self.store, self.table, partial(scan, self.layers))
         is_accelerated = any(device.torch_device.type != "cpu" for device in self.devices)
@@ -118,10 +105,6 @@ class Engine:
         self.take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
         self.pin(pinned)
         self._loss_checks = LossChecks()
-        self._closed = False
-        with _DISPATCH:
-            for device in self.devices:
-                _USERS.setdefault(device, weakref.WeakSet()).add(self)
         self._warned = False
         self._row_check = RowCheck()
         self._runs: collections.Counter[RunType] = collections.Counter()
@@ -439,48 +422,13 @@ class Engine:
             PlanError: the plan of the configuration is not one for these layers.
             StageError: a layer has parameters without a shape.
         """
-        span = range(len(self.layers)) if span is None else span
-        copies = config.last_stage_copies or 1
-        plan = config.execute_plan or self.planner.plan(kind, self.step, copies=copies, num_microbatch=len(rows))
-        # Who is offered gradients gets them from one device, microbatch after microbatch.
-        most_copies = 1 if self.take_gradient is not None else max(1, min(len(self.devices), len(rows)))
         # A publication that failed, for want of memory for example, is tried again before each run: the run would get
         # its error otherwise, also after the cause is gone.
         self.steps.resume()
-        # Stages read the values of the master weights only after this. While a step is pending they read frozen copies,
-        # or wait for each layer, and the thread of the step writes the parameters.
-        if not self.steps.pending:
-            self.store.publish()
-            if self._pinned is not None:
-                self._pinned.update()
-        # Read again for every run: the user may have replaced a parameter, frozen it, or added an adapter.
-        contents = scan(self.layers)
-        read = [parameter for layer in contents for parameter in layer.parameters()]
-        wait_for_updates(lambda steps: steps is not self.steps and steps.writes(read))  # of a pipeline that shares some
-        # Autocast belongs to the thread of the caller. Labels and losses may also stay on the CPU.
-        kinds = sorted({"cpu"} | {device.torch_device.type for device in self.devices})
-        spec = RunSpec(
-            kind=kind,
-            stages=stages_within(plan.stages(kind, len(self.layers), most_copies=most_copies), span),
-            span=span,
-            contents=contents,
-            num_microbatch=len(rows),
-            requires_grad=bool(config.requires_grad),
-            recompute_grain=config.recompute_grain or "stage",
-            preserve_rng_state=config.preserve_rng_state is not False,
-            base_seed=0,
-            tag=self.tag,
-            autocast=captured_autocast(kinds),
-            # In a run that goes backward later, the caller may change parameters in between.
-            stays=kind == "fused" and self.planner.fits(),
-            one_thread=self.planner.prefers_one_thread(kind),
-            take_gradient=self.take_gradient,
-            looks=is_due(self._count(kind)),
-        )
-        spec = dataclasses.replace(spec, **of_spec)
-        draws = Draws(
-            spec.base_seed or run_base(), spec.tag, in_order=len(rows) == 1, moves=self.groups.moves_generators
-        )
+        contents = self._read_layers()
+        spec = dataclasses.replace(self._spec(kind, config, contents, len(rows), span), **of_spec)
+        moves = self.groups.moves_generators
+        draws = Draws(spec.base_seed or run_base(), spec.tag, in_order=len(rows) == 1, moves=moves)
         spec = dataclasses.replace(spec, base_seed=draws.seeds)
         largest = max((spec.stage_nbytes(stage) for stage in spec.stages), default=0)
         nbytes_kept = self.planner.bytes_to_keep(config.keep_parameters or 0, largest)
@@ -493,6 +441,54 @@ class Engine:
         wait_cleared = self.steps.wait_cleared
         return Run(
             spec, self.store, self.table, self.version(), timer, contract, self.kept, draws, memory, wait_cleared
+        )
+
+    def _read_layers(self) -> list[LayerContents]:
+        """Return what the layers hold now: the user may have replaced a parameter, frozen it, or added an adapter."""
+        # Stages read the values of the master weights only after this. While a step is pending they read frozen copies,
+        # or wait for each layer, and the thread of the step writes the parameters.
+        if not self.steps.pending:
+            self.store.publish()
+            if self._pinned is not None:
+                self._pinned.update()
+        contents = scan(self.layers)
+        read = [parameter for layer in contents for parameter in layer.parameters()]
+        wait_for_updates(lambda steps: steps is not self.steps and steps.writes(read))  # of a pipeline that shares some
+        return contents
+
+    def _spec(
+        self,
+        kind: RunType,
+        config: RoundPipeRunConfig,
+        contents: list[LayerContents],
+        num_microbatch: int,
+        span: range | None,
+    ) -> RunSpec:
+        """Return what a run is asked to do, without the seed of its draws."""
+        copies = config.last_stage_copies or 1
+        plan = config.execute_plan or self.planner.plan(kind, self.step, copies=copies, num_microbatch=num_microbatch)
+        # Who is offered gradients gets them from one device, microbatch after microbatch.
+        most_copies = 1 if self.take_gradient is not None else max(1, min(len(self.devices), num_microbatch))
+        span = range(len(self.layers)) if span is None else span
+        # Autocast belongs to the thread of the caller. Labels and losses may also stay on the CPU.
+        kinds = sorted({"cpu"} | {device.torch_device.type for device in self.devices})
+        return RunSpec(
+            kind=kind,
+            stages=stages_within(plan.stages(kind, len(self.layers), most_copies=most_copies), span),
+            span=span,
+            contents=contents,
+            num_microbatch=num_microbatch,
+            requires_grad=bool(config.requires_grad),
+            recompute_grain=config.recompute_grain or "stage",
+            preserve_rng_state=config.preserve_rng_state is not False,
+            base_seed=0,
+            tag=self.tag,
+            autocast=captured_autocast(kinds),
+            # In a run that goes backward later, the caller may change parameters in between.
+            stays=kind == "fused" and self.planner.fits(),
+            one_thread=self.planner.prefers_one_thread(kind),
+            take_gradient=self.take_gradient,
+            looks=is_due(self._count(kind)),
         )
 
     def _count(self, kind: RunType) -> int:
@@ -523,29 +519,10 @@ class Engine:
             self._execute(run, stages)
 
     def _execute(self, run: Run, stages: Sequence[Stage]) -> None:
-        cursor = self.round_robin.cursor
         run.version = run.table.hold_latest()
         try:
-            with _DISPATCH:
-                numbers = self.round_robin.assign(len(stages))
-                work = []
-                try:
-                    for place, (stage, number) in enumerate(zip(stages, numbers, strict=True)):
-                        device = self.devices[number]
-                        worker = self.devices[0].worker if run.spec.one_thread else device.worker
-                        after = place + len(self.devices)  # stages go round
-                        following = stages[after] if after < len(stages) else None
-                        visit = Visit if stage.copies == 1 else CopyVisit
-                        work.append(worker.submit(run_stage, run, stage, device, following, visit))
-                except BaseException as refusal:  # of a device that was closed
-                    run.mailbox.fail(refusal)
-            collect(run.mailbox, work)
-            for device in self.devices:
-                device.synchronize()  # the caller may change what was copied from
-            run.timer.finish()
-        except BaseException as error:
-            self.round_robin.cursor = cursor
-            self._settle()
+            self.dispatch.run(run, stages)
+        except BaseException as error:  # a layer or a loss may raise anything, and a step in the background names it
             self.kept.drop()  # the run may have ended in the middle of an upload
             run.discard()
             self.steps.note_raised(error)
@@ -553,18 +530,6 @@ class Engine:
         finally:
             run.release()
             run.table.let_go(run.version)
-
-    def _settle(self) -> None:
-        """Wait until nothing of a failed run is under way on a device; its later errors are not those of the next run.
-
-        Memory that a copy writes must not be given back before.
-        """
-        for device in self.devices:
-            # torch's error of a kernel is raised at a wait, and may be there for each stream
-            for _ in range(_ATTEMPTS):
-                with contextlib.suppress(Exception):
-                    device.synchronize()
-                    break
 
     def commit(self, run: Run) -> None:
         """Commit the results of a complete run to the model."""
@@ -578,11 +543,8 @@ class Engine:
 
     def commit_forward(self, run: Run) -> None:
         """Commit the buffers that a run wrote to the model, and count the run."""
-        try:
+        with on_error(run.discard):
             run.collected.buffers.check()
-        except BaseException:
-            run.discard()
-            raise
         if self.steps.is_exact:
             self.wait_step(run)
         with Uninterrupted():
@@ -599,11 +561,8 @@ class Engine:
 
     def wait_step(self, run: Run) -> None:
         """Wait for a step in the background: its error comes before anything of this run is written."""
-        try:
+        with on_error(run.discard):
             self.steps.wait_update()
-        except BaseException:
-            run.discard()
-            raise
 
     # -- state between runs ------------------------------------------------------------------------------------------
 
@@ -644,19 +603,11 @@ class Engine:
         try:
             self.steps.close()
         finally:
-            self._closed = True
-            with _DISPATCH:
-                alone = [device for device in self.devices if self._leaves(device)]
+            alone = self.dispatch.close()
             self.kept.drop()
             for device in alone:
                 device.close()
             self.groups.close()
-
-    def _leaves(self, device: Device) -> bool:
-        """Stop using a device; report whether no other engine uses it."""
-        users = _USERS.get(device, weakref.WeakSet())
-        users.discard(self)
-        return not users
 
     def check_can_run(self) -> None:
         """Check that the pipeline is open, and not called from inside of its own work.
@@ -665,18 +616,10 @@ class Engine:
             DeviceError: it was closed.
             StageError: one of its own layers or steps calls it.
         """
-        if self._closed:
-            raise DeviceError(
-                f"{self.devices[0].name} was closed, by this pipeline. Make a new pipeline:\n"
-                "    RoundPipe(model, devices=...)"
-            )
+        self.dispatch.check_open()
         check_not_transformed()
         self.steps.check_not_here()
-        if any(device.worker.is_here() for device in self.devices):
-            raise StageError(
-                "A pipeline was called from inside of a layer that runs on one of its own devices, which would wait "
-                "for itself. Give the inner pipeline devices of its own."
-            )
+        self.dispatch.check_outside()
 
     def _pins(self) -> PinnedCopies | None:
         """What keeps the pinned copies of a batch; ``None`` where no device copies from the host directly."""

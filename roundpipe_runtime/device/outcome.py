@@ -1,16 +1,19 @@
-"""Errors of any kind, interruptions included, that go on later: after others know of them, or after an undo."""
+"""Errors of any kind, interruptions included, of which others hear before they are raised."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import TracebackType
 
-__all__ = ["Outcome", "on_error"]
+from .worker import add_note_once
+
+__all__ = ["Outcome", "noting", "on_error"]
 
 
 class Outcome:
-    """Keeps the error of a block, so that other ranks or threads hear of it before it is raised.
+    """Keeps the error of a block until other ranks know of it; who made it raises it then.
 
     Attributes:
         error: the error; ``None`` if the block has succeeded.
@@ -21,7 +24,8 @@ class Outcome:
     ZeroDivisionError('division by zero')
     """
 
-    error: BaseException | None = None
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
 
     def __enter__(self) -> Outcome:
         return self
@@ -34,14 +38,23 @@ class Outcome:
 
 
 @contextlib.contextmanager
-def on_error(undo: Callable[[], object]) -> Iterator[None]:
-    """Call a function if the block raises, before its error goes on.
+def on_error(act: Callable[[BaseException], object]) -> Iterator[None]:
+    """Undo a block that has raised, or tell others of its error, before the error goes on.
 
-    >>> with contextlib.suppress(ZeroDivisionError), on_error(lambda: print("undone")):
+    Args:
+        act: function that is given the error.
+
+    >>> with contextlib.suppress(ZeroDivisionError), on_error(print):
     ...     1 / 0
-    undone
+    division by zero
     """
-    with contextlib.ExitStack() as stack:
-        stack.callback(undo)
+    try:
         yield
-        stack.pop_all()
+    except BaseException as error:  # an interruption must be undone, too
+        act(error)
+        raise
+
+
+def noting(note: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which an error gets a note, once."""
+    return on_error(partial(add_note_once, note=note))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..device.interrupts import Uninterrupted
+from ..device.outcome import Outcome
 from ..errors import DistributedError
 from ..optim.parameters import LayerContents
 from ..optim.readiness import ReadinessTable
@@ -76,15 +77,11 @@ class RankSteps(StepRunner):
 
     def _run_agreed(self, step: Callable[[], Any]) -> None:
         """Run a step; an error of one rank is raised on all."""
-        failure: BaseException | None = None
         self._is_inside = True
-        try:
-            with OptimizerCtx():
-                step()
-        except BaseException as error:
-            failure = error
-        finally:
-            self._is_inside = False
+        with Outcome() as outcome, OptimizerCtx():
+            step()
+        self._is_inside = False
+        failure = outcome.error
         if failure is None:
             self.ranks.exchange(None, "step")  # fails if another rank does not come here
             return

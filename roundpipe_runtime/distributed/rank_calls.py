@@ -21,6 +21,7 @@ from torch import nn
 from ..batch.flat import FlatMicrobatch
 from ..batch.loss import LossContract
 from ..device.interrupts import Uninterrupted
+from ..device.outcome import Outcome, on_error
 from ..device.worker import Worker
 from ..engine.call import Call
 from ..engine.config import RoundPipeRunConfig
@@ -150,13 +151,14 @@ class RankCalls(OneGroup[Engine]):
     def entering(self) -> Iterator[None]:
         """Notify the other ranks of an error on the way to :meth:`run_call`: they wait there for this one."""
         number = self._number
-        try:
-            yield
-        except BaseException as error:
+
+        def notify(error: BaseException) -> None:
             if self._number == number and not self._is_closed:
                 self._number += 1
                 self.ranks.exchange(Opening([], 0, {}, format_failure(error)))
-            raise
+
+        with on_error(notify):
+            yield
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -224,15 +226,13 @@ class RankCalls(OneGroup[Engine]):
             config: settings of the call.
         """
         parts: list[list[FlatMicrobatch]] = []
-        failure: BaseException | None = None
         stated: dict[str, object] = {}
         contents = scan(engine.layers)
-        try:
+        with Outcome() as outcome:
             self.store.check()
             parts = with_rows(cut())
             stated = describe_call(contents, config, call=name, step=engine.step, is_deferred=self._is_deferred)
-        except BaseException as error:
-            failure = error
+        failure = outcome.error
         rows = [[microbatch.rows for microbatch in part] for part in parts]
         self._number += 1
         text = None if failure is None else format_failure(failure)
@@ -268,16 +268,13 @@ class RankCalls(OneGroup[Engine]):
         reduction = Reduction(call.plan, self.ranks)
         call.land = None if is_late else reduction.land
         summed = None if is_late else self.news.watch(self._worker.submit(reduction.run))
-        failure: BaseException | None = None
-        try:
+        with Outcome() as outcome:
             work()
             engine.steps.wait_update()
             if summed is not None:
                 self.news.wait(summed)
-        except BaseException as error:
-            failure = error
         with Uninterrupted():
-            verdicts = self._judge(call, reduction, summed, failure)
+            verdicts = self._judge(call, reduction, summed, outcome.error)
             return self._commit(engine, call, reduction, verdicts, is_late=is_late)
 
     # -- success or failure, of all ranks alike ----------------------------------------------------------------------
@@ -294,7 +291,7 @@ class RankCalls(OneGroup[Engine]):
         if is_own:
             self.ranks.alarm.raise_for(self._number)
         begun = reduction.stop()
-        try:
+        with Outcome() as exchanged:
             if failure is None:
                 verdict = Verdict(
                     begun,
@@ -309,11 +306,9 @@ class RankCalls(OneGroup[Engine]):
             else:
                 verdict = Verdict(begun, format_failure(failure) if is_own else None)
             verdicts = self.ranks.exchange(verdict)
-        except BaseException:
+        if exchanged.error is not None:
             self._drop(call, reduction, summed, 0)
-            if failure is not None and is_own:
-                raise failure from None
-            raise
+            raise failure if failure is not None and is_own else exchanged.error
         stated = [one.failure for one in verdicts]
         if failure is None and not any(stated):
             return verdicts
@@ -369,12 +364,10 @@ class RankCalls(OneGroup[Engine]):
 
     def _feed(self, call: RankCall, scale: float) -> None:
         """Continue backward from the inputs; an error of one rank is raised on all, before a gradient is written."""
-        failure: BaseException | None = None
-        try:
+        with Outcome() as outcome:
             for run, host_values in call.runs:
                 feed_inputs(run, host_values, scale)
-        except BaseException as error:
-            failure = error
+        failure = outcome.error
         said = self.ranks.exchange(None if failure is None else format_failure(failure))
         raise_first(failure, said)
 

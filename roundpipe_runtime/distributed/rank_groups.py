@@ -20,7 +20,7 @@ from yobx_flatten.private_names.of_torch import pytree
 
 from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..device.interrupts import Uninterrupted
-from ..device.worker import add_note_once
+from ..device.outcome import Outcome, noting
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
 from ..engine.layer_graph import other_leaves
@@ -188,16 +188,12 @@ class RankGroups(RankCalls):
             parts: list[FlatMicrobatch] = engine.split(FlatBatch.of(args, kwargs, None), without)
             run, values = engine.prepare_forward(parts, without)
             run.start_all(values)
-            try:
+            with noting(
+                "This rank has no rows, and the layers were called without any, so that its backward can take part in "
+                "that of the others. forward_backward does so without calling them:\n"
+                "    model.forward_backward((inputs,), label=labels, loss_fn=loss_fn)"
+            ):
                 engine.execute(run, run.spec.stages)
-            except Exception as error:
-                add_note_once(
-                    error,
-                    "This rank has no rows, and the layers were called without any, so that its backward can take part "
-                    "in that of the others. forward_backward does so without calling them:\n"
-                    "    model.forward_backward((inputs,), label=labels, loss_fn=loss_fn)",
-                )
-                raise
         found = [run.collected.outputs[number] for number in range(run.spec.num_microbatch)]
         return [
             dataclasses.replace(one, needs_grad=[tensor.is_floating_point() for tensor in one.tensors]) for one in found
@@ -210,29 +206,26 @@ class RankGroups(RankCalls):
             BaseException: the error of this rank, or that of another one.
         """
         own: list[Any] = []
-        failure: BaseException | None = None
-        try:
+        with Outcome() as outcome:
             with torch.enable_grad():
                 self._run_forward(engine, passes, call.firsts, self.stopping, base_seed=call.seed)
             own = [loss.state(group) for group in _by_group(passes, flows=False)[0]]
-        except BaseException as error:
-            failure = error
+        failure = outcome.error
         with Uninterrupted():
             is_own = failure is not None and not isinstance(failure, StoppedByRankError)
             if is_own:
                 self.ranks.alarm.raise_for(self._number)
             text = format_failure(failure) if failure is not None and is_own else None
-            try:
+            with Outcome() as exchanged:
                 said = self.ranks.exchange(Halfway(own, text))
                 raise_first(failure if is_own else None, [one.failure for one in said])
-                if failure is not None:
-                    raise failure
-            except BaseException:
+            # an own error comes before one of the exchange, and that before the news that have stopped this rank
+            errors = [failure if is_own else None, exchanged.error, failure]
+            error = next((error for error in errors if error is not None), None)
+            if error is not None:
                 for run, _ in passes.runs:
                     run.discard()
-                if failure is not None and is_own:
-                    raise failure from None
-                raise
+                raise error
         size = self.ranks.size
         return [said[group % size].of_groups[group // size] for group in range(self.replicas)]
 

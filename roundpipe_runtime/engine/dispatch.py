@@ -7,8 +7,10 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from ..device.forking import free_after_fork
+from ..device.outcome import on_error
 from ..device.virtual import Device
 from ..device.worker import collect
 from ..errors import DeviceError, StageError
@@ -82,16 +84,11 @@ class Dispatch:
         Raises:
             BaseException: the first error of any of them, when all have ended.
         """
-        cursor = self.round_robin.cursor
-        try:
+        with on_error(partial(self._settle, self.round_robin.cursor)):
             collect(run.mailbox, self._submitted(run, stages))
             for device in self.devices:
                 device.synchronize()  # the caller may change what was copied from
             run.timer.finish()
-        except BaseException:
-            self.round_robin.cursor = cursor
-            self._settle()
-            raise
 
     def _submitted(self, run: Run, stages: Sequence[Stage]) -> list[Future[None]]:
         """Hand out all stages of a run; a device that takes none fails the run, when those before it have ended."""
@@ -106,15 +103,16 @@ class Dispatch:
                     following = stages[after] if after < len(stages) else None
                     visit = Visit if stage.copies == 1 else CopyVisit
                     work.append(worker.submit(run_stage, run, stage, device, following, visit))
-            except BaseException as refusal:  # of a device that was closed
+            except BaseException as refusal:  # of a device that was closed, and whatever else: stages wait for these
                 run.mailbox.fail(refusal)
         return work
 
-    def _settle(self) -> None:
+    def _settle(self, cursor: int, error: BaseException) -> None:
         """Wait until nothing of a failed run is under way on a device; its later errors are not those of the next run.
 
         Memory that a copy writes must not be given back before.
         """
+        self.round_robin.cursor = cursor
         for device in self.devices:
             # torch's error of a kernel is raised at a wait, and may be there for each stream
             for _ in range(_ATTEMPTS):

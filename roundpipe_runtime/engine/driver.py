@@ -521,15 +521,17 @@ class Engine:
     def _execute(self, run: Run, stages: Sequence[Stage]) -> None:
         run.version = run.table.hold_latest()
         try:
-            self.dispatch.run(run, stages)
-        except BaseException as error:  # a layer or a loss may raise anything, and a step in the background names it
-            self.kept.drop()  # the run may have ended in the middle of an upload
-            run.discard()
-            self.steps.note_raised(error)
-            raise
+            with on_error(partial(self._drop, run)):
+                self.dispatch.run(run, stages)
         finally:
             run.release()
             run.table.let_go(run.version)
+
+    def _drop(self, run: Run, error: BaseException) -> None:
+        """Forget a run that has failed."""
+        self.kept.drop()  # the run may have ended in the middle of an upload
+        run.discard()
+        self.steps.note_raised(error)
 
     def commit(self, run: Run) -> None:
         """Commit the results of a complete run to the model."""
@@ -543,7 +545,7 @@ class Engine:
 
     def commit_forward(self, run: Run) -> None:
         """Commit the buffers that a run wrote to the model, and count the run."""
-        with on_error(run.discard):
+        with on_error(lambda error: run.discard()):
             run.collected.buffers.check()
         if self.steps.is_exact:
             self.wait_step(run)
@@ -561,7 +563,7 @@ class Engine:
 
     def wait_step(self, run: Run) -> None:
         """Wait for a step in the background: its error comes before anything of this run is written."""
-        with on_error(run.discard):
+        with on_error(lambda error: run.discard()):
             self.steps.wait_update()
 
     # -- state between runs ------------------------------------------------------------------------------------------

@@ -338,9 +338,7 @@ class WrappedModel(RoundPipe):
             loss_fn, label = own_loss, None
         input_kwargs = {**(input_kwargs or {}), CALL_OPTIONS: options}
         kwargs, config = self._rp_prepared(input_args, input_kwargs, run_config)
-        if is_cache(cache_of(kwargs)) or kwargs.get("use_cache"):
-            names = " and ".join(name for name in (name_in(kwargs), "use_cache") if name and kwargs[name])
-            raise ConfigError(f"forward_backward keeps no cache: leave {names} out.")
+        _check_no_cache(kwargs)
         is_smoothed = options.smoothed_loss is not None
         computes_loss = is_smoothed or loss_fn is own_loss or has_labels(model, kwargs)
         if loss_fn is own_loss and not return_outputs:
@@ -348,12 +346,7 @@ class WrappedModel(RoundPipe):
         way: Way = self._rp_way(input_args, kwargs, config) if computes_loss else "items"
         if computes_loss and not is_smoothed and has_auxiliary_loss(model, kwargs):
             if self._rp_groups is not None:
-                given = (run_config or RoundPipeRunConfig()).over(self._rp_options.model_run_config)
-                if given.merge_output not in (None, True):
-                    raise ConfigError(
-                        "With an auxiliary loss of all rows, groups of a batch are joined as the model's outputs are. "
-                        "Leave merge_output= out."
-                    )
+                _check_merge((run_config or RoundPipeRunConfig()).over(self._rp_options.model_run_config))
                 whole = WholeBatchLoss(model, kwargs, loss_fn, label, as_tuple=wants_tuple(model, input_kwargs))
                 found = self._rp_groups.forward_backward_whole(
                     self._rp_engine, input_args, kwargs, whole, self._rp_config(config)
@@ -471,3 +464,17 @@ class WrappedModel(RoundPipe):
             made.sync()
         self.__dict__["_rp_cut"] = made
         super().__setstate__(state)
+
+
+def _check_no_cache(kwargs: Kwargs) -> None:
+    if is_cache(cache_of(kwargs)) or kwargs.get("use_cache"):
+        names = " and ".join(name for name in (name_in(kwargs), "use_cache") if name and kwargs[name])
+        raise ConfigError(f"forward_backward keeps no cache: leave {names} out.")
+
+
+def _check_merge(config: RoundPipeRunConfig) -> None:
+    if config.merge_output not in (None, True):
+        raise ConfigError(
+            "With an auxiliary loss of all rows, groups of a batch are joined as the model's outputs are. "
+            "Leave merge_output= out."
+        )

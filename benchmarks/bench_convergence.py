@@ -39,6 +39,7 @@ from roundpipe_runtime.fine_tune import (
     StepRecord,
     Training,
     read_blocks,
+    run,
 )
 
 LENGTH, ROWS, MICROBATCHES, SEED = 128, 8, 3, 0
@@ -116,13 +117,15 @@ def piped(blocks: Blocks, steps: int, devices: str) -> dict[str, Any]:
     model = source().load(seed=SEED)
     losses, held_out = [], math.nan
     begin = time.perf_counter()
+    records: list[StepRecord | EvalRecord] = []
     with Training(model, blocks, settings(steps, devices)) as training:
-        for record in training:
-            if isinstance(record, StepRecord):
-                losses.append(record.loss)
-            if isinstance(record, EvalRecord):
-                held_out = record.eval_loss
-                seconds = time.perf_counter() - begin - record.seconds
+        run(training, show=records.append)
+    for record in records:
+        if isinstance(record, StepRecord):
+            losses.append(record.loss)
+        else:
+            held_out = record.eval_loss
+            seconds = time.perf_counter() - begin - record.seconds
     return {"losses": losses, "held_out": held_out, "seconds": seconds, "weights": digest(model)}
 
 
@@ -139,10 +142,10 @@ def measure(steps: int) -> dict[str, Any]:
     found: dict[str, Any] = {"plain": plainly(blocks, steps)}
     for count in (1, 2, 3):
         found[f"virtual:{count}"] = piped(blocks, steps, f"virtual:{count}")
-    is_equal = len({(run["weights"], *run["losses"]) for name, run in found.items() if name != "plain"}) == 1
+    is_equal = len({(one["weights"], *one["losses"]) for name, one in found.items() if name != "plain"}) == 1
     plain, pipe = found["plain"], found["virtual:2"]
-    for run in (found["virtual:1"], found["virtual:3"]):  # which the file need not say twice
-        del run["losses"]
+    for other in (found["virtual:1"], found["virtual:3"]):  # which the file need not say twice
+        del other["losses"]
     last = max(1, steps // 10)
     ends = [statistics.mean(run["losses"][-last:]) for run in (plain, pipe)]
     return {

@@ -76,7 +76,7 @@ class Bound:
     """`OnnxGenerator`: what comes out stays in onnxruntime and goes in again."""
 
     def __init__(self, generator, ids):
-        self.sequence = generator._begin(ids, None, None, None, None)
+        self.sequence = generator.steps.begin(ids, None, None, None, None)
         self.stream = generator._stream(self.sequence, 100_000, None)
         next(self.stream)
 

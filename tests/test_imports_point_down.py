@@ -32,6 +32,10 @@ OPTIONAL = {
 }
 MAY_IMPORT_AT_THE_TOP: dict[str, set[str]] = {
     # "yobx_flatten.registry.jax": {"jax"},
+    "yobx_flatten.generate.file_cache": {"transformers"},
+    "yobx_flatten.generate.model_of_files": {"transformers"},
+    "yobx_flatten.model_folder.plain_model": {"transformers"},
+    "roundpipe_runtime.fine_tune.callbacks": {"transformers"},
     "roundpipe_runtime.fine_tune.trainer": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.classes": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.checkpoints": {"transformers"},

@@ -175,7 +175,7 @@ def trainer_folder(folder):
 
     settings = Settings(batch=2, steps=1, devices="virtual:1", check=False)
     with Training(tiny.source().load(), tiny.blocks(rows=4), settings) as training:
-        list(training)
+        training.train()
         saved = pathlib.Path(training.save(folder))
     assert {"optimizer.pt", "training_args.bin"} <= {path.name for path in saved.iterdir()}
     with zipfile.ZipFile(saved / "training_args.bin") as archive:

@@ -54,6 +54,13 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "export_folder",
     "verify_folder",
     "open_generator",
+    "open_model",
+    "OnnxForCausalLM",
+    "OnnxForSeq2SeqLM",
+    "OnnxForSpeechSeq2Seq",
+    "OnnxForImageTextToText",
+    "OnnxForFeatureExtraction",
+    "OnnxForSequenceClassification",
     "OnnxGenerator",
     "ProgramGenerator",
     "Sampling",
@@ -135,7 +142,18 @@ if TYPE_CHECKING:  # the same names for a type checker, and none that is misspel
         make_encoder_decoder_cache,
         make_static_cache,
     )
-    from .model_folder import export_folder, open_generator, verify_folder
+    from .model_folder import (
+        OnnxForCausalLM,
+        OnnxForFeatureExtraction,
+        OnnxForImageTextToText,
+        OnnxForSeq2SeqLM,
+        OnnxForSequenceClassification,
+        OnnxForSpeechSeq2Seq,
+        export_folder,
+        open_generator,
+        open_model,
+        verify_folder,
+    )
     from .recipe.codegen import functions_from_fields
     from .record import RecordedCalls, record_calls
     from .storage import (

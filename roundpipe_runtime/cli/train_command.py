@@ -7,67 +7,43 @@ import dataclasses
 import pathlib
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 import typer
+from torch import nn
 
 from yobx_flatten.terminal.failures import UserError
 from yobx_flatten.terminal.output import say, say_json
 
 from .. import fine_tune as tuning
-from ..device.virtual import Device, parse_devices
-from ..distributed.job import own_devices
-from ..errors import ConfigError, DeviceError
-from . import train_options as given
+from ..errors import PlanError
+from .config_file import format_config
 from .models import source_of
-from .quantities import parse_gigabytes
-from .train_display import Display, format_model, format_text, format_training
+from .option_objects import takes_options
+from .train_display import Display, format_chats, format_model, format_text, format_training, show_rows
+from .train_options import (
+    FileOptions,
+    LearningOptions,
+    ModelOptions,
+    StepOptions,
+    TextOptions,
+    dtype_named,
+    settings_of,
+)
 
 __all__ = ["train"]
 
 
+@takes_options(what=ModelOptions, data=TextOptions, step=StepOptions, learning=LearningOptions, files=FileOptions)
 def train(
     context: typer.Context,
-    words: given.Words = None,
-    model: given.Model = None,
     *,
-    output: given.Output,
-    text: given.Text = None,
-    field: given.Field = "text",
-    tokenizer: given.TokenizerName = None,
-    length: given.Length = None,
-    eval_share: given.EvalShare = 0.02,
-    devices: given.Devices = "auto",
-    batch: given.Batch = 8,
-    microbatches: given.Microbatches = None,
-    replicas: given.Replicas = None,
-    accumulate: given.Accumulate = 1,
-    steps: given.Steps = None,
-    epochs: given.Epochs = None,
-    dtype: given.Dtype = "auto",
-    unmatched_weights: given.UnmatchedWeights = "refuse",
-    optim_dtype: given.OptimDtype = "float32",
-    keep_parameters: given.KeepParameters = "0",
-    lora: given.LoraText = None,
-    lr: given.Rate = 3e-4,
-    warmup: given.Warmup = None,
-    schedule: given.Schedule = "cosine",
-    weight_decay: given.WeightDecay = 0.01,
-    clip: given.Clip = 1.0,
-    seed: given.Seed = 0,
-    eval_every: given.EvalEvery = None,
-    check: given.Check = True,
-    checkpoint: given.CheckpointFolder = None,
-    every: given.Every = None,
-    keep: given.Keep = 3,
-    resume: given.Resume = False,
-    metrics: given.Metrics = None,
-    timeline: given.TimelineFile = None,
-    log_every: given.LogEvery = None,
-    overwrite: given.Overwrite = False,
-    json: given.Json = False,
+    what: ModelOptions,
+    data: TextOptions,
+    step: StepOptions,
+    learning: LearningOptions,
+    files: FileOptions,
 ) -> int:
     """Train a language model on text, with no more of it on a device than fits there.
 
@@ -77,121 +53,157 @@ def train(
     rows; those that it starts again go on by themselves. Exit status: 0 trained, saved and loaded again; 2 it cannot be
     done; 130 Ctrl-C; 143 SIGTERM.
     """
-    stdout = sys.stdout
-    job = tuning.Job()
-    if json and job.is_first:
+    if what.print_config:
+        parts = {"Model": what, "Text": data, "A step": step, "Learning": learning, "What is written": files}
+        say(format_config(parts.items()))
+        return 0
+    stdout, job = sys.stdout, tuning.Job()
+    if what.json and job.is_first:
         context.with_resource(contextlib.redirect_stdout(sys.stderr))
-    named, *more_text = [model, *(words or [])] if model is not None else (words or [])
-    checkpoints = checkpoint or output.with_name(f"{output.name}-checkpoints")
-    is_restart = job.was_restarted()
-    resume, overwrite = resume or is_restart, overwrite or is_restart  # what is there is this run's own
-    others = [metrics, timeline]
-    job.together(
-        lambda: _check_files(output, checkpoints, others, resume=resume, overwrite=overwrite) if job.is_first else None
-    )
-    if steps is not None and epochs is not None:
-        raise UserError("--steps and --epochs both state how long. Leave one out")
-    if resume and replicas is None and job.size == 1:
-        replicas = tuning.stored_replicas(checkpoints)
-    settings = tuning.Settings(
-        batch=batch,
-        microbatches=microbatches,
-        replicas=replicas,
-        accumulate=accumulate,
-        steps=steps,
-        epochs=epochs or 1,
-        lr=lr,
-        warmup=warmup,
-        schedule=schedule,
-        weight_decay=weight_decay,
-        clip=clip,
-        seed=seed,
-        devices=_devices(devices),
-        optim_dtype=_dtype(optim_dtype),
-        keep_parameters=parse_gigabytes(keep_parameters, "--keep-parameters"),
-        eval_every=eval_every,
-        check=check,
-    )
+    if job.was_restarted():  # what is there is this run's own
+        files = dataclasses.replace(files, resume=True, overwrite=True)
+    job.together(lambda: files.check(what.folder) if job.is_first else None)
+    replicas = step.replicas
+    if files.resume and replicas is None and job.size == 1:
+        replicas = tuning.stored_replicas(files.checkpoints(what.folder))
+    settings = settings_of(step, learning, replicas)
+    pupil = _prepared(context, job, what, data, step, learning)
+    job.together(lambda: _check_disk(pupil, settings, what.folder, files))
+    seen: dict[type, tuning.StepRecord | tuning.EvalRecord] = {}
+    with _naming_rank(job), _naming_memory(step), tuning.Training(pupil.model, pupil.rows, settings) as training:
+        outcome = _run(training, pupil, what.folder, files, seen)
+    _say_end(training, outcome, what, files, context.obj)
+    if what.json and job.is_first:
+        with contextlib.redirect_stdout(stdout):
+            say_json(_summary(training, outcome, pupil, what.folder, seen))
+    return outcome.status
 
-    def read() -> tuple[tuning.ModelSource, tuning.Lora | None, tuning.Tokenizer, tuning.Blocks]:
-        source = dataclasses.replace(source_of(named), unmatched_weights=unmatched_weights)
-        adapters = _adapters(lora, source)
-        reader = tuning.load_tokenizer(source, tokenizer)
-        blocks = tuning.read_blocks(
-            [*(text or []), *more_text],
-            reader,
-            length=_length(length, source),
-            field=field,
-            eval_share=eval_share,
-            seed=seed,
-            vocab_size=source.vocab_size,
-        )
-        return source, adapters, reader, blocks
 
-    source, adapters, reader, blocks = job.together(read)
-    say(format_text(blocks, reader))
+@dataclasses.dataclass(frozen=True)
+class _Pupil:
+    """A model that is going to be trained, with what it comes from and learns from."""
+
+    source: tuning.ModelSource
+    model: nn.Module
+    tokenizer: tuning.Tokenizer
+    rows: tuning.Blocks | tuning.ChatRows
+
+
+def _prepared(
+    context: typer.Context,
+    job: tuning.Job,
+    what: ModelOptions,
+    data: TextOptions,
+    step: StepOptions,
+    learning: LearningOptions,
+) -> _Pupil:
+    """Read text and model, and say what they are; in all processes together."""
+
+    def read() -> tuple[tuning.ModelSource, tuning.Lora | None, tuning.Tokenizer, tuning.Blocks | tuning.ChatRows]:
+        source = dataclasses.replace(source_of(what.name), unmatched_weights=step.unmatched_weights)
+        adapters = _adapters(learning.lora, source)
+        tokenizer = tuning.load_tokenizer(source, data.tokenizer)
+        return source, adapters, tokenizer, _rows(source, tokenizer, what, data, learning.seed)
+
+    source, adapters, tokenizer, rows = job.together(read)
+    say(format_chats(rows, tokenizer) if isinstance(rows, tuning.ChatRows) else format_text(rows, tokenizer))
+    if isinstance(rows, tuning.ChatRows):
+        show_rows(rows, tokenizer, data.show_rows)
     context.with_resource(_quiet_transformers())
-    learner = job.together(lambda: _learner(source, adapters, dtype=_dtype(dtype), seed=seed))
-    say(format_model(learner, source))
-    at_end = every is not None or checkpoint is not None or resume
-    kept = int(at_end) if every is None else min(keep + 1, settings.total_steps(len(blocks.training)) // every)
-    job.together(lambda: tuning.check_disk(learner, settings, output, checkpoints, kept=kept))
-    with _naming_rank(job), tuning.Training(learner, blocks, settings) as training:
-        if resume:
-            is_there = training.restore(checkpoints)
-            say(f"going on after step {training.step}" if is_there else f"no checkpoint in {checkpoints} yet")
-        say(format_training(training))
-        with Display(training.steps, first=training.step, log_every=log_every, is_shown=job.is_first) as display:
-            seen: dict[type, tuning.StepRecord | tuning.EvalRecord] = {}
+    model = job.together(lambda: _learner(source, adapters, step, learning.seed))
+    say(format_model(model, source))
+    return _Pupil(source, model, tokenizer, rows)
 
-            def show(record: tuning.StepRecord | tuning.EvalRecord) -> None:
-                seen[type(record)] = record
-                display.show(record)
 
-            def save() -> None:
-                training.pipeline.synchronize()
-                job.together(
-                    lambda: (
-                        tuning.save_model(learner, reader, output, source=source, overwrite=overwrite)
-                        if job.is_first
-                        else None
-                    )
-                )
+def _rows(
+    source: tuning.ModelSource, tokenizer: tuning.Tokenizer, what: ModelOptions, data: TextOptions, seed: int
+) -> tuning.Blocks | tuning.ChatRows:
+    length = _length(data.length, source)
+    split: dict[str, Any] = {"eval_share": data.eval_share, "seed": seed, "vocab_size": source.vocab_size}
+    names = [*(data.chat or data.text or []), *what.more_text]
+    if data.chat:
+        template = data.chat_template
+        return tuning.read_chats(names, tokenizer, length=length, template=template, packed=data.pack, **split)
+    return tuning.read_blocks(names, tokenizer, length=length, field=data.field, **split)
 
-            outcome = tuning.run(
-                training,
-                checkpoints=checkpoints,
-                every=every,
-                keep=keep,
-                at_end=at_end,
-                metrics=metrics,
-                timeline=timeline,
-                show=show,
-                save_model=save,
-            )
+
+def _check_disk(pupil: _Pupil, settings: tuning.Settings, output: pathlib.Path, files: FileOptions) -> None:
+    steps = settings.total_steps(len(pupil.rows.training))
+    kept = int(files.writes_last) if files.every is None else min(files.keep + 1, steps // files.every)
+    tuning.check_disk(pupil.model, settings, output, files.checkpoints(output), kept=kept)
+
+
+def _run(
+    training: tuning.Training,
+    pupil: _Pupil,
+    output: pathlib.Path,
+    files: FileOptions,
+    seen: dict[type, tuning.StepRecord | tuning.EvalRecord],
+) -> tuning.Outcome:
+    """Run all steps, show them, and save the model; the last record of each kind is in ``seen`` then."""
+    job, checkpoints = training.job, files.checkpoints(output)
+    if files.resume:
+        is_there = training.restore(checkpoints)
+        say(f"going on after step {training.step}" if is_there else f"no checkpoint in {checkpoints} yet")
+    say(format_training(training))
+    with Display(training.steps, first=training.step, log_every=files.log_every, is_shown=job.is_first) as display:
+
+        def show(record: tuning.StepRecord | tuning.EvalRecord) -> None:
+            seen[type(record)] = record
+            display.show(record)
+
+        def write() -> None:
+            if job.is_first:
+                tuning.save_model(pupil.model, pupil.tokenizer, output, source=pupil.source, overwrite=files.overwrite)
+
+        def save() -> None:
+            training.pipeline.synchronize()
+            job.together(write)
+
+        return tuning.run(
+            training,
+            checkpoints=checkpoints,
+            every=files.every,
+            keep=files.keep,
+            at_end=files.writes_last,
+            metrics=files.metrics,
+            timeline=files.timeline,
+            show=show,
+            save_model=save,
+        )
+
+
+def _say_end(
+    training: tuning.Training, outcome: tuning.Outcome, what: ModelOptions, files: FileOptions, argv: Any
+) -> None:
     if outcome.status:
         say(f"stopped after step {training.step} of {training.steps}, saved in {outcome.checkpoint}. To go on:")
-        say(f"    {_to_go_on(context.obj, job)}")
-    else:
-        say(f"saved in {output}, loaded from there and compared")
-    if not outcome.status and timeline is not None:
-        files = [str(tuning.timeline_of_rank(timeline, rank)) for rank in range(job.size)]
-        say(f"step {outcome.recorded}:  roundpipe timeline {shlex.join(files)}")
-    if json and job.is_first:
-        with contextlib.redirect_stdout(stdout):
-            say_json(
-                {
-                    "model": source.name,
-                    "random_weights": not source.has_weights,
-                    "path": None if outcome.status else str(output),
-                    "status": outcome.status,
-                    "step": training.step,
-                    "steps": training.steps,
-                    "checkpoint": outcome.checkpoint,
-                    **{key: dataclasses.asdict(seen[kind]) if kind in seen else None for key, kind in _RECORDS.items()},
-                }
-            )
-    return outcome.status
+        say(f"    {_to_go_on(argv, training.job)}")
+        return
+    say(f"saved in {what.folder}, loaded from there and compared")
+    if files.timeline is not None:
+        names = [str(tuning.timeline_of_rank(files.timeline, rank)) for rank in range(training.job.size)]
+        say(f"step {outcome.recorded}:  roundpipe timeline {shlex.join(names)}")
+
+
+def _summary(
+    training: tuning.Training,
+    outcome: tuning.Outcome,
+    pupil: _Pupil,
+    output: pathlib.Path,
+    seen: dict[type, tuning.StepRecord | tuning.EvalRecord],
+) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    return {
+        "model": pupil.source.name,
+        "random_weights": not pupil.source.has_weights,
+        "path": None if outcome.status else str(output),
+        "status": outcome.status,
+        "step": training.step,
+        "steps": training.steps,
+        "checkpoint": outcome.checkpoint,
+        **{key: dataclasses.asdict(seen[kind]) if kind in seen else None for key, kind in _RECORDS.items()},
+    }
 
 
 _RECORDS = {"last_step": tuning.StepRecord, "last_evaluation": tuning.EvalRecord}
@@ -212,41 +224,19 @@ def _naming_rank(job: tuning.Job) -> Iterator[None]:
         raise named from error
 
 
-def _check_files(
-    output: pathlib.Path,
-    checkpoints: pathlib.Path,
-    others: Sequence[pathlib.Path | None],
-    *,
-    resume: bool,
-    overwrite: bool,
-) -> None:
-    """Refuse what cannot be written before hours are spent on it."""
-    tuning.check_output(output, overwrite=overwrite)
-    for path in others:
-        if path is None:
-            continue
-        if path.exists() and not (overwrite or resume):
-            raise UserError(f"{path} exists. Name another file, or replace it: --overwrite")
-        if not path.absolute().parent.is_dir():
-            raise UserError(f"There is no folder {path.parent} for {path.name}")
-    if not resume and (there := list(checkpoints.glob("checkpoint-*"))):
-        newest = max(there, key=lambda path: path.stat().st_mtime)
-        raise UserError(
-            f"{newest} is of another run. Go on with that: --resume; or begin anew in another folder: --checkpoint DIR"
-        )
-
-
-def _devices(text: str) -> list[Device]:
-    names = own_devices() if text == "auto" else text if text.startswith("virtual") else text.split(",")
+@contextlib.contextmanager
+def _naming_memory(step: StepOptions) -> Iterator[None]:
+    """A block in which a model that devices have no room for is an error that names the option."""
     try:
-        return parse_devices(names)
-    except (ConfigError, DeviceError) as error:
-        reason = "torch finds no accelerator here" if isinstance(error, DeviceError) else "it names no device"
-        raise UserError(f"--devices {text}: {reason}. Write auto, virtual:2, or cuda:0,cuda:1") from error
-
-
-def _dtype(name: str) -> torch.dtype | None:
-    return None if name in ("auto", "same") else getattr(torch, name)
+        yield
+    except PlanError as error:
+        if step.device_memory is None:
+            raise
+        what = str(error).partition(". Cut the layer")[0]
+        raise UserError(
+            f"--device-memory {step.device_memory} is too little: {what}. Give more, or see what a model needs: "
+            "roundpipe plan MODEL"
+        ) from error
 
 
 def _length(length: int | None, source: tuning.ModelSource) -> int:
@@ -267,10 +257,8 @@ def _adapters(text: str | None, source: tuning.ModelSource) -> tuning.Lora | Non
     return tuning.Lora.parse(text)
 
 
-def _learner(
-    source: tuning.ModelSource, adapters: tuning.Lora | None, *, dtype: torch.dtype | None, seed: int
-) -> torch.nn.Module:
-    learner = source.load(dtype=dtype, seed=seed)
+def _learner(source: tuning.ModelSource, adapters: tuning.Lora | None, step: StepOptions, seed: int) -> nn.Module:
+    learner = source.load(dtype=dtype_named(step.dtype), seed=seed)
     return learner if adapters is None else tuning.add_lora(learner, adapters, seed=seed)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from types import TracebackType
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from yobx_flatten.errors.messages import format_bytes
-from yobx_flatten.terminal.output import console, say
+from yobx_flatten.terminal.output import console, printable, say
 
-from ..fine_tune import Blocks, EvalRecord, ModelSource, StepRecord, Tokenizer, Training
+from ..fine_tune import Blocks, ChatRows, EvalRecord, ModelSource, StepRecord, Tokenizer, Training
 
-__all__ = ["Display", "format_model", "format_step", "format_text", "format_training"]
+__all__ = ["Display", "format_chats", "format_model", "format_step", "format_text", "format_training", "show_rows"]
 
 
 class Display:
@@ -91,6 +92,43 @@ def format_text(blocks: Blocks, tokenizer: Tokenizer) -> str:
         f"text: {rows * blocks.length + blocks.left_over:,} {read}, {rows:,} rows of {blocks.length}; "
         f"{held_out:,} rows are held out"
     )
+
+
+def format_chats(rows: ChatRows, tokenizer: Tokenizer) -> str:
+    """Return how many conversations there are, and how many of their tokens count."""
+    total, packed = rows.tokens_in(range(len(rows))), f" in {len(rows):,} rows" if rows.positions else ""
+    notes = [f"held out: {len(rows.held_out):,}"]
+    if rows.cut:
+        notes.append(f"{rows.cut:,} were cut to {rows.length} tokens")
+    if rows.left_out:
+        notes.append(f"{rows.left_out:,} more have no answer in their first {rows.length} tokens and are left out")
+    return (
+        f"chat: {rows.conversations:,} conversations{packed}, {total:,} tokens of {tokenizer.name}, of which "
+        f"{rows.counted:,} count; " + "; ".join(notes)
+    )
+
+
+def show_rows(rows: ChatRows, tokenizer: Tokenizer, count: int) -> None:
+    """Show the first training rows as the model sees them: what counts is green, or between « and »."""
+    from rich.text import Text
+
+    shown_on = console()
+    has_colour = shown_on.is_terminal and not shown_on.no_color
+    for row in rows.training[:count].tolist():
+        text = Text()
+        for part, counts in _runs(rows.ids[row].tolist(), rows.labels[row].tolist()):
+            words = printable(tokenizer.decode(part, special=True))
+            text.append(words if has_colour or not counts else f"«{words}»", style="green" if counts else "dim")
+        if has_colour:
+            shown_on.print(text)
+        else:
+            say(text.plain.rstrip("\n"))
+
+
+def _runs(ids: list[int], labels: list[int]) -> list[tuple[list[int], bool]]:
+    """Tokens next to each other that count, or do not."""
+    pairs = itertools.groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] == pair[0])
+    return [([token for token, _ in run], counts) for counts, run in pairs]
 
 
 def format_model(model: nn.Module, source: ModelSource) -> str:

@@ -1,14 +1,23 @@
-"""The options of ``roundpipe train``, with their help, in the order in which it shows them."""
+"""The options of ``roundpipe train`` with their help, in the order of ``--help``; one dataclass per concern."""
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from typing import Annotated, Any, Literal
 
+import torch
 import typer
 
 from yobx_flatten.model_folder.source import MODEL_NAMES
 from yobx_flatten.terminal.failures import UserError
+
+from ..device.virtual import Device, VirtualDevice, parse_devices
+from ..distributed.job import own_devices
+from ..errors import ConfigError, DeviceError
+from ..fine_tune import Settings, check_output
+from .config_file import read_config_file
+from .quantities import parse_bytes, parse_gigabytes
 
 _TEXT, _STEP, _RATE, _FILES = "Text", "A step", "Learning", "What is written"
 
@@ -21,26 +30,31 @@ def _path(text: str, *, metavar: str = "FILE") -> Any:
     return typer.Option(metavar=metavar, help=text, rich_help_panel=_FILES)
 
 
-def _model_is_named(context: typer.Context, words: list[str] | None) -> list[str] | None:
-    if not words and not context.params.get("model") and not context.resilient_parsing:
-        raise UserError("Missing argument 'MODEL' (see --help)")
-    return words
-
-
 Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="MODEL [FILES]...",
         help=MODEL_NAMES + " After it, more text, as a shell makes of --text *.txt.",
-        callback=_model_is_named,
     ),
 ]
-Model = Annotated[
-    str | None,
-    # looked at first: where it is given, no argument is the model
-    typer.Option(metavar="MODEL", help="The model, if it is not the first argument.", is_eager=True),
+Model = Annotated[str | None, typer.Option(metavar="MODEL", help="The model, if it is not the first argument.")]
+Output = Annotated[
+    pathlib.Path | None,
+    typer.Option("--output", "-o", metavar="DIR", help="Folder for the trained model; it must be named."),
 ]
-Output = Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the trained model.")]
+ConfigFile = Annotated[
+    pathlib.Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="Options in YAML, a line each, like batch: 4. What is typed here counts more.",
+        is_eager=True,  # the others get their defaults of it
+        callback=read_config_file,
+    ),
+]
+PrintConfig = Annotated[
+    bool, typer.Option("--print-config", help="Print all options and their values, as --config reads them, and end.")
+]
 Text = Annotated[
     list[str] | None,
     typer.Option(
@@ -49,6 +63,26 @@ Text = Annotated[
         rich_help_panel=_TEXT,
     ),
 ]
+Chat = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILES",
+        help="Conversations instead of text, whose answers are learnt: messages, ShareGPT, Alpaca, or prompt and "
+        "completion, in JSON.",
+        rich_help_panel=_TEXT,
+    ),
+]
+ChatTemplate = Annotated[
+    pathlib.Path | None,
+    typer.Option(metavar="FILE", help="Chat template, instead of the tokenizer's.", rich_help_panel=_TEXT),
+]
+Pack = Annotated[
+    bool,
+    typer.Option(
+        "--pack", help="Put as many conversations into a row as fit; none sees another.", rich_help_panel=_TEXT
+    ),
+]
+ShowRows = Annotated[int, _number("Conversations to show as the model sees them, with what counts.", _TEXT, least=0)]
 Field = Annotated[
     str,
     typer.Option(metavar="NAME", help="Field of JSON lines and datasets that holds the text.", rich_help_panel=_TEXT),
@@ -71,6 +105,12 @@ EvalShare = Annotated[
 Devices = Annotated[
     str,
     typer.Option(metavar="DEVICES", help="auto, virtual:N (made of the CPU), or cuda:0,cuda:1.", rich_help_panel=_STEP),
+]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="Memory of each virtual device, like 200MB; no limit by default.", rich_help_panel=_STEP
+    ),
 ]
 Batch = Annotated[int, _number("Rows of a batch, of all processes.", _STEP)]
 Microbatches = Annotated[int | None, _number("Parts of a batch, or a group; devices + 1 by default.", _STEP)]
@@ -143,3 +183,206 @@ TimelineFile = Annotated[pathlib.Path | None, _path("Who computed what when, in 
 LogEvery = Annotated[int | None, _number("Steps between lines, where there is no terminal.", _FILES)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON at the end, all else on stderr.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.", rich_help_panel=_FILES)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model is trained, and where it is saved.
+
+    Raises:
+        UserError: neither is named.
+    """
+
+    words: Words = None
+    model: Model = None
+    output: Output = None
+    config: ConfigFile = None
+    print_config: PrintConfig = False
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        if self.print_config:
+            return
+        if self.model is None and not self.words:
+            raise UserError("Missing argument 'MODEL' (see --help)")
+        if self.output is None:
+            raise UserError("Missing option '--output' / '-o' (see --help)")
+
+    @property
+    def name(self) -> str:
+        """The model."""
+        return self.model if self.model is not None else (self.words or [""])[0]
+
+    @property
+    def more_text(self) -> list[str]:
+        """Text among the arguments."""
+        return list(self.words or [])[0 if self.model is not None else 1 :]
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """The folder for the trained model."""
+        return self.output or pathlib.Path()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """What is read, and in rows of which length.
+
+    Raises:
+        UserError: options are of two kinds of data.
+    """
+
+    text: Text = None
+    field: Field = "text"
+    chat: Chat = None
+    chat_template: ChatTemplate = None
+    pack: Pack = False
+    show_rows: ShowRows = 2
+    tokenizer: TokenizerName = None
+    length: Length = None
+    eval_share: EvalShare = 0.02
+
+    def __post_init__(self) -> None:
+        if self.chat and self.text:
+            raise UserError("--text and --chat are two kinds of data. Leave one out")
+        for option, is_given in (("--chat-template", self.chat_template), ("--pack", self.pack)):
+            if is_given and not self.chat:
+                raise UserError(f"{option} is about conversations. Name them: --chat FILE")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """How many rows a step has, and what computes it.
+
+    Raises:
+        UserError: an option has another form, or there is no such device.
+    """
+
+    devices: Devices = "auto"
+    device_memory: DeviceMemory = None
+    batch: Batch = 8
+    microbatches: Microbatches = None
+    replicas: Replicas = None
+    accumulate: Accumulate = 1
+    steps: Steps = None
+    epochs: Epochs = None
+    dtype: Dtype = "auto"
+    unmatched_weights: UnmatchedWeights = "refuse"
+    optim_dtype: OptimDtype = "float32"
+    keep_parameters: KeepParameters = "0"
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.epochs is not None:
+            raise UserError("--steps and --epochs both state how long. Leave one out")
+        parse_gigabytes(self.keep_parameters, "--keep-parameters")
+        if self.device_memory is not None:
+            parse_bytes(self.device_memory, "--device-memory")
+
+    def device_objects(self) -> list[Device]:
+        """Return the devices, virtual ones with the memory that they may use."""
+        text = self.devices
+        names = own_devices() if text == "auto" else text if text.startswith("virtual") else text.split(",")
+        try:
+            found = parse_devices(names)
+        except (ConfigError, DeviceError) as error:
+            reason = "torch finds no accelerator here" if isinstance(error, DeviceError) else "it names no device"
+            raise UserError(f"--devices {text}: {reason}. Write auto, virtual:2, or cuda:0,cuda:1") from error
+        if self.device_memory is not None:
+            for device in found:
+                if not isinstance(device, VirtualDevice):
+                    raise UserError(
+                        f"--device-memory limits virtual devices, and {device.name} has a memory of its own. Leave it "
+                        "out, or: --devices virtual:2"
+                    )
+                device.memory_limit = parse_bytes(self.device_memory, "--device-memory")
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearningOptions:
+    """What the optimizer does with the gradients."""
+
+    lora: LoraText = None
+    lr: Rate = 3e-4
+    warmup: Warmup = None
+    schedule: Schedule = "cosine"
+    weight_decay: WeightDecay = 0.01
+    clip: Clip = 1.0
+    seed: Seed = 0
+    eval_every: EvalEvery = None
+    check: Check = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileOptions:
+    """What is written next to the model, and when."""
+
+    checkpoint: CheckpointFolder = None
+    every: Every = None
+    keep: Keep = 3
+    resume: Resume = False
+    metrics: Metrics = None
+    timeline: TimelineFile = None
+    log_every: LogEvery = None
+    overwrite: Overwrite = False
+
+    @property
+    def writes_last(self) -> bool:
+        """Whether a checkpoint is written after the last step."""
+        return self.every is not None or self.checkpoint is not None or self.resume
+
+    def checkpoints(self, output: pathlib.Path) -> pathlib.Path:
+        """Return the folder of the checkpoints."""
+        return self.checkpoint or output.with_name(f"{output.name}-checkpoints")
+
+    def check(self, output: pathlib.Path) -> None:
+        """Refuse what cannot be written before hours are spent on it."""
+        check_output(output, overwrite=self.overwrite)
+        for path in (self.metrics, self.timeline):
+            if path is None:
+                continue
+            if path.exists() and not (self.overwrite or self.resume):
+                raise UserError(f"{path} exists. Name another file, or replace it: --overwrite")
+            if not path.absolute().parent.is_dir():
+                raise UserError(f"There is no folder {path.parent} for {path.name}")
+        checkpoints = self.checkpoints(output)
+        if not self.resume and (there := list(checkpoints.glob("checkpoint-*"))):
+            newest = max(there, key=lambda path: path.stat().st_mtime)
+            raise UserError(
+                f"{newest} is of another run. Go on with that: --resume; or begin anew in another folder: "
+                "--checkpoint DIR"
+            )
+
+
+def settings_of(step: StepOptions, learning: LearningOptions, replicas: int | None) -> Settings:
+    """Return the settings of a training.
+
+    Args:
+        step: how many rows a step has, and what computes it.
+        learning: what the optimizer does.
+        replicas: groups of a batch, or ``None``.
+    """
+    return Settings(
+        batch=step.batch,
+        microbatches=step.microbatches,
+        replicas=replicas,
+        accumulate=step.accumulate,
+        steps=step.steps,
+        epochs=step.epochs or 1,
+        devices=step.device_objects(),
+        optim_dtype=dtype_named(step.optim_dtype),
+        keep_parameters=parse_gigabytes(step.keep_parameters, "--keep-parameters"),
+        lr=learning.lr,
+        warmup=learning.warmup,
+        schedule=learning.schedule,
+        weight_decay=learning.weight_decay,
+        clip=learning.clip,
+        seed=learning.seed,
+        eval_every=learning.eval_every,
+        check=learning.check,
+    )
+
+
+def dtype_named(name: str) -> torch.dtype | None:
+    """Return a dtype; ``None`` for that of the weights."""
+    return None if name in ("auto", "same") else getattr(torch, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from .one_group import OneGroup
 from .outputs import merge_outputs, outputs_of
 from .rows import RowCheck
 from .run import Run
+from .run_spec import Trial
 
 __all__ = ["Engine"]
 
@@ -46,6 +48,10 @@ class Engine(RunLifecycle):
         pinned: pinned memory of the model. Default: nothing is pinned.
         groups: groups that a batch is cut into, and the ranks that run them. Default: one, in this process.
         gradient_dtype: dtype of the gradients of master weights between a run and the step. Default: that of the sums.
+
+    Attributes:
+        row_check: proof that layers compute each row by itself, before a batch is cut between rows; ``None`` for layers
+            of which the caller has one.
     """
 
     groups: OneGroup[Engine]
@@ -64,7 +70,7 @@ class Engine(RunLifecycle):
         groups = OneGroup() if groups is None else groups
         super().__init__(model, layers, devices, optim_dtype, tag, pinned, groups, gradient_dtype)
         self._warned = False
-        self._row_check = RowCheck()
+        self.row_check: RowCheck | None = RowCheck()
         self.groups.begin(self, model)
 
     # -- what a user calls -------------------------------------------------------------------------------------------
@@ -152,10 +158,31 @@ class Engine(RunLifecycle):
             microbatches: microbatches of the run.
             config: settings of the call, without gaps.
         """
+        return self._outputs_within(microbatches, config, range(len(self.layers) - 1))
+
+    def try_layers(
+        self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, span: range, trial: Trial
+    ) -> list[PyTree]:
+        """Return what the last layer of a span returns for each microbatch, to be compared.
+
+        Args:
+            microbatches: microbatches of the run.
+            config: settings of the call, without gaps.
+            span: indices of the layers, from the first one on.
+            trial: what is compared, see :class:`RunSpec`.
+        """
+        with warnings.catch_warnings():  # those of single rows, or of no gradients, are not the user's
+            warnings.simplefilter("ignore")
+            return self._outputs_within(microbatches, config, span, trial=trial)
+
+    def _outputs_within(
+        self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, span: range, **of_spec: Any
+    ) -> list[PyTree]:
+        """What layers return in a run that is dropped."""
         self.check_can_run()
         config = _in_two_passes(dataclasses.replace(config, requires_grad=False))
         with self.lock, torch.no_grad():
-            run, host_values = self.prepare_forward(microbatches, config, span=range(len(self.layers) - 1))
+            run, host_values = self.prepare_forward(microbatches, config, span=span, **of_spec)
             cursor = self.round_robin.cursor
             outputs = self._forward_outputs(run, host_values)
             run.discard()
@@ -271,22 +298,29 @@ class Engine(RunLifecycle):
         batch = FlatBatch.of(args, kwargs, label)
         check_labels(batch.label)
         if count == 1:
-            return [self.cut_group(batch, config)]
+            return [self.cut_group(batch, config, is_cut=self.groups.replicas > 1)]
         groups = split(args, kwargs, label, count, split_input=config.split_input, split_label=config.split_label)
         if len(groups) > count:
             raise ConfigError(
                 f"The batch is given in {len(groups)} parts, and this rank has {count} groups. With replicas, give "
                 "whole tensors, or one part for each group of the rank."
             )
-        self._row_check.check(self, batch, [group.rows for group in groups], config)
-        parts = [self.cut_group(FlatBatch.of(group.args, group.kwargs, group.label), config) for group in groups]
+        self._check_rows(batch, [group.rows for group in groups], config)
+        parts = [self.split(FlatBatch.of(group.args, group.kwargs, group.label), config) for group in groups]
         return parts + [[] for _ in range(count - len(parts))]
 
-    def cut_group(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[FlatMicrobatch]:
-        """Return the microbatches of one group, whose rows are shown to be independent where they may not be."""
+    def cut_group(self, batch: FlatBatch, config: RoundPipeRunConfig, *, is_cut: bool = False) -> list[FlatMicrobatch]:
+        """Return the microbatches of rows that are one group; ``is_cut`` if other ranks have other rows of the batch."""
         microbatches = self.split(batch, config)
-        self._row_check.check(self, batch, [microbatch.rows for microbatch in microbatches], config)
+        rows = [microbatch.rows for microbatch in microbatches]
+        if is_cut or len(rows) > 1:
+            self._check_rows(batch, rows, config)
         return microbatches
+
+    def _check_rows(self, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
+        """Check that layers compute each row by itself, unless who calls the engine has done so."""
+        if self.row_check is not None:
+            self.row_check.check(self, batch, rows, config)
 
     def split(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[FlatMicrobatch]:
         """Split arguments and labels into microbatches.

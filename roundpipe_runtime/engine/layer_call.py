@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Literal
 
 import torch
 
+from ..batch.steady_draws import SteadyDraws
 from ..device.virtual import Device
 from ..errors import StageError
 from .draws import CallDraws
 from .layer_graph import Values, enter, is_refused_write
+from .layer_traits import LayerTraits
 from .nested_checkpoint import watch_forward
 from .recompute import CURRENT, CallState, VisitGenerator, run_seeded
 from .resident import LayerOnDevice
@@ -18,6 +21,8 @@ from .run import Run
 __all__ = ["CallKind", "LayerCall", "call_layer"]
 
 CallKind = Literal["forward", "fused", "recompute"]
+
+_AS_IT_IS = contextlib.nullcontext()
 
 
 def call_layer(
@@ -106,7 +111,8 @@ class LayerCall(CallState):
         self.draws = run.draws
         self.drawing: CallDraws | None = None
         self.microbatch, self.values, self.kind, self.given = microbatch, values, kind, data
-        self.contents, self.traits = resident.contents, resident.traits
+        # a trial, which draws nothing, shows nothing of what the layer does in other runs
+        self.contents, self.traits = resident.contents, LayerTraits() if run.spec.trial else resident.traits
         self.module = module = resident.contents.module
         self.training = module.training
         self.entries: list[torch.Tensor | None] = []
@@ -171,8 +177,9 @@ class LayerCall(CallState):
 
     def _place(self) -> CallDraws:
         is_recomputed, title = self.kind == "recompute", self.contents.title
+        microbatch = 0 if self.spec.trial == "others" else self.microbatch
         self.drawing = CallDraws(
-            self.draws, self.contents.index, self.microbatch, is_recomputed, title, is_repeatable=self.is_repeatable
+            self.draws, self.contents.index, microbatch, is_recomputed, title, is_repeatable=self.is_repeatable
         )
         return self.drawing
 
@@ -195,6 +202,10 @@ class LayerCall(CallState):
         return watch_forward(self._invoke, self.module, self.device.torch_device)
 
     def _invoke(self) -> Any:
+        with SteadyDraws(self.generator.of_device()) if self.spec.trial == "parts" else _AS_IT_IS:
+            return self._called()
+
+    def _called(self) -> Any:
         value = self.values.structure.rebuild(self.entered)
         if self.contents.index == 0:  # the first layer has the arguments of the model, the others what came before
             args, kwargs = value

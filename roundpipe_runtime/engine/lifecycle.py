@@ -26,6 +26,7 @@ from ..device.virtual import Device
 from ..optim.parameters import LayerContents, scan
 from ..optim.readiness import ReadinessTable
 from ..optim.step import wait_for_updates
+from ..schedule.costs import MeasuredCosts
 from ..schedule.plan import RunType
 from ..schedule.round_robin import Stage, stages_within
 from ..timeline.record import current_timeline
@@ -190,11 +191,12 @@ class RunLifecycle:
         spec = dataclasses.replace(self._spec(kind, config, contents, len(rows), span), **of_spec)
         moves = self.groups.moves_generators
         draws = Draws(spec.base_seed or run_base(), spec.tag, in_order=len(rows) == 1, moves=moves)
-        spec = dataclasses.replace(spec, base_seed=draws.seeds)
+        looks = spec.trial is None and is_due(self._count(kind))
+        spec = dataclasses.replace(spec, base_seed=draws.seeds, looks=looks)
         largest = max((spec.stage_nbytes(stage) for stage in spec.stages), default=0)
         nbytes_kept = self.planner.bytes_to_keep(config.keep_parameters or 0, largest)
         self.kept.choose(contents, self.store.source, self.version(), nbytes_kept)
-        timer = Timer(self.planner.measured(kind), current_timeline(), with_events=self.planner.wants_events(kind))
+        timer = self._timer(kind, is_trial=spec.trial is not None)
         contract = LossContract(config.reduction_of_parts, rows) if contract is None else contract
         memory = self.gradient_memory
         if memory is not None and spec.requires_grad:
@@ -203,6 +205,12 @@ class RunLifecycle:
         return Run(
             spec, self.store, self.table, self.version(), timer, contract, self.kept, draws, memory, wait_cleared
         )
+
+    def _timer(self, kind: RunType, *, is_trial: bool) -> Timer:
+        """Return what measures a run; nothing is learned of a trial."""
+        if is_trial:
+            return Timer(MeasuredCosts(self.planner.measured(kind).costs()), None, with_events=False)
+        return Timer(self.planner.measured(kind), current_timeline(), with_events=self.planner.wants_events(kind))
 
     def _read_layers(self) -> list[LayerContents]:
         """Return what the layers hold now: the user may have replaced a parameter, frozen it, or added an adapter."""
@@ -249,7 +257,6 @@ class RunLifecycle:
             stays=kind == "fused" and self.planner.fits(),
             one_thread=self.planner.prefers_one_thread(kind),
             take_gradient=self.take_gradient,
-            looks=is_due(self._count(kind)),
         )
 
     def _count(self, kind: RunType) -> int:

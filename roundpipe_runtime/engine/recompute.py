@@ -215,6 +215,10 @@ class VisitGenerator:
         if self._draws is not None and not self._draws.has_drawn:
             self._seeded = self._generator.get_state()
 
+    def of_device(self) -> Any:
+        """Return the generator of the device; ``None`` for the CPU, which has that of the host."""
+        return None if self._device.type == "cpu" else _generator_of(self._device)
+
     def _look(self) -> None:
         """Note whether the last call has drawn; the state is a few bytes on the host."""
         if self._draws is not None and self._seeded is not None and not self._draws.has_drawn:

@@ -1,137 +1,297 @@
-"""Prove that rows are independent where layers have them on another axis by their own word.
+"""Prove on a few rows of the first batch that layers compute each row by itself, before a batch is cut between rows.
 
-Recurrent layers and attention of torch have the sequence first unless ``batch_first=True``. A batch that is cut along
-axis 0 would be cut along its sequence then, and every number would be another one. Whether it is cannot be seen in the
-sizes; so some rows are computed at once and in two parts.
+A layer that has its sequence first, normalises over the batch, sorts or rolls rows, or adds them up, would compute
+other numbers for each split. Nothing in the sizes shows it. So three rows run in one piece and in two uneven parts::
+
+    layers    [a b c] -> [a' b' c']    [a b] -> [a' b']    [c] -> [c']
+
+Dropout is left out meanwhile, and one number stands in place of all that torch draws. Layers that draw from elsewhere
+differ anyway; of those, rows are looked at next to other rows, where all calls draw alike::
+
+    layers    [a b c] -> [a' b' c']    [a b b] -> [a' b' .]    [c b c] -> [. b' c']
+
+Other rows of the batch are tried before anything is refused, as a choice that hangs by a rounding error (the expert of
+a token) may come out otherwise in some.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from yobx_flatten.private_names.of_torch import pytree
+from yobx_flatten.private_names.of_torch import NormBase, pytree
 
 from ..batch.flat import FlatBatch, FlatMicrobatch
-from ..device.transfer import HostValue
-from ..errors import SplitError
-from ..schedule.round_robin import RoundRobin, Stage
+from ..batch.same_rows import changes_with_others, mixes_rows, rows_of, taken
+from ..errors import RoundPipeError, RoundPipeWarning, SplitError, warn
 from .config import RoundPipeRunConfig
-from .outputs import merge_outputs, outputs_of
-from .run import Run
+from .run_spec import Trial
 
-__all__ = ["RowCheck"]
+__all__ = ["CannotTryError", "RowCheck", "RowTrial", "Rows", "first_that_mixes"]
 
-_TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_USUAL = 1e-3
+# Rows that are enough for two parts with different numbers of rows, and for two with several rows each.
+_FEW, _SEVERAL = 3, 4
+
+# How many times other rows are tried before layers are refused.
+_TRIALS = 3
+
+# What layers raise that do not take a few rows: the call itself states why, if it also fails.
+_REFUSALS = (RoundPipeError, RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError)
 
 
-def _sequence_first(layers: Sequence[nn.Module]) -> str | None:
-    """Return the class of a module whose rows are on axis 1, ``None`` without any."""
-    modules = (module for layer in layers for module in layer.modules())
-    return next((type(module).__name__ for module in modules if getattr(module, "batch_first", None) is False), None)
+class CannotTryError(Exception):
+    """Layers do not run on some rows of a batch; the message states why."""
 
 
-@contextlib.contextmanager
-def _evaluating(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Switch off what draws, and what looks at the whole batch by design."""
-    modes = {module: module.training for layer in layers for module in layer.modules()}
-    try:
-        for module in modes:
-            module.training = False
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+@dataclasses.dataclass(frozen=True)
+class RowTrial:
+    """Some rows of a batch.
+
+    Attributes:
+        whole: The rows.
+        parts: The same rows in two parts.
+    """
+
+    whole: FlatMicrobatch
+    parts: Sequence[FlatMicrobatch]
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return self.whole.rows or 0
+
+    def in_order(self, order: Sequence[int]) -> FlatMicrobatch:
+        """Return as many rows, of which some may come several times."""
+        inputs = [
+            taken(one, rows_of(one, part, self.count), order)
+            for one, part in zip(self.whole.inputs, self.parts[-1].inputs, strict=True)
+        ]
+        return dataclasses.replace(self.whole, inputs=inputs)
 
 
 class Rows(Protocol):
     """The part of an engine that runs some rows by themselves."""
 
     layers: list[nn.Module]
-    round_robin: RoundRobin
 
     def split(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[FlatMicrobatch]:
         """Split arguments and labels into microbatches."""
 
-    def prepare_forward(
-        self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig
-    ) -> tuple[Run, list[HostValue]]:
-        """Return a run of a forward that has not started, and its inputs."""
-
-    def execute(self, run: Run, stages: Sequence[Stage]) -> None:
-        """Run stages to their end."""
+    def try_layers(
+        self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, span: range, trial: Trial
+    ) -> list[Any]:
+        """Return what the last layer of a span returns for each microbatch, to be compared."""
 
 
 class RowCheck:
-    """Whether the rows of a pipeline's batches were found to be independent."""
+    """Whether the rows of a pipeline's batches were found to be independent, by kind of call and mode."""
 
     def __init__(self) -> None:
-        self._is_done = False
+        self._shown: set[Hashable] = set()
+        self._not_tried: set[Hashable] = set()
 
     def check(self, engine: Rows, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
-        """Check once that a batch is not cut along a sequence, where layers have that first.
+        """Check once for each kind of call that layers compute each row by itself.
 
         Args:
-            engine: engine that runs the batch.
+            engine: engine that runs the batch, which is cut.
             batch: arguments and labels.
             rows: rows of each microbatch.
             config: settings of the call.
 
         Raises:
-            SplitError: it is.
+            SplitError: they do not.
         """
-        if self._is_done or len(rows) == 1 or config.split_input is not None or None in rows:
+        if callable(config.split_input) or None in rows or sum(count or 0 for count in rows) < 2:
             return
-        name = _sequence_first(engine.layers)
-        if name is not None:
-            alone = dataclasses.replace(config, requires_grad=False, execute_plan=None, output_device=None)
-            cut = dataclasses.replace(alone, num_microbatch=max(1, sum(count or 0 for count in rows) // 2))
-            some = engine.split(batch, cut)[0]
-            args, kwargs = pytree.tree_unflatten(some.inputs, some.spec)
-            few = FlatBatch.of(args, kwargs, pytree.tree_unflatten(some.labels, some.label_spec))
-            cursor = engine.round_robin.cursor
-            with _evaluating(engine.layers), torch.no_grad():
-                whole, parts = (pytree.tree_leaves(_infer(engine, few, alone, number)) for number in (1, 2))
-            engine.round_robin.cursor = cursor
-            if len(whole) != len(parts) or not all(map(_is_close, whole, parts)):
-                raise _is_cut(name)
-        self._is_done = True
+        kind = _kind_of(engine.layers, batch)
+        if kind in self._shown:
+            return
+        layer, total = None, sum(count or 0 for count in rows)
+        for number in (math.ceil(total / _FEW), max(1, total // _SEVERAL)):
+            trials = _trials(engine, batch, dataclasses.replace(config, num_microbatch=number))
+            try:
+                layer = first_that_mixes(engine, trials, config, len(engine.layers))
+            except CannotTryError as error:  # a norm may want several rows in each part
+                reason = str(error)
+            else:
+                break
+        else:
+            self._note(kind, reason)
+            return
+        if layer is not None:
+            raise _mixes(engine.layers[layer], layer)
+        self._shown.add(kind)
+
+    def _note(self, kind: Hashable, reason: str) -> None:
+        """Warn when a call comes again that cannot be tried: had it failed itself, that would be its own error."""
+        if kind in self._not_tried:
+            self._shown.add(kind)
+            warn(
+                "Whether the layers compute each row by itself was not shown, as they do not run on some rows of the "
+                f"batch: {reason}. If they do not, run a batch in one piece:\n"
+                "    RoundPipeRunConfig(num_microbatch=1)",
+                RoundPipeWarning,
+            )
+        self._not_tried.add(kind)
 
 
-def _infer(engine: Rows, batch: FlatBatch, config: RoundPipeRunConfig, number: int) -> Any:
-    """The output of a batch in this number of microbatches, of a run that changes nothing."""
-    config = dataclasses.replace(config, num_microbatch=number)
-    microbatches = engine.split(batch, config)
-    rows = [microbatch.rows for microbatch in microbatches]
-    run, host_values = engine.prepare_forward(microbatches, config)
-    run.start_all(host_values)
-    engine.execute(run, run.spec.stages)
-    outputs = merge_outputs(outputs_of(run), rows, rows, config)
-    run.discard()
-    return outputs
+def first_that_mixes(
+    engine: Rows,
+    trials: Iterator[RowTrial],
+    config: RoundPipeRunConfig,
+    number: int,
+    leaves_of: Callable[[Any], Sequence[object]] = pytree.tree_leaves,
+    *,
+    with_hooks: bool = False,
+) -> int | None:
+    """Return the first layer whose outputs for some rows depend on others; ``None`` if there is none.
+
+    Args:
+        engine: engine of the layers.
+        trials: some rows of a batch, and the same rows in parts.
+        config: settings of the call.
+        number: number of layers to look at.
+        leaves_of: function that returns what is compared of an output. Default: all of its leaves.
+        with_hooks: whether hooks on outputs of modules run, which the caller may take features with. Default: no.
+
+    Raises:
+        CannotTryError: they do not run on some rows.
+    """
+    compare = _Comparison(engine, config, leaves_of)
+    found = None
+    try:
+        with _set_apart(engine.layers, with_hooks):
+            for trial in itertools.islice(trials, _TRIALS):
+                found = compare.mixing(trial, number)
+                if found is None:
+                    break
+    except _REFUSALS as error:
+        raise CannotTryError(f"{type(error).__name__}: {error}") from error
+    return found
 
 
-def _is_cut(name: str) -> SplitError:
+class _Comparison:
+    """Runs layers for some rows in one piece, in parts, and next to other rows."""
+
+    def __init__(self, engine: Rows, config: RoundPipeRunConfig, leaves_of: Callable[[Any], Sequence[object]]) -> None:
+        self._engine, self._leaves_of = engine, leaves_of
+        self._config = dataclasses.replace(config, requires_grad=False, execute_plan=None, output_device=None)
+
+    def mixing(self, trial: RowTrial, number: int) -> int | None:
+        """The first of the layers that mixes these rows."""
+        if not self._differs(trial, number, together=True):
+            return None
+        if self._is_other(trial, number, "others"):
+            return None  # the same rows are others the next time, also where all is drawn alike: nothing is shown
+        draws = self._is_other(trial, number, "parts", together=True)  # or keeps a state in buffers
+        mixes = self._depends_on_others if draws else self._differs
+        return self._first(functools.partial(mixes, trial), number)
+
+    def _first(self, mixes: Callable[[int], bool], number: int) -> int | None:
+        """The first layer, found by halves, as what was mixed stays mixed; ``None`` if not even all of them mix."""
+        if not mixes(number):
+            return None
+        low, high = 0, number - 1
+        while low < high:
+            middle = (low + high) // 2
+            if mixes(middle + 1):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _differs(self, trial: RowTrial, number: int, *, together: bool = False) -> bool:
+        """Whether rows are computed otherwise in parts."""
+        whole, *found = self._run([trial.whole, *trial.parts], number, "parts", together=together)
+        return mixes_rows(whole, found, [one.rows or 0 for one in trial.parts], _coarsest())
+
+    def _is_other(self, trial: RowTrial, number: int, kind: Trial, *, together: bool = False) -> bool:
+        """Whether the same rows are computed otherwise the next time."""
+        first, again = self._run([trial.whole, trial.whole], number, kind, together=together)
+        return mixes_rows(first, [again], [trial.count], _coarsest())
+
+    def _depends_on_others(self, trial: RowTrial, number: int) -> bool:
+        """Whether rows are computed otherwise next to other rows."""
+        last = trial.count - 1
+        order = [[*range(last), last - 1], [last, *range(1, trial.count)]]
+        others = [trial.in_order(one) for one in order]
+        whole, part, *found = self._run([trial.whole, trial.parts[-1], *others], number, "others")
+        kept = [range(last), range(1, trial.count)]
+        return any(
+            changes_with_others(whole, one, part, rows, trial.count, _coarsest())
+            for one, rows in zip(found, kept, strict=True)
+        )
+
+    def _run(
+        self, microbatches: Sequence[FlatMicrobatch], number: int, trial: Trial, *, together: bool = False
+    ) -> list[Sequence[object]]:
+        """The leaves of outputs, of one run, or of one each, which all begin with the same buffers."""
+        runs = [microbatches] if together else [[one] for one in microbatches]
+        found = [self._engine.try_layers(run, self._config, range(number), trial) for run in runs]
+        return [self._leaves_of(one) for outputs in found for one in outputs]
+
+
+def _trials(engine: Rows, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
+    """Yield some rows at a time."""
+    for some in engine.split(batch, config):
+        args, kwargs = pytree.tree_unflatten(some.inputs, some.spec)
+        few = FlatBatch.of(args, kwargs, pytree.tree_unflatten(some.labels, some.label_spec))
+        parts = engine.split(few, dataclasses.replace(config, num_microbatch=2))
+        if len(parts) == 2 and None not in (some.rows, *(one.rows for one in parts)):
+            yield RowTrial(some, parts)
+
+
+def _kind_of(layers: Sequence[nn.Module], batch: FlatBatch) -> Hashable:
+    leaves = [*batch.args.leaves, *batch.kwargs.leaves]
+    values = [(leaf.path, leaf.value) for leaf in leaves]
+    kinds = tuple((path, v.dtype, v.dim()) if isinstance(v, torch.Tensor) else (path, type(v)) for path, v in values)
+    return kinds, tuple(layer.training for layer in layers)
+
+
+def _coarsest() -> torch.dtype | None:
+    """The dtype in which autocast computes, if it is on for any kind of device."""
+    kinds = {"cpu", *([device.type] if (device := torch.accelerator.current_accelerator()) is not None else [])}
+    found = [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)]
+    return found[0] if found else None
+
+
+@contextlib.contextmanager
+def _set_apart(layers: Sequence[nn.Module], with_hooks: bool) -> Iterator[None]:
+    """Leave out norms of batches, which normalise microbatches as in a loop over them, and hooks that take outputs."""
+    modules = list({module: None for layer in layers for module in layer.modules()})
+    norms = [module for module in modules if isinstance(module, NormBase) and module.training]
+    hooks = [] if with_hooks else [(module, module._forward_hooks) for module in modules if module._forward_hooks]
+    try:
+        for module in norms:
+            module.training = False
+        for holder, _ in hooks:
+            holder._forward_hooks = collections.OrderedDict()
+        yield
+    finally:
+        for module in norms:
+            module.training = True
+        for holder, found in hooks:
+            holder._forward_hooks = found
+
+
+def _mixes(layer: nn.Module, number: int) -> SplitError:
+    kind = type(layer).__name__
+    inner = next((type(m).__name__ for m in layer.modules() if getattr(m, "batch_first", None) is False), None)
+    cause = "" if inner is None else f" ({inner} with batch_first=False)"
     return SplitError(
-        f"The batch is cut along axis 0, and the layers mix what is on it: a {name} has batch_first=False, and "
-        "outputs of one part are others than those of the same rows in two parts. Say where the rows are, or make "
-        "the layers with batch_first=True:\n"
-        '    RoundPipeRunConfig(split_input={"args[0]": TensorChunkSpec(1)}, merge_output=TensorChunkSpec(1))'
+        f"The batch is cut along axis 0, and layer {number} ({kind}) mixes what is on it{cause}: for "
+        "some rows in one piece it returns other numbers than for the same rows in two parts. So results would be "
+        "others for each split. If the rows are on another axis, say which; else run a batch in one piece:\n"
+        '    RoundPipeRunConfig(split_input={"args[0]": TensorChunkSpec(1)}, merge_output=TensorChunkSpec(1))\n'
+        "    RoundPipeRunConfig(num_microbatch=1)"
     )
-
-
-def _is_close(one: object, other: object) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return type(one) is type(other)
-    if one.shape != other.shape:
-        return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    scale = float(one.abs().max()) if one.numel() else 0.0
-    return torch.allclose(one, other, rtol=0.0, atol=_TOLERANCE.get(one.dtype, _USUAL) * scale, equal_nan=True)

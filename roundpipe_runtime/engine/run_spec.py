@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -18,7 +18,9 @@ from .loss_check import LossCheck
 from .recompute import call_seed
 from .resident import Gradients
 
-__all__ = ["RunSpec", "captured_autocast"]
+__all__ = ["RunSpec", "Trial", "captured_autocast"]
+
+Trial: TypeAlias = Literal["parts", "others"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,8 @@ class RunSpec:
         first_microbatch: Index of the first microbatch in the whole batch, of which this run may be a part.
             Default: 0.
         looks: Whether to look whether layers repeat themselves, and what gradients end in. Default: ``False``.
+        trial: What is compared in a run that nothing comes of: ``"parts"`` of rows, without random numbers of torch, or
+            ``"others"``, rows next to other ones, where all microbatches draw the same. Default: nothing is compared.
         gradients_landed: Function that is given the index of a layer and its gradients on the host, as soon as their
             copies are under way. It may take gradients out of the mapping. Default: none.
     """
@@ -74,6 +78,7 @@ class RunSpec:
     span: range = range(0)
     first_microbatch: int = 0
     looks: bool = False
+    trial: Trial | None = None
     gradients_landed: Callable[[int, Gradients], None] | None = None
 
     @property
@@ -118,6 +123,7 @@ class RunSpec:
         Returns:
             The seed, the same on any device and for any plan.
         """
+        microbatch = 0 if self.trial == "others" else microbatch
         found = self._seeds.get((layer, microbatch))
         if found is None:
             found = call_seed(self.base_seed, self.tag, layer, self.first_microbatch + microbatch)

@@ -6,6 +6,7 @@
     tokenizer = load_tokenizer(source)                   # its own, or bytes
     blocks = read_blocks(["texts", "more.jsonl"], tokenizer, length=256, eval_share=0.05)
     model = source.load()
+    # or conversations: blocks = read_chats(["chats.jsonl"], tokenizer, length=512)
     with Training(model, blocks, Settings(batch=8, steps=100)) as training:
         run(training, checkpoints="checkpoints", show=print)
     save_model(model, tokenizer, "trained", source=source)
@@ -16,14 +17,17 @@ from __future__ import annotations
 from .adapters import Lora, add_lora
 from .blocks import Blocks, make_blocks, read_blocks
 from .byte_tokenizer import ByteTokenizer
+from .chat_rows import ChatRows, make_chat_rows, read_chats
+from .chat_tokens import ChatTokens
 from .disk import check_disk
 from .errors import FineTuneError
 from .job import Job, named_error
 from .models import ModelSource, model_source
 from .records import EvalRecord, StepRecord
+from .rows import Rows
 from .run import Outcome, run, timeline_of_rank
 from .saved_model import check_output, save_model
-from .settings import Settings
+from .settings import BatchSettings, LearningSettings, Settings
 from .tokenizer import Tokenizer, load_tokenizer
 from .training import Training, stored_replicas
 
@@ -36,12 +40,19 @@ __all__ = [  # noqa: RUF022 # in the order of use
     "load_tokenizer",
     "Lora",
     "add_lora",
-    # text in rows
+    # text and conversations in rows
+    "Rows",
     "Blocks",
     "make_blocks",
     "read_blocks",
+    "ChatRows",
+    "ChatTokens",
+    "make_chat_rows",
+    "read_chats",
     # the training
     "Settings",
+    "BatchSettings",
+    "LearningSettings",
     "Training",
     "StepRecord",
     "EvalRecord",

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from .errors import FineTuneError
+from .rows import split_rows
 from .text_files import END, find_texts, read_texts
 from .tokenizer import Tokenizer
 
@@ -47,6 +48,25 @@ class Blocks:
     def length(self) -> int:
         """Tokens per row."""
         return self.tokens.shape[1]
+
+    @property
+    def lengths(self) -> None:
+        """Rows have one length."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        ids = self.tokens[row].long()
+        return {"input_ids": ids, "labels": ids}
+
+    def collate(self, rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Return the arguments of the model for a batch."""
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def tokens_in(self, rows: Sequence[int]) -> int:
+        """Return the number of tokens of some rows."""
+        return len(rows) * self.length
 
 
 def read_blocks(
@@ -155,14 +175,14 @@ def make_blocks(tokens: torch.Tensor, *, length: int, eval_share: float = 0.0, s
             f"The text has {tokens.numel()} tokens, which do not fill {wanted} {length}. Give more text, or shorter "
             f"rows: --length {max(2, tokens.numel() // 8)}"
         )
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    training, held_out_rows = split_rows(count, eval_share=eval_share, seed=seed)
     rows = tokens[: count * length].view(count, length)
     digest = hashlib.sha256(rows.numpy().data)
     digest.update(str(length).encode())
     return Blocks(
         tokens=rows,
-        training=order[held_out:].sort().values,
-        held_out=order[:held_out].sort().values,
+        training=training,
+        held_out=held_out_rows,
         left_over=tokens.numel() - count * length,
         digest=digest.hexdigest(),
     )

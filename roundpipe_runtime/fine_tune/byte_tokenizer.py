@@ -49,8 +49,8 @@ class ByteTokenizer:
             return torch.empty(0, dtype=torch.int32)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(torch.int32) + _FIRST_BYTE
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of tokens; tokens that are not bytes are left out, incomplete characters become U+FFFD."""
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Return the text of tokens; those that are not bytes are left out, incomplete characters become U+FFFD."""
         data = bytes(number - _FIRST_BYTE for number in map(int, ids) if 0 <= number - _FIRST_BYTE < 256)
         return data.decode("utf-8", "replace")
 

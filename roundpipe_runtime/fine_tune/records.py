@@ -1,4 +1,4 @@
-"""Records of training steps and evaluations, and the JSON lines file that stores them.
+"""Records of training steps and evaluations, memory in use, and the JSON lines file that stores records.
 
 ::
 
@@ -13,10 +13,15 @@ import json
 import math
 import os
 import pathlib
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, TextIO
 
-__all__ = ["EvalRecord", "MetricsFile", "StepRecord"]
+import torch
+
+from ..device.virtual import AcceleratorDevice, Device
+
+__all__ = ["EvalRecord", "MetricsFile", "StepRecord", "device_peak", "process_memory", "record_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,6 +66,41 @@ class EvalRecord:
     eval_loss: float
     eval_tokens: int
     seconds: float
+
+
+def record_of(logs: Mapping[str, float], step: int) -> StepRecord | EvalRecord | None:
+    """Return the record of what a Trainer logs; ``None`` for what is of neither a step nor an evaluation.
+
+    Args:
+        logs: logged values, by the Trainer's names and those of this package.
+        step: number of steps done.
+
+    >>> record_of({"eval_loss": 2.5, "eval_tokens": 64, "eval_runtime": 0.5}, 3)
+    EvalRecord(step=3, eval_loss=2.5, eval_tokens=64, seconds=0.5)
+    """
+    if "eval_loss" in logs:
+        return EvalRecord(step, logs["eval_loss"], int(logs["eval_tokens"]), logs["eval_runtime"])
+    if "loss" not in logs:
+        return None
+    names = ("loss", "tokens", "tokens_per_s", "grad_norm", "seconds", "process_bytes")
+    known: dict[str, Any] = {name: logs[name] for name in names}
+    return StepRecord(step=step, lr=logs["learning_rate"], device_bytes=logs.get("device_bytes"), **known)  # type: ignore[arg-type] # bytes are whole numbers
+
+
+def process_memory() -> int:
+    """Return the bytes of memory that the process holds now (resident set size)."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def device_peak(devices: Iterable[Device]) -> int | None:
+    """Return the peak bytes of tensors on one of the accelerators; ``None`` where there are none.
+
+    Virtual devices use memory of the process.
+    """
+    accelerators = [device.torch_device for device in devices if isinstance(device, AcceleratorDevice)]
+    return max((torch.accelerator.max_memory_allocated(device) for device in accelerators), default=None)
 
 
 class MetricsFile:

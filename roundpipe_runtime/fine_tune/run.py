@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from ..timeline.record import Timeline
 from .interruption import Interruption
 from .records import EvalRecord, MetricsFile, StepRecord
 from .training import Training
@@ -38,7 +36,7 @@ class Outcome:
 def run(
     training: Training,
     *,
-    checkpoints: str | os.PathLike[str],
+    checkpoints: str | os.PathLike[str] | None = None,
     every: int | None = None,
     keep: int | None = 3,
     at_end: bool = False,
@@ -59,7 +57,7 @@ def run(
 
     Args:
         training: training to run; after :meth:`Training.restore`, it continues.
-        checkpoints: folder of the checkpoints.
+        checkpoints: folder of the checkpoints; without one, none is written.
         every: steps between two checkpoints; ``None`` writes one only when the training is stopped.
         keep: number of checkpoints to keep; ``None`` keeps all.
         at_end: whether to write a checkpoint after the last step.
@@ -76,65 +74,75 @@ def run(
         FineTuneError: the training cannot continue.
         OSError: a file could not be written.
     """
-    job = training.job
-    recorded = None if timeline is None else min(training.step + _RECORDED_STEP, training.steps)
-    saved, saved_at, first = None, training.step, training.step
-    in_step, is_saved = True, False
+    from .callbacks import RunCallback
+
+    job, first = training.job, training.step
+    if checkpoints is not None:
+        training.save_into(checkpoints, keep=keep)
     with Interruption(is_silent=job.size > 1) as interruption, contextlib.ExitStack() as stack:
-        file: MetricsFile | None = None
-        if metrics is not None:
-            opened = functools.partial(MetricsFile, metrics, step=training.step)
-            file = job.together(lambda: stack.enter_context(opened()) if job.is_first else None)
-
-        def note(record: StepRecord | EvalRecord) -> None:
-            if file is not None:
-                file.write(record)
-            show(record)
-
+        note = stack.enter_context(_noting(training, metrics, show))
+        callback = RunCallback(
+            training,
+            interruption,
+            every=every if checkpoints is not None else None,
+            at_end=at_end if checkpoints is not None else None,
+            note=note,
+            save_model=save_model,
+            recorded=None if timeline is None else min(first + _RECORDED_STEP, training.steps),
+            save_timeline=lambda drawn: drawn.save(timeline_of_rank(timeline or "", job.rank)),
+        )
+        training.trainer.add_callback(callback)
+        stack.callback(training.trainer.remove_callback, callback)
+        stack.enter_context(callback.recording)
         try:
-            while training.step < training.steps:
-                if status := max(job.exchange(interruption.status)):  # a signal reaches processes in different steps
-                    if saved_at != training.step or saved is None:
-                        saved = training.save(checkpoints, keep=keep)
-                    return Outcome(status, saved, recorded)
-                drawn = Timeline() if training.step + 1 == recorded else None
-                in_step = True
-                for record in training.advance(drawn):
-                    in_step = False
-                    is_last = training.step == training.steps
-                    if is_last and isinstance(record, StepRecord):
-                        save_model()
-                        is_saved = True
-                    job.together(functools.partial(note, record))
-                if drawn is not None and timeline is not None:
-                    job.together(functools.partial(drawn.save, timeline_of_rank(timeline, job.rank)))
-                if at_end if is_last else every is not None and training.step % every == 0:
-                    saved, saved_at = training.save(checkpoints, keep=keep), training.step
-            if not is_saved:  # the last step is of an earlier run
+            training.train()
+            if not callback.status and not callback.is_model_saved:  # the last step is of an earlier run
                 save_model()
         except Exception as error:
-            if is_saved:
+            if callback.is_model_saved:
                 error.add_note("The trained model is saved.")
-            # in a step of several processes, the others may be gone; one that began to write is neither done nor undone
-            is_whole = not in_step or (job.size == 1 and not training.trainer.is_stepping)
-            if training.step > first and is_whole:
-                if saved_at < training.step:
-                    saved = _saved_after(error, training, checkpoints, keep)
-                if saved is not None:
-                    error.add_note(f"The {training.step} steps before are saved in {saved}. To go on: --resume")
+            if checkpoints is not None and training.step > first:
+                _save_after(error, training, callback.saved)
             raise
-    return Outcome(0, saved, recorded)
+    return Outcome(callback.status, callback.saved, callback.recorded)
 
 
-def _saved_after(
-    error: Exception, training: Training, checkpoints: str | os.PathLike[str], keep: int | None
-) -> str | None:
-    """The checkpoint after an error; a second error, as of the same full disk, only adds a note to the first."""
+@contextlib.contextmanager
+def _noting(
+    training: Training, path: str | os.PathLike[str] | None, show: Callable[[StepRecord | EvalRecord], None]
+) -> Iterator[Callable[[StepRecord | EvalRecord], None]]:
+    """A function that writes records into a file, in the first of several processes, and shows them."""
+    if path is None:
+        yield show
+        return
+    job, step = training.job, training.step
+    file = job.together(lambda: MetricsFile(path, step=step) if job.is_first else None)
+    if file is None:
+        yield show
+        return
+
+    def note(record: StepRecord | EvalRecord) -> None:
+        file.write(record)
+        show(record)
+
+    with file:
+        yield note
+
+
+def _save_after(error: Exception, training: Training, saved: str | None) -> None:
+    """Save the steps before an error; a second error, as of the same full disk, only adds a note to the first."""
+    trainer = training.trainer
+    # in a step of several processes, the others may be gone; one that began to write is neither done nor undone
+    is_whole = not trainer.in_step or (training.job.size == 1 and not trainer.is_stepping)
+    if not is_whole:
+        return
     try:
-        return training.save(checkpoints, keep=keep)
+        if saved is None or not saved.endswith(f"checkpoint-{training.step}"):
+            saved = trainer.save()
     except Exception as second:
         error.add_note(f"The {training.step} steps before could not be saved: {second}")
-        return None
+    else:
+        error.add_note(f"The {training.step} steps before are saved in {saved}. To go on: --resume")
 
 
 def timeline_of_rank(path: str | os.PathLike[str], rank: int) -> pathlib.Path:

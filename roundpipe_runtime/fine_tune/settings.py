@@ -1,10 +1,10 @@
-"""Settings of a training: batches, steps, learning rate and optimizer."""
+"""Settings of a training, one dataclass per concern: batches and steps, learning, and all of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -12,12 +12,12 @@ from ..device.virtual import DeviceSpec
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError
 
-__all__ = ["Settings"]
+__all__ = ["BatchSettings", "LearningSettings", "Settings"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of a training.
+class BatchSettings:
+    """Rows of a batch, batches of a step, and steps.
 
     Attributes:
         batch: number of rows per batch, of all processes together.
@@ -28,18 +28,6 @@ class Settings:
         accumulate: number of batches per step; their gradients are averaged.
         steps: number of steps; ``None`` to use ``epochs``.
         epochs: number of passes over all rows, if ``steps`` is not given.
-        lr: peak learning rate.
-        warmup: number of steps until the peak. Default: a tenth of all steps, at most 100.
-        schedule: learning rate after the warmup: decay to zero along half a cosine or a line, or constant.
-        weight_decay: weight decay of AdamW, for parameters with two axes or more.
-        clip: largest norm of the gradients, to which they are scaled down; 0 for no clipping.
-        seed: seed of the order of rows, and of dropout.
-        devices: devices, as for :class:`RoundPipe`.
-        optim_dtype: dtype of gradients, moments and master weights. Default: float32.
-        keep_parameters: what stays on devices from step to step, as in :class:`RoundPipeRunConfig`; the numbers are the
-            same.
-        eval_every: number of steps between two evaluations; ``None`` for one at the end.
-        check: whether to compare the cut model with the reference model first.
 
     Raises:
         ConfigError: a field has a value that it cannot have.
@@ -51,34 +39,13 @@ class Settings:
     accumulate: int = 1
     steps: int | None = None
     epochs: int = 1
-    lr: float = 3e-4
-    warmup: int | None = None
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    seed: int = 0
-    devices: DeviceSpec = None
-    optim_dtype: torch.dtype | None = torch.float32
-    keep_parameters: float | Literal["auto"] = 0
-    eval_every: int | None = None
-    check: bool = True
 
     def __post_init__(self) -> None:
         for name in ("batch", "accumulate", "epochs"):
-            self._at_least(name, 1)
-        for name in ("microbatches", "replicas", "steps", "eval_every"):
+            _check_count(name, getattr(self, name), least=1)
+        for name in ("microbatches", "replicas", "steps"):
             if getattr(self, name) is not None:
-                self._at_least(name, 1)
-        if self.warmup is not None:
-            self._at_least("warmup", 0)
-        if not self.lr > 0 or not math.isfinite(self.lr):
-            raise ConfigError(f"lr must be a number above 0, like 3e-4, found {self.lr!r}.")
-        for name in ("weight_decay", "clip"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be a number from 0 on, found {getattr(self, name)!r}.")
-        if self.schedule not in ("cosine", "linear", "constant"):
-            raise ConfigError(f'schedule must be "cosine", "linear" or "constant", found {self.schedule!r}.')
-        RoundPipeRunConfig(keep_parameters=self.keep_parameters)  # which raises where it is none
+                _check_count(name, getattr(self, name), least=1)
         groups = self.replicas or 1
         if groups > self.batch:
             raise ConfigError(
@@ -92,11 +59,6 @@ class Settings:
                 f"{what} cannot be cut into {self.microbatches} microbatches. Make it larger, or cut it less: "
                 f"--batch {groups * self.microbatches}, or --microbatches {rows}"
             )
-
-    def _at_least(self, name: str, least: int) -> None:
-        found: Any = getattr(self, name)
-        if type(found) is not int or found < least:
-            raise ConfigError(f"{name} must be a number from {least} on, found {found!r}.")
 
     def rows_of_group(self, replicas: int) -> int:
         """Return the rows of the largest group of a batch.
@@ -112,10 +74,45 @@ class Settings:
         Args:
             rows: number of training rows.
 
-        >>> Settings(batch=4, epochs=2).total_steps(10), Settings(batch=4, steps=7).total_steps(10)
+        >>> BatchSettings(batch=4, epochs=2).total_steps(10), BatchSettings(batch=4, steps=7).total_steps(10)
         (5, 7)
         """
         return self.steps or math.ceil(self.epochs * rows / (self.batch * self.accumulate))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearningSettings:
+    """What the optimizer does with gradients, and when.
+
+    Attributes:
+        lr: peak learning rate.
+        warmup: number of steps until the peak. Default: a tenth of all steps, at most 100.
+        schedule: learning rate after the warmup: decay to zero along half a cosine or a line, or constant.
+        weight_decay: weight decay of AdamW, for parameters with two axes or more.
+        clip: largest norm of the gradients, to which they are scaled down; 0 for no clipping.
+        seed: seed of the order of rows, and of dropout.
+
+    Raises:
+        ConfigError: a field has a value that it cannot have.
+    """
+
+    lr: float = 3e-4
+    warmup: int | None = None
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.warmup is not None:
+            _check_count("warmup", self.warmup, least=0)
+        if not self.lr > 0 or not math.isfinite(self.lr):
+            raise ConfigError(f"lr must be a number above 0, like 3e-4, found {self.lr!r}.")
+        for name in ("weight_decay", "clip"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be a number from 0 on, found {getattr(self, name)!r}.")
+        if self.schedule not in ("cosine", "linear", "constant"):
+            raise ConfigError(f'schedule must be "cosine", "linear" or "constant", found {self.schedule!r}.')
 
     def learning_rate(self, step: int, steps: int) -> float:
         """Return the learning rate of a step.
@@ -123,18 +120,59 @@ class Settings:
         Args:
             step: number of the step, from 0 on.
             steps: number of all steps.
+        """
+        return self.lr * self.rate(step, steps)
 
-        Returns:
-            The learning rate.
+    def rate(self, step: int, steps: int) -> float:
+        """Return the learning rate of a step, as a share of ``lr``.
 
-        >>> settings = Settings(lr=1.0, warmup=2, schedule="linear")
-        >>> [settings.learning_rate(step, 6) for step in range(6)]
+        Args:
+            step: number of the step, from 0 on.
+            steps: number of all steps.
+
+        >>> settings = LearningSettings(warmup=2, schedule="linear")
+        >>> [settings.rate(step, 6) for step in range(6)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
         """
         warmup = min(100, steps // 10) if self.warmup is None else self.warmup
         if step < warmup:
-            return self.lr * (step + 1) / warmup
+            return (step + 1) / warmup
         gone = (step - warmup) / max(1, steps - warmup)
         if self.schedule == "cosine":
-            return self.lr * (1 + math.cos(math.pi * gone)) / 2
-        return self.lr * (1 - gone) if self.schedule == "linear" else self.lr
+            return (1 + math.cos(math.pi * gone)) / 2
+        return 1 - gone if self.schedule == "linear" else 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(BatchSettings, LearningSettings):
+    """All settings of a training; those of :class:`BatchSettings` and :class:`LearningSettings`, and what computes.
+
+    Attributes:
+        devices: devices, as for :class:`RoundPipe`.
+        optim_dtype: dtype of gradients, moments and master weights. Default: float32.
+        keep_parameters: what stays on devices from step to step, as in :class:`RoundPipeRunConfig`; the numbers are the
+            same.
+        eval_every: number of steps between two evaluations; ``None`` for one at the end.
+        check: whether to compare the cut model with the reference model first.
+
+    Raises:
+        ConfigError: a field has a value that it cannot have.
+    """
+
+    devices: DeviceSpec = None
+    optim_dtype: torch.dtype | None = torch.float32
+    keep_parameters: float | Literal["auto"] = 0
+    eval_every: int | None = None
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        BatchSettings.__post_init__(self)
+        LearningSettings.__post_init__(self)
+        if self.eval_every is not None:
+            _check_count("eval_every", self.eval_every, least=1)
+        RoundPipeRunConfig(keep_parameters=self.keep_parameters)  # which raises where it is none
+
+
+def _check_count(name: str, found: object, *, least: int) -> None:
+    if type(found) is not int or found < least:
+        raise ConfigError(f"{name} must be a number from {least} on, found {found!r}.")

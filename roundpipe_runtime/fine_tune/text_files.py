@@ -21,7 +21,7 @@ from yobx_flatten.errors.dependencies import require
 
 from .errors import FineTuneError
 
-__all__ = ["END", "find_texts", "read_texts"]
+__all__ = ["END", "find_texts", "is_saved", "json_lines", "read_texts", "saved_rows"]
 
 # After each document.
 END = None
@@ -72,7 +72,7 @@ def read_texts(paths: Sequence[pathlib.Path], *, field: str = "text") -> Iterato
 def _named(name: str) -> list[pathlib.Path]:
     path = pathlib.Path(name)
     if path.is_dir():
-        return [_saved_folder(path)] if _is_saved(path) else _in_folder(path)
+        return [_saved_folder(path)] if is_saved(path) else _in_folder(path)
     if path.exists():
         if path.suffix.lower() not in (*_PLAIN, *_LINES):
             known = ", ".join([*_PLAIN[1:], *_LINES])
@@ -120,30 +120,46 @@ def _plain(path: pathlib.Path) -> Iterator[str | None]:
 # -- JSON lines --------------------------------------------------------------------------------------------------------
 
 
-def _lines(path: pathlib.Path, field: str) -> Iterator[str | None]:
+def json_lines(path: pathlib.Path, wanted: str) -> Iterator[tuple[str, Any]]:
+    """Yield what each line of a file holds, with file and line.
+
+    Args:
+        path: file of JSON lines.
+        wanted: what a line is to be, for the error.
+
+    Raises:
+        FineTuneError: a line is not JSON.
+    """
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            if line.strip():
-                yield _text_of(line, field, f"{path}:{number}")
-                yield END
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:  # also of what is not UTF-8, or nested deeply
+                raise FineTuneError(f"{path}:{number} is not JSON. {wanted}") from error
+            yield f"{path}:{number}", row
 
 
-def _text_of(line: bytes, field: str, place: str) -> str:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also of what is not UTF-8, or nested deeply
-        raise FineTuneError(f"{place} is not JSON. {_wanted(field)}") from error
-    if not isinstance(row, dict):
-        raise FineTuneError(f"{place} is a {type(row).__name__}. {_wanted(field)}")
-    return _checked(row.get(field), row, field, place)
+def _lines(path: pathlib.Path, field: str) -> Iterator[str | None]:
+    wanted = f'Each line is to be an object like {{"{field}": "..."}}'
+    for place, row in json_lines(path, wanted):
+        if not isinstance(row, dict):
+            raise FineTuneError(f"{place} is a {type(row).__name__}. {wanted}")
+        yield _checked(row, field, place)
+        yield END
 
 
-def _wanted(field: str) -> str:
-    return f'Each line is to be an object like {{"{field}": "..."}}'
-
-
-def _checked(text: Any, row: Iterable[str], field: str, place: str) -> str:
+def _checked(row: dict[str, Any], field: str, place: str) -> str:
+    text = row.get(field)
+    if isinstance(text, list):
+        raise FineTuneError(
+            f"{place} has a list in {field!r}, which is not text. If these are the messages of a conversation: --chat "
+            f"{place.split(':')[0]}"
+        )
     if not isinstance(text, str):
+        if field in row:
+            raise FineTuneError(f"{place} has a {type(text).__name__} in {field!r}, which is not text: --field NAME")
         found = ", ".join(row) or "nothing"
         raise FineTuneError(f"{place} has no text in {field!r}. It has {found}: --field NAME")
     return text.encode("utf-8", "replace").decode("utf-8")  # JSON can spell halves of characters
@@ -152,7 +168,8 @@ def _checked(text: Any, row: Iterable[str], field: str, place: str) -> str:
 # -- folders of datasets -----------------------------------------------------------------------------------------------
 
 
-def _is_saved(folder: pathlib.Path) -> bool:
+def is_saved(folder: pathlib.Path) -> bool:
+    """Report whether the library ``datasets`` has saved a folder."""
     return (folder / "dataset_dict.json").is_file() or (
         (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
     )
@@ -162,13 +179,28 @@ def _saved_folder(folder: pathlib.Path) -> pathlib.Path:
     """The folder of one data set: of several that were saved together, the one for training."""
     if not (folder / "dataset_dict.json").is_file():
         return folder
-    if _is_saved(folder / "train"):
+    if is_saved(folder / "train"):
         return folder / "train"
     splits = ", ".join(str(path) for path in sorted(folder.iterdir()) if path.is_dir())
     raise FineTuneError(f"{folder} holds several data sets, and none is called train. Name one: {splits}")
 
 
 def _saved(folder: pathlib.Path, field: str) -> Iterator[str | None]:
+    for place, row in saved_rows(folder, field):
+        yield _checked(row, field, place)
+        yield END
+
+
+def saved_rows(folder: pathlib.Path, field: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of a folder of ``datasets``, each with folder and number.
+
+    Args:
+        folder: folder that ``save_to_disk`` wrote.
+        field: the only column that is read. Default: all.
+
+    Raises:
+        FineTuneError: the folder cannot be read, or has no such column.
+    """
     require("datasets", purpose=f"{folder}, which datasets wrote,", extra="data")
     import datasets
 
@@ -176,8 +208,9 @@ def _saved(folder: pathlib.Path, field: str) -> Iterator[str | None]:
         rows = datasets.load_from_disk(str(folder))
     except Exception as error:  # of Arrow, of JSON, of the file system
         raise FineTuneError(f"{folder} cannot be read: {' '.join(str(error).split())[:200]}") from error
-    if field not in rows.column_names:
-        _checked(None, rows.column_names, field, str(folder))
-    for number, row in enumerate(rows.select_columns([field])):
-        yield _checked(row[field], [field], field, f"{folder}, row {number}")
-        yield END
+    if field is not None:
+        if field not in rows.column_names:
+            _checked(dict.fromkeys(rows.column_names), field, str(folder))
+        rows = rows.select_columns([field])
+    for number, row in enumerate(rows):
+        yield f"{folder}, row {number}", row

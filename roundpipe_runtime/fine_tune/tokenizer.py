@@ -28,8 +28,8 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
         """Return the tokens of each text: of shape (tokens,), int32, none added."""
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of tokens."""
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Return the text of tokens; ``special`` also that of special ones."""
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> Any:
         """Write the files that transformers reads."""
@@ -56,9 +56,9 @@ class FolderTokenizer:
             rows = self.inner(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [torch.tensor(row, dtype=torch.int32) for row in rows["input_ids"]]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of tokens, without special ones."""
-        return str(self.inner.decode([int(number) for number in ids], skip_special_tokens=True))
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Return the text of tokens, with special ones if asked for."""
+        return str(self.inner.decode([int(number) for number in ids], skip_special_tokens=not special))
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the files that transformers reads."""

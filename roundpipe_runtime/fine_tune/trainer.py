@@ -1,4 +1,4 @@
-"""The Trainer that runs a training on text, one step at a time. Loading this file imports transformers."""
+"""The Trainer that runs a training on text. Loading this file imports transformers."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable
+import time
 from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
 
 from ..device.virtual import AcceleratorDevice
 from ..engine.config import RoundPipeRunConfig
 from ..huggingface.loss.call_options import CALL_OPTIONS, CallOptions
 from ..huggingface.trainer.classes import RoundPipeTrainer
 from ..huggingface.wrap import WrappedModel
-from ..timeline.record import Timeline
-from .blocks import Blocks
 from .errors import FineTuneError
+from .job import Job
 from .order import Order
+from .records import device_peak, process_memory
+from .rows import Rows
 from .settings import Settings
 
 __all__ = ["TextTrainer", "read_notes"]
@@ -30,32 +33,35 @@ _NOTES = "fine_tune.json"
 
 
 class TextTrainer(RoundPipeTrainer):
-    """A ``RoundPipeTrainer`` for rows of tokens that pauses after each step.
+    """A ``RoundPipeTrainer`` for rows of tokens, of text or of conversations.
 
     Args:
         pipeline: wrapped model.
         optimizer: optimizer of its optimizer parameters.
-        blocks: tokenized text.
+        rows: rows of tokens.
         settings: settings of the training.
+        job: processes that train together.
 
     Attributes:
-        timeline: timeline that records the next step. Default: ``None``, no record.
         notes: JSON object that each checkpoint stores, next to the number of microbatches.
+        in_step: whether a step has begun and has not ended.
         is_stepping: whether the optimizer may have written some parameters of a step, and not all.
     """
 
     def __init__(
-        self, pipeline: WrappedModel, optimizer: torch.optim.Optimizer, blocks: Blocks, settings: Settings
+        self, pipeline: WrappedModel, optimizer: torch.optim.Optimizer, rows: Rows, settings: Settings, job: Job
     ) -> None:
-        steps = settings.total_steps(len(blocks.training))
+        steps = settings.total_steps(len(rows.training))
         args = TrainingArguments(
             output_dir=os.curdir,  # a Trainer creates it at once, and the folder of the checkpoints is not known yet
             max_steps=steps,
             per_device_train_batch_size=settings.batch,
+            per_device_eval_batch_size=settings.rows_of_group(pipeline.replicas),
             gradient_accumulation_steps=settings.accumulate,
             max_grad_norm=settings.clip or math.inf,
             seed=settings.seed,
-            logging_strategy="no",
+            logging_strategy="no",  # these three are decided by a callback: a checkpoint would bring its own intervals
+            eval_strategy="no",
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
@@ -67,22 +73,23 @@ class TextTrainer(RoundPipeTrainer):
         super().__init__(
             pipeline,
             args,
-            train_dataset=_Rows(
-                blocks, Order(blocks.training, seed=settings.seed), steps * settings.accumulate * settings.batch
+            data_collator=rows.collate,
+            train_dataset=rows,
+            optimizers=(
+                optimizer,
+                torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: settings.rate(step, steps)),
             ),
-            # each step sets its rate: a scheduler would go on with the one of the checkpoint, whatever `lr` is now
-            optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
         )
         self.remove_callback(PrinterCallback)
-        self.model_accepts_loss_kwargs = False  # rows have one length: the mean over batches is the mean over tokens
-        self.blocks, self.settings = blocks, settings
-        self.timeline: Timeline | None = None
+        self.add_callback(_StepCallback(self))
+        if rows.lengths is None:  # the mean over batches is the mean over tokens
+            self.model_accepts_loss_kwargs = False
+        self.rows, self.settings, self.job = rows, settings, job
         self.notes: dict[str, Any] = {}
-        self.is_stepping = False
+        self.in_step = self.is_stepping = False
+        self.seconds = math.nan
         self._losses: list[float] = []
-        self._norm = math.nan
-        self._clip = self.accelerator.clip_grad_norm_
-        self.accelerator.clip_grad_norm_ = self._clip_if_finite
+        self._taken = self._order(0)
 
     @property
     def microbatches(self) -> int | None:
@@ -93,64 +100,24 @@ class TextTrainer(RoundPipeTrainer):
     def microbatches(self, number: int) -> None:
         self._rp_config = RoundPipeRunConfig(num_microbatch=number, keep_parameters=self.settings.keep_parameters)
 
-    def run(self, pause: Callable[[tuple[float, float]], None], *, checkpoint: str | None = None) -> None:
-        """Train to the last step.
+    # -- a step ------------------------------------------------------------------------------------------------------
 
-        Args:
-            pause: function that is called before the first step, with a checkpoint loaded, and after each step, with
-                its loss and the norm of its gradients before clipping.
-            checkpoint: folder of the checkpoint to resume from. Default: none.
+    def _get_train_sampler(self, *args: Any) -> Sampler[int]:
+        count = self.args.max_steps * self.settings.accumulate * self.settings.batch
+        return self._order(count)
 
-        Raises:
-            FineTuneError: the loss or a gradient is not finite; the parameters are unchanged.
-        """
-        self.add_callback(_Pauses(self, pause))
-        self.train(resume_from_checkpoint=checkpoint)
+    def _order(self, count: int) -> Order:
+        rows, settings = self.rows, self.settings
+        return Order(rows.training, seed=settings.seed, count=count, lengths=rows.lengths, batch=settings.batch)
 
-    def save_in(self, folder: str, *, keep: int | None) -> str:
-        """Write a checkpoint.
+    def _tokens_of_step(self) -> int:
+        """The tokens that the step before read, in all processes."""
+        size = self.settings.accumulate * self.settings.batch
+        end = self.state.global_step * size
+        return self.rows.tokens_in([self._taken[place] for place in range(end - size, end)])
 
-        Args:
-            folder: folder of the checkpoints.
-            keep: number of checkpoints to keep; ``None`` keeps all.
-
-        Returns:
-            The folder of the checkpoint.
-        """
-        self.args.output_dir, self.args.save_total_limit = folder, keep
-        self._save_checkpoint(self.model, None)
-        return os.path.join(folder, f"checkpoint-{self.state.global_step}")
-
-    def begin_step(self) -> None:
-        """Set the learning rate, and record the step if that is wanted."""
-        self._losses.clear()
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate(self.state.global_step, self.args.max_steps)
-        if self.timeline is not None:
-            self.timeline.__enter__()
-
-    def end_step(self) -> tuple[float, float]:
-        """Return the loss of the step, and the norm of its gradients before clipping."""
-        if self.timeline is not None:
-            self.timeline.__exit__(None, None, None)
-        return math.fsum(self._losses), self._norm
-
-    @torch.no_grad()
-    def loss_of(self, rows: torch.Tensor) -> float:
-        """Return the mean loss of rows of this process; their logits stay on the devices.
-
-        Args:
-            rows: indices of the rows.
-        """
-        ids = self.blocks.tokens[rows].long()
-        options = {CALL_OPTIONS: CallOptions(loss_only=True)}
-        was_training = self.pipeline.training
-        self.pipeline.eval()
-        output = self.pipeline(input_ids=ids, labels=ids, **options, roundpipe_run_config=self._rp_config)
-        self.pipeline.train(was_training)
-        return float(output.loss)
-
-    # -- what the Trainer calls --------------------------------------------------------------------------------------
+    def _rp_global_batch(self) -> int:
+        return self.settings.batch
 
     def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
         """Add the gradient of a batch, and return its share of the loss of the step."""
@@ -158,22 +125,9 @@ class TextTrainer(RoundPipeTrainer):
         self._losses.append(self._finite("loss", loss.item()))
         return loss
 
-    def _rp_global_batch(self) -> int:
-        return self.settings.batch
-
-    def _get_train_sampler(self, *args: Any) -> torch.utils.data.Sampler[int]:
-        return torch.utils.data.SequentialSampler(self.train_dataset)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        if not self.args.should_save:
-            return
-        notes = {**self.notes, "microbatches": self.microbatches}
-        (pathlib.Path(output_dir) / _NOTES).write_text(json.dumps(notes, indent=1), encoding="utf-8")
-
-    def _clip_if_finite(self, *args: Any, **options: Any) -> torch.Tensor:
-        norm: torch.Tensor = self._clip(*args, **options)
-        self._norm = self._finite("norm of the gradients", norm.item())
+    def _rp_clip_grad_norm(self, *args: Any, **options: Any) -> torch.Tensor:
+        norm = super()._rp_clip_grad_norm(*args, **options)
+        self._finite("norm of the gradients", norm.item())
         return norm
 
     def _finite(self, what: str, found: float) -> float:
@@ -184,6 +138,77 @@ class TextTrainer(RoundPipeTrainer):
             f"rate: --lr {self.settings.lr / 10:.2g}, --warmup {max(10, self.args.max_steps // 5)}"
         )
 
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """Log as the Trainer does; of a step the loss in double precision, and what it took."""
+        if "loss" in logs:
+            tokens = self._tokens_of_step()
+            logs = {**logs, "loss": math.fsum(self._losses), "tokens": tokens, "seconds": self.seconds}
+            logs |= {"tokens_per_s": tokens / self.seconds, "process_bytes": process_memory()}
+            if (peak := device_peak(self.pipeline.devices)) is not None:
+                logs["device_bytes"] = peak
+        super().log(logs, *args, **options)
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def get_eval_dataloader(self, eval_dataset: object = None) -> DataLoader[Any]:
+        """Return this process's batches of the held-out rows, which are the same whatever the number of processes."""
+        size: int = self.args.per_device_eval_batch_size
+        batches = list(BatchSampler(self.rows.held_out.tolist(), size, drop_last=False))
+        return DataLoader(
+            self.train_dataset,
+            batch_sampler=batches[self.job.rank :: self.job.size],
+            collate_fn=self.data_collator,
+        )
+
+    def evaluation_loop(
+        self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **options: Any
+    ) -> EvalLoopOutput:
+        """Return the mean loss over the tokens of all batches; the Trainer's own is one over rows, some twice."""
+        self.pipeline.synchronize()
+        self.callback_handler.eval_dataloader = dataloader
+        found = self.job.exchange(self.job.together(lambda: [self._loss_of(batch) for batch in dataloader]))
+        # in the order of the rows, so that the sum is the same however many processes there are
+        losses = [found[number % len(found)][number // len(found)] for number in range(sum(map(len, found)))]
+        loss = math.fsum(loss * count for loss, count in losses) / sum(count for _, count in losses)
+        tokens = self.rows.tokens_in(self.rows.held_out.tolist())
+        metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_tokens": tokens}
+        return EvalLoopOutput(None, None, metrics, num_samples=len(self.rows.held_out))
+
+    @torch.no_grad()
+    def _loss_of(self, batch: dict[str, torch.Tensor]) -> tuple[float, int]:
+        """The mean loss of a batch and the number of tokens that count; its logits stay on the devices."""
+        options = {CALL_OPTIONS: CallOptions(loss_only=True)}
+        was_training = self.pipeline.training
+        self.pipeline.eval()
+        output = self.pipeline(**batch, **options, roundpipe_run_config=self._rp_config)
+        self.pipeline.train(was_training)
+        self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        return float(output.loss), int((batch["labels"][:, 1:] != -100).sum())
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save(self) -> str:
+        """Write a checkpoint, and return its folder."""
+        self._save_checkpoint(self.model, None)
+        return os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if not self.args.should_save:
+            return
+        notes = {**self.notes, "microbatches": self.microbatches}
+        (pathlib.Path(output_dir) / _NOTES).write_text(json.dumps(notes, indent=1), encoding="utf-8")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        # the rate is what the settings state now, not what the checkpoint was trained with
+        scheduler = self.lr_scheduler
+        rate = self.settings.learning_rate(scheduler.last_epoch, self.args.max_steps)
+        scheduler.base_lrs = [self.settings.lr for _ in scheduler.base_lrs]
+        scheduler._last_lr = [rate for _ in scheduler.base_lrs]
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
 
 def read_notes(checkpoint: pathlib.Path) -> dict[str, Any]:
     """Return the notes of a checkpoint; those of another script's checkpoint are empty."""
@@ -191,36 +216,21 @@ def read_notes(checkpoint: pathlib.Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
-class _Pauses(TrainerCallback):  # type: ignore[misc] # transformers counts as untyped
-    def __init__(self, trainer: TextTrainer, pause: Callable[[tuple[float, float]], None]) -> None:
-        self.trainer = trainer
-        self.pause = pause
+class _StepCallback(TrainerCallback):  # type: ignore[misc] # transformers counts as untyped
+    """Notes when a step begins, when its optimizer writes, and when it ends."""
 
-    def on_train_begin(self, *args: Any, **options: Any) -> None:
-        self.pause((math.nan, math.nan))
+    def __init__(self, trainer: TextTrainer) -> None:
+        self.trainer = trainer
+        self.begin = math.nan
 
     def on_step_begin(self, *args: Any, **options: Any) -> None:
-        self.trainer.begin_step()
+        self.trainer._losses.clear()
+        self.trainer.in_step = True
+        self.begin = time.perf_counter()
 
     def on_pre_optimizer_step(self, *args: Any, **options: Any) -> None:
         self.trainer.is_stepping = True
 
     def on_step_end(self, *args: Any, **options: Any) -> None:
-        self.trainer.is_stepping = False
-        self.pause(self.trainer.end_step())
-
-
-class _Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Rows of tokens in an order; all of them are labels."""
-
-    def __init__(self, blocks: Blocks, order: Order, count: int) -> None:
-        self.blocks = blocks
-        self.order = order
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
-        ids = self.blocks.tokens[self.order[place]].long()
-        return {"input_ids": ids, "labels": ids}
+        self.trainer.is_stepping = self.trainer.in_step = False
+        self.trainer.seconds = time.perf_counter() - self.begin

@@ -1,16 +1,11 @@
-"""Fine-tune a model step by step: batches, the pipeline, AdamW on the host, evaluation and checkpoints."""
+"""A training of a model on text: its pipeline, AdamW on the host, the Trainer that runs it, and its checkpoints."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
-import math
-import operator
 import os
 import pathlib
-import time
-from collections.abc import Generator, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -23,14 +18,12 @@ from ..checkpoint import CheckpointError
 from ..device.virtual import parse_devices
 from ..errors import ConfigError
 from ..huggingface.wrap import WrappedModel, wrap_model_to_roundpipe
-from ..timeline.record import Timeline
-from .blocks import Blocks
+from .chat_rows import ChatRows, check_packing
 from .errors import FineTuneError
 from .job import Job
-from .memory import device_peak, process_memory
-from .records import EvalRecord, StepRecord
+from .records import EvalRecord, record_of
+from .rows import Rows
 from .settings import Settings
-from .turns import in_turns
 
 __all__ = ["Training", "stored_replicas"]
 
@@ -44,8 +37,7 @@ class Training:
     ::
 
         with Training(model, blocks, Settings(batch=8, steps=100, devices="virtual:2")) as training:
-            for record in training:
-                print(record.step, record.loss)
+            run(training, show=print)
 
     The same rows, settings, number of groups and number of microbatches give bitwise identical results, on any number
     of devices and processes, and across :meth:`save` and :meth:`restore`. Under torchrun each process trains a part of
@@ -53,7 +45,7 @@ class Training:
 
     Args:
         model: causal language model of transformers, or PEFT's model around one; it is trained in place.
-        blocks: tokenized text.
+        blocks: tokenized text from :func:`read_blocks`, or conversations from :func:`read_chats`.
         settings: settings of the training.
 
     Attributes:
@@ -69,19 +61,24 @@ class Training:
         MissingDependencyError: transformers or accelerate is not installed.
     """
 
-    def __init__(self, model: nn.Module, blocks: Blocks, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, blocks: Rows, settings: Settings) -> None:
         require("transformers", "accelerate", purpose="a training on text", extra="transformers,train")
         from .trainer import TextTrainer
 
         self.model = model
-        self.blocks = blocks
         self.settings = settings
         self.job = Job()
+        self._has_groups = settings.replicas is not None or self.job.size > 1
+        if isinstance(blocks, ChatRows) and self._has_groups:
+            blocks = dataclasses.replace(blocks, pads_alike=True)
+        self.blocks = blocks
         self.job.check_alike(self._stated())
         _check_groups(settings, self.job.size)
         devices = parse_devices(settings.devices)
         if settings.check:
             self.job.together(lambda: _check_causal(model))
+        if isinstance(blocks, ChatRows) and blocks.positions:
+            self.job.together(lambda: check_packing(model))
         torch.manual_seed(settings.seed)
         self.pipeline: WrappedModel = wrap_model_to_roundpipe(
             model,
@@ -94,16 +91,16 @@ class Training:
             replicas=settings.replicas,
         )
         self.optimizer = torch.optim.AdamW(self._groups(), lr=settings.lr, fused=self._is_fused())
-        self.trainer = TextTrainer(self.pipeline, self.optimizer, blocks, settings)
+        self.trainer = TextTrainer(self.pipeline, self.optimizer, blocks, settings, self.job)
         rows = settings.rows_of_group(self.pipeline.replicas)
         self.trainer.microbatches = self.job.exchange(settings.microbatches or min(len(devices) + 1, rows))[0]
-        self._pauses: Generator[tuple[float, float]] | None = None
+        self._checkpoint: pathlib.Path | None = None  # what the Trainer loads when it begins
         torch.manual_seed(settings.seed)  # the seed that dropout counts from, whatever the check has drawn
 
     @property
     def step(self) -> int:
         """Number of steps done."""
-        return int(self.trainer.state.global_step)
+        return int(self.trainer.state.global_step) if self._checkpoint is None else _step_of(self._checkpoint)
 
     @property
     def steps(self) -> int:
@@ -123,57 +120,30 @@ class Training:
     ) -> None:
         self.close()
 
-    def __iter__(self) -> Iterator[StepRecord | EvalRecord]:
-        while self.step < self.steps:
-            yield from self.advance()
-
-    def advance(self, timeline: Timeline | None = None) -> Iterator[StepRecord | EvalRecord]:
-        """Do one step, and the evaluation that is due after it; yield the record of each.
-
-        Args:
-            timeline: timeline that records the step.
+    def train(self) -> None:
+        """Train to the last step, or until a callback of ``trainer`` stops it; see :func:`run`.
 
         Raises:
-            FineTuneError: the loss or a gradient is not finite; the parameters are unchanged.
+            FineTuneError: the loss or a gradient is not finite; the parameters are unchanged. Or it was stopped before.
         """
-        pauses = self._pauses or self._start()
-        begin = time.perf_counter()
-        self.trainer.timeline = timeline
-        loss, norm = next(pauses)
-        seconds = time.perf_counter() - begin
-        tokens = self.settings.accumulate * self.settings.batch * self.blocks.length
-        yield StepRecord(
-            step=self.step,
-            loss=loss,
-            tokens=tokens,
-            tokens_per_s=tokens / seconds,
-            lr=self.settings.learning_rate(self.step - 1, self.steps),
-            grad_norm=norm,
-            seconds=seconds,
-            process_bytes=process_memory(),
-            device_bytes=device_peak(self.pipeline.devices),
-        )
-        every = self.settings.eval_every
-        is_due = self.step == self.steps or (every is not None and self.step % every == 0)
-        if is_due and len(self.blocks.held_out):
-            yield self.evaluate()
+        found, self._checkpoint = self._checkpoint, None
+        if found is None and self.step == self.steps:
+            return
+        if found is None and self.step:
+            raise FineTuneError(
+                f"This training was stopped after step {self.step}, and a Trainer begins at the first one. Go on with "
+                "another one, from a checkpoint:\n    training = Training(...)\n    training.restore(folder)"
+            )
+        self.trainer.train(resume_from_checkpoint=None if found is None else os.fspath(found))
 
     def evaluate(self) -> EvalRecord:
         """Return the loss of the held-out rows."""
-        begin = time.perf_counter()
-        parts = self.blocks.held_out.split(self.settings.rows_of_group(self.pipeline.replicas))
-        own = self.job.together(lambda: [self.trainer.loss_of(rows) for rows in parts[self.job.rank :: self.job.size]])
-        found = self.job.exchange(own)  # the sum is one of all parts in order, however many processes there are
-        losses = [found[number % self.job.size][number // self.job.size] for number in range(len(parts))]
-        loss = math.fsum(map(operator.mul, losses, map(len, parts))) / len(self.blocks.held_out)
-        return EvalRecord(
-            self.step, loss, self.blocks.held_out.numel() * self.blocks.length, time.perf_counter() - begin
-        )
+        record = record_of(self.trainer.evaluate(), self.step)
+        assert isinstance(record, EvalRecord)
+        return record
 
     def close(self) -> None:
         """End the threads. The model keeps the trained weights, the state of the optimizer is discarded."""
-        if self._pauses is not None:
-            self._pauses.close()
         self.pipeline.synchronize()
         self.pipeline.close()
         self.optimizer.state.clear()
@@ -194,8 +164,18 @@ class Training:
             CheckpointError: something cannot be stored.
             OSError: the checkpoint could not be written.
         """
+        self.save_into(folder, keep=keep)
+        return self.trainer.save()
+
+    def save_into(self, folder: str | os.PathLike[str], *, keep: int | None = 3) -> None:
+        """Set where the Trainer writes its checkpoints.
+
+        Args:
+            folder: folder of the checkpoints of this training.
+            keep: number of checkpoints to keep; ``None`` keeps all.
+        """
         self.trainer.notes = {"same": self._same(), "replicas": self.pipeline.replicas}
-        return self.trainer.save_in(os.path.abspath(folder), keep=keep)
+        self.trainer.args.output_dir, self.trainer.args.save_total_limit = os.path.abspath(folder), keep
 
     def restore(self, folder: str | os.PathLike[str]) -> bool:
         """Continue where the last checkpoint was saved, and return whether there was one.
@@ -219,13 +199,12 @@ class Training:
             return False
         notes = self.job.together(lambda: read_notes(found))
         self._check_same(notes.get("same", {}), os.fspath(folder))
-        step = int(found.name.rpartition("-")[2])
-        if step > self.steps:
-            raise FineTuneError(f"{folder} is at step {step}, and --steps is {self.steps}. Ask for more.")
+        if _step_of(found) > self.steps:
+            raise FineTuneError(f"{folder} is at step {_step_of(found)}, and --steps is {self.steps}. Ask for more.")
         self._keep_groups(notes.get("replicas") or 1, os.fspath(folder))
         if self.settings.microbatches is None:
             self.trainer.microbatches = notes["microbatches"]
-        self._start(os.fspath(found))
+        self._checkpoint = found
         return True
 
     def _keep_groups(self, replicas: int, folder: str) -> None:
@@ -239,17 +218,11 @@ class Training:
             )
         self.pipeline._rp_keep_replicas(replicas)
 
-    def _start(self, checkpoint: str | None = None) -> Generator[tuple[float, float]]:
-        """Let the Trainer come to its first step; what a checkpoint holds is loaded then."""
-        self._pauses = in_turns(functools.partial(self.trainer.run, checkpoint=checkpoint))
-        next(self._pauses)
-        return self._pauses
-
     def _stated(self) -> dict[str, object]:
         """What all processes must train alike, by name."""
         settings = {field.name: getattr(self.settings, field.name) for field in dataclasses.fields(self.settings)}
         named = {name.replace("_", "-"): str(value) for name, value in settings.items() if name not in _OF_PROCESS}
-        rows = f"{len(self.blocks.tokens):,} rows of {self.blocks.length} tokens, {self.blocks.digest[:8]}"
+        rows = f"{len(self.blocks):,} rows of {self.blocks.length} tokens, {self.blocks.digest[:8]}"
         return {**named, "the text": rows, "the model": _names_and_shapes(self.model)[:8]}
 
     def _same(self) -> dict[str, Any]:
@@ -274,8 +247,9 @@ class Training:
                 )
             if before.get(name) != now[name]:
                 was = f"--{name} {before.get(name)}" if name in ("length", "batch", "accumulate", "seed") else ""
+                another = "chat" if name == "text" and isinstance(self.blocks, ChatRows) else name
                 raise FineTuneError(
-                    f"{folder} was trained with {was or f'another --{name}'}. Go on with the same, or begin anew in "
+                    f"{folder} was trained with {was or f'another --{another}'}. Go on with the same, or begin anew in "
                     "another folder: --checkpoint DIR"
                 )
 
@@ -289,9 +263,8 @@ class Training:
 
     def _is_fused(self) -> bool:
         """Whether AdamW is fused: in groups only where the last bits do not depend on where a shard ends."""
-        has_groups = self.settings.replicas is not None or self.job.size > 1
         cut = [p for p in self.pipeline.optim_parameters() if p.requires_grad and p.dim() > 1]
-        return not has_groups or all(p.shape[1:].numel() % 64 == 0 for p in cut)
+        return not self._has_groups or all(p.shape[1:].numel() % 64 == 0 for p in cut)
 
 
 def stored_replicas(folder: str | os.PathLike[str]) -> int | None:
@@ -302,9 +275,13 @@ def stored_replicas(folder: str | os.PathLike[str]) -> int | None:
     """
     from .trainer import read_notes
 
-    there = sorted(pathlib.Path(folder).glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    there = sorted(pathlib.Path(folder).glob("checkpoint-*"), key=_step_of)
     replicas = read_notes(there[-1]).get("replicas") if there else None
     return replicas if replicas and replicas > 1 else None
+
+
+def _step_of(checkpoint: pathlib.Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def _check_groups(settings: Settings, size: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from yobx_flatten.errors.tried_versions import VersionDependentError, without_cause
 
-from ..errors import ConfigError, RoundPipeError, RoundPipeWarning
+from ..errors import ConfigError, RoundPipeError, RoundPipeWarning, SplitError
 
 __all__ = [
     "REPLACED_FORWARD",
@@ -15,6 +15,7 @@ __all__ = [
     "changed_results",
     "moved_away",
     "resized_late",
+    "rows_are_mixed",
 ]
 
 REPLACED_FORWARD = (
@@ -90,4 +91,13 @@ def resized_late() -> ConfigError:
         "size. Resize first:\n"
         "    model.resize_token_embeddings(...)\n"
         "    pipeline = wrap_model_to_roundpipe(model, optim_dtype=...)"
+    )
+
+
+def rows_are_mixed(title: str) -> SplitError:
+    """Return the error for layers that mix the rows of a batch of which each process has only its own."""
+    return SplitError(
+        f"{title} computes other numbers for some rows of a batch in one piece than in parts, and each process has its "
+        "own rows only. Train in one process, where such a batch runs in one microbatch:\n"
+        "    wrap_model_to_roundpipe(model)"
     )

@@ -22,12 +22,13 @@ from typing import Literal, TypeAlias, TypeGuard
 import torch
 from torch import nn
 
+from ..batch.steady_draws import NoDropout
 from ..batch.value_probe import Answers, Decision, Decisions
 from .cutting.cut_state import CutState
 from .loss.call_options import CallOptions, gives_share
 from .loss.moe_aux_loss import has_auxiliary_loss
 from .loss.weights import WeightBy, label_names, loss_of
-from .loss_tail import Found, NoDropout, SomeRows, Tail, are_close, left_as_found, wide_rows, widened
+from .loss_tail import Found, SomeRows, Tail, are_close, left_as_found, wide_rows, widened
 
 __all__ = ["LossProof", "SomeRows", "Way", "gives_loss", "prove"]
 

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs
@@ -27,7 +25,7 @@ from .loss.call_options import CALL_OPTIONS, CallOptions
 from .loss.moe_aux_loss import without_auxiliary_loss
 from .loss.weights import WeightBy, label_names, loss_of, shares_of
 
-__all__ = ["Found", "NoDropout", "SomeRows", "Tail", "are_close", "left_as_found", "wide_rows", "widened"]
+__all__ = ["Found", "SomeRows", "Tail", "are_close", "left_as_found", "wide_rows", "widened"]
 
 # Parts are summed in another order than all rows, in 32 bits or more, as weights of 16 bits are widened for the proof.
 # Wrong weights are off by far more, as labels are spread unevenly.
@@ -192,24 +190,6 @@ def are_close(found: Found | None, expected: Found) -> bool:
     pairs = list(zip(found.gradients, expected.gradients, strict=True))
     least = 0.1 * max((typical(right) for _, right in pairs if right is not None), default=0.0)
     return all(distance(left, right, least) <= _TOLERANCE for left, right in pairs)
-
-
-class NoDropout(TorchFunctionMode):
-    """Leaves out dropout, which would differ between all rows and parts of them."""
-
-    _NAMES = (functional.dropout, functional.alpha_dropout, functional.feature_alpha_dropout, functional.dropout1d,
-              functional.dropout2d, functional.dropout3d)  # fmt: skip
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in self._NAMES:
-            return args[0] if args else kwargs["input"]
-        if func is functional.scaled_dot_product_attention:
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            elif "dropout_p" in kwargs:
-                kwargs = {**kwargs, "dropout_p": 0.0}
-        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager

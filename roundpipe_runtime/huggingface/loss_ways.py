@@ -63,7 +63,7 @@ class LossWays:
             kwargs: keyword arguments of the model, and the options of the call.
             config: settings of the call, without gaps.
         """
-        kind = self._kind_of(args, kwargs)
+        kind = self.kind_of(args, kwargs)
         if kind in self.proofs:
             return self.proofs[kind]
         if len(self._engine.split(FlatBatch.of(args, kwargs, None), config)) == 1:
@@ -102,16 +102,17 @@ class LossWays:
         """
         if self._made.report.is_whole:
             return None
-        kind = self._kind_of(args, kwargs)
+        kind = self.kind_of(args, kwargs)
         if kind not in self._axes:
             try:
-                states, shown = self._some_states(*next(self._some_rows(args, kwargs, config)), config)
+                states, shown = self._some_states(*next(self.some_rows(args, kwargs, config)), config)
                 self._axes[kind] = RowAxes.of(shown, states[-1])
             except CannotJoinError:
                 return None
         return functools.partial(join_states, axes=self._axes[kind], args=args, kwargs=kwargs)
 
-    def _kind_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+    def kind_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+        """Return what may decide which code of the model runs in a call."""
         given, options = split_options(kwargs)
         asked = options is not None and (options.loss_only, options.smoothed_loss is not None)
         named = frozenset((name, _kind(value)) for name, value in given.items() if value is not None)
@@ -119,8 +120,8 @@ class LossWays:
 
     def _prove(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossProof:
         proof = LossProof("joined", "no labels count in this batch, or it is not finite")
-        kind = self._kind_of(args, kwargs)
-        for rows in self._some_rows(args, kwargs, config):
+        kind = self.kind_of(args, kwargs)
+        for rows in self.some_rows(args, kwargs, config):
             proof = self._prove_with(kind, *rows, split_options(kwargs)[1] or CallOptions(), config)
             if proof.variants or proof.way != "joined":
                 break  # else no labels count in these rows: others may have some
@@ -152,10 +153,14 @@ class LossWays:
         )
         return dataclasses.replace(proof, row_nbytes=nbytes // max(whole.count, 1))
 
-    def _some_rows(
+    def some_rows(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig
     ) -> Iterator[tuple[FlatMicrobatch, list[FlatMicrobatch]]]:
-        """Yield a few rows of a batch at a time, and the same rows in two parts."""
+        """Yield a few rows of a batch at a time, and the same rows in two parts.
+
+        Raises:
+            CannotJoinError: it is not clear how many rows a part has.
+        """
         batch = FlatBatch.of(args, kwargs, None)
         counts = [one.rows for one in self._engine.split(batch, config)]
         if None in counts:

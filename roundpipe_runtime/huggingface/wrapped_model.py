@@ -29,7 +29,7 @@ from .cutting.capture import asked_for, install_hooks
 from .cutting.cut import Cut, pieces_of, whole
 from .cutting.example import plain_rows, without_cache
 from .cutting.joined_state import CannotJoinError
-from .errors import moved_away, resized_late
+from .errors import moved_away, resized_late, rows_are_mixed
 from .generate.encoders import GenerationPath, generation_paths, use_paths
 from .generate.generation import forward_of, reason_for_host
 from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share, is_proven
@@ -41,6 +41,7 @@ from .loss_proof import LossProof, Way
 from .loss_ways import LossWays
 from .merge_outputs import loss_fn_with_weight, merge_as_asked, merge_as_tuple, merge_with_cache, merge_with_loss
 from .row_lists import split_lists
+from .row_ways import RowWays
 
 _LOG = logging.getLogger(__name__)
 
@@ -77,6 +78,15 @@ class WrappedModel(RoundPipe):
         return found
 
     @property
+    def _rp_rows(self) -> RowWays:
+        """Which pieces mix rows, by kind of call; made at the first one."""
+        own, shares = self.__dict__, self._rp_options.has_groups
+        if "_rp_row_ways" not in own:
+            own["_rp_row_ways"] = RowWays(self.cut, self._rp_engine, self._rp_losses, shares_batches=shares)
+        found: RowWays = own["_rp_row_ways"]
+        return found
+
+    @property
     def _rp_shown_losses(self) -> set[Hashable]:
         """Loss functions that were found to return a multiple of the model's loss."""
         found: set[Hashable] = self.__dict__.setdefault("_rp_losses_shown", set())
@@ -84,6 +94,10 @@ class WrappedModel(RoundPipe):
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
         return list(self.cut.pieces)
+
+    def _rp_build(self, *args: Any, **kwargs: Any) -> None:
+        super()._rp_build(*args, **kwargs)
+        self._rp_engine.row_check = None  # pieces are looked at one kind of call at a time, see `_rp_rows`
 
     @property
     def model(self) -> nn.Module:
@@ -121,7 +135,8 @@ class WrappedModel(RoundPipe):
             kwargs, config = self._rp_with_cache(kwargs, config)
             outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
         else:
-            outputs = self._rp_forward(args, kwargs, config, self._rp_way(args, kwargs, config))
+            way = self._rp_way_for_rows(args, kwargs, config, self._rp_way(args, kwargs, config))
+            outputs = self._rp_forward(args, kwargs, config, way)
         return outputs[0] if config.merge_output is False else outputs
 
     def _rp_forward(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: Way) -> PyTree:
@@ -163,6 +178,35 @@ class WrappedModel(RoundPipe):
         elif proof.variants or proof.way == "whole":  # else no label counts in this batch, and a joined loss is zero
             self._rp_warn_of_loss(proof, rows_of_call(args, kwargs))
         return proof.way
+
+    def _rp_way_for_rows(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: Way) -> Way:
+        """Return how a call is computed whose layers may mix rows: those that do run once, for the whole batch."""
+        options: CallOptions = kwargs[CALL_OPTIONS]
+        last, resolved = len(self.cut.pieces) - 1, self._rp_config(config)
+        if way == "whole" or resolved.num_microbatch == 1:
+            return way
+        # the last piece of these returns a loss, which was proven itself
+        is_loss_only = way == "joined" or options.loss_only or options.smoothed_loss is not None
+        piece = self._rp_rows.first_that_mixes(args, kwargs, resolved, last if is_loss_only else last + 1)
+        if piece is None:
+            return way
+        title = self._rp_rows.title(piece)
+        if self._rp_options.has_groups:
+            raise rows_are_mixed(title)
+        found: Way = "joined" if piece == last and last > 0 else "whole"
+        self._rp_warn_of_rows(title, found)
+        return found
+
+    def _rp_warn_of_rows(self, title: str, way: Way) -> None:
+        """State once that layers do not compute each row by itself."""
+        if not self.__dict__.get("_rp_warned_of_rows"):
+            self.__dict__["_rp_warned_of_rows"] = True
+            how = "it runs once for the whole batch" if way == "joined" else "such batches run in one microbatch"
+            warn(
+                f"{type(self.cut.model).__name__}: {title} computes other numbers for some rows of a batch in one "
+                f"piece than in parts. So {how}.",
+                RoundPipeWarning,
+            )
 
     def _rp_way_without_parts(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> Way:
         """Return how a loss is computed whose parts have no weights."""
@@ -344,6 +388,7 @@ class WrappedModel(RoundPipe):
         if loss_fn is own_loss and not return_outputs:
             kwargs[CALL_OPTIONS] = dataclasses.replace(options, loss_only=True)
         way: Way = self._rp_way(input_args, kwargs, config) if computes_loss else "items"
+        way = self._rp_way_for_rows(input_args, kwargs, config, way)
         if computes_loss and not is_smoothed and has_auxiliary_loss(model, kwargs):
             if self._rp_groups is not None:
                 _check_merge((run_config or RoundPipeRunConfig()).over(self._rp_options.model_run_config))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_runtime import Device, ModelExecutePlan, RoundPipeRunConfig, VirtualDevice
+from roundpipe_runtime import Device, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, VirtualDevice
 
 
 class Tied(nn.Module):
@@ -75,6 +75,12 @@ def all_recomputed(layers: int, microbatches: int = 2, **fields: Any) -> RoundPi
     """All of these layers run forward, and the loss, before any goes back."""
     plan = ModelExecutePlan([range(layers)], [range(layers, layers + 1), range(layers)])
     return RoundPipeRunConfig(execute_plan=plan, num_microbatch=microbatches, loss_reduction="mean", **fields)
+
+
+def without_row_check(pipe: RoundPipe) -> RoundPipe:
+    """The pipeline, which calls its layers for batches only: the first call of a kind would also try some rows."""
+    pipe._rp_engine.row_check = None
+    return pipe
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:

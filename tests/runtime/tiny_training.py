@@ -2,13 +2,26 @@
 
 import json
 import math
+import os
 import pathlib
+import signal
 
 import torch
 from torch import nn
 
-from roundpipe_runtime.fine_tune import Blocks, ModelSource, Settings, make_blocks
+from roundpipe_runtime.fine_tune import Blocks, ModelSource, Settings, StepRecord, Training, make_blocks, run
 from roundpipe_runtime.fine_tune.order import Order
+
+# A chat template, and the same one with marks around answers.
+CHAT = (
+    "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+CHAT_WITH_MARKS = (
+    "{% for message in messages %}<{{ message['role'] }}> {% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] }} </s>{% endgeneration %} {% else %}{{ message['content'] }} </s> {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
 
 WORDS = ["the", "pipe", "holds", "a", "layer", "and", "then", "another", "one", "again"]
 
@@ -78,6 +91,14 @@ def word_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="</s>")
 
 
+def chat_tokenizer(template: str | None = CHAT):
+    """The words of :func:`word_tokenizer`, and two tokens for roles."""
+    made = word_tokenizer()
+    made.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>"], "pad_token": "</s>"})
+    made.chat_template = template
+    return made
+
+
 def train_plainly(model: nn.Module, made: Blocks, settings: Settings) -> list[tuple[float, float]]:
     """Loss and norm of the gradients of each step, as a script for transformers alone computes them."""
     weights = [p for p in model.parameters() if p.dim() > 1]
@@ -100,6 +121,19 @@ def train_plainly(model: nn.Module, made: Blocks, settings: Settings) -> list[tu
         optimizer.step()
         optimizer.zero_grad()
         found.append((loss.item(), norm.item()))
+    return found
+
+
+def records_of(training: Training, *, stop: int | None = None, **options) -> list:
+    """Records of a training that runs to its end, or gets Ctrl-C after a step."""
+    found = []
+
+    def show(record):
+        found.append(record)
+        if isinstance(record, StepRecord) and record.step == stop:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    run(training, show=show, **options)
     return found
 
 

@@ -55,7 +55,8 @@ def export(
         typer.Option(help="What is replayed; auto: full below 1 GB of weights, sample above. none: unproven."),
     ] = "auto",
     quantize: Annotated[
-        Literal["int8", "int4"] | None, typer.Option(help="Store weights of projections in 8 or 4 bits.")
+        Literal["int8", "int4", "keep"] | None,
+        typer.Option(help="Weights of projections in 8 or 4 bits; keep: the integers that they were made of."),
     ] = None,
     perplexity_ratio: Annotated[
         float | None,

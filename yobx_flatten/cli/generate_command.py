@@ -12,6 +12,7 @@ import typer
 from ..errors import DamagedFileError
 from ..files.scratch import is_folder
 from ..generate.sampling import Sampling
+from ..model_folder.chat import chat_text, text_pieces
 from ..model_folder.opened import open_generator
 from ..model_folder.source import require_transformers
 from ..model_folder.tokenizer_files import open_tokenizer, readable
@@ -33,6 +34,9 @@ def generate(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the draws.")] = None,
     beams: Annotated[int, typer.Option(min=1, help="Continuations of a beam search; printed at the end.")] = 1,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Each prompt is a message; the tokenizer's chat template makes the text.")
+    ] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of onnxruntime.")] = None,
     runtime: Annotated[
         Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
@@ -56,44 +60,41 @@ def generate(
         raise UserError(f"there is no folder {folder}")
     generator = open_generator(folder, runtime=runtime, threads=threads, trust=trust)
     tokenizer = _tokenizer(folder)
+    texts_in = [chat_text(tokenizer, folder, one) for one in prompt] if chat else prompt
     with readable(folder, UserError):
-        given = tokenizer(prompt, return_tensors="pt", padding=len(prompt) > 1)
+        # a template writes the special tokens
+        given = tokenizer(texts_in, return_tensors="pt", padding=len(prompt) > 1, add_special_tokens=not chat)
     if given["input_ids"].shape[-1] == 0:
         raise UserError("the prompt has no tokens")
     encoder_decoder = generator.parts.encoder is not None
     streamed = len(prompt) == 1 and not json and beams == 1
     start = time.perf_counter()
     made: list[torch.Tensor] = []
-    text = ""
-    if streamed and not encoder_decoder:
+    if streamed and not encoder_decoder and not chat:
         say(prompt[0], end="", is_result=True)
     inputs = given["input_ids"].long(), given["attention_mask"].long()
     if beams > 1:
         found = generator.generate(*inputs, max_new_tokens=tokens, sampling=sampling, num_beams=beams)
         made = list(found[:, 1 if encoder_decoder else inputs[0].shape[1] :].T)
     else:
-        for new in generator.stream(*inputs, max_new_tokens=tokens, sampling=sampling):
-            made.append(new)
-            if streamed:
-                grown = tokenizer.decode(torch.stack(made, 1)[0], skip_special_tokens=True)
-                # the bytes of a character may still be on their way
-                if not grown.endswith("�"):
-                    say(grown[len(text) :], end="", is_result=True)
-                    text = grown
+        new = generator.stream(*inputs, max_new_tokens=tokens, sampling=sampling)
+        if streamed:
+            for piece in text_pieces(tokenizer, new, made):
+                say(piece, end="", is_result=True)
+        else:
+            made.extend(new)
     seconds = time.perf_counter() - start
     texts = [tokenizer.decode(row, skip_special_tokens=True) for row in torch.stack(made, 1)]
-    _finish(prompt, texts, len(made), seconds, json=json, streamed=streamed, rest=texts[0][len(text) :])
+    _finish(prompt, texts, len(made), seconds, json=json, streamed=streamed)
     return 0
 
 
-def _finish(
-    prompts: list[str], texts: list[str], steps: int, seconds: float, *, json: bool, streamed: bool, rest: str
-) -> None:
+def _finish(prompts: list[str], texts: list[str], steps: int, seconds: float, *, json: bool, streamed: bool) -> None:
     if json:
         rows: list[Any] = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
         say_json({"rows": rows, "steps": steps, "seconds": seconds})
     elif streamed:
-        say(rest, is_result=True)
+        say()
     else:
         for prompt, text in zip(prompts, texts, strict=True):
             say(f"{prompt!r}\n  {text!r}")

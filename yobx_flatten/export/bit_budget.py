@@ -42,12 +42,14 @@ class Role:
         count: how many there are.
         size: number of their weights.
         is_last: whether the last product of the graph is among them: the head.
+        exact: bits of the integers that they are made of, with which nothing is lost; 32, the default, without any.
     """
 
     name: str
     count: int
     size: int
     is_last: bool
+    exact: int = 32
 
 
 class Budget:
@@ -93,8 +95,9 @@ class Budget:
 
     def _order(self, bits: Bits, wider: int, before: float) -> Iterator[str]:
         """The head, then the roles by what more bits bring for each byte."""
-        rest = [role for role in self._roles.values() if not role.is_last]
-        yield from (role.name for role in self._roles.values() if role.is_last)
+        lossy = [role for role in self._roles.values() if role.exact > bits[role.name]]
+        rest = [role for role in lossy if not role.is_last]
+        yield from (role.name for role in lossy if role.is_last)
         gains = {}
         for role in rest if len(rest) > 1 else ():
             logger.info("measuring %s in %d bits", role.name, wider, extra=STEP)

@@ -25,6 +25,7 @@ from ..trees.arguments import check_arguments
 from ..trees.naming import leaf_names
 from ..trees.shapes import dynamic_shapes
 from ..trees.weights import has_no_data
+from .allowed import Allowed
 from .example import Example, sizes_of
 from .program import ExportedModel, cases_of, finish, replay_program
 from .proof import Proof, choose_proof
@@ -42,7 +43,7 @@ def prove_program(
     *,
     cases: Iterable[Case] | None = None,
     steps: int = 3,
-    tolerance: float = 1e-4,
+    tolerance: float | None = None,
     proof: Proof = "auto",
 ) -> ExportedModel:
     """Replay a program that other code exported against its module, and return what ``export_program`` returns.
@@ -58,7 +59,8 @@ def prove_program(
             :func:`~yobx_flatten.export_program` whose sizes the program has not fixed. The report names the others.
         steps: number of calls per case, 3 by default; after the first, each gets the cache that the call before
             returned. A program of fixed sizes is called once.
-        tolerance: largest absolute difference to the module's own outputs; 1e-4 by default.
+        tolerance: see :func:`~yobx_flatten.export_program`; by default 1e-4, and for weights in half precision what the
+            type costs.
         proof: what is replayed, see :func:`~yobx_flatten.export_program`; ``"auto"`` by default.
 
     Returns:
@@ -84,20 +86,22 @@ def prove_program(
             "transformers' DynamoExporter returns it is:\n    prove_program(exported.program, model)"
         )
     cases = cases if cases is None else check_cases(cases)
-    report = ExportReport(type(module).__qualname__, tolerance=tolerance, proof=choose_proof(proof, module))
+    allowed = Allowed.of(module, tolerance)
+    report = ExportReport(type(module).__qualname__, tolerance=allowed.tolerance, proof=choose_proof(proof, module))
     with register_flattening_functions(**options_in_use()):
         example = _example_of(program, module)
         report.remark(*example.remarks)
         traced = described(program, example)
         report.input_names, report.output_names = traced.input_names, traced.output_names
         report.remark(*traced.remarks())
+        allowed.measure(report, example, traced)
         with report.timed("replay"):
             chosen = cases_of(example, cases, 1 if example.shapes is None else steps, report)
             if cases is None:
                 chosen = _fitting(program, chosen, report)
             if chosen:
-                report.cases += replay_program(ProgramRunner(program), example, traced, chosen)
-    source = Source(example, traced, chosen, tolerance, report.proof, is_given=True)
+                report.cases += replay_program(ProgramRunner(program), example, traced, chosen, report)
+    source = Source(example, traced, chosen, allowed, report.proof, is_given=True, yardstick=report.yardstick)
     return finish(traced, report, source=source)
 
 

@@ -12,10 +12,10 @@ import torch
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..errors import InvalidArgumentError
 from ..errors.dependencies import require
-from ..huggingface.sliding_decoder import SlidingDecoder
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
-from .example import Example, make_example
+from .allowed import Allowed
+from .example import make_example
 from .kernels import check_kernels
 from .onnx_attempts import write_proven
 from .onnx_file import check_opset, check_translations, unproven_file
@@ -23,14 +23,12 @@ from .onnx_quantized import quantize_file
 from .program import ExportedModel, cases_of, finish, replay_program, traced_example
 from .proof import Proof, choose_proof
 from .quantization import Quantization, WeightBits, choose_quantization
-from .replay import Case, check_cases, following
-from .report import ExportReport, tolerance_of
+from .replay import Case, check_cases
+from .report import ExportReport
 from .room import check_room
 from .runtimes import Source
 from .text_cases import check_text
-from .traced import Traced
 from .without_counter import without_counter
-from .yardstick import Yardstick, in_half
 
 __all__ = ["export_onnx"]
 
@@ -122,9 +120,8 @@ def export_onnx(
             "replace one that did not. Name another folder."
         )
     quantization = choose_quantization(quantize, module, "export_onnx")
-    measures = tolerance is None and in_half(module)
-    tolerance = tolerance_of(module) if tolerance is None else tolerance
-    report = ExportReport(type(module).__qualname__, tolerance=tolerance, proof=choose_proof(proof, module))
+    allowed = Allowed.of(module, tolerance)
+    report = ExportReport(type(module).__qualname__, tolerance=allowed.tolerance, proof=choose_proof(proof, module))
     if report.proof != "none" and folder is None:
         check_kernels(module, "export_onnx")
     check_opset(opset_version)
@@ -141,22 +138,20 @@ def export_onnx(
         with unproven_file(target) as file:
             traced = program = traced_example(example, report)
             traced.check_cache_outputs(report.module)
+            allowed.measure(report, example, traced)
             with report.timed("replay"):
                 chosen = cases_of(example, cases, steps, report)
                 if report.proof == "full" and traced.readers:
                     report.remark("the file was replayed, and not the program: it has no weights of its own.")
                 elif report.proof == "full":  # else the file alone, which holds what the program does
-                    report.cases += replay_program(ProgramRunner(traced.program), example, traced, chosen)
-            source = Source(example, traced, chosen, tolerance, report.proof)
-            if measures and report.proof != "none":
-                report.remark(*_measure_type(report, example, traced))
+                    report.cases += replay_program(ProgramRunner(traced.program), example, traced, chosen, report)
+            source = Source(example, traced, chosen, allowed, report.proof, yardstick=report.yardstick)
             fed = None if counter_input else without_counter(example, traced, report)
             if fed is not None:
                 decoder: Any = fed.module
                 example, chosen = fed, [Case(c.name, (), decoder.inputs(c.kwargs), c.steps) for c in chosen]
                 program = traced_example(example, report)
-                if report.yardstick is not None:
-                    _measure_type(report, example, program)
+                allowed.measure(report, example, program)
             at_once = quantization if report.proof == "none" else None
             how: dict[str, Any] = {"share": optimize is not None, "quantization": at_once}
             how["translations"] = translations
@@ -171,14 +166,3 @@ def export_onnx(
             else:
                 otherwise = f"Nothing was written to {target}. The file that failed is {file.keep(folder)}."
             return finish(traced, report, target, f"\n{otherwise}")
-
-
-def _measure_type(report: ExportReport, example: Example, traced: Traced) -> list[str]:
-    """Let a report allow what the type of the weights costs; return a note where that cannot be measured."""
-    module = example.module
-    reason = Yardstick.why_not(module)
-    if reason:
-        return [f"what the type of the weights costs was not measured, since {reason}: {report.tolerance} is allowed."]
-    after = module.next_inputs if isinstance(module, SlidingDecoder) else following()
-    report.yardstick = Yardstick(module, after, example.names, traced.written)
-    return []

@@ -17,6 +17,7 @@ from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import open_session
 from .bit_budget import Bits, Budget
 from .example import Example
+from .kept_integers import Grids
 from .measured import Texts, measure
 from .onnx_file import UnprovenFile
 from .quality import Quality
@@ -55,7 +56,9 @@ def quantize_file(
     logger.info("quantizing %s to %s", file.path.name, quantization.weights, extra=STEP)
     import onnx_ir as ir
 
-    roles = quantize_model(ir.load(file.path), quantization, report).roles
+    grids = Grids()
+    with report.timed("quantize"):
+        roles = quantize_model(ir.load(file.path), quantization, report, grids=grids).roles
     known: list[Texts] = []
 
     def try_bits(bits: Bits) -> Quality:
@@ -64,7 +67,7 @@ def quantize_file(
         try:
             with report.timed("quantize"):
                 model = ir.load(file.path)  # large weights stay in their file, which is mapped
-                quantize_model(model, quantization, report, bits)
+                quantize_model(model, quantization, report, bits, grids)
                 trial.save_model(model)
             with report.timed("measure"):
                 runner = OnnxRunner(open_session(trial.path, caller="export_onnx"), file.path.name)
@@ -74,10 +77,13 @@ def quantize_file(
 
     bits: Bits = dict.fromkeys(roles, quantization.bits)
     if cases:
-        bits, report.quality = Budget(roles, quantization.bits, try_bits).find()
+        if quantization.weights == "keep":
+            report.quality = try_bits(bits)
+        else:
+            bits, report.quality = Budget(roles, quantization.bits, try_bits).find()
     with report.timed("quantize"):
         model = ir.load(file.path)
-        remark_quantized(quantize_model(model, quantization, report, bits), quantization, report, bits)
+        remark_quantized(quantize_model(model, quantization, report, bits, grids), quantization, report, bits)
         report.onnx_bytes = file.replace_by(model)
     if cases:
         report.remark("the table is of the file before its weights were quantised.")

@@ -17,6 +17,7 @@ from ..huggingface.cache_names import CACHE, argument_of
 from ..huggingface.sliding_decoder import SlidingDecoder
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import has_mapped_weights, mapped_options, open_session
+from .allowed import explained_by
 from .example import Example
 from .replay import Case, CaseResult, following, replay
 from .report import ExportReport
@@ -64,8 +65,8 @@ def replay_file(
     for case, side in itertools.product(cases, sides):
         logger.info("replaying %s with %s", case.name, side.runtime, extra=STEP)
         with report.timed("replay"):
-            allowed = None if report.yardstick is None else report.yardstick.allowed(case)
-            how: dict[str, Any] = {"taken": example.names, "written": traced.written, "allowed": allowed}
+            how: dict[str, Any] = {"taken": example.names, "written": traced.written}
+            how["allowed"] = explained_by(report, case)
             result = replay(side, module, case, after, **how)
         report.cases.append(result)
 

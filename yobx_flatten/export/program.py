@@ -27,6 +27,7 @@ from ..files.native import file_for_torch
 from ..files.scratch import publish_files, scratch_for
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
+from .allowed import Allowed, explained_by
 from .bounds import Bounds
 from .example import Example, make_example
 from .hf_exporter import to_hf_exporter
@@ -252,7 +253,7 @@ def export_program(
     strict: bool = False,
     cases: Iterable[Case] | None = None,
     steps: int = 3,
-    tolerance: float = 1e-4,
+    tolerance: float | None = None,
     proof: Proof = "auto",
 ) -> ExportedModel:
     """Export a module with ``torch.export`` and replay the program against the module.
@@ -274,7 +275,10 @@ def export_program(
             batch sizes and lengths below, at and past its window, several tokens at once, a padded row.
         steps: number of calls per case, 3 by default; after the first, each gets the cache that the call before
             returned.
-        tolerance: largest absolute difference to the module's own outputs; 1e-4 by default.
+        tolerance: largest absolute difference to the module's own outputs; by default 1e-4. For weights in half
+            precision, what the type costs the model itself is measured on every case, next to float32, and each output
+            of the program, and of files that are made of it, may differ by five times that. Where the memory is too
+            small for that, 6e-2 for float16 and 2e-1 for bfloat16.
         proof: what is replayed: ``"full"``, the example and all cases; ``"sample"``, the example and the largest case,
             two calls each; ``"none"``, nothing, which the report states as unproven. ``"auto"``, the default, is
             ``"full"`` for weights of less than 1 GB, and ``"sample"`` for others.
@@ -302,16 +306,19 @@ def export_program(
     cases, largest = cases if cases is None else check_cases(cases), Bounds.of(bounds)
     if largest is not None:
         largest.check_positions(module)
-    report = ExportReport(type(module).__qualname__, tolerance=tolerance, proof=choose_proof(proof, module))
+    allowed = Allowed.of(module, tolerance)
+    report = ExportReport(type(module).__qualname__, tolerance=allowed.tolerance, proof=choose_proof(proof, module))
     with register_flattening_functions(**options_in_use()):
         example = make_example(module, args, dict(kwargs or {}), dynamic_shapes, largest)
         traced = traced_example(example, report, strict=strict)
         fill(traced.program, traced.readers)
+        allowed.measure(report, example, traced)
         with report.timed("replay"):
             chosen = cases_of(example, cases, steps, report)
             if chosen:
-                report.cases += replay_program(ProgramRunner(traced.program), example, traced, chosen)
-    return finish(traced, report, source=Source(example, traced, chosen, tolerance, report.proof))
+                report.cases += replay_program(ProgramRunner(traced.program), example, traced, chosen, report)
+    source = Source(example, traced, chosen, allowed, report.proof, yardstick=report.yardstick)
+    return finish(traced, report, source=source)
 
 
 def traced_example(example: Example, report: ExportReport, *, strict: bool = False) -> Traced:
@@ -336,7 +343,9 @@ def traced_example(example: Example, report: ExportReport, *, strict: bool = Fal
     return traced
 
 
-def replay_program(runner: ProgramRunner, example: Example, traced: Traced, cases: Sequence[Case]) -> list[CaseResult]:
+def replay_program(
+    runner: ProgramRunner, example: Example, traced: Traced, cases: Sequence[Case], report: ExportReport
+) -> list[CaseResult]:
     """Replay cases with a program. The block must be open.
 
     Args:
@@ -344,6 +353,7 @@ def replay_program(runner: ProgramRunner, example: Example, traced: Traced, case
         example: what it was traced from.
         traced: the trace.
         cases: what to replay.
+        report: states what outputs may differ by.
 
     Returns:
         One result per case.
@@ -354,6 +364,7 @@ def replay_program(runner: ProgramRunner, example: Example, traced: Traced, case
         with undisturbed(runner.module, traced.written):
             side = Nested(runner, example.cache_is)
             how: dict[str, Any] = {"taken": example.names, "written": traced.written}
+            how["allowed"] = explained_by(report, case)
             results.append(replay(side, example.module, case, following(), **how, keeps_state=True))
     return results
 

@@ -26,18 +26,19 @@ __all__ = [
     "has_projections",
 ]
 
-WeightBits = Literal["int8", "int4"]
+WeightBits = Literal["int8", "int4", "keep"]
+"""``"keep"`` rounds nothing: weights that are made of integers with scales are stored as these, others as they are."""
 
-PERPLEXITY_RATIOS: Mapping[str, float] = {"int8": 1.01, "int4": 1.1}
+PERPLEXITY_RATIOS: Mapping[str, float] = {"int8": 1.01, "int4": 1.1, "keep": 1.01}
 """By the type of the weights: what rounding explains. A small model without training between them is close to 1."""
 
-TOKEN_SHARES: Mapping[str, float] = {"int8": 0.8, "int4": 0.4}
+TOKEN_SHARES: Mapping[str, float] = {"int8": 0.8, "int4": 0.4, "keep": 0.8}
 """By the type of the weights: share of the model's own greedy tokens that a folder has to choose after the same text.
 
 Prompts of random tokens leave scores close to each other: small models without training keep 0.92 and 0.55.
 """
 
-CHAT_SHARES: Mapping[str, float] = {"int8": 0.9, "int4": 0.65}
+CHAT_SHARES: Mapping[str, float] = {"int8": 0.9, "int4": 0.65, "keep": 0.9}
 """The same for conversations in the template of a tokenizer, which the model was made for."""
 
 _BLOCKS = (16, 32, 64, 128, 256)
@@ -48,7 +49,9 @@ class Quantization:
     """How the weights of projections are stored, and how far the file may then be from the model.
 
     Attributes:
-        weights: type of the stored weights: ``"int4"``, the default, or ``"int8"``.
+        weights: type of the stored weights: ``"int4"``, the default, or ``"int8"``. Weights that are made of integers
+            with scales already, as those of a GGUF, are stored as these, without rounding them again, where they have
+            as many bits or fewer; ``"keep"`` stores them so, and all others as they are.
         block_size: number of weights that share a scale and a zero point: 16, 32 (the default), 64, 128 or 256. Larger
             blocks are further from the model, and the file is smaller. ExecuTorch has no blocks of 16; OpenVINO and
             ExecuTorch store int8 with one scale for each output.
@@ -71,7 +74,9 @@ class Quantization:
 
     def __post_init__(self) -> None:
         if self.weights not in get_args(WeightBits):
-            raise InvalidArgumentError(f'Quantization: weights must be "int8" or "int4", found {self.weights!r}.')
+            raise InvalidArgumentError(
+                f'Quantization: weights must be "int8", "int4" or "keep", found {self.weights!r}.'
+            )
         if self.block_size not in _BLOCKS:
             raise InvalidArgumentError(
                 f"Quantization: block_size must be one of {', '.join(map(str, _BLOCKS))}, found {self.block_size!r}."
@@ -88,8 +93,8 @@ class Quantization:
 
     @property
     def bits(self) -> int:
-        """Bits of a stored weight."""
-        return int(self.weights.removeprefix("int"))
+        """Most bits of a stored weight."""
+        return 4 if self.weights == "int4" else 8
 
     @property
     def allowed(self) -> float:
@@ -132,7 +137,9 @@ def choose_quantization(
         given = Quantization(cast("WeightBits", given))
     if not isinstance(given, Quantization):
         found = repr(given) if isinstance(given, str) else describe_class(given)
-        raise InvalidArgumentError(f'{caller}: quantize must be None, "int8", "int4" or a Quantization, found {found}.')
+        raise InvalidArgumentError(
+            f'{caller}: quantize must be None, "int8", "int4", "keep" or a Quantization, found {found}.'
+        )
     chosen: Quantization = given
     types = {weight.dtype for weight in _matrices(module)}
     if not types:
@@ -162,6 +169,11 @@ def choose_quantization(
 def _check_tool(chosen: Quantization, runtime: str, caller: str) -> None:
     """Check what quantizes for another runtime than onnxruntime."""
     asked = f"quantize={chosen.weights!r}"
+    if chosen.weights == "keep":
+        raise InvalidArgumentError(
+            f"{caller}: {asked} is for files of onnxruntime; the tools of {runtime} round weights themselves. Leave it "
+            'out, or take quantize="int8"'
+        )
     if runtime == "openvino":
         require("nncf", purpose=f"{caller}: {asked} for OpenVINO", extra="nncf")
     elif runtime == "executorch":

@@ -16,18 +16,15 @@ from typing import Any
 
 from ..errors import InvalidArgumentError
 from .bit_budget import Bits, Role
+from .kept_integers import Grids, keep_integers
 from .onnx_graph import attribute
 from .onnx_weights import unmap
 from .quantization import Quantization
-from .quantized_table import share_table
+from .quantized_table import gathered, gathers_blocks, share_table
 from .report import ExportReport
+from .stored_matrix import Products, StoredMatrix, new_value
 
 __all__ = ["QuantizedWeights", "quantize_graph", "quantize_model", "remark_quantized"]
-
-
-_INTEGERS = 4
-"""The ``accuracy_level`` at which onnxruntime also rounds activations to 8 bits, in blocks, and multiplies integers.
-Without it, 8 bits have no kernel of their own on the CPU and are 15 times slower."""
 
 
 @dataclasses.dataclass
@@ -41,6 +38,7 @@ class QuantizedWeights:
         tied: names of those that the file also has in full, since something else reads them.
         shared: names of those that an embedding also reads in these bits.
         roles: the weights by role, see :mod:`.bit_budget`.
+        kept: number of weights, by their bits, that are the integers and scales which they were made of.
     """
 
     count: int = 0
@@ -49,47 +47,82 @@ class QuantizedWeights:
     tied: list[str] = dataclasses.field(default_factory=list)
     shared: list[str] = dataclasses.field(default_factory=list)
     roles: dict[str, Role] = dataclasses.field(default_factory=dict)
+    kept: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def add(self, value: Any, matrix: StoredMatrix, *, is_kept: bool) -> None:
+        """Count a weight that is stored in fewer bits."""
+        self.count += 1
+        self.float_bytes += value.const_value.nbytes
+        self.bytes += matrix.nbytes
+        if is_kept:
+            self.kept[matrix.bits] = self.kept.get(matrix.bits, 0) + math.prod(value.const_value.shape)
+
+    def add_role(self, name: str, size: int, *, is_last: bool, exact: int) -> None:
+        """Count a weight of a role; ``exact`` are the bits of its own integers, 32 without any."""
+        before = self.roles.get(name, Role(name, 0, 0, False, 0))
+        last, most = before.is_last or is_last, max(before.exact, exact)
+        self.roles[name] = Role(name, before.count + 1, before.size + size, last, most)
 
 
-def quantize_graph(model: Any, quantization: Quantization, bits: Bits | None = None) -> QuantizedWeights:
+def quantize_graph(
+    model: Any, quantization: Quantization, bits: Bits | None = None, grids: Grids | None = None
+) -> QuantizedWeights:
     """Quantize the weights of all projections of a graph in place, one after the other, when they are written.
+
+    Weights that are integers with scales already, in as many bits or fewer, are stored as these, and so are tables of
+    embeddings.
 
     Args:
         model: an ``onnx_ir.Model``.
         quantization: how.
         bits: bits by role, where these are others than those of the quantization; ``None``, the default, for nowhere.
+        grids: such integers, as far as they were searched for in this graph; ``None``, the default, for not yet.
 
     Returns:
         What was done; ``count`` is 0 where there was nothing to do.
     """
+    grids = Grids() if grids is None else grids
     found, made = QuantizedWeights(), {width: _Parts(_in_bits(quantization, width)) for width in (4, 8)}
-    stored: dict[tuple[str, bool], list[Any]] = {}
-    read: dict[str, tuple[Any, bool, Quantization]] = {}
+    if quantization.weights == "keep":
+        made.clear()
+    stored: dict[tuple[str, bool], StoredMatrix | None] = {}
+    read: dict[str, tuple[Any, bool]] = {}
+    products = Products()
     nodes = [
         (node, weight) for node in model.graph.all_nodes() if (weight := _weight_of(node, quantization.block_size))
     ]
     for node, (value, transposed) in nodes:
         key, name = (value.name, transposed), _role_of(node, value)
         if key not in stored:
-            before = found.roles.get(name, Role(name, 0, 0, False))
-            size, is_last = before.size + math.prod(value.const_value.shape), before.is_last or node is nodes[-1][0]
-            found.roles[name] = Role(name, before.count + 1, size, is_last)
-        width = quantization.bits if bits is None else bits.get(name, quantization.bits)
-        if width not in made:
-            stored.setdefault(key, [])
-            continue
-        own = _in_bits(quantization, width)
-        if key not in stored:
-            stored[key] = _quantized(model.graph, value, transposed, made[width], own)
-            found.count += 1
-            found.float_bytes += value.const_value.nbytes
-            found.bytes += sum(part.const_value.nbytes for part in stored[key])
-            read[value.name] = value, transposed, own
-        _replace(node, stored[key], value, transposed, own)
+            grid = grids.find(value, transposed=transposed) if node.inputs[0].shape is not None else None
+            exact = 32 if grid is None else grid.bits
+            found.add_role(name, math.prod(value.const_value.shape), is_last=node is nodes[-1][0], exact=exact)
+            width = quantization.bits if bits is None else bits.get(name, quantization.bits)
+            if grid is not None and grid.bits <= width:
+                stored[key] = keep_integers(model.graph, value, grid, transposed=transposed)
+            elif width in made:
+                stored[key] = _quantized(model.graph, value, transposed, made[width], _in_bits(quantization, width))
+            else:
+                stored[key] = None
+            matrix = stored[key]
+            if matrix is not None:
+                found.add(value, matrix, is_kept=grid is not None and grid.bits <= width)
+                read[value.name] = value, transposed
+        matrix = stored[key]
+        if matrix is not None:
+            products.replace(node, matrix)
+    tables = [value for value in gathered(model.graph) if value.name not in read]
+    for value in tables:
+        grid = grids.find(value, transposed=True)
+        if grid is not None and grid.bits <= quantization.bits and gathers_blocks(grid.bits, grid.block_size):
+            matrix = stored[value.name, True] = keep_integers(model.graph, value, grid, transposed=True)
+            found.add(value, matrix, is_kept=True)
+            read[value.name] = value, True
     if found.count:
         model.opset_imports["com.microsoft"] = 1
-    for name, (value, transposed, own) in read.items():
-        if transposed and share_table(model.graph, value, stored[name, transposed], own):
+    for name, (value, transposed) in read.items():
+        matrix = stored[name, transposed]
+        if transposed and matrix is not None and share_table(value, matrix) and value not in tables:
             found.shared.append(name)
         if value.uses() or value.is_graph_output():
             found.tied.append(name)
@@ -112,7 +145,11 @@ def _role_of(node: Any, value: Any) -> str:
 
 
 def quantize_model(
-    model: Any, quantization: Quantization, report: ExportReport, bits: Bits | None = None
+    model: Any,
+    quantization: Quantization,
+    report: ExportReport,
+    bits: Bits | None = None,
+    grids: Grids | None = None,
 ) -> QuantizedWeights:
     """Quantize the weights of a model, when they are written.
 
@@ -121,18 +158,24 @@ def quantize_model(
         quantization: how.
         report: names the model in errors.
         bits: see :func:`quantize_graph`.
+        grids: see :func:`quantize_graph`.
 
     Returns:
         What was done.
 
     Raises:
-        InvalidArgumentError: when the model multiplies with no weights.
+        InvalidArgumentError: when the model multiplies with no weights, or with none to keep.
     """
-    found = quantize_graph(model, quantization, bits)
+    found = quantize_graph(model, quantization, bits, grids)
     if not found.roles:
         raise InvalidArgumentError(
             f"quantize={quantization.weights!r}: the file of {report.module} multiplies with no weights of "
             f"{quantization.block_size} or more rows and columns. Take a smaller block_size, or leave quantize out."
+        )
+    if not found.count and quantization.weights == "keep":
+        raise InvalidArgumentError(
+            f'quantize="keep": no weight of {report.module} is made of integers of 4 or 8 bits with scales. To round '
+            'them: quantize="int4" or quantize="int8" (--quantize int4)'
         )
     return found
 
@@ -148,13 +191,22 @@ def remark_quantized(
         report: gets the notes.
         bits: see :func:`quantize_graph`.
     """
-    report.remark(
-        f"{found.count} weights are stored in {quantization.weights}"
-        f"{' or more' if bits and set(bits.values()) != {quantization.bits} else ''}, {found.bytes / 1e6:.2f} MB "
-        f"instead of {found.float_bytes / 1e6:.2f} MB; embeddings and norms as they are."
-    )
+    if quantization.weights == "keep":
+        report.remark(
+            f"{found.count} weights are stored as the integers they were made of, {found.bytes / 1e6:.2f} MB instead "
+            f"of {found.float_bytes / 1e6:.2f} MB; all others as they are."
+        )
+    else:
+        more = bits and set(bits.values()) != {quantization.bits}
+        report.remark(
+            f"{found.count} weights are stored in {quantization.weights}{' or more' if more else ''}, "
+            f"{found.bytes / 1e6:.2f} MB instead of {found.float_bytes / 1e6:.2f} MB; embeddings and norms as they are."
+        )
+    if found.kept:
+        kept = " and ".join(f"{count / 1e6:.3g} million in {width} bits" for width, count in sorted(found.kept.items()))
+        report.remark(f"made of integers with scales, which are stored without rounding them again: {kept}.")
     for width, stored in ((8, "int8"), (32, "full")):
-        others = [role for role in found.roles.values() if bits and bits[role.name] == width != quantization.bits]
+        others = [role for role in found.roles.values() if bits and bits[role.name] == width > quantization.bits]
         if others:
             report.remark(
                 f"stored in {stored}, since the perplexity asks for it: "
@@ -213,43 +265,19 @@ class _Parts:
         return ir.tensor(self._parts[index])
 
 
-def _quantized(graph: Any, value: Any, transposed: bool, parts: _Parts, quantization: Quantization) -> list[Any]:
-    """Return the values that take the place of a weight, quantised with onnxruntime's own kernel when they are read."""
+def _quantized(graph: Any, value: Any, transposed: bool, parts: _Parts, quantization: Quantization) -> StoredMatrix:
+    """Round a weight to a matrix of few bits with onnxruntime's own kernel, when it is read."""
     import onnx_ir as ir
 
-    tensor, packed = value.const_value, 8 // quantization.bits
-    columns, rows = tensor.shape if transposed else reversed(tensor.shape)
-    blocks = -(-rows // quantization.block_size)
-    shapes = [[columns, blocks, quantization.block_size // packed], [columns, blocks], [columns, -(-blocks // packed)]]
+    tensor, packed, size = value.const_value, 8 // quantization.bits, quantization.block_size
+    columns, rows = map(int, tensor.shape if transposed else reversed(tensor.shape))
+    blocks = -(-rows // size)
+    shapes = [[columns, blocks, size // packed], [columns, blocks], [columns, -(-blocks // packed)]]
     types = [ir.DataType.UINT8, tensor.dtype, ir.DataType.UINT8]
     values = []
     for index, suffix in enumerate((f"_Q{quantization.bits}", "_scales", "_zero_points")):
         name, shape = f"{value.name}{'_T' if transposed else ''}{suffix}", ir.Shape(shapes[index])
         read = functools.partial(parts.part, tensor, transposed, index)
-        lazy = ir.LazyTensor(read, dtype=types[index], shape=shape, name=name)
-        made = ir.Value(name=name, const_value=lazy)
-        made.shape, made.type = shape, ir.TensorType(types[index])
-        graph.register_initializer(made)
-        values.append(made)
-    return values
-
-
-def _replace(node: Any, parts: list[Any], value: Any, transposed: bool, quantization: Quantization) -> None:
-    """Put the operator for quantised weights in the place of a product."""
-    import onnx_ir as ir
-
-    columns, rows = value.const_value.shape if transposed else reversed(value.const_value.shape)
-    sizes = {"K": int(rows), "N": int(columns), "bits": quantization.bits, "block_size": quantization.block_size}
-    sizes["accuracy_level"] = _INTEGERS
-    output = node.outputs[0]
-    product = ir.node("MatMulNBits", [node.inputs[0], *parts], sizes, domain="com.microsoft", name=node.name)
-    made = [product]
-    if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
-        product.outputs[0].type = output.type
-        product.outputs[0].name = f"{output.name}_product"
-        made.append(ir.node("Add", [product.outputs[0], node.inputs[2]], name=f"{node.name}_bias"))
-    last = made[-1].outputs[0]
-    before = node.inputs[1].producer()
-    ir.convenience.replace_nodes_and_values(node.graph, node, [node], made, [output], [last])
-    if before is not None and not before.outputs[0].uses():
-        before.graph.remove(before, safe=True)
+        values.append(new_value(graph, name, ir.LazyTensor(read, dtype=types[index], shape=shape, name=name)))
+    nbytes = sum(one.const_value.nbytes for one in values)
+    return StoredMatrix(quantization.bits, size, rows, columns, values, nbytes)

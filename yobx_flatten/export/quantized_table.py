@@ -9,55 +9,54 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 from ..errors import FlattenError
 from ..runners.onnx_session import open_session
 from .onnx_graph import attribute
 from .quantization import Quantization
+from .stored_matrix import StoredMatrix, take_rows
 
-__all__ = ["gathers_blocks", "share_table"]
+__all__ = ["gathered", "gathers_blocks", "share_table"]
 
 
-def share_table(graph: Any, value: Any, parts: Sequence[Any], quantization: Quantization) -> bool:
+def share_table(value: Any, stored: StoredMatrix) -> bool:
     """Replace what gathers rows of a matrix by the operator that gathers them from its quantised parts.
 
     Args:
-        graph: the graph of both.
-        value: the matrix in float, whose rows are those of the parts.
-        parts: bits, scales and zero points of its product.
-        quantization: how they were made.
+        value: the matrix in float, whose rows are the columns of the stored one.
+        stored: the matrix of few bits.
 
     Returns:
         Whether nothing reads the matrix in float any more.
     """
-    import onnx_ir as ir
-
     readers = [use.node for use in value.uses()]
-    rows, width = value.const_value.shape
-    plain = all(
-        node.op_type == "Gather" and node.inputs[0] is value and attribute(node, "axis", 0) == 0 for node in readers
-    )
-    if not readers or not plain or value.is_graph_output() or width % quantization.block_size:
+    if not readers or not _is_gathered(value) or value.const_value.shape[1] % stored.block_size:
         return False
-    if not gathers_blocks(quantization.bits, quantization.block_size):
+    if not gathers_blocks(stored.bits, stored.block_size):
         return False
-    sizes = {"bits": quantization.bits, "block_size": quantization.block_size, "gather_axis": 0, "quantize_axis": 1}
     for node in readers:
-        shape = ir.node("Constant", [], {"value_ints": [int(rows), -1]})
-        flat = [ir.node("Reshape", [part, shape.outputs[0]]) for part in parts]
-        bits, scales, points = (one.outputs[0] for one in flat)
-        gather = ir.node(
-            "GatherBlockQuantized",
-            [bits, node.inputs[1], scales, points],
-            sizes,
-            domain="com.microsoft",
-            name=node.name,
-        )
-        made = [shape, *flat, gather]
-        ir.convenience.replace_nodes_and_values(graph, node, [node], made, [node.outputs[0]], [gather.outputs[0]])
+        take_rows(node, stored)
     return True
+
+
+def gathered(graph: Any) -> list[Any]:
+    """Return the matrices of a graph of which only rows are gathered."""
+    found = []
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        is_matrix = tensor is not None and len(tensor.shape) == 2 and tensor.dtype.name in ("FLOAT", "FLOAT16")
+        if is_matrix and value.uses() and _is_gathered(value):
+            found.append(value)
+    return found
+
+
+def _is_gathered(value: Any) -> bool:
+    plain = all(
+        use.node.op_type == "Gather" and use.node.inputs[0] is value and attribute(use.node, "axis", 0) == 0
+        for use in value.uses()
+    )
+    return plain and not value.is_graph_output()
 
 
 @functools.cache

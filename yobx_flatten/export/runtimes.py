@@ -29,6 +29,7 @@ from ..errors.tried_versions import naming_untried_versions
 from ..huggingface.sliding_decoder import SlidingDecoder
 from ..runners.executorch_runner import require_executorch
 from ..runners.open import RUNTIMES, check_runtime, open_runner
+from .allowed import Allowed, explained_by
 from .example import Example
 from .kernels import check_kernels
 from .measured import measure
@@ -46,6 +47,7 @@ from .to_executorch import Backend, check_backend, write_pte
 from .to_openvino import write_openvino
 from .traced import Traced, trace
 from .without_counter import without_counter
+from .yardstick import Yardstick
 
 __all__ = ["Source", "check_libraries", "write_for"]
 
@@ -60,19 +62,21 @@ class Source:
         example: the module with its arguments.
         traced: the program.
         cases: what is replayed.
-        tolerance: largest absolute difference to the module.
+        allowed: what outputs may differ by from the module.
         proof: what is replayed, for the report.
         is_given: whether the program was handed over, so that files are made of it as it is; ``False`` by default.
         quantization: weights that are stored in fewer bits; ``None``, the default, for none.
+        yardstick: what was measured with the program already; ``None``, the default, for nothing.
     """
 
     example: Example
     traced: Traced
     cases: Sequence[Case]
-    tolerance: float
+    allowed: Allowed
     proof: str
     is_given: bool = False
     quantization: Quantization | None = None
+    yardstick: Yardstick | None = None
 
     def feedable(self, report: ExportReport) -> Source:
         """Return it without the counter that no tool feeds, for a model whose layers all slide. The block must be open.
@@ -162,10 +166,11 @@ def write_for(
         check_kernels(example.module, caller)
     check_room(example.module, target, in_memory=1 if source.cases else 0)
     name = type(example.module).__qualname__
-    report = ExportReport(name, tolerance=source.tolerance, proof=source.proof, runtime=runtime)
+    report = ExportReport(name, tolerance=source.allowed.tolerance, proof=source.proof, runtime=runtime)
     with register_flattening_functions(**options_in_use()):
         fed = source.feedable(report)
         fed.traced.check_cache_outputs(name)
+        source.allowed.measure(report, fed.example, fed.traced, source.yardstick)
         report.input_names, report.output_names = fed.traced.input_names, fed.traced.output_names
         with unproven_file(target) as file:
             logger.info("writing %s for %s", name, runtime, extra=STEP)
@@ -306,5 +311,6 @@ def _replay(source: Source, file: UnprovenFile, report: ExportReport, **options:
     for case in source.cases:
         logger.info("replaying %s with %s", case.name, runtime, extra=STEP)
         with report.timed("replay"):
-            result = replay(side, module, case, after, taken=example.names, written=traced.written)
+            how: dict[str, Any] = {"taken": example.names, "written": traced.written}
+            result = replay(side, module, case, after, **how, allowed=explained_by(report, case))
         report.cases.append(result)

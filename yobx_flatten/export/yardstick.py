@@ -32,6 +32,9 @@ logger = logging.getLogger("yobx_flatten")
 _TIMES = 5.0
 """A file and its model round in other places, and the largest of some thousand roundings is a matter of luck."""
 
+_IN_FLOAT32 = 1e-4
+"""What outputs in float32 may differ by, whatever the type of the weights; also where nothing is measured."""
+
 _PART = 0.1
 """The part of an output's range that is allowed at most, whatever the type costs: beyond, a comparison shows little."""
 
@@ -44,6 +47,8 @@ def in_half(module: torch.nn.Module) -> bool:
 def explained(stated: float, expected: torch.Tensor) -> float:
     """Return how much of a difference a type explains: a tenth of the output's own range at most.
 
+    Outputs of other types than half precision may always differ by what those of a model in float32 may.
+
     Args:
         stated: what it costs, times :data:`_TIMES`. A folder of a stranger can state anything.
         expected: the output of the model.
@@ -55,7 +60,8 @@ def explained(stated: float, expected: torch.Tensor) -> float:
     if not finite.numel():
         return 0.0
     rounding = torch.finfo(expected.dtype).eps * float(finite.abs().max())
-    return max(min(stated, _PART * float(finite.max() - finite.min())), _TIMES * rounding)
+    least = _TIMES * rounding if expected.dtype in _HALF else _IN_FLOAT32
+    return max(min(stated, _PART * float(finite.max() - finite.min())), least)
 
 
 class Yardstick:
@@ -75,6 +81,14 @@ class Yardstick:
         self._found: dict[int, tuple[Case, dict[str, float]]] = {}
         self.costs: dict[str, float] = {}
         self.largest: dict[str, float] = {}
+
+    def is_of(self, module: torch.nn.Module) -> bool:
+        """Return whether it measures this module.
+
+        Args:
+            module: a module.
+        """
+        return self._module is module
 
     @staticmethod
     def why_not(module: torch.nn.Module) -> str:
@@ -107,8 +121,8 @@ class Yardstick:
             names = output_names(step.outputs, self._names)
             leaves = zip(names, pytree.tree_leaves(step.outputs), pytree.tree_leaves(other.outputs), strict=True)
             for name, one, precise in leaves:
-                if not isinstance(one, torch.Tensor) or one.dtype not in _HALF or not one.numel():
-                    continue
+                if not isinstance(one, torch.Tensor) or not one.is_floating_point() or not one.numel():
+                    continue  # a model may return float32 that was computed in half precision
                 apart = (one.float() - precise.float()).abs()
                 cost = float(apart[apart.isfinite()].max()) if bool(apart.isfinite().any()) else 0.0
                 most = explained(_TIMES * cost, one)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from ..errors import InvalidArgumentError
 from ..runners.runner import Runner
 from .image_positions import Grids
 from .slots import typed
+from .tiles import Tiles
 
 __all__ = ["Pictures", "Seen"]
 
@@ -40,9 +41,12 @@ class Pictures:
         pixels: pictures of shape (count, channels, height, width), or (rows, count, channels, height, width), where
             pictures of zeros pad rows that have fewer; or patches of shape (patches, values); ``None`` for
             none.
-        sizes: patches of each in time, height and width, of shape (count, 3); ``None`` where all are of one size.
+        sizes: patches of each in time, height and width, of shape (count, 3); height and width of each, of shape
+            (count, 2), where they are cut into tiles; ``None`` where all are of one size.
         token_id: the token that they replace; ``None`` for a model without one.
         spacing: positions from one frame to the next, a number for each; 1 for all by default.
+        tiles: how they are cut, for a model that cuts them; ``None`` by default.
+        together: the number of pictures of each prompt; ``None``, the default, for one each.
     """
 
     word: str
@@ -50,11 +54,13 @@ class Pictures:
     sizes: torch.Tensor | None
     token_id: int | None
     spacing: Sequence[Any] = ()
+    tiles: Tiles | None = None
+    together: torch.Tensor | None = None
 
     @property
     def grids(self) -> list[Grids]:
         """The sizes, as positions are made of them; empty without pictures."""
-        if self.pixels is None or self.sizes is None:
+        if self.pixels is None or self.sizes is None or self.tiles is not None:
             return []
         return [Grids(self.word, self.token_id, self.sizes, self.spacing)]
 
@@ -74,7 +80,7 @@ class Pictures:
         if vision is None:
             raise InvalidArgumentError(f"{decoder.name} belongs to a model without eyes: no pixel_values.")
         found = [vision.step(typed(vision, inputs), {})[0] for inputs in self._calls(vision)]
-        features = torch.cat([outputs["image_features"].flatten(0, -2) for outputs in found])
+        features = self._joined(found)
         token = self.token_id or 0
         places = int(torch.eq(tokens, token).sum())
         if places != len(features):
@@ -85,12 +91,24 @@ class Pictures:
         between = [outputs["deepstack_features"] for outputs in found if "deepstack_features" in outputs]
         return [Seen(token, features, torch.cat(between) if between else None)]
 
+    def _joined(self, found: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+        """The features of all pictures in the order of their tokens, of shape (tokens, hidden size)."""
+        if self.tiles is None or self.sizes is None:
+            return torch.cat([outputs["image_features"].flatten(0, -2) for outputs in found])
+        newline = found[0]["image_newline"][0]
+        return self.tiles.packed([outputs["image_features"] for outputs in found], newline, self.sizes)
+
     def _calls(self, vision: Runner) -> Iterator[dict[str, torch.Tensor]]:
         """The inputs of each call of the file, which takes one picture at a time: of a video, a frame."""
         assert self.pixels is not None
         if "image_grid_thw" not in vision.ports:
             if self.word == "video":
                 raise InvalidArgumentError(f"{vision.name} takes pictures of one size, and no videos.")
+            if self.tiles is not None:
+                yield from (
+                    {"pixel_values": tiles} for tiles in self.tiles.split(self.pixels, self.sizes, self.together)
+                )
+                return
             for image in _without_padding(self.pixels):
                 yield {"pixel_values": image[None]}
             return

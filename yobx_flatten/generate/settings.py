@@ -14,14 +14,15 @@ from ..errors import GenerationError, InvalidArgumentError
 from ..files.damage import damage_as
 from ..files.document import read_document
 from .beams import BeamSettings
+from .documents import Documents
 from .entries import Choices, Entries
 from .layout import MANIFEST
 from .pictures import Pictures
 from .sampling import Sampling
 from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_tokens, score_rules
-from .speech import SpeechSettings, speech_of
 from .stated_choice import beams_of, sampling_of
 from .switch import Switch, read_switch
+from .tiles import Tiles
 
 __all__ = ["GenerationSettings", "ScoreProcessor", "read_settings", "settings_of"]
 
@@ -49,7 +50,8 @@ class GenerationSettings:
         sees_prompt: whether all tokens of a prompt see each other, where the decoder takes types of tokens, and not
             those of an image only; ``False`` by default.
         switch: where the positions of the model change with the length of the text; ``None`` for nowhere.
-        speech: what Whisper's own loop needs; ``None`` for other models.
+        tiles: how pictures are cut into tiles; ``None`` for other models.
+        documents: the two configurations as they are written, which transformers' own loops read; ``None`` without.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -69,16 +71,39 @@ class GenerationSettings:
     beams: BeamSettings = dataclasses.field(default_factory=BeamSettings)
     positions: int | None = None
     switch: Switch | None = dataclasses.field(default=None, repr=False)
-    speech: SpeechSettings | None = None
+    tiles: Tiles | None = None
+    documents: Documents | None = dataclasses.field(default=None, repr=False, compare=False)
 
-    def images(self, pixel_values: torch.Tensor | None, sizes: torch.Tensor | None) -> Pictures:
+    @property
+    def is_speech(self) -> bool:
+        """Whether Whisper's own loop finds out language, task and times."""
+        return self.documents is not None and self.documents.is_speech
+
+    def images(
+        self,
+        pixel_values: torch.Tensor | None,
+        grids: torch.Tensor | None,
+        sizes: torch.Tensor | None = None,
+        together: torch.Tensor | None = None,
+    ) -> Pictures:
         """Return the pictures of a call.
 
         Args:
             pixel_values: their pixels or patches; ``None`` for none.
-            sizes: patches of each in time, height and width; ``None`` where all are of one size.
+            grids: patches of each in time, height and width; ``None`` where all are of one size.
+            sizes: height and width of each, where they are cut into tiles; ``None`` by default.
+            together: the number of pictures of each prompt, where they are cut; ``None`` by default.
+
+        Raises:
+            InvalidArgumentError: when the model does not cut pictures, and sizes are given.
         """
-        return Pictures("image", pixel_values, sizes, self.image_token_id)
+        if self.tiles is None and (sizes is not None or together is not None):
+            raise InvalidArgumentError(
+                "image_sizes and batch_num_images are for models that cut pictures into tiles (LLaVA-NeXT, "
+                "LLaVA-OneVision): leave them out."
+            )
+        stated = grids if self.tiles is None else sizes
+        return Pictures("image", pixel_values, stated, self.image_token_id, tiles=self.tiles, together=together)
 
     def videos(
         self,
@@ -209,7 +234,8 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
         longest if not new and type(longest) is int else None,
         sampling_of(rules),
         beams_of(rules),
-        speech=speech_of(config, generation),
+        tiles=Tiles.of(config),
+        documents=Documents(config, generation),
     )
 
 

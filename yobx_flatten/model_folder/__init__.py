@@ -3,6 +3,26 @@
 from __future__ import annotations
 
 from .manifest import FolderManifest
+from .model_classes import (
+    OnnxForAudioClassification,
+    OnnxForCausalLM,
+    OnnxForCTC,
+    OnnxForDepthEstimation,
+    OnnxForFeatureExtraction,
+    OnnxForImageClassification,
+    OnnxForImageSegmentation,
+    OnnxForImageTextToText,
+    OnnxForMaskedLM,
+    OnnxForMultipleChoice,
+    OnnxForObjectDetection,
+    OnnxForQuestionAnswering,
+    OnnxForSeq2SeqLM,
+    OnnxForSequenceClassification,
+    OnnxForSpeechSeq2Seq,
+    OnnxForTokenClassification,
+    OnnxForZeroShotImageClassification,
+    open_model,
+)
 from .opened import open_generator
 from .verify import FolderCheck, FolderReport, verify_folder
 from .write import ExportedFolder, export_folder
@@ -12,7 +32,25 @@ __all__ = [
     "FolderCheck",
     "FolderManifest",
     "FolderReport",
+    "OnnxForAudioClassification",
+    "OnnxForCTC",
+    "OnnxForCausalLM",
+    "OnnxForDepthEstimation",
+    "OnnxForFeatureExtraction",
+    "OnnxForImageClassification",
+    "OnnxForImageSegmentation",
+    "OnnxForImageTextToText",
+    "OnnxForMaskedLM",
+    "OnnxForMultipleChoice",
+    "OnnxForObjectDetection",
+    "OnnxForQuestionAnswering",
+    "OnnxForSeq2SeqLM",
+    "OnnxForSequenceClassification",
+    "OnnxForSpeechSeq2Seq",
+    "OnnxForTokenClassification",
+    "OnnxForZeroShotImageClassification",
     "export_folder",
     "open_generator",
+    "open_model",
     "verify_folder",
 ]

@@ -24,6 +24,7 @@ from .deepstack_decoder import DeepstackDecoder
 from .grid_images import GridVisionEncoder, grid_image
 from .nested_images import NestedVisionEncoder
 from .pieces import Piece, random_tokens
+from .tiled_images import TiledVisionEncoder, tiled_image
 
 __all__ = ["VisionEncoder", "images_for", "vision_encoder", "vision_language_pieces"]
 
@@ -165,6 +166,13 @@ def vision_language_pieces(model: TransformersModel, rows: int | None = None) ->
 
 
 def _vision_piece(model: TransformersModel) -> Piece:
+    if TiledVisionEncoder.fits(model):
+        (tiles,) = tiled_image(model)["pixel_values"]
+        counts = {1: tiles[:1], 5: torch.cat([tiles, tiles])[:5]}
+        cases = [Case(f"{count} tiles", (), {"pixel_values": given}) for count, given in counts.items()]
+        shapes = {"pixel_values": {0: Dim.AUTO}}
+        given = {"pixel_values": tiles}
+        return Piece("vision_encoder", vision_encoder(model), given, cases, shapes, has_rows=False)
     if not GridVisionEncoder.fits(model):
         images = [{"pixel_values": image[None]} for image in images_for(model, 3)]
         others = [Case(f"image {number}", (), given) for number, given in enumerate(images[1:], 2)]
@@ -176,7 +184,7 @@ def _vision_piece(model: TransformersModel) -> Piece:
 
 
 def vision_encoder(model: TransformersModel) -> torch.nn.Module:
-    """Return what makes features of one picture, for a model whose pictures are of one size.
+    """Return what makes features of one picture, for a model whose pictures, or their tiles, are of one size.
 
     Args:
         model: a model of transformers that reads images.
@@ -184,6 +192,10 @@ def vision_encoder(model: TransformersModel) -> torch.nn.Module:
     Raises:
         GenerationError: when the model does more with a picture.
     """
+    if TiledVisionEncoder.fits(model):
+        tiled = TiledVisionEncoder(model)
+        tiled.check(model)
+        return tiled
     if not NestedVisionEncoder.fits(model):
         return VisionEncoder(model)
     encoder = NestedVisionEncoder(model)

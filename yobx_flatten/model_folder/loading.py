@@ -10,6 +10,7 @@ import torch
 
 from ..errors import InvalidArgumentError, NoRoomError
 from ..errors.messages import format_bytes
+from ..export.kept_integers import holds_integers
 from ..export.room import memory_available
 from .source import FoundModel
 from .streamed import Checkpoint, NotStreamableError, open_checkpoint, streamed_model
@@ -29,12 +30,13 @@ class OpenedModel:
 
     Attributes:
         model: a model of transformers, in evaluation mode.
-        folder: what it is from; ``None`` where there is none.
+        folder: the folder or the GGUF file that it is from; ``None`` where there is none.
         is_streamed: whether the weights of a layer are read when it is called.
         remarks: notes for the report.
         found: what a streamed model was opened from; ``None`` for others.
         reads_bytes: whether its weights are random, and there is no folder with another tokenizer.
         no_folder: why its folder is not known; empty where it is, and where weights are random.
+        has_integers: whether its file stores integers, which weights were computed from.
     """
 
     model: Any
@@ -44,6 +46,7 @@ class OpenedModel:
     found: FoundModel | None = None
     reads_bytes: bool = False
     no_folder: str = ""
+    has_integers: bool = False
 
     def as_a_whole(self, reason: str) -> OpenedModel:
         """Return a streamed model loaded as a whole.
@@ -89,12 +92,17 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
             "Merge it, save the model, and export that; or leave weights='stream' out."
         )
     wanted = getattr(torch, dtype)
-    checkpoint = open_checkpoint(found.folder) if found.has_weights and found.folder is not None else None
+    is_packed = found.packing() is not None
+    checkpoint = open_checkpoint(found.folder) if found.has_weights and found.folder and not is_packed else None
     if checkpoint is None or found.folder is None:
         if weights == "stream":
-            raise InvalidArgumentError(f"weights='stream' reads files of safetensors, and {found.name} has none.")
+            raise InvalidArgumentError(
+                f"weights='stream' reads files of safetensors, and {found.name} has none in full."
+            )
         model, noted = found.load_with_remarks(dtype=dtype)
-        return OpenedModel(model, found.reader_folder, remarks=noted, reads_bytes=found.folder is None)
+        random = found.reader_folder is None
+        integers = (found.gguf is not None or is_packed) and holds_integers(model)
+        return OpenedModel(model, found.reader_folder, remarks=noted, reads_bytes=random, has_integers=integers)
     size, free = checkpoint.bytes_as(wanted), memory_available()
     remarks: tuple[str, ...] = ()
     if weights == "stream" or (weights == "auto" and to == "onnx" and _PART * size > free and found.adapter is None):

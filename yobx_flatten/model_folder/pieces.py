@@ -51,6 +51,9 @@ class Piece:
         cases: other sizes.
         dynamic_shapes: ``"auto"``, a specification, or ``None`` where every size is fixed.
         has_rows: whether the first axis of its inputs is the batch; ``True`` by default.
+        narrower: dynamic shapes with fewer sizes that vary, for where those do not become a file; ``None``, the
+            default, for none.
+        remarks: notes for the report.
     """
 
     stem: str
@@ -59,6 +62,8 @@ class Piece:
     cases: Sequence[Case]
     dynamic_shapes: Any = "auto"
     has_rows: bool = True
+    narrower: Any = None
+    remarks: Sequence[str] = ()
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
@@ -339,8 +344,9 @@ def encoder_input(model: TransformersModel, batch: int, samples: int) -> torch.T
 
 
 def image_size(config: Any) -> tuple[int, int]:
-    """Return height and width of the pictures that a configuration states; 224 where it states none."""
-    found = getattr(config, "image_size", None) or 224
+    """Return height and width of the pictures that a configuration states, or one in it; 224 where it states none."""
+    inner = (config, *(getattr(config, name, None) for name in ("vision_config", "backbone_config")))
+    found = next((size for size in (getattr(one, "image_size", None) for one in inner) if size), 224)
     return (found, found) if isinstance(found, int) else (int(found[0]), int(found[1]))
 
 

@@ -7,11 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.export import Dim
 
 from ..errors import GenerationError
 from ..export.replay import Case
+from ..export.undisturbed import undisturbed
 from ..huggingface.cache_names import argument_of
 from ..recipe.aliases import TransformersModel
+from ..trees.shapes import dynamic_shapes
+from .other_inputs import note_on_other_inputs
 from .pieces import Piece, image_size, random_tokens
 from .token_types import TYPES, has_types, pair_types
 
@@ -42,7 +46,7 @@ def plain_pieces(model: TransformersModel, rows: int | None = None) -> list[Piec
     for batch, other in zip((1, 3), others, strict=True):
         name = f"batch {rows or batch}" + (f", {unit} {other}" if unit else "")
         cases.append(Case(name, (), make(model, rows or batch, other)))
-    return [Piece("model", model, make(model, rows or 2, length), cases)]
+    return [_piece(model, make(model, rows or 2, length), cases)]
 
 
 def choice_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
@@ -59,7 +63,7 @@ def choice_pieces(model: TransformersModel, rows: int | None = None) -> list[Pie
 
     sizes = [(rows or batch, *others) for batch, *others in ((1, 2, 5), (3, 4, 11))]
     cases = [Case(f"batch {b}, choices {c}, length {n}", (), made(b, c, n)) for b, c, n in sizes]
-    return [Piece("model", model, made(rows or 2, 3, 7), cases)]
+    return [_piece(model, made(rows or 2, 3, 7), cases)]
 
 
 def compares(model: TransformersModel) -> bool:
@@ -96,7 +100,17 @@ def two_tower_pieces(model: TransformersModel, rows: int | None = None) -> list[
         Case(f"texts {rows or texts}, pictures {rows or pictures}, length {length}", (), made(texts, pictures, length))
         for texts, pictures, length in ((1, 2, 5), (5, 1, 11))
     ]
-    return [Piece("model", model, made(3, 2, 7), cases)]
+    return [_piece(model, made(3, 2, 7), cases)]
+
+
+@torch.no_grad()
+def _piece(model: TransformersModel, example: dict[str, torch.Tensor], cases: list[Case]) -> Piece:
+    """The file of a model that takes an example; pictures may be of one size where others cannot be traced."""
+    with undisturbed(model):
+        model(**example)  # what it does not take is stated before torch does, in many lines
+    pictures = {"pixel_values": {0: Dim.AUTO}}
+    narrower = dynamic_shapes(example, pictures) if "pixel_values" in example else None
+    return Piece("model", model, example, cases, narrower=narrower, remarks=note_on_other_inputs(model, example))
 
 
 def _tokens(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from ..trees.naming import leaf_names, output_names
 from .blockwise_decoder import BlockwiseDecoder
 from .grid_images import GridVisionEncoder, grid_image
 from .pieces import Piece, encoder_input
+from .tiled_images import TiledVisionEncoder, tiled_image
 
 __all__ = ["PROMPT", "SAMPLED_TOKENS", "TOKENS", "GenerationCase", "generation_case", "stored_calls"]
 
@@ -161,6 +162,10 @@ def _with_images(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -
         made = [grid_image(model, *((2, 3), (3, 2))[row % 2]) for row in range(count)]
         pictures = {name: torch.cat([picture[name] for picture in made]) for name in made[0]}
         places = 6
+    elif TiledVisionEncoder.fits(model):
+        cut = [tiled_image(model) for _ in range(count)]
+        pictures = {name: torch.cat([picture[name] for picture in cut]) for name in cut[0]}
+        places = len(torch.cat(tuple(model.get_image_features(**cut[0], return_dict=True).pooler_output)))
     else:
         pixels = images_for(model, count)
         pictures["pixel_values"] = pixels[:, None] if NestedVisionEncoder.fits(model) else pixels

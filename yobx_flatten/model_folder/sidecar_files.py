@@ -13,6 +13,8 @@ from ..files.document import check_regular, read_document
 from ..huggingface.cache_names import CACHE, PRESENT
 from ..recipe.aliases import TransformersModel
 from .adapter import ADAPTER
+from .gguf_file import gguf_tokenizer
+from .sentence import copy_modules
 
 __all__ = ["TOKENIZER_INPUTS", "genai_config", "state_tokenizer_inputs", "write_companions", "write_genai_config"]
 
@@ -33,7 +35,8 @@ def write_companions(
     Args:
         folder: where they are.
         model: a model of transformers.
-        source: the folder it is from, whose tokenizer and processor are copied; ``None`` where it is not known.
+        source: the folder it is from, whose tokenizer and processor are copied, or its GGUF file; ``None`` where it is
+            not known.
         reads_bytes: whether a model without a folder gets a tokenizer of bytes: one with random weights, which were
             trained on no other.
     """
@@ -48,11 +51,14 @@ def write_companions(
         ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
     if source is None:
         return
+    if source.is_file():
+        gguf_tokenizer(source).save_pretrained(folder)
     for pattern in _PATTERNS:
         for path in source.glob(pattern):
             if path.name not in _WRITTEN_ANEW and not path.name.endswith(".index.json"):
                 _check_own(path)
                 shutil.copyfile(path, folder / path.name)
+    copy_modules(source, folder)
 
 
 def state_tokenizer_inputs(folder: pathlib.Path, names: Collection[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pathlib
 import re
@@ -13,16 +14,18 @@ from ..errors.messages import first_line
 from .adapter import base_of, holds_adapter, merged, not_found
 from .classes import class_for
 from .configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
+from .gguf_file import GGUF, gguf_config, gguf_tokenizer, gguf_weights, is_gguf
 from .origin import reader_of
 from .own_code import ON_PURPOSE, own_auto_class
+from .packed_weights import Packing, packing_of, unpacked_weights
 from .stored_weights import UnmatchedWeights, load_stored
 from .tiny_models import small_config
 
 __all__ = ["MODEL_NAMES", "FoundModel", "find_model", "require_transformers"]
 
 MODEL_NAMES = (
-    "A folder that save_pretrained wrote, also one of adapters, or an id of the hub (owner/name); or, with random "
-    "weights, a config.json, a folder without weights, or a type such as llama, for a small one."
+    "A folder that save_pretrained wrote, also one of adapters, a GGUF file, or an id of the hub (owner/name); or, "
+    "with random weights, a config.json, a folder without weights, or a type such as llama, for a small one."
 )
 """What a model can be named by, in both command lines."""
 
@@ -59,6 +62,7 @@ class FoundModel:
         unmatched_weights: what is done where the weights are not those of the class.
         adapter: the folder of an adapter that is merged into the model of ``folder``; ``None`` without one.
         runs_code: whether its class is one of Python files in the folder.
+        gguf: a GGUF file that it is in; ``None`` for a model of a folder.
     """
 
     name: str
@@ -69,10 +73,13 @@ class FoundModel:
     unmatched_weights: UnmatchedWeights = "refuse"
     adapter: pathlib.Path | None = None
     runs_code: bool = False
+    gguf: pathlib.Path | None = None
 
     @property
     def reader_folder(self) -> pathlib.Path | None:
-        """The folder of its tokenizer: that of the adapter, where it holds one."""
+        """The folder of its tokenizer: that of the adapter, where it holds one; or the GGUF file that has it."""
+        if self.gguf is not None:
+            return self.gguf
         return self.adapter if self.adapter is not None and reader_of(self.adapter) else self.folder
 
     def __str__(self) -> str:
@@ -102,6 +109,13 @@ class FoundModel:
         """
         import torch
 
+        packing = self.packing()
+        if packing is not None and self.folder is not None:
+            return self._load_packed(packing, dtype)
+        if self.gguf is not None:
+            gguf_tokenizer(self.gguf)  # which an export needs in its end
+            with bounded_weights(self.name, failure=ModelSourceError, stored=4 * self.stored_bytes()):
+                return gguf_weights(class_for(self.config), self.config, self.gguf, getattr(torch, dtype)).eval(), ()
         wanted, code = getattr(torch, dtype), {"trust_remote_code": True} if self.runs_code else {}
         kind = own_auto_class(self.config) if self.runs_code else class_for(self.config)
         with bounded_weights(self.name, failure=ModelSourceError, stored=self.stored_bytes()):
@@ -122,11 +136,43 @@ class FoundModel:
                 random = f"the weights are random: {self.name} holds none."
                 return made.to(wanted).eval(), () if self.folder is None else (random,)
 
+    def packing(self) -> Packing | None:
+        """Return how integers of its weights are stored in the folder; ``None`` where it has none of its own.
+
+        Raises:
+            ModelSourceError: when they are stored in a form that is not read.
+        """
+        return packing_of(self.config, self.name) if self.has_weights and self.gguf is None else None
+
+    def _load_packed(self, packing: Packing, dtype: str) -> tuple[Any, tuple[str, ...]]:
+        """The model of a checkpoint of integers, with its weights in full."""
+        import torch
+
+        assert self.folder is not None
+        if self.adapter is not None:
+            raise ModelSourceError(
+                f"{self.name} holds an adapter of a model in few bits. Merge it with its library and save the model in "
+                f"full, or name {self.folder} for the model alone."
+            )
+        config = copy.deepcopy(self.config)
+        del config.quantization_config  # what is loaded is in full
+        with bounded_weights(self.name, failure=ModelSourceError, stored=8 * self.stored_bytes()):
+            weights = unpacked_weights(self.folder, packing, self.name)
+            how: dict[str, Any] = {"dtype": getattr(torch, dtype), "config": config, "state_dict": weights}
+            model, differences = load_stored(
+                class_for(config), None, self.name, choice=self.unmatched_weights, failure=ModelSourceError, **how
+            )
+        if (self.folder / "generation_config.json").is_file():
+            model.generation_config = type(model.generation_config).from_pretrained(self.folder)
+        return model.eval(), differences.remarks()
+
     def _check_without_weights(self) -> None:
         """Refuse a folder with weights in a form that is not read: they would be random instead."""
         if self.folder is None or self.unmatched_weights == "random":
             return
         files = sorted(path.name for suffix in _OTHER_WEIGHTS for path in self.folder.glob(f"*{suffix}"))
+        if files and files[0].endswith(GGUF):
+            raise ModelSourceError(f"{self.name} holds {files[0]}. Name that file: {self.folder / files[0]}")
         if files:
             raise ModelSourceError(
                 f"{self.name} holds {files[0]}, and weights are read from safetensors and pytorch_model.bin. Load the "
@@ -136,6 +182,8 @@ class FoundModel:
 
     def stored_bytes(self) -> int:
         """Return how many bytes its files of weights have; 0 without weights."""
+        if self.gguf is not None:
+            return self.gguf.stat().st_size
         return bytes_of_weights(self.folder, failure=ModelSourceError) if self.folder is not None else 0
 
 
@@ -144,7 +192,7 @@ def find_model(source: str, *, weights: bool = True, trust_remote_code: bool = F
 
     Args:
         source: a folder that ``save_pretrained`` wrote, also that of PEFT, whose adapter is merged into the model that
-            it names; an id of the hub, ``"owner/name"``; for random weights a
+            it names; a GGUF file; an id of the hub, ``"owner/name"``; for random weights a
             ``config.json``, a folder without weights, or a type of model such as ``"llama"``, for a small one.
         weights: whether to download those of the hub.
         trust_remote_code: whether classes of Python files in the folder may run; ``False`` by default.
@@ -154,8 +202,8 @@ def find_model(source: str, *, weights: bool = True, trust_remote_code: bool = F
 
     Raises:
         InvalidArgumentError: when there is no such folder and no such type.
-        ModelSourceError: when the folder holds no model, is damaged, needs code of its own that is not trusted, or
-            the hub cannot be reached.
+        ModelSourceError: when the folder or the file holds no model, is damaged, needs code of its own that is not
+            trusted, or the hub cannot be reached.
     """
     require_transformers("a model")
     return _find(source, weights=weights, trust=trust_remote_code)
@@ -165,8 +213,12 @@ def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> F
     path = pathlib.Path(source)
     if path.is_dir():
         folder: pathlib.Path | None = path
+    elif path.is_file() and is_gguf(path):
+        return FoundModel(source, gguf_config(path), has_weights=True, gguf=path)
     elif path.is_file():
         folder = None
+    elif path.suffix == GGUF:
+        raise ModelSourceError(f"There is no file {source}.")
     elif _HUB_ID.fullmatch(source) and not source.startswith("."):
         folder = _download(source, [*(_BESIDE_WEIGHTS if weights else ["config.json"]), *(["*.py"] if trust else [])])
     elif "/" in source or "\\" in source or source in (".", ".."):
@@ -180,6 +232,8 @@ def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> F
             raise ModelSourceError(f"{of_adapter} holds an adapter of another adapter, {source}. Merge that one first.")
         return _adapted(source, folder, weights=weights, trust=trust)
     file = path if folder is None else folder / "config.json"
+    if not file.is_file() and (held := sorted(file.parent.glob(f"*{GGUF}"))):
+        raise ModelSourceError(f"{source} is a folder with a GGUF file. Name the file: {held[0]}")
     if not file.is_file():
         raise ModelSourceError(f"{source} holds no config.json: it is not a folder that save_pretrained wrote.")
     has_weights = folder is not None and bytes_of_weights(folder, failure=ModelSourceError) > 0

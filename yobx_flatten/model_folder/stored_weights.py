@@ -79,8 +79,9 @@ class KeyDifferences:
             raise failure(f"{name}: {_some(shown, '; ')}. It would be random. {own} {on_purpose}")
         if self.unused and choice == "refuse":
             raise failure(
-                f"{name} holds {_weights(self.unused)}, which {kind} does not have, and which would be left out. {own} "
-                f"To leave them out on purpose: {typed.format('unused')}"
+                f"{name} holds {_weights(self.unused)}, which {kind} does not have: heads of other tasks, as in "
+                f"many published folders, or weights of another class. {own} To leave them out on purpose:\n"
+                f"    {typed.format('unused')}"
             )
 
     def remarks(self) -> tuple[str, ...]:

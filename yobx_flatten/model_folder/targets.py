@@ -130,7 +130,6 @@ def write_piece(
     path: pathlib.Path,
     shapes: Any,
     bounds: Bounds | None,
-    tolerance: float,
     proof: str,
     quantize: Quantization | None = None,
 ) -> ExportReport:
@@ -142,7 +141,6 @@ def write_piece(
         path: where to write it.
         shapes: its dynamic shapes.
         bounds: the largest sizes; ``None`` without them.
-        tolerance: largest absolute difference to the module.
         proof: what is replayed: ``"full"``, ``"sample"`` or ``"none"``.
         quantize: weights in fewer bits; ``None``, the default, for none.
 
@@ -159,7 +157,6 @@ def write_piece(
         dynamic_shapes=shapes,
         bounds=None if bounds is None else vars(bounds),
         proof="none",
-        tolerance=tolerance,
     )
     source = source_of(exported)
     fitting = fitting_cases(piece, bounds)

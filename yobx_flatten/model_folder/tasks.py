@@ -10,6 +10,7 @@ from ..errors import FlattenError, GenerationError, InvalidArgumentError
 from ..errors.messages import first_line
 from ..recipe.aliases import TransformersModel
 from .image_pieces import vision_language_pieces
+from .other_inputs import check_other_media
 from .pieces import Piece, decoder_pieces, encoder_decoder_pieces
 from .plain_pieces import choice_pieces, compares, plain_pieces, two_tower_pieces
 
@@ -66,6 +67,7 @@ _ENDINGS = {
     "ForInstanceSegmentation": "image-segmentation",
     "ForUniversalSegmentation": "image-segmentation",
     "ForImageSegmentation": "image-segmentation",
+    "ForSegmentation": "image-segmentation",
     "ForDepthEstimation": "depth-estimation",
     "ForMultipleChoice": "multiple-choice",
 }
@@ -77,14 +79,14 @@ def task_of(model: TransformersModel) -> str:
     Args:
         model: a model of transformers.
     """
-    config = model.config
-    if getattr(config, "is_encoder_decoder", False):
+    config, name = model.config, type(model).__name__
+    one_call = next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), "text-generation")
+    if getattr(config, "is_encoder_decoder", False) and one_call in GENERATES:  # RT-DETR and BART classify with both
         return _BY_INPUT.get(model.main_input_name, "text2text-generation")
     if compares(model):
         return "zero-shot-image-classification"
     if hasattr(model, "get_image_features") and hasattr(config, "vision_config"):
         return "image-text-to-text"
-    name = type(model).__name__
     if name.endswith("ForSequenceClassification") and model.main_input_name == "input_values":
         return "audio-classification"
     return next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), "feature-extraction")
@@ -119,6 +121,8 @@ def pieces_for(
         raise InvalidArgumentError(f"There is no task {task!r}. There are auto, {', '.join(TASKS)}.")
     found = task_of(model)
     wanted = found if task == "auto" else task
+    if task == "auto":
+        _check_nothing_is_lost(model, found)
     if TASKS[wanted] is not TASKS[found]:
         raise InvalidArgumentError(
             f"A {type(model).__qualname__} is for {found}, not for {wanted}. Leave the task out, or ask for {found}."
@@ -131,6 +135,19 @@ def pieces_for(
             f'logits="last" is for text-generation, and a {type(model).__qualname__} is for {wanted}.'
         )
     return wanted, _made(TASKS[wanted], model, rows, wanted)
+
+
+def _check_nothing_is_lost(model: TransformersModel, task: str) -> None:
+    """Refuse, unless the task is asked for, what a folder would do less than the model."""
+    if TASKS[task] is encoder_decoder_pieces:
+        check_other_media(model, task)
+    generates = getattr(model, "can_generate", None)
+    if task == "feature-extraction" and callable(generates) and generates():
+        raise GenerationError(
+            f"{type(model).__qualname__} generates in a way that no folder has. Export the calls of a run, with "
+            "record_calls(model) as calls: model.generate(...), or what one call returns, with "
+            f"export_folder(..., task={task!r})."
+        )
 
 
 def _made(

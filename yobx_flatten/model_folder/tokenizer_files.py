@@ -11,6 +11,7 @@ from ..errors.messages import first_line
 from ..files.damage import is_failure
 from ..files.document import check_regular, read_document
 from .configuration import FILES_ONLY
+from .gguf_file import gguf_tokenizer
 
 __all__ = ["TOKENIZER_FILES", "open_tokenizer", "readable"]
 
@@ -34,7 +35,7 @@ def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options:
     """Return the tokenizer of a folder; no code in the folder runs.
 
     Args:
-        folder: a folder with the files of a tokenizer.
+        folder: a folder with the files of a tokenizer, or a GGUF file, which has one.
         failure: class of the error.
         **options: further arguments of ``from_pretrained``.
 
@@ -43,6 +44,8 @@ def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options:
     """
     import transformers
 
+    if folder.is_file():
+        return gguf_tokenizer(folder)
     for path in (path for pattern in _PATTERNS for path in folder.glob(pattern)):
         check_regular(path, failure, _LARGEST)  # a pipe would be waited for
     config = folder / _CONFIG

@@ -18,16 +18,12 @@ from typing import Any, Literal
 
 import torch
 
-from ..errors import FlattenError, FolderExistsError, GenerationError, InvalidArgumentError, ReplayError
+from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
 from ..errors.dependencies import is_installed
 from ..errors.log import STEP
-from ..errors.messages import first_line
-from ..export.bounds import Bounds
 from ..export.kernels import has_kernels
-from ..export.onnx_export import export_onnx
 from ..export.onnx_file import check_opset
 from ..export.onnx_shared_cache import shared_inputs
-from ..export.program import export_program
 from ..export.proof import Proof, choose_proof, sampled
 from ..export.quality import SCORES, text_losses
 from ..export.quantization import Quantization, WeightBits, choose_quantization, has_projections
@@ -42,10 +38,10 @@ from ..huggingface.position_switch import rereads_at_switch, switch_of
 from ..recipe.aliases import TransformersModel
 from ..runners.open import RUNTIMES
 from ..storage.cases import save_case
-from ..trees.shapes import dynamic_shapes
 from .chats import CHAT_TOKENS, CHATS, chat_prompts
 from .classes import without_peft
 from .digests import digests
+from .export_piece import export_piece
 from .loading import OpenedModel, WeightsIn, open_model
 from .manifest import FolderManifest, write_manifest
 from .origin import origin_of, reader_of
@@ -53,6 +49,7 @@ from .pieces import Piece, keeps_more
 from .positions import positions_of
 from .proofs import PROMPT, SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
 from .quality_text import python_text
+from .sentence import read_modules, with_embedding
 from .sidecar_files import (
     TOKENIZER_INPUTS,
     genai_config,
@@ -70,7 +67,6 @@ from .targets import (
     fitting_cases,
     fitting_text,
     room_for_tokens,
-    write_piece,
 )
 from .tasks import GENERATES, pieces_for, task_of
 from .verify import FolderReport, verify_folder
@@ -137,7 +133,7 @@ def export_folder(
     Args:
         model: a model of transformers, in evaluation mode. Adapters of peft are weights of the files; merged ones
             (``model.merge_and_unload()``) take no operators of their own. Or the folder, the id of the hub or the type
-            of a model, as ``yobx-flatten export`` takes them.
+            of a model, or a GGUF file, as ``yobx-flatten export`` takes them.
         folder: the folder to write; it must not exist, or be empty.
         task: the task to export for, which decides what becomes a file: see :data:`TASKS`. ``"auto"``, the default,
             takes the task of the model.
@@ -154,7 +150,8 @@ def export_folder(
             the default, is ``"full"`` for weights of less than 1 GB, and ``"sample"`` for others.
         quantize: see :func:`export_onnx`. For a model that generates text the perplexity is measured on the source of
             modules of Python, in the tokens of the model; the folder keeps what the model made of it, and
-            :func:`verify_folder` measures again.
+            :func:`verify_folder` measures again. For a GGUF file whose weights are integers ``None``, the default, is
+            ``"keep"``: they go into the files of onnxruntime as they are.
         optimize: ``"onnxruntime"`` for attention that writes into the memory of the cache instead of copying it, where
             the model's layers allow it; see :func:`export_onnx`. ``None`` by default.
         logits: for a model that generates text, positions whose scores the file returns: ``"all"``, the default, as
@@ -220,6 +217,8 @@ def export_folder(
         )
     if task_of(model) in GENERATES and getattr(model, "generation_config", None) is not None:
         settings_of(model.config.to_dict(), model.generation_config.to_dict())  # raises for what files do not do
+    if quantize is None and opened.has_integers and runtime == "onnxruntime":
+        quantize = "keep"
     quantization = choose_quantization(quantize, model, "export_folder", runtime)
     if optimize not in (None, "onnxruntime") or (optimize is not None and form != "onnx"):
         raise InvalidArgumentError(f'optimize must be None, or "onnxruntime" for to="onnx"; found {optimize!r}.')
@@ -243,6 +242,9 @@ def export_folder(
             model = opened.model
             check_room(model, place, **room)
             task, pieces = pieces_for(model, task, batch, whole_cache=whole_cache, **cut)
+    modules = read_modules(None if source is None else pathlib.Path(source))
+    if modules is not None and task == "feature-extraction" and "input_ids" in pieces[0].kwargs:
+        pieces = with_embedding(pieces, model, modules)
     if quantization is not None and quantization.tokens is None and task == "text-generation" and logits == "all":
         rows = (8 if proof == "full" else 2) if batch is None else batch
         tokens = python_text(model, None if source is None else pathlib.Path(source), rows)
@@ -258,14 +260,14 @@ def export_folder(
         for piece in pieces:
             name = piece.stem + suffix
             quantized = quantization if has_projections(piece.module) else None
-            how: dict[str, Any] = {"tolerance": TOLERANCES[dtype], "proof": proof, "quantize": quantized}
-            if form == "onnx":  # which measures what half precision costs
-                how |= {"opset_version": opset_version, "optimize": optimize, "tolerance": None}
-            reports[name] = _export(model, piece, work / name, batch, how, runtime, largest)
+            how: dict[str, Any] = {"proof": proof, "quantize": quantized}
+            if form == "onnx":
+                how |= {"opset_version": opset_version, "optimize": optimize}
+            reports[name] = export_piece(model, piece, work / name, batch, how, runtime, largest)
             shared = [] if optimize is None else shared_inputs(work / name)
             if not shared and keeps_more(piece, model):
                 (piece,) = pieces_for(model, task, batch, **cut)[1]
-                reports[name] = _export(model, piece, work / name, batch, {**how, "optimize": None}, runtime, None)
+                reports[name] = export_piece(model, piece, work / name, batch, {**how, "optimize": None}, runtime, None)
             reports[name].remark(*opened.remarks)
             if proof != "none":
                 calls = fitting_cases(piece, largest)
@@ -286,6 +288,9 @@ def export_folder(
                     cases[""].append(_store_generation(model, task, batch, 12, work, switch - 3))
                 if chats is not None:
                     cases[""].append(_store_chats(model, task, chats, work))
+        if modules is not None and (modules.why_not is not None or task != "feature-extraction"):
+            why = modules.why_not or f"{task} has no hidden states among its outputs"
+            first.remark(f"there is no sentence_embedding in the file: {why}. sentence-transformers computes it")
         write_companions(work, model, None if source is None else pathlib.Path(source), reads_bytes=opened.reads_bytes)
         if not reader_of(work):
             why = opened.no_folder if source is None else f"{source} holds none"
@@ -354,62 +359,6 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
             f"{folder} holds something already. Name another folder, or pass overwrite=True (--overwrite)."
         )
     check_writable(folder, in_parent=True)
-
-
-def _export(
-    model: TransformersModel,
-    piece: Piece,
-    path: pathlib.Path,
-    batch: int | None,
-    options: dict[str, Any],
-    runtime: str,
-    bounds: Bounds | None,
-) -> ExportReport:
-    logger.info("exporting %s", path.name, extra=STEP)
-    try:
-        return _export_piece(piece, path, batch, options, runtime, bounds)
-    except (FlattenError, OSError, MemoryError):
-        raise
-    except Exception as error:  # of torch's trace, of the model inside it, of the exporter: each has its classes
-        if "No space left on device" in str(error):  # libraries in C++ wrap the system's error
-            raise
-        raise GenerationError(
-            f"{type(model).__qualname__} does not become {path.name} ({type(error).__name__}: "
-            f"{first_line(error)[:300]}). Export it with your own inputs, export_onnx(model, kwargs=inputs, path=...), "
-            "or the calls of a run: with record_calls(model) as calls: ..."
-        ) from error
-
-
-def _export_piece(
-    piece: Piece,
-    path: pathlib.Path,
-    batch: int | None,
-    options: dict[str, Any],
-    runtime: str,
-    bounds: Bounds | None,
-) -> ExportReport:
-    shapes: Any = piece.dynamic_shapes
-    if batch is not None and shapes is not None and piece.has_rows:
-        shapes = _with_fixed_batch(dynamic_shapes(dict(piece.kwargs)) if shapes == "auto" else shapes)
-    if runtime not in ("onnxruntime", "torch"):
-        return write_piece(runtime, piece, path, shapes, bounds, **options)
-    how: dict[str, Any] = {"dynamic_shapes": shapes, "cases": piece.cases, **options}
-    if runtime == "onnxruntime":
-        return export_onnx(piece.module, (), piece.kwargs, path, **how).report
-    del how["quantize"]  # a program has none
-    how |= {"cases": fitting_cases(piece, bounds), "bounds": None if bounds is None else vars(bounds)}
-    exported = export_program(piece.module, (), piece.kwargs, **how)
-    exported.save(path)
-    return exported.report
-
-
-def _with_fixed_batch(shapes: Any) -> Any:
-    """A specification in which the first axis of every tensor stays as it is."""
-    if isinstance(shapes, dict) and all(isinstance(key, int) for key in shapes):
-        return {axis: dim for axis, dim in shapes.items() if axis != 0}
-    if isinstance(shapes, dict):
-        return {name: _with_fixed_batch(below) for name, below in shapes.items()}
-    return [_with_fixed_batch(below) for below in shapes] if isinstance(shapes, (list, tuple)) else shapes
 
 
 def _store_calls(piece: Piece, cases: Sequence[Case], work: pathlib.Path) -> list[str]:

@@ -64,6 +64,22 @@ def reflow_help(app: Any) -> None:
         command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
+def _hide_types_of_flags(command: Any) -> None:
+    """Show no type in the help where there is no value: typer 0.29 writes ``<bool>`` after it."""
+    for one in (command, *getattr(command, "commands", {}).values()):
+        one.get_params = functools.partial(_without_types, one.get_params)
+
+
+def _without_types(get_params: Callable[[Any], list[Any]], context: Any) -> list[Any]:
+    params = get_params(context)
+    for param in params:
+        if param.param_type_name == "argument":
+            param.display_type_rich = lambda ctx: ""  # its name is enough
+        elif getattr(param, "is_flag", False) and param.metavar is None:
+            param.metavar = ""
+    return params
+
+
 def run_app(
     app: Any,
     argv: Sequence[str] | None = None,
@@ -101,6 +117,7 @@ def _run(
     debug = "--debug" in given
     fail = functools.partial(explain_failure, debug=debug, program=program, expected=expected, is_reporter=is_reporter)
     command: Any = typer.main.get_command(app)
+    _hide_types_of_flags(command)
     interruption: list[KeyboardInterrupt] = []
     invoke = command.invoke
 

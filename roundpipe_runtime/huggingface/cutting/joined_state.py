@@ -25,7 +25,7 @@ from ..loss.call_options import split_options
 from .call_log import CallLog, Embedded
 from .cut_state import CutState
 
-__all__ = ["CannotJoinError", "RowAxes", "join_states", "split_state"]
+__all__ = ["CannotJoinError", "RowAxes", "join_states", "split_state", "state_leaves"]
 
 
 class CannotJoinError(Exception):
@@ -117,6 +117,11 @@ def split_state(whole: CutState, states: Sequence[CutState], axes: RowAxes) -> l
         call_log = dataclasses.replace(state.call_log, is_of_others=True)
         found.append(dataclasses.replace(state, values=values, boxes=boxes, call_log=call_log))
     return found
+
+
+def state_leaves(state: CutState) -> list[Any]:
+    """Return what layers and phases have put into a state, without the arguments of the call."""
+    return _leaves(state)[0]
 
 
 def _leaves(state: CutState) -> tuple[list[Any], pytree.TreeSpec]:

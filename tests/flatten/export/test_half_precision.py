@@ -1,14 +1,25 @@
 """Weights in half precision: files may differ by what the type costs the model itself, and no wrong file passes."""
 
 import copy
+import dataclasses
+import importlib.util
 import json
+import shutil
 
 import pytest
 import torch
 
-from yobx_flatten import Case, export_folder, export_onnx, export_program, register_flattening_functions, verify_folder
+from yobx_flatten import (
+    Case,
+    export_folder,
+    export_onnx,
+    export_program,
+    prove_program,
+    register_flattening_functions,
+    verify_folder,
+)
 from yobx_flatten.errors import ReplayError
-from yobx_flatten.export import onnx_attempts
+from yobx_flatten.export import onnx_attempts, runtimes
 from yobx_flatten.export.replay import following
 from yobx_flatten.export.yardstick import Yardstick, explained
 from yobx_flatten.huggingface.cases import DecodeSizes, decode_inputs
@@ -118,6 +129,76 @@ def test_a_wrong_file_of_a_model_with_small_scores_is_refused(fault, tmp_path, m
         export_onnx(small, kwargs=example, path=tmp_path / "wrong.onnx")
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_program_in_float16_is_refused(model, fault):
+    """By the same yardstick as a file; a program that is right differs by nothing, or by little."""
+    example = decode_inputs(model, DecodeSizes())
+    right = export_program(model, kwargs=example, proof="none").program
+    report = prove_program(right, model).report
+    assert report.yardstick.costs["logits"] > 1e-3
+    wrong = export_program(fault(copy.deepcopy(model)), kwargs=example, proof="none").program
+    with pytest.raises(ReplayError, match="does not do what the eager model does"):
+        prove_program(wrong, model)
+
+
+_WRITERS = [
+    pytest.param(
+        "to_openvino",
+        "write_openvino",
+        ".xml",
+        FAULTS,
+        marks=pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="no OpenVINO"),
+    ),
+    pytest.param(
+        "to_aotinductor",
+        "write_package",
+        ".pt2",
+        [_no_scale],  # each is compiled, for a minute
+        marks=pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "writer", "suffix", "faults"), _WRITERS)
+def test_files_of_other_runtimes_have_the_same_yardstick(method, writer, suffix, faults, tmp_path, monkeypatch):
+    """A file in float16 differs by more than one in float32 may, and files of wrong programs by more than that."""
+    model = _llama(layers=2)
+    example = decode_inputs(model, DecodeSizes())
+    exported = export_program(model, kwargs=example, proof="sample")
+    report = getattr(exported, method)(tmp_path / f"right{suffix}")
+    assert report.yardstick is exported.report.yardstick
+    for case in report.cases:
+        assert case.allowed["logits"] > 1e-3
+        assert all(difference <= case.allowed[name] for name, difference in case.differences.items())
+    write = getattr(runtimes, writer)
+    for fault in faults:
+        program = export_program(fault(copy.deepcopy(model)), kwargs=example, proof="none").program
+        wrong = lambda traced, *others, of=program: write(dataclasses.replace(traced, program=of), *others)  # noqa: E731 # one line per file
+        monkeypatch.setattr(runtimes, writer, wrong)
+        with pytest.raises(ReplayError, match="does not do what the eager model does"):
+            getattr(exported, method)(tmp_path / f"{fault.__name__}{suffix}")
+
+
+class Upcast(torch.nn.Module):
+    """Computes in float16 and returns float32, as models do that upcast their scores."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids):
+        return self.inner(input_ids=input_ids, use_cache=False).logits.float()
+
+
+def test_scores_that_are_returned_in_float32_are_measured_too(model, tmp_path):
+    """They are as rough as the float16 that they were computed in: a fixed 6e-2 refused them."""
+    ids = torch.randint(3, 150, (2, 9), generator=torch.Generator().manual_seed(0))
+    report = export_onnx(Upcast(model), (ids,), path=tmp_path / "m.onnx").report
+    assert max(report.yardstick.largest.values()) > 6e-2
+    with pytest.raises(ReplayError):
+        export_onnx(Upcast(model), (ids,), path=tmp_path / "m.onnx", tolerance=1e-4)
+
+
 def test_a_tolerance_that_is_passed_is_the_tolerance(model, tmp_path):
     """Nothing is measured then."""
     example = decode_inputs(model, DecodeSizes())
@@ -158,3 +239,4 @@ def test_what_is_explained_is_bounded_by_the_output():
     assert explained(1e9, values) == pytest.approx(4.0)
     assert explained(0.0, values) == pytest.approx(5 * 20 * torch.finfo(torch.float16).eps)
     assert explained(1.0, torch.tensor([torch.inf], dtype=torch.float16)) == 0.0
+    assert explained(0.0, values.float()) == 1e-4

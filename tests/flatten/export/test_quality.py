@@ -57,7 +57,7 @@ def test_scores_are_compared_by_what_they_choose():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"weights": "int3"}, r'weights must be "int8" or "int4", found \'int3\''),
+        ({"weights": "int3"}, r'weights must be "int8", "int4" or "keep", found \'int3\''),
         ({"tokens": [1, 2, 3]}, "list"),
     ],
 )

@@ -172,7 +172,7 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_traced(tmp_path,
     """Unknown types, no projections, a type without kernels, a text that is none."""
     monkeypatch.setattr(torch.export, "export", None)
     linear, x, path = torch.nn.Linear(64, 64), torch.ones(2, 64), tmp_path / "m.onnx"
-    with pytest.raises(InvalidArgumentError, match=r'quantize must be None, "int8", "int4" .*found \'int3\''):
+    with pytest.raises(InvalidArgumentError, match=r'quantize must be None, "int8", "int4", .*found \'int3\''):
         export_onnx(linear, (x,), path=path, quantize="int3")
     with pytest.raises(InvalidArgumentError, match="found the int 4"):
         export_onnx(linear, (x,), path=path, quantize=4)

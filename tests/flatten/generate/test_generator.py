@@ -72,7 +72,7 @@ def test_the_prompt_may_be_shorter_or_longer_than_the_window(mistral):
 def test_the_cache_of_a_sliding_window_stays_as_small_as_the_window(mistral):
     """After forty tokens it holds seven keys, window - 1, in memory that onnxruntime provided."""
     _, generator = mistral
-    sequence = generator._begin(*prompts().values(), None, None, ())
+    sequence = generator.steps.begin(*prompts().values(), None, None, ())
     sizes = []
     for _ in generator._stream(sequence, TOKENS, None):
         sizes.append({tuple(value.shape()) for value in sequence.cache.values()})
@@ -85,7 +85,7 @@ def test_what_comes_out_goes_in_without_a_copy(mistral):
     import onnxruntime
 
     _, generator = mistral
-    sequence = generator._begin(*prompts().values(), None, None, ())
+    sequence = generator.steps.begin(*prompts().values(), None, None, ())
     given = []
     step = generator.parts.decoder.step
 

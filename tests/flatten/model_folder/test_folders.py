@@ -71,7 +71,7 @@ def test_a_folder_that_holds_something_is_replaced_on_demand_only(tmp_path, monk
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(write, "_export", full)
+    monkeypatch.setattr(write, "export_piece", full)
     with pytest.raises(OSError, match="No space"):
         export_folder(model, tmp_path / "out", overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -133,6 +133,37 @@ def test_a_model_of_choices_is_one_file(tmp_path):
         torch.testing.assert_close(torch.from_numpy(found), model(**given).logits, atol=1e-4, rtol=1e-4)
 
 
+def voice():
+    """VITS without noise: nothing is drawn."""
+    widths = {"hidden_size": 32, "ffn_dim": 48, "flow_size": 32, "spectrogram_bins": 33, "vocab_size": 40}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "prior_encoder_num_flows": 2}
+    layers |= {f"{side}_encoder_num_wavenet_layers": 2 for side in ("prior", "posterior")}
+    layers |= {"depth_separable_num_layers": 2, "duration_predictor_num_flows": 2}
+    up = {"upsample_initial_channel": 16, "upsample_rates": [4, 4], "upsample_kernel_sizes": [8, 8]}
+    up |= {"resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1, 3]]}
+    quiet = {"noise_scale": 0.0, "noise_scale_duration": 0.0}
+    return made(transformers.VitsModel, transformers.VitsConfig(**widths, **layers, **up, **quiet))
+
+
+def test_a_voice_speaks_sentences_of_any_length(tmp_path):
+    """VITS: its attention pads a table for long sentences and cuts it for those of 5 tokens and fewer."""
+    import onnxruntime
+
+    model = voice()
+    assert export_folder(model, tmp_path / "out").verified.ok
+    session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx", providers=["CPUExecutionProvider"])
+    for rows, length in ((2, 12), (1, 17), (1, 4), (3, 5), (2, 6)):
+        ids = torch.randint(1, 40, (rows, length), generator=torch.Generator().manual_seed(length))
+        mask = torch.ones_like(ids)
+        mask[0, length - 2 :] = 0
+        with torch.no_grad():
+            wanted = model(ids, attention_mask=mask)
+        (wave,) = session.run(["waveform"], {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+        for row, samples in enumerate(wanted.sequence_lengths.int().tolist()):
+            found = torch.from_numpy(wave[row, :samples])
+            torch.testing.assert_close(found, wanted.waveform[row, :samples], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "task"),
     [
@@ -159,6 +190,109 @@ def test_a_model_that_takes_other_inputs_is_refused_in_one_line_with_what_works(
     with pytest.raises(GenerationError, match=r"SpeechT5ForTextToSpeech .*export_onnx\(.*record_calls") as raised:
         pieces_for(model, "auto")
     assert "\n" not in str(raised.value)
+
+
+def siglip(kind):
+    vision = transformers.SiglipVisionConfig(**SIZES, image_size=32, patch_size=8)
+    if kind is transformers.SiglipVisionModel:
+        return made(kind, vision)
+    if kind is transformers.SiglipForImageClassification:
+        return made(kind, transformers.SiglipConfig(vision_config=vision.to_dict(), num_labels=3))
+    text = {**SIZES, "vocab_size": 96, "max_position_embeddings": 16}
+    return made(kind, transformers.SiglipConfig(text_config=text, vision_config=vision.to_dict()))
+
+
+@pytest.mark.parametrize("name", ["SiglipModel", "SiglipVisionModel", "SiglipForImageClassification"])
+def test_pictures_are_of_one_size_where_others_cannot_be_traced(tmp_path, name):
+    """SigLIP: torch's guard of any height and width refused one picture, so the file states the example's."""
+    import onnxruntime
+
+    model = siglip(getattr(transformers, name))
+    done = export_folder(model, tmp_path / "out")
+    assert "pictures are of the example's size" in str(done.reports["model.onnx"])
+    session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx", providers=["CPUExecutionProvider"])
+    shapes = {one.name: one.shape for one in session.get_inputs()}
+    assert shapes["pixel_values"][1:] == [3, 32, 32]
+    for count in (1, 4):
+        given = {"pixel_values": numbers(count, 3, 32, 32)}
+        if "input_ids" in shapes:
+            given["input_ids"] = torch.randint(3, 90, (2, 16), generator=torch.Generator().manual_seed(1))
+            given["attention_mask"] = torch.ones_like(given["input_ids"])
+        fed = {key: value.numpy() for key, value in given.items() if key in shapes}
+        found = dict(zip([one.name for one in session.get_outputs()], session.run(None, fed), strict=True))
+        with torch.no_grad():
+            wanted = model(**given)
+        for key in found.keys() & {"logits", "logits_per_image", "pooler_output"}:
+            torch.testing.assert_close(torch.from_numpy(found[key]), wanted[key], atol=1e-4, rtol=1e-4)
+
+
+def florence():
+    """Reads a text and a picture with one encoder."""
+    text = {"vocab_size": 96, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "eos_token_id": 2}
+    text |= {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    vision = {"embed_dim": [8, 8, 8, 8], "num_heads": [2] * 4, "num_groups": [2] * 4, "depths": [1] * 4}
+    config = transformers.Florence2Config(text_config={"model_type": "bart", **text}, vision_config=vision)
+    return made(transformers.Florence2ForConditionalGeneration, config)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Florence2Config"), reason="no Florence-2 in this release")
+def test_pictures_that_a_folder_would_lose_are_refused(tmp_path):
+    """Florence-2 became a folder of text alone silently; asked for by its task, it is one, and takes no picture."""
+    model = florence()
+    with pytest.raises(
+        GenerationError, match=r"pixel_values next to input_ids.*record_calls.*task='text2text"
+    ) as raised:
+        export_folder(model, tmp_path / "out")
+    assert "\n" not in str(raised.value)
+    export_folder(model, tmp_path / "out", task="text2text-generation", to="program", proof="sample")
+    generator = open_generator(tmp_path / "out")
+    ids = torch.tensor([[5, 6, 7]])
+    wanted = model.generate(ids, max_new_tokens=5, do_sample=False, num_beams=1)
+    assert torch.equal(generator.generate(ids, max_new_tokens=5), wanted)
+    with pytest.raises(InvalidArgumentError, match="reads input_ids, and no pixel_values"):
+        generator.generate(ids, pixel_values=numbers(1, 3, 8, 8))
+    with pytest.raises(InvalidArgumentError, match="reads input_ids, and no input_features"):
+        generator.generate(ids, input_features=numbers(1, 3, 8))
+
+
+def test_a_model_that_generates_is_no_folder_of_features_unasked(tmp_path):
+    """Bark's model of meanings: one call without a cache, which nobody had asked for."""
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "block_size": 64}
+    config = transformers.BarkSemanticConfig(**sizes, input_vocab_size=96, output_vocab_size=96)
+    model = made(transformers.BarkSemanticModel, config)
+    with pytest.raises(GenerationError, match=r"record_calls.*task='feature-extraction'"):
+        export_folder(model, tmp_path / "out")
+    done = export_folder(model, tmp_path / "out", task="feature-extraction", to="program")
+    assert (done.task, done.verified.ok) == ("feature-extraction", True)
+
+
+def test_data_that_a_file_does_not_take_are_named_in_the_report(tmp_path):
+    """LayoutLM reads where words are on a page (`bbox`); without, all are at one place."""
+    model = made(transformers.LayoutLMForTokenClassification, small_config("layoutlm"))
+    done = export_folder(model, tmp_path / "out", to="program", proof="sample")
+    assert "LayoutLMForTokenClassification also takes bbox" in str(done.reports["model.pt2"])
+    bert = made(transformers.BertForTokenClassification, small_config("bert"))
+    assert "also takes" not in str(export_folder(bert, tmp_path / "bert", to="program", proof="sample"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "task"),
+    [
+        ("bart", "BartForSequenceClassification", "text-classification"),
+        ("rt_detr", "RTDetrForObjectDetection", "object-detection"),
+        ("detr", "DetrForSegmentation", "image-segmentation"),
+    ],
+)
+def test_a_model_with_a_decoder_that_does_not_generate_has_the_task_of_its_class(name, kind, task):
+    """These were taken for models that write."""
+
+    class Named(torch.nn.Module):
+        config = transformers.AutoConfig.for_model(name)
+        main_input_name = "input_ids"
+
+    Named.__name__ = kind
+    assert Named.config.is_encoder_decoder
+    assert task_of(Named()) == task
 
 
 def test_a_model_that_torch_cannot_export_is_refused_with_the_line_of_its_code(tmp_path):

@@ -1,11 +1,20 @@
 """A folder whose weights are not those of its class is refused with their names, wherever a model is loaded from it."""
 
+import dataclasses
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertForSequenceClassification, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForSequenceClassification,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from roundpipe_runtime.fine_tune import FineTuneError, model_source
 from yobx_flatten import export_folder
@@ -67,6 +76,35 @@ def test_weights_that_are_not_those_of_the_class_are_refused_by_name(change, doo
     with pytest.raises((ModelSourceError, FineTuneError), match=rf"(?s){message}.*unmatched.weights.*{choice}"):
         DOORS[door](llama)
     assert not (llama.parent / "out").exists()
+
+
+def test_a_bert_as_it_was_published_is_exported_with_the_line_of_its_error(tmp_path):
+    """Old names of norms and a stored range of positions are no difference; its second head is."""
+    model = BertForPreTraining(BertConfig(**SIZES, max_position_embeddings=16))
+    model.save_pretrained(tmp_path / "bert")
+    config = json.loads((tmp_path / "bert/config.json").read_text("utf-8"))
+    config["architectures"] = ["BertForMaskedLM"]
+    (tmp_path / "bert/config.json").write_text(json.dumps(config), "utf-8")
+
+    def published(weights):
+        for name in list(weights):
+            old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+            weights[old] = weights.pop(name)
+        weights["bert.embeddings.position_ids"] = torch.arange(16)[None]
+
+    _rewrite(tmp_path / "bert", published)
+    with pytest.raises(ModelSourceError) as raised:
+        find_model(str(tmp_path / "bert")).load()
+    message, line = str(raised.value).splitlines()
+    assert "holds 4 weights, bert.pooler.dense.bias, bert.pooler.dense.weight, cls.seq_relationship" in message
+    assert "position_ids" not in message
+    assert line == '    unmatched_weights="unused" (--unmatched-weights unused)'
+    found = find_model(str(tmp_path / "bert"))
+    loaded = dataclasses.replace(found, unmatched_weights="unused").load().eval()
+    assert isinstance(loaded, BertForMaskedLM)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, model.eval()(ids).prediction_logits)
 
 
 def test_a_head_that_only_the_configuration_states_is_refused(tmp_path):

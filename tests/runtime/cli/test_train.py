@@ -234,6 +234,141 @@ def test_an_accelerator_that_is_not_there_is_refused(here, capsys):
     assert "--devices cuda:0,cuda:1: torch finds no accelerator here" in capsys.readouterr().err
 
 
+def test_options_may_come_from_a_file(here, capsys):
+    """What is typed counts more; `--print-config` writes the file, which gives the same training."""
+    (here / "run.yaml").write_text(
+        "model: conf\ntext: [texts]\noutput: out\nlength: 16\nbatch: 4\nmicrobatches: 2\nsteps: 9\nlr: 1e-3\n"
+        "devices: virtual:1\ncheck: false\neval_share: 0\nwarmup: null\n"
+    )
+    typed = ["train", "--config", "run.yaml", "--steps", "2"]
+    assert main([*typed, "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    assert "\nbatch: 4\n" in printed
+    assert "\nsteps: 2\n" in printed
+    (here / "printed.yaml").write_text(printed)
+    assert not (here / "out").exists()
+    assert main(typed) == 0
+    assert "steps: 2 of 4 rows" in capsys.readouterr().out
+    assert main(["train", "--config", "printed.yaml", "-o", "again"]) == 0
+    assert same_bits(digest("out"), digest("again"))
+
+
+def test_the_printed_options_are_all_options(capsys):
+    """Also where nothing is named yet: a file to begin with."""
+    assert main(["train", "--print-config"]) == 0
+    names = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    missing = {f"--{name}" for name in names if name != "words"} - set(re.findall(r"--[a-z-]+", shown))
+    assert not missing
+    own = {"--config", "--print-config", "--help", "--no-check"}
+    assert set(re.findall(r"--[a-z][a-z-]+", shown)) - {f"--{name}" for name in names} - own <= {"--text", "--output"}
+
+
+CONFIGS = {
+    "no mapping": ("- 1", "--config run.yaml: expected lines like `batch: 4`, found a list"),
+    "no YAML": ("a: [", "--config run.yaml: it is not YAML: while parsing"),
+    "no option": (
+        "bach: 4",
+        "run.yaml: there is no option bach. Is it batch? All of them: roundpipe train --print-con",
+    ),
+    "no value": ("batch: {a: 1}", "run.yaml: batch is a dict. Write text, a number, true, false, or a list"),
+    "wrong value": ("batch: many", "Invalid value for '--batch'"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_mistake_in_a_file_of_options_is_one_line(here, name, capsys):
+    """It names the file or the option."""
+    content, words = CONFIGS[name]
+    (here / "run.yaml").write_text(content)
+    assert main(["train", "conf", "texts", "-o", "out", "--config", "run.yaml"]) == 2
+    shown = capsys.readouterr().err
+    assert words in shown
+    assert shown.count("\n") == 1
+
+
+def chats(folder, count=12):
+    """A model with a chat template, and conversations of ShareGPT."""
+    tiny.weights_folder(folder / "model", tokenizer=False)
+    tiny.chat_tokenizer().save_pretrained(folder / "model")
+    rows = [
+        [{"from": "human", "value": "the pipe"}, {"from": "gpt", "value": " ".join(tiny.WORDS[: 1 + number % 4])}]
+        for number in range(count)
+    ]
+    (folder / "chats.jsonl").write_text("\n".join(json.dumps({"conversations": row}) for row in rows))
+
+
+def test_conversations_are_learnt_and_shown_as_the_model_sees_them(here, capsys):
+    """What counts stands between marks, as there are no colours here; the saved tokenizer still chats."""
+    chats(here)
+    assert main(["train", "model", "--chat", "chats.jsonl", "-o", "out", *FEW, "--show-rows", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == ("chat: 12 conversations, 102 tokens of model, of which 42 count; held out: 1")
+    assert re.fullmatch(r"<user> ?the pipe ?</s> ?<assistant> ?«the.*</s> ?»", lines[1])
+    assert "steps: 3 of 4 rows" in "\n".join(lines)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("out")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "<user> a </s> "
+
+
+def test_conversations_may_be_packed_with_a_template_of_ones_own(here, capsys):
+    """Which the tokenizer is saved with."""
+    chats(here)
+    (here / "own.jinja").write_text(tiny.CHAT.replace("</s>", "."))
+    more = ["--pack", "--chat-template", "own.jinja", "--show-rows", "0", "--steps", "1"]
+    assert main(["train", "model", "--chat", "chats.jsonl", "-o", "out", *FEW, *more]) == 0
+    assert re.match(r"chat: 12 conversations in \d rows, 102 tokens .* count; held out: 1", capsys.readouterr().out)
+    assert "." in transformers.AutoTokenizer.from_pretrained("out").chat_template
+
+
+CHAT_MISTAKES = {
+    "both": (["--text", "texts"], "--text and --chat are two kinds of data. Leave one out"),
+    "bytes": (["--model", "conf", "chats.jsonl"], "Conversations need a tokenizer with special tokens"),
+    "form": (
+        ["--chat", "rows.jsonl"],
+        "rows.jsonl:1 is not a conversation: it has 'body' (str). Each row is to be one of",
+    ),
+    "template": (["--chat-template", "gone.jinja"], "The chat template gone.jinja cannot be read"),
+    "length": (["--length", "3"], "None of 12 conversations has an answer in its first 3 tokens. Allow more"),
+}
+
+
+@pytest.mark.parametrize("name", CHAT_MISTAKES)
+def test_a_mistake_with_conversations_is_one_line(here, name, capsys):
+    """What was found, and what to type."""
+    more, words = CHAT_MISTAKES[name]
+    chats(here)
+    capsys.readouterr()
+    (here / "rows.jsonl").write_text('{"body": "x"}')
+    files = [] if "--chat" in more else ["--chat", "chats.jsonl"]
+    command = ["train", *([] if "--model" in more else ["model"]), *files, "-o", "out", *FEW, *more]
+    assert main(command) == 2
+    shown = capsys.readouterr().err
+    assert words in shown
+    assert shown.count("\n") == 1
+
+
+def test_text_that_is_a_conversation_is_refused_with_the_option(here, capsys):
+    """A field that holds messages is there, so naming a field would not help."""
+    chats(here)
+    command = ["train", "model", "--text", "chats.jsonl", "--field", "conversations", "-o", "out", *FEW]
+    assert main(command) == 2
+    assert "If these are the messages of a conversation: --chat " in capsys.readouterr().err
+    assert main(["train", "model", "texts", "-o", "out", *FEW, "--pack"]) == 2
+    assert "--pack is about conversations. Name them: --chat FILE" in capsys.readouterr().err
+
+
+def test_the_memory_of_a_virtual_device_can_be_limited(here, capsys):
+    """A limit that is too small is refused by name; accelerators have a memory of their own."""
+    command = ["train", "conf", "texts", "-o", "out", *FEW]
+    assert main([*command, "--device-memory", "10MB"]) == 0
+    # in one microbatch, so that nothing is proven before the first step
+    assert main([*command, "--overwrite", "--device-memory", "20kB", "--microbatches", "1"]) == 2
+    assert "--device-memory 20kB is too little: layer " in capsys.readouterr().err
+    assert main([*command, "--overwrite", "--device-memory", "lots"]) == 2
+    assert "--device-memory 'lots' is not a size of memory" in capsys.readouterr().err
+
+
 def test_a_checkpoint_of_another_run_is_in_the_way(here, capsys):
     """Neither overwritten nor gone on with unless that is said; one of another model is refused."""
     arguments = ["train", "texts", "-o", "out", *FEW, "--checkpoint", "c"]
@@ -341,7 +476,9 @@ def test_transformers_is_quiet_meanwhile_and_as_before_afterwards(here, capsys):
 
 
 def test_devices_are_those_of_the_runtime():
-    from roundpipe_runtime.cli.train_command import _devices
+    from roundpipe_runtime.cli.train_options import StepOptions
 
     for text, devices in (("virtual:3", parse_devices("virtual:3")), ("auto", parse_devices())):
-        assert [device.name for device in _devices(text)] == [device.name for device in devices]
+        assert [device.name for device in StepOptions(devices=text).device_objects()] == [
+            device.name for device in devices
+        ]

@@ -151,7 +151,7 @@ def test_masks_do_not_depend_on_the_devices(pipe, kind):
 def test_a_layer_that_begins_to_draw_later_is_noticed(pipe, kind):
     """The first run draws nothing; in the second one the recomputation has the masks of the forward."""
     model = pipe(nn.Sequential(Masks(kind), nn.Identity()))
-    model[0].begins = 4  # the calls of a run of two microbatches, which is recomputed
+    model[0].begins = 7  # the calls of a proof, and of a run of two microbatches, which is recomputed
     for _ in range(2):
         model[0].weight.grad = None
         loss = model.forward_backward((INPUTS,), loss_fn=total, run_config=all_recomputed(1, 2))

@@ -135,7 +135,7 @@ def test_an_evaluation_that_fails_takes_no_step_with_it(tmp_path, monkeypatch):
         run(made, checkpoints=tmp_path / "never", metrics=tmp_path / "whole.jsonl")
     done = []
     with training(eval_every=None) as made, monkeypatch.context() as patch:
-        patch.setattr(made, "evaluate", lambda: done.append("evaluation") or 1 / 0)
+        patch.setattr(made.trainer, "_loss_of", lambda batch: done.append("evaluation") or 1 / 0)
         with pytest.raises(ZeroDivisionError) as caught:
             run(made, checkpoints=tmp_path / "c", save_model=lambda: done.append("model"))
     assert done == ["model", "evaluation"]

@@ -2,13 +2,14 @@
 
 import importlib.util
 import math
+import shutil
 import threading
 
 import pytest
 import torch
 
-from roundpipe_runtime import CheckpointError, Timeline
-from roundpipe_runtime.fine_tune import EvalRecord, FineTuneError, Lora, Settings, StepRecord, Training, add_lora
+from roundpipe_runtime import CheckpointError
+from roundpipe_runtime.fine_tune import EvalRecord, FineTuneError, Lora, Settings, StepRecord, Training, add_lora, run
 from roundpipe_runtime.fine_tune import training as training_file
 from tests.cases import cases
 from tests.runtime import tiny_training as tiny
@@ -28,7 +29,7 @@ def settings(**options) -> Settings:
 def trained(model, made, chosen):
     """Records of a whole training, and the state it ends with."""
     with Training(model, made, chosen) as training:
-        records = list(training)
+        records = tiny.records_of(training)
     return records, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
@@ -79,7 +80,7 @@ def test_parameters_that_stay_change_no_bit():
         model = add_lora(tiny.source().load(), Lora.parse("4"))
         frozen = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
         with Training(model, made, settings(keep_parameters=keep)) as training:
-            records = list(training)
+            records = tiny.records_of(training)
             traffic = training.pipeline.parameter_traffic
         states.append((losses(records), {name: tensor.clone() for name, tensor in model.state_dict().items()}, traffic))
     (plain, weights, moved), (found, bits, kept) = states
@@ -106,7 +107,7 @@ def test_weights_of_16_bits_learn_through_masters():
     model = tiny.source().load().bfloat16()
     with Training(model, made, chosen) as training:
         before = [p.detach().clone() for p in training.pipeline.optim_parameters()]
-        list(training)
+        training.train()
         after = list(training.pipeline.optim_parameters())
     assert all(p.dtype == torch.float32 for p in after)
     moved = [(new - old).abs().max().item() for new, old in zip(after, before, strict=True)]
@@ -120,7 +121,7 @@ def test_only_adapters_learn():
     made = tiny.blocks()
     with Training(model, made, settings(lr=5e-2, steps=8)) as training:
         assert sum(len(group["params"]) for group in training.optimizer.param_groups) == 2 * 21
-        records = list(training)
+        records = tiny.records_of(training)
     assert losses(records)[-1] < losses(records)[0]
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {name for name in before if "lora_" in name}
@@ -160,13 +161,16 @@ def test_clipping_scales_the_gradient_down():
 
 def test_a_loss_that_is_not_finite_ends_it_before_it_is_learnt_from(monkeypatch):
     """With a learning rate to try."""
-    model = tiny.source().load()
+    model, before = tiny.source().load(), {}
     with Training(model, tiny.blocks(), settings()) as training:
-        next(iter(training.advance()))
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        monkeypatch.setattr(type(training.pipeline), "forward_backward", lambda *args, **kwargs: torch.tensor(math.nan))
+
+        def spoil(record):
+            before.update((name, tensor.clone()) for name, tensor in model.state_dict().items())
+            nan = torch.tensor(math.nan)
+            monkeypatch.setattr(type(training.pipeline), "forward_backward", lambda *args, **kwargs: nan)
+
         with pytest.raises(FineTuneError, match=r"Step 2: the loss is nan. .*--lr 0.0005"):
-            next(iter(training.advance()))
+            run(training, show=spoil)
         assert same_bits(before, model.state_dict())
 
 
@@ -184,7 +188,7 @@ def test_a_gradient_that_is_not_finite_is_not_stepped(monkeypatch):
 
         monkeypatch.setattr(type(training.pipeline), "forward_backward", spoilt)
         with pytest.raises(FineTuneError, match="Step 1: the norm of the gradients is inf"):
-            next(iter(training.advance()))
+            training.train()
         assert same_bits(before, model.state_dict())
 
 
@@ -199,16 +203,6 @@ def test_a_model_that_sees_what_comes_is_refused():
     Training(decoder, tiny.blocks(), settings(check=True, steps=1)).close()
 
 
-def test_a_step_can_be_recorded():
-    """Its forward, loss and backward; not the evaluation behind it."""
-    with Training(tiny.source().load(), tiny.blocks(), settings(steps=1)) as training:
-        timeline = Timeline()
-        step, evaluation = training.advance(timeline)
-    assert isinstance(evaluation, EvalRecord)
-    assert {"forward", "loss", "backward"} <= {record.kind for record in timeline.records}
-    assert max(r.end for r in timeline.records) - min(r.start for r in timeline.records) <= step.seconds
-
-
 class TestCheckpoints:
     """What `save` writes and `restore` reads."""
 
@@ -218,17 +212,13 @@ class TestCheckpoints:
         made, options = tiny.blocks(), {"eval_every": 2, "accumulate": 2, "steps": 6}
         dropout = {"attention_dropout": 0.1}
         expected = trained(tiny.source(**dropout).load(), made, settings(**options))
-        first = Training(tiny.source(**dropout).load(), made, settings(**options))
-        seen = []
-        while first.step < stop:
-            seen += first.advance()
-        first.save(tmp_path)
-        first.close()
+        with Training(tiny.source(**dropout).load(), made, settings(**options)) as first:
+            seen = tiny.records_of(first, stop=stop, checkpoints=tmp_path)
         model = tiny.source(**dropout).load(seed=9)
         with Training(model, made, settings(devices="virtual:3", check=False, **options)) as second:
             assert second.restore(tmp_path)
             assert second.step == stop
-            seen += list(second)
+            seen += tiny.records_of(second)
         assert losses(seen) == losses(expected[0])
         assert [type(record) for record in seen] == [type(record) for record in expected[0]]
         assert same_bits(model.state_dict(), expected[1])
@@ -238,14 +228,13 @@ class TestCheckpoints:
         made, chosen = tiny.blocks(), {"microbatches": None, "check": False}
         _, expected = trained(tiny.source().load(), made, settings(**chosen))
         with Training(tiny.source().load(), made, settings(**chosen)) as first:
-            list(first.advance())
-            first.save(tmp_path)
+            tiny.records_of(first, stop=1, checkpoints=tmp_path)
         model = tiny.source().load(seed=9)
         with Training(model, made, settings(devices="virtual:1", **chosen)) as second:
             assert second.microbatches == 2
             second.restore(tmp_path)
             assert second.microbatches == 3
-            list(second)
+            second.train()
         assert same_bits(model.state_dict(), expected)
         with Training(model, made, settings(**{**chosen, "microbatches": 4})) as other:
             other.restore(tmp_path)
@@ -268,9 +257,7 @@ class TestCheckpoints:
     def test_other_batches_are_refused(self, tmp_path, change, words):
         """The place in the data would be another one."""
         with Training(tiny.source().load(), tiny.blocks(), settings()) as training:
-            for _ in range(2):
-                list(training.advance())
-            training.save(tmp_path)
+            tiny.records_of(training, stop=2, checkpoints=tmp_path)
         with (
             Training(tiny.source().load(), tiny.blocks(), settings(**change)) as other,
             pytest.raises(FineTuneError) as caught,
@@ -325,24 +312,24 @@ def test_a_checkpoint_is_a_model_of_transformers(tmp_path):
 
     model = tiny.source().load()
     with Training(model, tiny.blocks(), settings(steps=1)) as training:
-        list(training)
+        training.train()
         saved = training.save(tmp_path)
     assert same_bits(AutoModelForCausalLM.from_pretrained(saved).state_dict(), model.state_dict())
 
 
 def test_a_training_may_end_before_its_last_step():
-    """The iterator is left, threads end, and the model has the weights of the steps that were done."""
+    """Threads end, the model has the weights of the steps that were done, and there is no second beginning."""
     model, made = tiny.source().load(), tiny.blocks()
     threads = set(threading.enumerate())
-    with Training(model, made, settings()) as training:
-        for record in training:
-            if record.step == 2:
-                break
+    with Training(model, made, settings(schedule="constant")) as training:
+        tiny.records_of(training, stop=2)
+        with pytest.raises(FineTuneError, match=r"was stopped after step 2, .*\n.*\n.*training\.restore\(folder\)"):
+            training.train()
     assert set(threading.enumerate()) <= threads
     expected = tiny.source().load()
-    with Training(expected, made, settings()) as training:
-        list(training.advance())
-        list(training.advance())
+    with Training(expected, made, settings(schedule="constant", steps=2)) as training:
+        training.train()
+        training.train()  # nothing is left to do
     assert same_bits(model.state_dict(), expected.state_dict())
 
 
@@ -353,15 +340,13 @@ def test_a_training_may_end_before_its_last_step():
 def test_a_schedule_given_at_the_restore_counts(tmp_path, change, rate):
     """Not the rate or the number of steps of the checkpoint: what the optimizer steps with is the new one."""
     with Training(tiny.source().load(), tiny.blocks(), settings()) as first:
-        for _ in range(3):
-            list(first.advance())
-        first.save(tmp_path)
+        tiny.records_of(first, stop=3, checkpoints=tmp_path)
     rates = []
     with Training(tiny.source().load(), tiny.blocks(), settings(**change)) as second:
         second.restore(tmp_path)
         second.optimizer.register_step_pre_hook(lambda one, *_: rates.append(one.param_groups[0]["lr"]))
-        step, *_ = second.advance()
-    assert rates == [pytest.approx(rate)]
+        step, *_ = tiny.records_of(second)
+    assert rates[0] == pytest.approx(rate)
     assert step.lr == rates[0]
 
 
@@ -375,13 +360,12 @@ def test_only_adapters_are_restored(tmp_path):
 
     model = adapted()
     with Training(model, made, chosen) as first:
-        list(first.advance())
-        first.save(tmp_path)
-        list(first)
+        run(first, checkpoints=tmp_path, every=1, keep=None)
+    shutil.rmtree(tmp_path / "checkpoint-2")
     again = adapted()
     with Training(again, made, chosen) as second:
         assert second.restore(tmp_path)
-        list(second)
+        second.train()
     assert same_bits(again.state_dict(), model.state_dict())
 
 

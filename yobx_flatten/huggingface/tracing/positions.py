@@ -63,8 +63,21 @@ def _positions_of_the_call(original: Any) -> Any:
     return forward
 
 
+@replacement
+def _relative_embeddings(original: Any) -> Any:
+    # upstream pads its table for more tokens than it has places for, and cuts it for fewer: branches on the length
+    def forward(self: Any, relative_embeddings: Any, length: Any) -> Any:
+        last = relative_embeddings.shape[1] - 1
+        places = torch.arange(1 - length, length, device=relative_embeddings.device) + self.window_size
+        known = (places >= 0) & (places <= last)
+        return torch.where(known[:, None], relative_embeddings[:, places.clamp(0, last)], 0.0)
+
+    return forward
+
+
 # models, owner, name, version to trace
 POSITIONS = (
     (("prophetnet",), "ProphetNetPositionalEmbeddings", "forward", _next_position),
     (("opt",), "OPTDecoder", "forward", _positions_of_the_call),
+    (("vits",), "VitsAttention", "_get_relative_embeddings", _relative_embeddings),
 )

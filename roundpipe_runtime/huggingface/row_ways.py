@@ -1,0 +1,79 @@
+"""Whether the pieces of a model compute each row by itself: proven at the first call of each kind."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from yobx_flatten.private_names.of_torch import pytree
+from yobx_flatten.recipe.aliases import Kwargs
+
+from ..batch.flat import FlatBatch
+from ..engine.config import RoundPipeRunConfig
+from ..engine.driver import Engine
+from ..engine.rows import CannotTryError, RowTrial, first_that_mixes
+from .cutting.capture import asked_for
+from .cutting.check import engine_on_host
+from .cutting.cut import Cut
+from .cutting.cut_state import CutState
+from .cutting.joined_state import CannotJoinError, state_leaves
+from .cutting.pieces import LayerCall
+from .loss_ways import LossWays
+
+__all__ = ["RowWays"]
+
+
+class RowWays:
+    """Which pieces of one model mix rows, by kind of call.
+
+    Args:
+        made: cut of the model.
+        engine: engine that runs it.
+        losses: how losses are computed, which knows kinds of calls.
+        shares_batches: whether other processes run parts of the same batches, so that it is tried on the host.
+    """
+
+    def __init__(self, made: Cut, engine: Engine, losses: LossWays, *, shares_batches: bool) -> None:
+        self._made, self._engine, self._losses, self._shares_batches = made, engine, losses, shares_batches
+        self._found: dict[Hashable, int | None] = {}
+
+    def first_that_mixes(
+        self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, number: int
+    ) -> int | None:
+        """Return the first piece whose outputs for some rows of a call depend on others; ``None`` without one.
+
+        Args:
+            args: positional arguments of the model.
+            kwargs: keyword arguments of the model, and the options of the call.
+            config: settings of the call, without gaps.
+            number: number of pieces that run by microbatches.
+        """
+        kind = self._losses.kind_of(args, kwargs), number
+        if kind not in self._found:
+            if number == 0 or len(self._engine.split(FlatBatch.of(args, kwargs, None), config)) == 1:
+                return None
+            self._engine.synchronize()  # a step in the background would change weights between two evaluations
+            with contextlib.ExitStack() as stack:
+                engine = self._engine
+                if self._shares_batches:
+                    engine = stack.enter_context(engine_on_host(self._made.model, self._made.pieces))
+                asks = asked_for(self._made.model, kwargs) != "none"  # of hooks of transformers
+                trials = (RowTrial(*one) for one in self._losses.some_rows(args, kwargs, config))
+                try:
+                    self._found[kind] = first_that_mixes(engine, trials, config, number, _leaves, with_hooks=asks)
+                except (CannotJoinError, CannotTryError):  # it is not clear what the rows are, or the call fails itself
+                    self._found[kind] = None
+        return self._found[kind]
+
+    def title(self, piece: int) -> str:
+        """Return a description of a piece, for warnings."""
+        found = self._made.pieces[piece]
+        if isinstance(found, LayerCall):
+            return f"{found.program.calls[found.place].layer} ({type(found.layer).__name__})"
+        inner = type(self._made.model).__name__
+        return inner if self._made.report.is_whole else f"the code of {inner} around its layers"
+
+
+def _leaves(output: Any) -> Sequence[object]:
+    return state_leaves(output) if isinstance(output, CutState) else pytree.tree_leaves(output)

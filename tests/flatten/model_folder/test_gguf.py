@@ -1,0 +1,196 @@
+"""A GGUF file becomes a folder with the integers it holds; a damaged one is an error of one line."""
+
+import json
+
+import numpy
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+gguf = pytest.importorskip("gguf")
+
+from yobx_flatten import export_folder  # noqa: E402 # after what skips
+from yobx_flatten.__main__ import main  # noqa: E402 # after what skips
+
+WIDTH, INNER, LAYERS, HEADS, WORDS = 64, 96, 2, 4, 288
+
+
+def _words():
+    """Bytes as byte-level tokenizers write them, a word of two, and the special words after them."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(rest)}
+    special = [f"<|{n}|>" for n in range(WORDS - 257)]
+    return [letters[byte] for byte in range(256)] + ["ab", *special]
+
+
+def _weights():
+    """By ggml's names: each matrix in one of its types."""
+    draw, sizes = numpy.random.default_rng(0), {}
+    for layer in range(LAYERS):
+        for name, (rows, columns) in {
+            "attn_q": (WIDTH, WIDTH),
+            "attn_k": (WIDTH // 2, WIDTH),
+            "attn_v": (WIDTH // 2, WIDTH),
+            "attn_output": (WIDTH, WIDTH),
+            "ffn_gate": (INNER, WIDTH),
+            "ffn_up": (INNER, WIDTH),
+            "ffn_down": (WIDTH, INNER),
+        }.items():
+            sizes[f"blk.{layer}.{name}.weight"] = rows, columns
+    matrices = {name: draw.standard_normal(size).astype(numpy.float32) * 0.2 for name, size in sizes.items()}
+    matrices["token_embd.weight"] = draw.standard_normal((WORDS, WIDTH)).astype(numpy.float32)
+    return matrices
+
+
+def _write(path, types=("Q4_1", "Q8_0")):
+    """A Llama, whose matrices are of the first type and whose table is of the second."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("small")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(256)
+    writer.add_embedding_length(WIDTH)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS // 2)
+    writer.add_rope_dimension_count(WIDTH // HEADS)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(WORDS)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(_words())
+    writer.add_token_types([1] * 257 + [3] * (WORDS - 257))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(257)
+    writer.add_eos_token_id(258)
+    for name, matrix in _weights().items():
+        kind = gguf.GGMLQuantizationType[types[name == "token_embd.weight"]]
+        if kind == gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(name, matrix)
+        else:
+            writer.add_tensor(name, gguf.quantize(matrix, kind), raw_dtype=kind)
+    for layer in range(LAYERS):
+        for name in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", numpy.ones(WIDTH, numpy.float32))
+    writer.add_tensor("output_norm.weight", numpy.ones(WIDTH, numpy.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory):
+    return _write(tmp_path_factory.mktemp("gguf") / "small.gguf")
+
+
+@pytest.fixture(scope="module")
+def folder(held, tmp_path_factory):
+    place = tmp_path_factory.mktemp("exported") / "out"
+    return export_folder(held, place), place
+
+
+def test_the_file_holds_the_integers_of_the_checkpoint(folder, held):
+    """4 bits, and 8 for the table, with scales of 16 bits: what the library gguf reads is what onnxruntime gathers."""
+    import onnx
+
+    done, place = folder
+    assert done.verified.ok
+    assert done.reports["model.onnx"].quality.weights == "keep"
+    graph = onnx.load(place / "model.onnx").graph
+    kinds = [node.op_type for node in graph.node]
+    assert kinds.count("MatMulNBits") == 7 * LAYERS + 1
+    held_values = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    stored = []
+    for name in (name for name in held_values if name.endswith("_Q4")):
+        scales, lowest = held_values[name[:-3] + "_scales"], held_values[name[:-3] + "_lowest"]
+        assert scales.dtype == lowest.dtype == numpy.float16
+        numbers = numpy.stack([held_values[name] & 15, held_values[name] >> 4], -1).reshape(*scales.shape, 32)
+        found = numbers * scales[..., None].astype("f4") + lowest[..., None].astype("f4")
+        stored.append(found.reshape(len(found), -1))
+    assert len(stored) == 7 * LAYERS
+    for tensor in gguf.GGUFReader(held).tensors:
+        if "ffn" in tensor.name and "norm" not in tensor.name:  # transformers reorders rows of queries and keys
+            read = gguf.dequantize(tensor.data, tensor.tensor_type)
+            assert any(found.shape == read.shape and bool((found == read).all()) for found in stored)
+
+
+def test_the_folder_reads_and_writes_text(folder):
+    """Its tokenizer is that of the file, and nothing states that the weights are in a GGUF."""
+    from transformers import AutoTokenizer
+
+    _, place = folder
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    assert tokenizer("ab c", add_special_tokens=False).input_ids == [256, 32, 99]
+    assert "quantization_config" not in json.loads((place / "config.json").read_text())
+
+
+def test_the_model_is_that_of_transformers(held):
+    """All weights in full, of ordinary layers."""
+    from transformers import AutoModelForCausalLM
+
+    from yobx_flatten.model_folder.source import find_model
+
+    model = find_model(str(held)).load()
+    eager = AutoModelForCausalLM.from_pretrained(held.parent, gguf_file=held.name, dtype=torch.float32).eval()
+    ids = torch.randint(0, WORDS, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, eager(ids).logits)
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+
+
+def test_weights_in_full_are_stored_in_full(tmp_path):
+    """Of a GGUF without integers nothing is quantised, and nothing has to be typed for it."""
+    done = export_folder(_write(tmp_path / "f.gguf", ("F32", "F32")), tmp_path / "out")
+    assert done.verified.ok
+    assert done.reports["model.onnx"].quality is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cut.gguf", "cannot be read as a model"),
+        ("text.gguf", "is not a GGUF file: it does not begin with GGUF."),
+        ("none.gguf", "There is no file"),
+        ("unknown.gguf", "cannot be read as a model"),
+        ("random.gguf", "cannot be read as a model"),
+    ],
+)
+def test_a_file_that_is_no_model_is_an_error_of_one_line(tmp_path, held, name, message, capsys):
+    """Cut in two, of another architecture, of other bytes, or not there: nothing is written."""
+    whole = held.read_bytes()
+    contents = {
+        "cut.gguf": whole[: len(whole) // 2],
+        "text.gguf": b"{}",
+        "unknown.gguf": whole.replace(b"llama", b"lxama"),
+        "random.gguf": b"GGUF" + numpy.random.default_rng(0).bytes(5000),
+    }
+    if name in contents:
+        (tmp_path / name).write_bytes(contents[name])
+    assert main(["export", str(tmp_path / name), "-o", str(tmp_path / "out")]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.strip().splitlines()
+    assert message in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_that_cannot_be_read_is_found_before_the_export(tmp_path, held, capsys):
+    """Its merges are of words that it does not have."""
+    (tmp_path / "small.gguf").write_bytes(held.read_bytes().replace(b"a b", b"a!b"))
+    assert main(["export", str(tmp_path / "small.gguf"), "-o", str(tmp_path / "out")]) == 2
+    shown = capsys.readouterr()
+    assert "exporting" not in shown.err
+    assert len(shown.err.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_a_gguf_file_names_it(tmp_path, held, capsys):
+    """There is one way to name a model, and the message has it."""
+    (tmp_path / "small.gguf").write_bytes(held.read_bytes())
+    assert main(["export", str(tmp_path), "-o", str(tmp_path / "out")]) == 2
+    assert f"Name the file: {tmp_path / 'small.gguf'}" in capsys.readouterr().err

@@ -1,0 +1,249 @@
+"""Layers that do not compute each row by itself are refused by name, whatever their classes state."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, SplitError
+
+F = nn.functional
+X = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Layer(nn.Module):
+    """A linear layer with something after it."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.linear, self.after = nn.Linear(8, 8), after
+
+    def forward(self, x):
+        return self.after(self, self.linear(x))
+
+
+class SequenceFirst(nn.Module):
+    """Has the batch on axis 1, with an attention of its own that says nothing about it."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x.transpose(0, 1)).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1 if self.training else 0.0).transpose(0, 1)
+
+
+class Attends(nn.MultiheadAttention):
+    """torch's attention, which has the sequence first."""
+
+    def forward(self, x):
+        return super().forward(x, x, x)[0]
+
+
+class Noisy(nn.Module):
+    """Draws with NumPy, and takes the mean of the batch away."""
+
+    def forward(self, x):
+        noise = torch.from_numpy(np.random.rand(*x.shape)).to(x)
+        return x + noise - x.mean(0)
+
+
+def largest(layer, x):
+    return x * (x >= x.topk(2, 0).values[-1])
+
+
+MIXES = {
+    "batch on axis 1": SequenceFirst,
+    "attention of torch": lambda: Attends(8, 2, 0.1),
+    "encoder of torch": lambda: nn.TransformerEncoderLayer(8, 2, 16),
+    "mean of the batch": lambda: Layer(lambda layer, x: x - x.mean(0)),
+    "mean of the batch in training": lambda: Layer(lambda layer, x: x - x.mean(0) if layer.training else x),
+    "norm of the batch": lambda: Layer(lambda layer, x: F.batch_norm(x.flatten(1), None, None, training=True)),
+    "sorted": lambda: Layer(lambda layer, x: x.sort(0).values),
+    "rolled": lambda: Layer(lambda layer, x: x.roll(1, 0)),
+    "added up": lambda: Layer(lambda layer, x: x.cumsum(0)),
+    "largest rows": lambda: Layer(largest),
+    "permuted": lambda: Layer(lambda layer, x: x + x[torch.randperm(len(x))]),
+    "by the number of rows": lambda: Layer(lambda layer, x: x / len(x)),
+    "by the place of a row": lambda: Layer(lambda layer, x: x + torch.arange(len(x)).to(x)[:, None, None]),
+    "one position": lambda: Layer(lambda layer, x: torch.cat([x[:, :1] - x[:, :1].mean(0), x[:, 1:]], 1)),
+    "with noise of NumPy": Noisy,
+}
+
+
+def pipeline(layer):
+    torch.manual_seed(0)
+    return RoundPipe(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), layer, nn.Tanh()), devices="virtual:2:check")
+
+
+def call(pipe, way, inputs=X):
+    """Run once, by one of three ways."""
+    config = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
+    if way == "loss":
+        return pipe.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.square().mean(), run_config=config)
+    with torch.set_grad_enabled(way == "gradients"):
+        return pipe(inputs, roundpipe_run_config=config)
+
+
+@pytest.mark.parametrize("way", ["loss", "gradients", "no gradients"])
+@pytest.mark.parametrize("kind", MIXES)
+def test_a_layer_that_mixes_rows_is_refused_by_its_place(kind, way):
+    """Before anything is computed for the caller: gradients, modes and generators are as they were."""
+    layer = MIXES[kind]()
+    pipe = pipeline(layer)
+    states = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    with pytest.raises(SplitError, match=rf"(?s)layer 2 \({type(layer).__name__}\) mixes.*num_microbatch=1"):
+        call(pipe, way)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    assert all(module.training for module in pipe.modules())
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1:] == (random.getstate(), str(np.random.get_state()))
+    pipe.close()
+
+
+@pytest.mark.parametrize("kind", ["mean of the batch", "rolled", "added up", "encoder of torch"])
+def test_one_microbatch_gives_the_numbers_of_the_plain_layers(kind):
+    """As the error says: nothing is cut."""
+    plain = nn.Sequential(nn.Linear(8, 8), MIXES[kind]()).eval()
+    pipe = RoundPipe(copy.deepcopy(plain), devices="virtual:2:check")
+    found = pipe.forward_backward(
+        (X,), label=LABELS, loss_fn=F.mse_loss, run_config=RoundPipeRunConfig(num_microbatch=1)
+    )
+    expected = F.mse_loss(plain(X), LABELS)
+    expected.backward()
+    assert torch.allclose(found, expected)
+    for one, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=1e-6)
+    pipe.close()
+
+
+class Experts(nn.Module):
+    """Sends each token to the expert that it chooses, and returns what the load of all of them is."""
+
+    def __init__(self):
+        super().__init__()
+        self.choice, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        tokens = x.flatten(0, 1)
+        chosen, made = self.choice(tokens).argmax(-1), torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            made[chosen == number] = expert(tokens[chosen == number])
+        return made.reshape(x.shape)
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer, and computes with the count."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x * (1 + self.calls / 100)
+
+
+class Draws(nn.Module):
+    """Draws a number for each row in every way that there is."""
+
+    def forward(self, x):
+        own = [np.random.rand(len(x)), [random.random() for _ in range(len(x))], torch.rand(len(x))]
+        factors = sum(torch.as_tensor(one, dtype=x.dtype) for one in own).to(x.device)
+        return F.dropout(x * factors[:, None, None], 0.5, self.training)
+
+
+APART = {
+    "experts": Experts,
+    "batch norm of torch": lambda: nn.BatchNorm1d(4),
+    "norm of rows": lambda: nn.GroupNorm(2, 4),
+    "buffers": Counts,
+    "random": Draws,
+    "flat tokens": lambda: Layer(lambda layer, x: x.flatten(0, 1).softmax(-1).reshape(x.shape)),
+    "fixed mask": lambda: Layer(lambda layer, x: x.masked_fill(x.new_ones(4, 1).tril(-2).bool(), -torch.inf).tanh()),
+}
+
+
+@pytest.mark.parametrize("way", ["loss", "gradients", "no gradients"])
+@pytest.mark.parametrize("kind", APART)
+def test_a_layer_that_computes_each_row_by_itself_runs(kind, way):
+    """In training mode, with dropout, random numbers of all kinds, states in buffers and norms of torch."""
+    pipe = pipeline(APART[kind]())
+    for _ in range(2):
+        call(pipe, way)
+    pipe.close()
+
+
+def test_each_mode_is_tried_by_itself():
+    """A layer that mixes rows in training only is accepted in evaluation, and refused afterwards."""
+    pipe = pipeline(MIXES["mean of the batch in training"]()).eval()
+    call(pipe, "no gradients")
+    pipe.train()
+    with pytest.raises(SplitError, match="layer 2"):
+        call(pipe, "no gradients")
+    pipe.close()
+
+
+def test_another_kind_of_input_is_tried_by_itself():
+    """A layer that mixes rows of matrices, and none of sequences."""
+    pipe = pipeline(Layer(lambda layer, x: x - x.mean(0) if x.dim() == 2 else x))
+    call(pipe, "no gradients")
+    with pytest.raises(SplitError, match="layer 2"):
+        call(pipe, "no gradients", X[:, 0])
+    pipe.close()
+
+
+def test_one_row_shows_nothing():
+    """A batch of one row is not cut; the next one is looked at."""
+    pipe = pipeline(MIXES["mean of the batch"]())
+    call(pipe, "no gradients", X[:1])
+    with pytest.raises(SplitError, match="layer 2"):
+        call(pipe, "no gradients")
+    pipe.close()
+
+
+def test_hooks_take_the_outputs_of_the_batch_only():
+    """What is tried on some rows does not come to features that a caller collects."""
+    pipe, features = pipeline(nn.Identity()), []
+    pipe[0].register_forward_hook(lambda module, args, output: features.append(len(output)))
+    call(pipe, "no gradients")
+    assert features == [3, 3]
+    pipe.close()
+
+
+def test_it_changes_no_bit_of_what_follows():
+    """Random numbers, buffers and gradients are those of a pipeline that looks at nothing."""
+    found = []
+    for looks in (True, False):
+        pipe = pipeline(nn.Sequential(Draws(), Counts(), nn.BatchNorm1d(4)))
+        if not looks:
+            pipe._rp_engine.row_check = None
+        torch.manual_seed(3)
+        np.random.seed(3)
+        random.seed(3)
+        loss = call(pipe, "loss")
+        found.append([loss, *(p.grad for p in pipe.parameters()), *pipe.buffers(), torch.rand(2)])
+        pipe.close()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_layers_that_cannot_be_tried_are_named_when_they_run():
+    """The first call of one that wants four rows at a time runs; the second one states that nothing was shown."""
+
+    def four(layer, x):
+        if len(x) % 4:
+            raise ValueError("four rows, please")
+        return x
+
+    pipe = pipeline(Layer(four))
+    inputs = torch.cat([X, X[:2]])
+    call(pipe, "no gradients", inputs)
+    with pytest.warns(UserWarning, match=r"not shown.*four rows, please"):
+        call(pipe, "no gradients", inputs)
+    call(pipe, "no gradients", inputs)
+    pipe.close()

@@ -1,0 +1,133 @@
+"""Tokens of conversations, which of them count, and rows of one length or of their own."""
+
+import pytest
+import torch
+
+from roundpipe_runtime.fine_tune import ByteTokenizer, ChatTokens, FineTuneError, make_chat_rows
+from roundpipe_runtime.fine_tune.chat_rows import check_packing
+from roundpipe_runtime.fine_tune.chat_tokens import Encoder
+from roundpipe_runtime.fine_tune.conversations import conversation_of
+from roundpipe_runtime.fine_tune.order import Order
+from roundpipe_runtime.fine_tune.tokenizer import FolderTokenizer
+from tests.runtime import tiny_training as tiny
+
+pytest.importorskip("transformers")
+
+# Two turns, of which the template with marks counts the answers up to `</s>`.
+TURNS = [
+    {"role": "user", "content": "the pipe holds"},
+    {"role": "assistant", "content": "a layer"},
+    {"role": "user", "content": "again"},
+    {"role": "assistant", "content": "then another"},
+]
+
+
+def encoder(template=tiny.CHAT):
+    return Encoder(FolderTokenizer(tiny.chat_tokenizer(template), "words"))
+
+
+def spelled(encode, conversation):
+    """Tokens as words, with * on those that count."""
+    found = encode(conversation)
+    names = encode._inner.convert_ids_to_tokens(found.ids)
+    return " ".join(name + "*" * counts for name, counts in zip(names, found.counts, strict=True))
+
+
+@pytest.mark.parametrize("template", [tiny.CHAT, tiny.CHAT_WITH_MARKS])
+def test_the_answers_count_and_nothing_else(template):
+    """Found by prefix, or marked by the template."""
+    made = conversation_of({"messages": TURNS}, "a:1")
+    assert spelled(encoder(template), made) == (
+        "<user> the pipe holds </s> <assistant> a* layer* </s>* <user> again </s> <assistant> then* another* </s>*"
+    )
+
+
+@pytest.mark.parametrize("template", [tiny.CHAT, tiny.CHAT_WITH_MARKS])
+def test_an_answer_in_the_prompt_does_not_count(template):
+    made = conversation_of({"prompt": TURNS[:3], "completion": TURNS[3:]}, "a:1")
+    assert spelled(encoder(template), made) == (
+        "<user> the pipe holds </s> <assistant> a layer </s> <user> again </s> <assistant> then* another* </s>*"
+    )
+
+
+def test_text_is_completed_without_a_template():
+    """With the end of text after it."""
+    made = conversation_of({"prompt": "the pipe", "completion": " holds a"}, "a:1")
+    assert spelled(encoder(None), made) == "the pipe holds* a* </s>*"
+
+
+def test_a_template_that_rewrites_earlier_messages_is_refused():
+    """As those that leave out what a model thought before: the answer that is learnt would be another one."""
+    rewriting = tiny.CHAT.replace("message['content']", "(message['content'] if loop.last else 'a')")
+    with pytest.raises(FineTuneError, match=r"a:1: the chat template of words writes earlier messages .*generation"):
+        encoder(rewriting)(conversation_of({"messages": TURNS}, "a:1"))
+
+
+def test_what_has_no_template_is_refused():
+    with pytest.raises(FineTuneError, match=r"words has no chat template, which a:1 needs. Give one: --chat-template"):
+        encoder(None)(conversation_of({"messages": TURNS}, "a:1"))
+    with pytest.raises(FineTuneError, match=r"bytes have none for them.*--tokenizer DIR"):
+        Encoder(ByteTokenizer())
+
+
+def test_what_a_template_does_not_take_is_one_line():
+    strict = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(FineTuneError, match="a:1: the chat template of words does not take it: roles must alternate"):
+        encoder(strict)(conversation_of({"messages": TURNS}, "a:1"))
+
+
+def chats(*lengths):
+    """Conversations of which all but the first token count."""
+    return [ChatTokens(list(range(3, 3 + size)), [False, *[True] * (size - 1)]) for size in lengths]
+
+
+def test_rows_are_padded_on_the_right_where_nothing_counts():
+    rows = make_chat_rows(chats(2, 4), length=8)
+    batch = rows.collate([rows[0], rows[1]])
+    assert batch["input_ids"].tolist() == [[3, 4, 0, 0], [3, 4, 5, 6]]
+    assert batch["labels"].tolist() == [[-100, 4, -100, -100], [-100, 4, 5, 6]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+
+
+def test_packed_rows_hold_every_conversation_once_and_none_in_parts():
+    """Six conversations in three rows of eight: longest first, where they fit closest."""
+    rows = make_chat_rows(chats(5, 3, 8, 2, 4, 2), length=8, packed=True)
+    assert [row["position_ids"].tolist() for row in (rows[n] for n in range(len(rows)))] == [
+        [*range(8)],
+        [*range(5), *range(3)],
+        [*range(4), *range(2), *range(2)],
+    ]
+    assert rows.counted == 5 + 3 + 8 + 2 + 4 + 2 - 6
+
+
+def test_a_conversation_without_an_answer_in_its_row_is_left_out():
+    """It is cut first; the number of both is known."""
+    late = ChatTokens([1] * 9, [False] * 8 + [True])
+    rows = make_chat_rows([*chats(3, 9), late], length=6)
+    assert (len(rows), rows.left_out, rows.cut) == (2, 1, 2)
+    with pytest.raises(FineTuneError, match=r"None of 1 conversations has an answer in its first 6 tokens.*--length 9"):
+        make_chat_rows([late], length=6)
+
+
+def test_neighbours_in_the_order_have_similar_lengths():
+    """Padding is at most a tenth here, where unsorted batches would be half of it; each row comes once."""
+    lengths = torch.randint(1, 100, (400,), generator=torch.Generator().manual_seed(0))
+    order = Order(torch.arange(400), seed=0, lengths=lengths, batch=4)
+    batches = torch.tensor(list(order)).view(-1, 4)
+    assert sorted(order) == list(range(400))
+    padded = (lengths[batches].max(1).values * 4).sum()
+    assert padded < 1.1 * lengths.sum()
+    plain = torch.tensor(list(Order(torch.arange(400), seed=0))).view(-1, 4)
+    assert (lengths[plain].max(1).values * 4).sum() > 1.4 * lengths.sum()
+    assert not torch.equal(lengths[batches].max(1).values, lengths[batches].max(1).values.sort().values)
+
+
+def test_a_model_whose_conversations_see_each_other_is_not_packed():
+    """GPT-2 with positions, and a state-space model, whose state goes on over the whole row."""
+    from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
+
+    check_packing(tiny.source().load())
+    check_packing(GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2)))
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, state_size=4))
+    with pytest.raises(FineTuneError, match=r"MambaForCausalLM .*conversations cannot be packed. Leave --pack out"):
+        check_packing(mamba)

@@ -1,0 +1,102 @@
+"""Conversations of four forms, as people keep them, and the errors for other rows."""
+
+import json
+
+import pytest
+
+from roundpipe_runtime.fine_tune import FineTuneError
+from roundpipe_runtime.fine_tune.conversations import conversation_of, read_conversations
+from roundpipe_runtime.fine_tune.text_files import find_texts
+
+ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+FORMS = {
+    "messages": {"messages": ASKED, "id": 3},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, ASKED[1]]},
+    "ShareGPT": {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+    "Alpaca": {"instruction": "Hi", "input": "", "output": "Hello"},
+    "lists": {"prompt": ASKED[:1], "completion": ASKED[1:]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_is_the_same_conversation(form):
+    assert list(conversation_of(FORMS[form], "a:1").messages) == ASKED
+
+
+def test_the_input_of_an_instruction_stands_below_it_and_its_history_before():
+    """As Alpaca's own program writes a prompt without its preamble."""
+    row = {"instruction": "Add", "input": "1, 2", "output": "3", "history": [["Hi", "Hello"]], "system": "Be brief"}
+    found = conversation_of(row, "a:1").messages
+    assert [message["role"] for message in found] == ["system", "user", "assistant", "user", "assistant"]
+    assert found[3]["content"] == "Add\n\n1, 2"
+
+
+def test_answers_in_a_prompt_do_not_count():
+    made = conversation_of({"prompt": [*ASKED, ASKED[0]], "completion": [ASKED[1]]}, "a:1")
+    assert made.first_counted == 3
+
+
+def test_two_texts_are_text():
+    made = conversation_of({"prompt": "1 + 1 =", "completion": " 2"}, "a:1")
+    assert (made.prompt, made.completion, made.messages) == ("1 + 1 =", " 2", ())
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "list.json"])
+def test_lines_and_lists_are_read(tmp_path, name):
+    """A place names the row."""
+    rows = [FORMS["Alpaca"], FORMS["ShareGPT"]]
+    (tmp_path / name).write_text(json.dumps(rows) if name == "list.json" else "\n".join(map(json.dumps, rows)))
+    found = list(read_conversations(find_texts([tmp_path / name])))
+    assert [list(one.messages) for one in found] == [ASKED, ASKED]
+    assert found[1].place.endswith("list.json, row 1" if name == "list.json" else f"{name}:2")
+
+
+def test_a_data_set_is_read(tmp_path):
+    """Arrow fills fields that a row does not have with null."""
+    datasets = pytest.importorskip("datasets")
+    messages = [ASKED, [{"role": "system", "content": "x", "name": "n"}, *ASKED]]
+    datasets.Dataset.from_dict({"messages": messages}).save_to_disk(tmp_path / "saved")
+    first, second = read_conversations(find_texts([tmp_path / "saved"]))
+    assert list(first.messages) == ASKED
+    assert second.messages[0] == {"role": "system", "content": "x", "name": "n"}
+
+
+MISTAKES = {
+    "list": ([1], "a:1 is a list. Each row is to be one of"),
+    "fields": ({"body": "x", "id": 1}, "a:1 is not a conversation: it has 'body' (str), 'id' (int)"),
+    "advice": ({"body": "x", "id": 1}, "If 'body' is text to learn as it is: --text a --field body"),
+    "empty": ({}, "a:1 is not a conversation: it has no field."),
+    "role": ({"messages": [{"role": "bot", "content": "x"}]}, "a:1, message 1 has the role 'bot'. Write one of system"),
+    "no role": ({"messages": [{"content": "x"}]}, "a:1, message 1 has 'content' and no 'role'"),
+    "text": ({"messages": ["Hi"]}, "a:1, message 1 is a str. Write {"),
+    "content": ({"messages": [{"role": "user", "content": 3}]}, "message 1 has no text in 'content': it is a int"),
+    "picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "no text in 'content': it is a list"),
+    "no answer": ({"messages": ASKED[:1]}, "a:1 has no answer to learn: it has user. Add"),
+    "weight": ({"messages": [ASKED[0], {**ASKED[1], "weight": 0}]}, "message 2 has the weight 0, and all answers"),
+    "mixed": ({"prompt": "x", "completion": []}, "'prompt' and 'completion' are str and list. Write two texts"),
+    "history": ({"instruction": "x", "output": "y", "history": ["z"]}, "'history' is to be a list of pairs"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_an_error_states_what_was_found_and_what_to_write(name):
+    row, words = MISTAKES[name]
+    with pytest.raises(FineTuneError) as caught:
+        conversation_of(row, "a:1")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", "{}\n{", "a.jsonl:1 is not a conversation"),
+        ("b.jsonl", "{", "b.jsonl:1 is not JSON. Each row"),
+        ("a.json", "[{", "a.json is not JSON"),
+        ("a.txt", "Hi", "holds no conversations, as it does not end in .jsonl or .json"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path, name, content, words):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(FineTuneError) as caught:
+        list(read_conversations(find_texts([tmp_path / name])))
+    assert words in str(caught.value)

@@ -1,0 +1,100 @@
+"""Models whose layers, or whose code around them, do not compute each row by itself."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import CLIPConfig, CLIPModel, LlamaConfig, LlamaForCausalLM
+
+from roundpipe_runtime import RoundPipeRunConfig, RoundPipeWarning, wrap_model_to_roundpipe
+
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+class Centred(nn.Linear):
+    """A projection of what is left when the mean of the batch is taken away."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+def llama(mixes):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, vocab_size=40)).double()
+    if mixes:
+        model.model.layers[1].mlp.gate_proj = Centred(16, 32, bias=False).double()
+    return model
+
+
+def texts(rows=5):
+    ids = torch.randint(3, 40, (rows, 6), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("call", ["forward_backward", "forward", "no gradients"])
+def test_a_model_with_a_layer_that_mixes_rows_runs_in_one_microbatch(call):
+    """The warning names the layer, once; loss and gradients are those of the plain model."""
+    plain = llama(mixes=True)
+    model = wrap_model_to_roundpipe(copy.deepcopy(plain), lower_threshold=0, devices="virtual:2:check")
+    config, batch = RoundPipeRunConfig(num_microbatch=3), texts()
+    expected = plain(**batch).loss
+
+    def run():
+        if call == "forward_backward":
+            return model.forward_backward(input_kwargs=batch, run_config=config)
+        with torch.set_grad_enabled(call == "forward"):
+            return model(**batch, roundpipe_run_config=config).loss
+
+    with pytest.warns(RoundPipeWarning, match=r"model\.layers\.1 \(LlamaDecoderLayer\).*one microbatch"):
+        found = run()
+    assert torch.allclose(found, expected)
+    if call != "no gradients":
+        expected.backward()
+        if call == "forward":
+            found.backward()
+        for (name, one), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+            assert torch.allclose(one.grad, other.grad), name
+    again = model.forward_backward(input_kwargs=batch, run_config=config)  # without another warning
+    assert torch.allclose(again, expected)
+    model.close()
+
+
+def test_a_model_that_keeps_rows_apart_runs_in_microbatches():
+    """No warning, in training and in evaluation, with and without labels."""
+    plain = llama(mixes=False)
+    model = wrap_model_to_roundpipe(copy.deepcopy(plain), lower_threshold=0, devices="virtual:2:check")
+    config, batch = RoundPipeRunConfig(num_microbatch=3), texts()
+    for training in (True, False):
+        model.train(training)
+        found = model.forward_backward(input_kwargs=batch, run_config=config)
+        assert torch.allclose(found, plain(**batch).loss)
+        with torch.no_grad():
+            logits = model(input_ids=batch["input_ids"], roundpipe_run_config=config).logits
+            assert torch.allclose(logits, plain(input_ids=batch["input_ids"]).logits)
+    model.close()
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_similarities_of_all_pairs_are_those_of_the_batch(gradients, rows):
+    """CLIP without a loss: pairs of one microbatch, joined as rows, would be some of them."""
+    torch.manual_seed(0)
+    parts = {"projection_dim": 8, "text_config": {**SMALL, "vocab_size": 40, "eos_token_id": 39}}
+    plain = CLIPModel(CLIPConfig(**parts, vision_config={**SMALL, "image_size": 8, "patch_size": 4})).eval()
+    ids = torch.randint(3, 39, (rows, 6))
+    batch = {"input_ids": ids, "pixel_values": torch.randn(rows, 3, 8, 8)}
+    model = wrap_model_to_roundpipe(copy.deepcopy(plain), lower_threshold=0, devices="virtual:2", example=batch)
+    config = RoundPipeRunConfig(num_microbatch=2)
+    with torch.set_grad_enabled(gradients), pytest.warns(RoundPipeWarning, match="runs once for the whole batch"):
+        found = model(**batch, roundpipe_run_config=config).logits_per_image
+    expected = plain(**batch).logits_per_image
+    assert found.shape == expected.shape == (rows, rows)
+    assert torch.allclose(found, expected, atol=1e-5)
+    if gradients:
+        for one in (found, expected):
+            one.diagonal().sum().backward()
+        for (name, one), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None), name
+            assert one.grad is None or torch.allclose(one.grad, other.grad, atol=1e-5), name
+    model.close()

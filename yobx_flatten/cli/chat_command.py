@@ -1,0 +1,105 @@
+"""``yobx-flatten chat``."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+from ..errors import DamagedFileError, InvalidArgumentError
+from ..files.scratch import is_folder
+from ..generate.sampling import Sampling
+from ..model_folder.chat import chat_tokenizer, message_tokens, text_pieces
+from ..model_folder.opened import open_generator
+from ..model_folder.source import require_transformers
+from ..terminal.failures import UserError
+from ..terminal.output import say, say_json
+
+__all__ = ["chat"]
+
+
+def chat(
+    folder: Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A folder that export wrote.")],
+    message: Annotated[
+        list[str] | None, typer.Option(help="What you write, one turn each; by default the lines of the input.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt, before the first turn.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens of a reply, at most.")] = 256,
+    sample: Annotated[
+        bool | None, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest; as configured.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="Below 1: likely tokens become likelier.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Number of the likeliest tokens to draw among.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw among the likeliest tokens that have this probability together.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the draws.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of onnxruntime.")] = None,
+    runtime: Annotated[
+        Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
+        typer.Option(help="Runtime; by default that of the folder. openvino also runs ONNX files."),
+    ] = None,
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust", help="Load what may run code (AOTInductor, pickles of programs): you know who made it."
+        ),
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the conversation as JSON, at the end.")] = False,
+) -> int:
+    """Talk to an exported folder: a turn for each line, replies as they are written.
+
+    The tokenizer's chat template makes the prompt, of all turns so far. An empty line, or the end of the input, ends
+    the conversation.
+    """
+    if not is_folder(folder):
+        raise UserError(f"there is no folder {folder}")
+    require_transformers("chat, to read and write text,")
+    generator = open_generator(folder, runtime=runtime, threads=threads, trust=trust)
+    if generator.parts.encoder is not None:
+        raise UserError(f"{folder} has an encoder, which reads one text: yobx-flatten generate {folder} --prompt TEXT")
+    try:
+        tokenizer = chat_tokenizer(folder)
+    except (DamagedFileError, InvalidArgumentError, OSError) as error:
+        raise UserError(str(error)) from error
+    draws = sample or (sample is None and (temperature != 1.0 or (top_k, top_p, seed) != (None, None, None)))
+    sampling = None if sample is None else Sampling()  # as configured, or the likeliest
+    if draws:
+        sampling = Sampling(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+    start, count = time.perf_counter(), 0
+    for turn in _turns(message, quiet=json):
+        messages.append({"role": "user", "content": turn})
+        made: list[torch.Tensor] = []
+        prompt = message_tokens(tokenizer, messages)
+        new = generator.stream(prompt["input_ids"], prompt["attention_mask"], max_new_tokens=tokens, sampling=sampling)
+        text = ""
+        for piece in text_pieces(tokenizer, new, made):
+            text += piece
+            if not json:
+                say(piece, end="", is_result=True)
+        if not json:
+            say()
+        count += len(made)
+        messages.append({"role": "assistant", "content": text})
+    if json:
+        say_json({"messages": messages, "tokens": count, "seconds": time.perf_counter() - start})
+    return 0
+
+
+def _turns(given: list[str] | None, *, quiet: bool) -> Iterator[str]:
+    if given:
+        yield from given
+        return
+    while True:
+        if sys.stdin.isatty() and not quiet:
+            say("> ", end="")
+        line = sys.stdin.readline()
+        if not line.strip():
+            return
+        yield line.rstrip("\n")

@@ -1,0 +1,164 @@
+"""A ``Cache`` of transformers whose keys and values stay with the library that runs the files. Imports transformers.
+
+.. code-block:: text
+
+    generate of transformers ──> get_seq_length, reorder_cache, crop ──> FileCache ──> TextState.cache
+                                                                                       values of the library, not copied
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from ..errors import GenerationError
+from ..huggingface.builders import make_dynamic_cache
+from ..runners.rewind import cache_tensors, cropped, held_before, rewound
+from .pictures import Seen
+from .steps import Steps, TextState
+
+__all__ = ["FileCache"]
+
+
+class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
+    """What files have read so far; loops of transformers reorder its rows and take its last tokens back.
+
+    Args:
+        steps: the files.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        super().__init__(layers=[])
+        self.steps = steps
+        self.state: TextState | None = None
+        self.seen = 0
+        # tokens that a call read and that the files read again, since they went back to what was before it
+        self.again = 0
+        self._held: dict[str, Any] | None = None
+        self._pictures: list[Seen] = []
+        self._held_seen = 0
+
+    def hold(self) -> None:
+        """Be able to go back to what is there now."""
+        assert self.state is not None
+        self._held, self._held_seen = held_before(self.state.cache), self.seen - self.again
+        self._pictures = self.state.seen
+
+    # -- what loops ask -----------------------------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of tokens."""
+        return self.seen
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """Return -1: there is no limit."""
+        return -1
+
+    get_max_length = get_max_cache_shape
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: files are not compiled again."""
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        """True: see :meth:`crop`."""
+        return True
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether a token was read."""
+        return self.state is not None
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Of one layer that stands for all: loops count tokens."""
+        return [False]
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Of one layer that stands for all."""
+        return [False]
+
+    def activate_past_recording(self) -> None:
+        """Do nothing: what a call of several tokens begins with is held anyway."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.state, self.seen, self.again, self._held = None, 0, 0, None
+
+    # -- what loops change --------------------------------------------------------------------------------------------
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let rows be others."""
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some rows."""
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Let each row stand for several."""
+        if self.state is not None:
+            self._select(torch.arange(len(self.state.tokens)).repeat_interleave(repeats))
+
+    def _select(self, rows: torch.Tensor) -> None:
+        if self.state is not None:
+            rows, state = rows.cpu(), self.state
+            state.cache = self.steps.parts.decoder.select_rows(state.cache, rows)
+            state.repeat(rows)
+            self._held = None
+
+    def crop(self, tokens: int) -> None:
+        """Take tokens back.
+
+        Args:
+            tokens: how many to take back, as a negative number; a positive one is how many to keep.
+        """
+        kept = tokens if tokens > 0 else self.seen + tokens
+        state = self.state
+        if state is None or kept >= self.seen:
+            return
+        found = None if self.again else cropped(self.steps.parts.decoder, state.cache, self.seen, kept)
+        if found is not None:
+            state.cache = found
+        elif self._held is not None and kept >= self._held_seen:
+            state.cache, state.seen = rewound(state.cache, self._held), self._pictures
+            self.again = kept - self._held_seen
+        elif not self.again or kept < self.seen - self.again:
+            raise GenerationError(
+                f"{self.steps.parts.decoder.name} holds a window or a state, from which {self.seen - kept} tokens "
+                "cannot be taken back. Call generate without this cache."
+            )
+        else:
+            self.again -= self.seen - kept
+        state.keep(kept)
+        self.seen = kept
+
+    # -- what is read of a Whisper's cache ----------------------------------------------------------------------------
+
+    @property
+    def self_attention_cache(self) -> Any:
+        """A copy of the decoder's keys and values."""
+        return self._copy("decoder")
+
+    @property
+    def cross_attention_cache(self) -> Any:
+        """A copy of the keys and values of what the encoder read."""
+        return self._copy("encoder")
+
+    def as_tensors(self) -> Any:
+        """Return a copy of an encoder-decoder model's cache."""
+        return EncoderDecoderCache(self.self_attention_cache, self.cross_attention_cache)
+
+    def _copy(self, side: str) -> Any:
+        found = {} if self.state is None else cache_tensors(self.state.cache)
+        layers: dict[int, dict[str, torch.Tensor]] = {}
+        for name, leaf in found.items():
+            parts = name.split(".")  # past_key_values.0.decoder.key
+            if len(parts) == 4 and parts[2] == side:
+                layers.setdefault(int(parts[1]), {})[parts[3]] = leaf
+        return make_dynamic_cache([(layers[index]["key"], layers[index]["value"]) for index in sorted(layers)])

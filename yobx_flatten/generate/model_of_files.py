@@ -1,0 +1,500 @@
+"""A model of transformers whose forward runs files: its ``generate`` is transformers' own. Imports transformers.
+
+.. code-block:: text
+
+    keywords of generate ──> GenerationMixin: processors, samples, beams, candidates, streamers
+                                 │ forward(tokens, mask, FileCache)
+                                 v
+                       Steps: what the files take of it ──> runner.step, with the cache in its own memory
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast, Seq2SeqLMOutput
+
+from ..errors import GenerationError, InvalidArgumentError, describe_class
+from ..files.damage import damage_as
+from ..huggingface.cache_names import cache_of, installed_name
+from .documents import Documents
+from .file_cache import FileCache
+from .pictures import Pictures
+from .settings import GenerationSettings, settings_of
+from .steps import Steps, TextState
+
+__all__ = ["FileModel", "config_of", "model_of_files"]
+
+_STRIDE = 2  # frames of sound for each position of Whisper's encoder
+# settings, and what transformers calls them
+_SETTINGS = {
+    "eos_token_ids": "eos_token_id",
+    "pad_token_id": "pad_token_id",
+    "decoder_start_token_id": "decoder_start_token_id",
+    "forced_bos_token_id": "forced_bos_token_id",
+    "max_new_tokens": "max_new_tokens",
+    "max_length": "max_length",
+}
+_PICTURES = (
+    "pixel_values",
+    "image_grid_thw",
+    "image_sizes",
+    "batch_num_images",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "second_per_grid_ts",
+)
+
+
+class EncoderOfFiles(torch.nn.Module):
+    """What an encoder-decoder model's encoder is asked for.
+
+    Args:
+        steps: the files.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        super().__init__()
+        self.steps = steps
+        ports = steps.parts.encoder.ports if steps.parts.encoder is not None else {}
+        names = ("input_features", "input_values", "pixel_values")
+        self.main_input_name = next((name for name in names if name in ports), "input_ids")
+        # what Whisper's loop reads of the layers: how many frames of sound a position has
+        self.conv1, self.conv2 = types.SimpleNamespace(stride=(1,)), types.SimpleNamespace(stride=(_STRIDE,))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        input_features: torch.Tensor | None = None,
+        input_values: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        **_: Any,
+    ) -> Any:
+        """Run the file."""
+        given = {"input_features": input_features, "input_values": input_values, "pixel_values": pixel_values}
+        found = {name: value for name, value in given.items() if value is not None}
+        context, _batch = self.steps.encode(input_ids, attention_mask, found)
+        return BaseModelOutput(last_hidden_state=context["encoder_hidden_states"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """The pictures of a prompt, which transformers' loops hand on as they are.
+
+    Attributes:
+        pictures: pictures and videos.
+        rows: number of rows of the prompt, before a loop lets each stand for several.
+    """
+
+    pictures: Sequence[Pictures]
+    rows: int
+
+
+class FileModel(PreTrainedModel):  # type: ignore[misc] # transformers is untyped
+    """Not one weight: ``generate`` is transformers' own, ``forward`` runs the files.
+
+    Args:
+        steps: the files.
+    """
+
+    _is_stateful = False
+
+    def __init__(self, steps: Steps) -> None:
+        PreTrainedModel.__init__(self, config_of(steps))
+        self.steps = steps
+        self.anchor = torch.nn.Parameter(torch.zeros(()), requires_grad=False)  # states device and type
+        self.generation_config = _generation_of(steps.settings, self.config)
+        if steps.parts.encoder is not None:
+            encoder = EncoderOfFiles(steps)
+            self.main_input_name = encoder.main_input_name
+            if hasattr(type(self), "detect_language"):  # Whisper's loop
+                self.model = torch.nn.Module()
+                self.model.config, self.model.encoder = self.config, encoder
+            else:
+                self.encoder = encoder
+        self.eval()
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """Return ``True``: the files generate."""
+        return True
+
+    def get_encoder(self, modality: str | None = None) -> Any:
+        """Return what runs the encoder's file."""
+        return self.model.encoder if hasattr(self, "model") else self.encoder
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse: the files are where they are.
+
+        Raises:
+            InvalidArgumentError: always.
+        """
+        raise InvalidArgumentError("A model of exported files is its folder: copy that, with shutil.copytree(a, b).")
+
+    def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Generate as ``model.generate`` of the exported model does.
+
+        Args:
+            inputs: the prompt, or what an encoder reads.
+            *args: see ``GenerationMixin.generate``.
+            **kwargs: every keyword of ``GenerationMixin.generate``, and what the model's processor returns.
+
+        Returns:
+            What ``model.generate`` returns.
+
+        Raises:
+            InvalidArgumentError: when weights of attention or hidden states are asked for, which files do not return.
+        """
+        for name in ("output_attentions", "output_hidden_states", "return_token_timestamps"):
+            stated = kwargs.get("generation_config")
+            if kwargs.get(name) or getattr(stated, name, False):
+                raise InvalidArgumentError(
+                    f"{name}: the files return scores only. The model itself has that: model.generate(..., {name}=True)"
+                )
+        if self._drafts(args, kwargs) and not self._returns_all:
+            raise InvalidArgumentError(
+                f"{self.steps.parts.decoder.name} returns the scores of the last token, and drafted tokens are checked "
+                'by those of all. Export it without logits="last".'
+            )
+        if self.steps.parts.vision is not None:
+            kwargs = self._with_pictures(inputs, kwargs)
+        given = args if inputs is None and not args else (inputs, *args)  # Whisper's loop calls its first one otherwise
+        return super().generate(*given, **kwargs)
+
+    def _drafts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a loop proposes several tokens, and reads the scores of each."""
+        stated = kwargs.get("generation_config") or (args[0] if args else None) or self.generation_config
+        config = copy.deepcopy(stated)
+        for name, value in kwargs.items():
+            if hasattr(config, name):
+                setattr(config, name, value)
+        mode: Any = config.get_generation_mode(kwargs.get("assistant_model"))
+        return bool(mode == GenerationMode.ASSISTED_GENERATION)
+
+    @functools.cached_property
+    def _returns_all(self) -> bool:
+        """Whether the file returns the scores of every token; only those of one that reads text alone may not."""
+        parts = self.steps.parts
+        if parts.encoder is not None or parts.vision is not None:
+            return True
+        two = torch.zeros(1, 2, dtype=torch.int64)
+        return bool(self.steps.scores(self.steps.begin(two, None, {}, None, ())).shape[1] == 2)
+
+    def _with_pictures(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Hand pictures on in one piece: loops would repeat patches as if they were rows."""
+        if kwargs.get("assistant_model") is not None:  # which is given the same, and one row has nothing to repeat
+            return kwargs
+        given = {name: kwargs.pop(name, None) for name in _PICTURES}
+        seen = kwargs.pop("pixel_attention_mask", None)
+        prompt = kwargs.get("input_ids") if inputs is None else inputs
+        if prompt is None or (given["pixel_values"] is None and given["pixel_values_videos"] is None):
+            return kwargs
+        kwargs.pop("prefill_chunk_size", None)  # a prompt with pictures is read in one call; the tokens are the same
+        return {**kwargs, "shown": Shown(self._pictures(**given, pixel_attention_mask=seen), len(prompt))}
+
+    def _pictures(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+        image_sizes: torch.Tensor | None = None,
+        batch_num_images: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+        second_per_grid_ts: torch.Tensor | None = None,
+        pixel_attention_mask: torch.Tensor | None = None,
+    ) -> Sequence[Pictures]:
+        if pixel_attention_mask is not None and pixel_values is not None:
+            real = pixel_values.flatten(-3).ne(0).any(-1)
+            if not bool(pixel_attention_mask.flatten(-2).bool().all(-1)[real].all()):
+                raise InvalidArgumentError(
+                    "pixel_attention_mask is 0 inside a picture: the vision file reads whole pictures. Let the "
+                    "processor resize them to the size that the model reads."
+                )
+        settings = self.steps.settings
+        videos = settings.videos(pixel_values_videos, video_grid_thw, second_per_grid_ts)
+        return settings.images(pixel_values, image_grid_thw, image_sizes, batch_num_images), videos
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        mm_token_type_ids: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        decoder_position_ids: torch.Tensor | None = None,
+        encoder_outputs: Any = None,
+        input_features: torch.Tensor | None = None,
+        input_values: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+        image_sizes: torch.Tensor | None = None,
+        batch_num_images: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+        second_per_grid_ts: torch.Tensor | None = None,
+        pixel_attention_mask: torch.Tensor | None = None,
+        shown: Shown | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        **others: Any,  # the cache, under the word of the installed release
+    ) -> Any:
+        """Run the files on tokens, after those that the cache has read."""
+        cache = self._cache(cache_of(others))
+        if self.steps.parts.encoder is not None:
+            given = {"input_features": input_features, "input_values": input_values, "pixel_values": pixel_values}
+            if encoder_outputs is None:
+                encoder_outputs = self.get_encoder()(input_ids, attention_mask, **given)
+            scores = self._after_encoder(
+                cache, decoder_input_ids, decoder_attention_mask, encoder_outputs[0], attention_mask
+            )
+            filled = {installed_name(): cache} if use_cache is not False else {}
+            return Seq2SeqLMOutput(logits=scores, encoder_last_hidden_state=encoder_outputs[0], **filled)
+        if input_ids is None:
+            raise InvalidArgumentError(f"{self.steps.parts.decoder.name} reads tokens: pass input_ids.")
+        if shown is None and self.steps.parts.vision is not None and cache.seen == 0:
+            images = (pixel_values, image_grid_thw, image_sizes, batch_num_images)
+            films = (pixel_values_videos, video_grid_thw, second_per_grid_ts)
+            shown = Shown(self._pictures(*images, *films, pixel_attention_mask), len(input_ids))
+        scores = self._decode(cache, input_ids, attention_mask, position_ids, shown)
+        if token_type_ids is not None:
+            self._check_types(cache, token_type_ids)
+        filled = {installed_name(): cache} if use_cache is not False else {}
+        return CausalLMOutputWithPast(logits=scores, **filled)
+
+    def _cache(self, given: Any) -> FileCache:
+        """The cache of a call: what an earlier call returned, or an empty one in place of what a loop made."""
+        if isinstance(given, FileCache):
+            if given.steps is not self.steps:
+                raise InvalidArgumentError(
+                    "This cache belongs to other files. Pass what a call of this model returned."
+                )
+            return given
+        if given is not None and given.get_seq_length() > 0:
+            raise InvalidArgumentError(
+                f"The cache is {describe_class(given)} with {given.get_seq_length()} tokens, which the files have not "
+                "read. Pass the cache that a call of this model returned, or none."
+            )
+        return FileCache(self.steps)
+
+    def _after_encoder(
+        self,
+        cache: FileCache,
+        tokens: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        hidden: torch.Tensor,
+        encoder_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if tokens is None:
+            raise InvalidArgumentError(f"{self.steps.parts.decoder.name} reads tokens: pass decoder_input_ids.")
+        if mask is not None and not bool(mask.all()):
+            raise InvalidArgumentError(
+                "decoder_attention_mask is 0 somewhere, and the decoders' files take no mask of their own tokens. Pass "
+                "rows of one length, one row at a time where theirs differ (Whisper: condition_on_prev_tokens)."
+            )
+        if encoder_mask is None:
+            encoder_mask = torch.ones(hidden.shape[:2], dtype=torch.int64)
+        elif "encoder_attention_mask" in self.steps.parts.decoder.ports and encoder_mask.shape != hidden.shape[:2]:
+            raise InvalidArgumentError(
+                f"attention_mask has shape {tuple(encoder_mask.shape)}, and the encoder read "
+                f"{tuple(hidden.shape[:2])}. Pass a mask of that shape, and no prefill_chunk_size."
+            )
+        context = {"encoder_hidden_states": hidden, "encoder_attention_mask": encoder_mask.long()}
+        if cache.state is None:
+            cache.state = TextState(tokens[:, :0], tokens[:, :0], tokens[:, :0], {}, context)
+        cache.state.context = context
+        ones = torch.ones(len(tokens), cache.seen + tokens.shape[1], dtype=torch.int64)
+        return self._read(cache, tokens, ones, None)
+
+    def _decode(
+        self,
+        cache: FileCache,
+        tokens: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        shown: Shown | None,
+    ) -> torch.Tensor:
+        total, rows = cache.seen + tokens.shape[1], len(tokens)
+        mask = torch.ones(rows, total, dtype=torch.int64) if mask is None else mask.long()
+        if mask.shape != (rows, total):
+            raise InvalidArgumentError(
+                f"attention_mask has shape {tuple(mask.shape)}; it must be {(rows, total)}: the tokens that the cache "
+                "has read, and those of input_ids."
+            )
+        if cache.state is None:
+            return self._begin(cache, tokens, mask, positions, shown)
+        if positions is not None:
+            positions = positions.expand(rows, -1)[:, -tokens.shape[1] :]
+        return self._read(cache, tokens, mask, positions)
+
+    def _begin(
+        self,
+        cache: FileCache,
+        tokens: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor | None,
+        shown: Shown | None,
+    ) -> torch.Tensor:
+        """The first call; a prompt whose rows a loop has repeated is read once, since its pictures are not repeated."""
+        steps, every = self.steps, torch.arange(len(tokens))
+        factor = 1 if shown is None else len(tokens) // shown.rows
+        first = every[::factor]
+        state = steps.begin(tokens[first], mask[first], {}, None, () if shown is None else shown.pictures)
+        if state.positions is None:
+            counted = torch.arange(tokens.shape[1]) if positions is None else positions
+            state.positions = counted.expand(len(tokens), -1)[first]
+        cache.state, cache.seen = state, 0
+        scores = self._call(cache, state.new)
+        if factor > 1:
+            cache.batch_repeat_interleave(factor)
+            scores = scores.repeat_interleave(factor, dim=0)
+        return scores
+
+    def _read(
+        self, cache: FileCache, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A further call: the state has all tokens, and the files read those that they have not."""
+        state, count = cache.state, tokens.shape[1]
+        assert state is not None
+        state.tokens, state.mask = torch.cat([state.tokens, tokens], dim=1), mask
+        if state.positions is not None:
+            if positions is None or state.positions.ndim == 3:
+                positions = state.positions[..., -1:] + 1 + torch.arange(count)
+            state.positions = torch.cat([state.positions, positions], dim=-1)
+        if state.types is not None:
+            generated = state.types.new_full(tokens.shape, state.generated_type)
+            state.types = torch.cat([state.types, generated], dim=1)
+        return self._call(cache, tokens)
+
+    def _call(self, cache: FileCache, tokens: torch.Tensor) -> torch.Tensor:
+        state, count = cache.state, tokens.shape[1]
+        assert state is not None
+        again, total = cache.again, cache.seen + count
+        if count > 1:
+            cache.hold()
+        state.new = state.tokens[:, total - count - again :]
+        if cache.seen:
+            self.steps.pass_switch(state)
+        positions = state.positions
+        if positions is not None:  # those of this call
+            state.positions = positions[..., -state.new.shape[1] :]
+        scores = self.steps.scores(state)
+        state.positions = positions
+        cache.seen, cache.again = total, 0
+        return scores[:, -count:]
+
+    def _check_types(self, cache: FileCache, given: torch.Tensor) -> None:
+        """Refuse types of tokens that are not those which the files are given."""
+        state = cache.state
+        assert state is not None
+        own = torch.zeros_like(given) if state.types is None else state.types[:, -given.shape[1] :]
+        if given.shape == own.shape and not torch.equal(given.long(), own.long()) and self.steps.parts.vision is None:
+            raise InvalidArgumentError(
+                f"{self.steps.parts.decoder.name} takes no token_type_ids other than those of its own prompt. Leave "
+                "them out: tokenizer(text, return_token_type_ids=False)"
+            )
+
+
+def config_of(steps: Steps) -> Any:
+    """Return the configuration of a model: of its own class where transformers has one, and never code of a folder.
+
+    Args:
+        steps: the files.
+    """
+    documents, encoder = steps.settings.documents, steps.parts.encoder is not None
+    stated = {} if documents is None else copy.deepcopy(dict(documents.config))
+    return read_config(stated, encoder=encoder)
+
+
+def read_config(stated: dict[str, Any], *, encoder: bool) -> Any:
+    """Return a configuration as an object.
+
+    Args:
+        stated: what ``config.json`` holds.
+        encoder: whether the model is an encoder-decoder, where the document does not state it.
+    """
+    kind = stated.get("model_type")
+    made: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else PretrainedConfig  # noqa: SIM401 # its `get` imports nothing
+    with damage_as(GenerationError, "config.json"):
+        config = made.from_dict(stated) if made is not PretrainedConfig else made(**stated)
+        if encoder and not getattr(config, "is_encoder_decoder", False):
+            config.is_encoder_decoder = True
+        return config
+
+
+def _generation_of(settings: GenerationSettings, config: Any) -> Any:
+    """How a model generates: what is written next to it, but for what the settings were changed to."""
+    documents = settings.documents or Documents({}, {})
+    own = settings_of(documents.config, documents.generation)
+    with damage_as(GenerationError, "generation_config.json"):
+        if documents.generation:
+            found = GenerationConfig.from_dict(copy.deepcopy(dict(documents.generation)))
+        else:
+            found = GenerationConfig.from_model_config(config)
+    if settings.processors and len(settings.processors) != len(own.processors):
+        raise InvalidArgumentError(
+            "These settings have processors of their own. Pass them to generate: "
+            "logits_processor=LogitsProcessorList([...])"
+        )
+    for name, theirs in _SETTINGS.items():
+        value = getattr(settings, name)
+        if value != getattr(own, name):
+            setattr(found, theirs, list(value) if isinstance(value, tuple) else value)
+    return found
+
+
+def model_of_files(steps: Steps, bases: tuple[type, ...] = ()) -> Any:
+    """Return a model of transformers over files.
+
+    Its class has the name of the exported one, since transformers' pipelines go by it.
+
+    Args:
+        steps: the files.
+        bases: further classes that it is of.
+    """
+    documents = steps.settings.documents
+    stated: Mapping[str, Any] = {} if documents is None else documents.config
+    return named_class(stated, (*bases, FileModel, _loop_of(stated)))(steps)
+
+
+def _loop_of(stated: Mapping[str, Any]) -> Any:
+    """The class whose ``generate`` is that of the exported model."""
+    import transformers
+
+    own = getattr(transformers, _name_of(stated), None)
+    if own is None or not isinstance(own, type) or getattr(own, "generate", None) is GenerationMixin.generate:
+        return GenerationMixin
+    if issubclass(own, transformers.WhisperForConditionalGeneration):
+        return own
+    if not issubclass(own, GenerationMixin):  # a class of another task, whose folder was written for its decoder
+        return GenerationMixin
+    raise GenerationError(
+        f"{own.__name__} has a generate of its own, which reads layers that the files do not have. Generate without "
+        "further keywords, with open_generator(folder).generate(...), or with the model itself."
+    )
+
+
+def named_class(stated: Mapping[str, Any], bases: tuple[Any, ...]) -> Any:
+    """Make a class with the name of the exported one.
+
+    Args:
+        stated: what ``config.json`` holds.
+        bases: its bases.
+    """
+    name = _name_of(stated)
+    return type(name if name.isidentifier() else bases[0].__name__, bases, {"__module__": __name__})
+
+
+def _name_of(stated: Mapping[str, Any]) -> str:
+    names = stated.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""

@@ -1,0 +1,323 @@
+"""One call of the files: read a prompt, or the token after it, with the cache that the call before returned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import GenerationError, InvalidArgumentError, describe_class
+from ..huggingface.cache_names import CACHE
+from ..runners.ports import check_cache_outputs, present_of
+from ..runners.runner import Runner
+from .image_positions import image_positions
+from .pictures import Pictures, Seen
+from .settings import GenerationSettings
+from .slots import check_ports, empty_cache, typed
+from .sound import padded_sound
+
+__all__ = ["Parts", "Steps", "TextState", "tokens_of"]
+
+_LOOP = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "deepstack_embeds")
+_FROM_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
+# what an encoder can be given: text, sound, pictures
+_READ = {
+    "input_features": ("sound", "(batch, bins, frames)"),
+    "input_values": ("sound", "(batch, samples)"),
+    "pixel_values": ("pictures", "(batch, channels, height, width)"),
+}
+_SOURCES = ("input_ids", *_READ, "attention_mask")
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The files of one model.
+
+    Attributes:
+        decoder: the file that takes tokens and a cache, and returns scores and the cache.
+        prefill: the file for the first call, without a cache among its inputs; ``None`` where ``decoder`` takes an
+            empty one.
+        encoder: the encoder of an encoder-decoder model.
+        embed: the file from tokens to embeddings, where ``decoder`` takes those.
+        vision: the file from images to the features that replace image tokens.
+    """
+
+    decoder: Runner
+    prefill: Runner | None = None
+    encoder: Runner | None = None
+    embed: Runner | None = None
+    vision: Runner | None = None
+
+
+@dataclasses.dataclass
+class TextState:
+    """What has been generated so far, and what the next call is given."""
+
+    tokens: torch.Tensor
+    mask: torch.Tensor
+    new: torch.Tensor
+    cache: dict[str, Any]
+    context: dict[str, torch.Tensor]
+    # features of pictures and videos, until the first call takes them
+    seen: list[Seen] = dataclasses.field(default_factory=list)
+    # what the encoder read, where that is tokens; the prompt of a decoder
+    source: torch.Tensor | None = None
+    # of the tokens of the next call in time, height and width, where the decoder takes those
+    positions: torch.Tensor | None = None
+    # of all tokens, where the decoder takes those: which of them see each other
+    types: torch.Tensor | None = None
+    generated_type: int = 0
+    # the token after a single first one
+    forced: int | None = None
+
+    def repeat(self, rows: torch.Tensor) -> None:
+        """Let rows stand for several; the cache stays as it is."""
+        self.tokens, self.mask = self.tokens[rows], self.mask[rows]
+        self.context = {name: value[rows] for name, value in self.context.items()}
+        self.source = None if self.source is None else self.source[rows]
+        self.positions = None if self.positions is None else self.positions[..., rows, :]
+        self.types = None if self.types is None else self.types[rows]
+
+    def keep(self, count: int) -> None:
+        """Forget the tokens after some; the cache stays as it is."""
+        self.tokens, self.mask = self.tokens[:, :count], self.mask[:, :count]
+        self.positions = None if self.positions is None else self.positions[..., :count]
+        self.types = None if self.types is None else self.types[:, :count]
+
+    def follow(self, new: torch.Tensor) -> None:
+        """Let tokens of shape (batch, 1) be what the next call is given."""
+        self.new = new
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(new), 1)], dim=1)
+        self.positions = None if self.positions is None else self.positions[..., -1:] + 1
+        if self.types is not None:
+            generated = self.types.new_full((len(new), 1), self.generated_type)
+            self.types = torch.cat([self.types, generated], dim=1)
+
+
+class Steps:
+    """The files of one model, called step by step.
+
+    Args:
+        parts: the files.
+        settings: what is known of the model.
+    """
+
+    def __init__(self, parts: Parts, settings: GenerationSettings) -> None:
+        self.parts, self.settings = parts, settings
+        for part in (parts.decoder, parts.prefill):
+            if part is not None:
+                check_ports(
+                    {name: port for name, port in part.ports.items() if all(name != s.port.name for s in part.slots)},
+                    (*_LOOP, *(_FROM_ENCODER if parts.encoder is not None else ())),
+                    part.name,
+                )
+                if "logits" not in part.outputs:
+                    raise GenerationError(f"{part.name} returns {', '.join(part.outputs)}, and no logits.")
+        if parts.prefill is not None:
+            check_cache_outputs(parts.decoder.ports, parts.prefill.outputs, parts.prefill.name, of=parts.decoder.name)
+        if not parts.decoder.slots:
+            raise GenerationError(
+                f"{parts.decoder.name} takes no {CACHE}.*: it would read the whole text for every token. "
+                "Export it with a cache:\n    export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=...)"
+            )
+
+    def begin(
+        self,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        encoded: dict[str, torch.Tensor],
+        decoder_input_ids: torch.Tensor | None,
+        pictures: Sequence[Pictures],
+    ) -> TextState:
+        """Return a text before the first call: its prompt, what an encoder or a vision file read, an empty cache."""
+        context: dict[str, torch.Tensor] = {}
+        seen: list[Seen] = []
+        positions = types = None
+        if self.parts.encoder is not None:
+            self._check_read(encoded, pictures)
+            context, batch = self.encode(input_ids, attention_mask, encoded)
+            if decoder_input_ids is not None:
+                tokens = tokens_of("decoder_input_ids", decoder_input_ids)
+            else:
+                tokens = self._start_tokens(batch)
+            if len(tokens) != batch:
+                raise InvalidArgumentError(
+                    f"decoder_input_ids has {len(tokens)} rows, and the encoder reads {batch}. Pass as many."
+                )
+            mask = torch.ones_like(tokens)
+        else:
+            if encoded or decoder_input_ids is not None:
+                raise InvalidArgumentError(f"{self.parts.decoder.name} belongs to a model without an encoder.")
+            tokens = tokens_of("input_ids", input_ids)
+            mask = torch.ones_like(tokens) if attention_mask is None else _integers("attention_mask", attention_mask)
+            _check_mask(mask, tokens)
+            seen = [s for one in pictures for s in one.seen_by(self.parts.vision, self.parts.decoder, tokens)]
+            positions = self._positions(tokens, mask, pictures)
+            if "token_type_ids" in self.parts.decoder.ports:
+                types = self.settings.token_types(tokens)
+        reader = self.parts.prefill or self.parts.decoder
+        cache = {} if self.parts.prefill is not None else reader.cache(empty_cache(reader.slots, len(tokens)))
+        source = tokens if self.parts.encoder is None else None if encoded else input_ids
+        of_types = (types, self.settings.generated_type)
+        return TextState(tokens, mask, tokens, cache, context, seen, source, positions, *of_types)
+
+    def _check_read(self, given: dict[str, torch.Tensor], pictures: Sequence[Pictures]) -> None:
+        """Refuse sound and pictures that the encoder does not read: the text would be that of a call without."""
+        assert self.parts.encoder is not None
+        unread = [name for name in given if name not in self.parts.encoder.ports]
+        if "pixel_values" not in given:
+            unread += ["pixel_values" for one in pictures if one.pixels is not None]
+        if unread:
+            reads = next((name for name in ("input_ids", *_READ) if name in self.parts.encoder.ports), "nothing")
+            raise InvalidArgumentError(f"{self.parts.encoder.name} reads {reads}, and no {unread[0]}: leave it out.")
+
+    def _start_tokens(self, batch: int) -> torch.Tensor:
+        start = self.settings.decoder_start_token_id
+        if start is None:
+            raise InvalidArgumentError(
+                "No decoder_start_token_id is known for this model. Pass decoder_input_ids of shape (batch, 1)."
+            )
+        return torch.full((batch, 1), start)
+
+    def encode(
+        self, input_ids: torch.Tensor | None, mask: torch.Tensor | None, given: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], int]:
+        """Return what the encoder makes of its input for the decoder, and the number of rows."""
+        encoder = self.parts.encoder
+        assert encoder is not None
+        check_ports(encoder.ports, _SOURCES, encoder.name)
+        feeds = {}
+        reads = next((name for name in _READ if name in encoder.ports), None)
+        if reads is not None:
+            (what, shape), value = _READ[reads], given.get(reads)
+            if value is None or value.ndim != shape.count(",") + 1:
+                raise InvalidArgumentError(f"{encoder.name} reads {what}. Pass {reads} of shape {shape}.")
+            source = feeds[reads] = padded_sound(encoder, value) if reads == "input_features" else value
+        else:
+            source = feeds["input_ids"] = tokens_of("input_ids", input_ids)
+            mask = torch.ones_like(source) if mask is None else _integers("attention_mask", mask)
+            if mask.shape != source.shape:
+                raise InvalidArgumentError(
+                    f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(source.shape)}. Pass the same."
+                )
+            feeds["attention_mask"] = mask
+        outputs, _ = encoder.step(typed(encoder, feeds), {})
+        context = {"encoder_hidden_states": outputs["last_hidden_state"]}
+        if mask is not None:
+            context["encoder_attention_mask"] = mask
+        return context, len(source)
+
+    def _positions(self, tokens: torch.Tensor, mask: torch.Tensor, pictures: Sequence[Pictures]) -> torch.Tensor | None:
+        """Positions of the prompt in time, height and width; ``None`` where the decoder takes one per token."""
+        port = self.parts.decoder.ports.get("position_ids")
+        if port is None or len(port.shape) != 3:
+            return None
+        grids = [grid for one in pictures for grid in one.grids]
+        return image_positions(tokens, mask, grids, self.settings.spatial_merge_size or 1)
+
+    def pass_switch(self, sequence: TextState) -> None:
+        """Let the next call read all tokens, with an empty cache, where the model's own loop does that."""
+        switch, decoder = self.settings.switch, self.parts.decoder
+        total = sequence.mask.shape[1]
+        if switch is None or not any(map(switch.passed_at, range(total - sequence.new.shape[1] + 1, total + 1))):
+            return
+        if self.parts.embed is not None or self.parts.prefill is not None:
+            raise GenerationError(
+                f"This text grew past {switch.length} tokens, where the model reads it again from the first one, with "
+                "its pictures or what its encoder read. These files do not: ask for fewer new tokens."
+            )
+        sequence.new = sequence.tokens
+        sequence.cache = decoder.cache(empty_cache(decoder.slots, len(sequence.tokens)))
+
+    def step(self, sequence: TextState) -> torch.Tensor:
+        """Run the files once; the scores of the token after the last one, float32 of shape (batch, vocabulary)."""
+        return self.scores(sequence)[:, -1].float()
+
+    def scores(self, sequence: TextState) -> torch.Tensor:
+        """Run the files once; the scores that they return, of shape (batch, tokens, vocabulary)."""
+        self._check_positions(sequence)
+        decoder = self.parts.decoder
+        runner = decoder if sequence.cache or self.parts.prefill is None else self.parts.prefill
+        outputs, cache = runner.step(self._feeds(runner, sequence), sequence.cache)
+        if runner is not decoder:
+            cache = {slot.port.name: cache[present_of(slot.port.name) or ""] for slot in decoder.slots}
+        sequence.cache = cache
+        return outputs["logits"]
+
+    def _check_positions(self, sequence: TextState) -> None:
+        """Refuse a token that the model has no position for: what a file does with it depends on its runtime."""
+        most = self.settings.positions
+        if most is None:
+            return
+        used = int(sequence.mask.sum(-1).max())
+        if used > most:
+            begun = sequence.new.shape[1]
+            raise InvalidArgumentError(
+                f"The text has {used} tokens, and the model has {most} positions. "
+                + (f"Pass a prompt of {most} or less." if begun > 1 else "Pass a shorter prompt, or max_new_tokens.")
+            )
+
+    def _feeds(self, runner: Runner, sequence: TextState) -> dict[str, torch.Tensor]:
+        made = {**sequence.context, "input_ids": sequence.new, "attention_mask": sequence.mask}
+        if "position_ids" in runner.ports:
+            # of a padded row, the first token after the padding is at 0
+            counted = (sequence.mask.cumsum(-1) - 1).clamp(min=0)[:, -sequence.new.shape[1] :]
+            made["position_ids"] = counted if sequence.positions is None else sequence.positions
+        if sequence.types is not None:
+            made["token_type_ids"] = sequence.types
+        if "deepstack_embeds" in runner.ports:
+            of_token: list[Any] = list(runner.ports["deepstack_embeds"].shape[2:])  # layers, hidden size
+            made["deepstack_embeds"] = added = torch.zeros(*sequence.new.shape, *of_token)
+            for seen in sequence.seen:
+                if seen.between is not None:
+                    added[sequence.new == seen.token_id] = seen.between.to(added.dtype)
+        if "inputs_embeds" in runner.ports:
+            made["inputs_embeds"] = self._embed(sequence)
+        sequence.seen = []
+        return typed(runner, made)
+
+    def _embed(self, sequence: TextState) -> torch.Tensor:
+        if self.parts.embed is None:
+            raise GenerationError(f"{self.parts.decoder.name} takes inputs_embeds, and no file makes them.")
+        outputs, _ = self.parts.embed.step(typed(self.parts.embed, {"input_ids": sequence.new}), {})
+        embeds = outputs["inputs_embeds"]
+        if sequence.seen:
+            embeds = embeds.clone()
+        for seen in sequence.seen:
+            embeds[sequence.new == seen.token_id] = seen.features.to(embeds.dtype)
+        return embeds
+
+
+def _integers(name: str, value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor) or value.ndim != 2 or value.is_floating_point() or 0 in value.shape:
+        found = (
+            f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else describe_class(value)
+        )
+        raise InvalidArgumentError(f"{name} must be integers of shape (batch, length), not empty; found {found}.")
+    return value.detach().cpu().long()
+
+
+def tokens_of(name: str, value: Any) -> torch.Tensor:
+    """Integers of a vocabulary: files of some runtimes count negative ones from its end."""
+    tokens = _integers(name, value)
+    lowest = int(tokens.min())
+    if lowest < 0:
+        raise InvalidArgumentError(
+            f"{name} holds {lowest}, which is not a token. Where it stands for padding, pass a token and a mask:\n"
+            f"    generate(ids.clamp(min=0), attention_mask=(ids != {lowest}).long())"
+        )
+    return tokens
+
+
+def _check_mask(mask: torch.Tensor, tokens: torch.Tensor) -> None:
+    if mask.shape != tokens.shape:
+        raise InvalidArgumentError(
+            f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(tokens.shape)}. Pass the same."
+        )
+    if bool((mask[:, -1] == 0).any()):
+        raise InvalidArgumentError(
+            "attention_mask is 0 at the end of a row: the next token would follow padding. Pad prompts on the left:\n"
+            '    tokenizer.padding_side = "left"'
+        )

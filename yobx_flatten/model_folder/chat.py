@@ -1,0 +1,133 @@
+"""Conversations with an exported folder: messages in, text out, by the chat template of its tokenizer."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import DamagedFileError, InvalidArgumentError, describe_class
+from ..errors.messages import first_line
+from ..files.damage import is_failure
+from .tokenizer_files import open_tokenizer
+
+__all__ = ["chat_text", "chat_tokenizer", "message_tokens", "reply", "text_pieces"]
+
+_ROLES = ("system", "user", "assistant", "tool", "developer")
+_INCOMPLETE = "�"  # what a tokenizer returns while the bytes of a character are on their way
+
+
+def chat_tokenizer(folder: pathlib.Path) -> Any:
+    """Return the tokenizer of a folder.
+
+    Args:
+        folder: an exported folder.
+
+    Raises:
+        InvalidArgumentError: when it has no chat template.
+        DamagedFileError: when there is no tokenizer, or it cannot be read.
+    """
+    tokenizer = open_tokenizer(folder, failure=DamagedFileError, padding_side="left")
+    _check_template(tokenizer, folder)
+    return tokenizer
+
+
+def message_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, torch.Tensor]:
+    """Return the tokens of a conversation up to the reply, and their mask, int64 of shape (1, length).
+
+    Args:
+        tokenizer: see :func:`chat_tokenizer`.
+        messages: ``{"role": "user", "content": "..."}`` and others, in order.
+        **options: further arguments of ``apply_chat_template``, such as ``tools``.
+
+    Raises:
+        InvalidArgumentError: when a message is not one, or the template refuses them.
+    """
+    text = _written(tokenizer, messages, **options)
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]], dtype=torch.int64)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def chat_text(tokenizer: Any, folder: pathlib.Path, message: str) -> str:
+    """Return the text that a reply to one message continues.
+
+    Args:
+        tokenizer: the tokenizer of a folder.
+        folder: the folder, for the message of an error.
+        message: what the user writes.
+
+    Raises:
+        InvalidArgumentError: when the tokenizer has no chat template.
+    """
+    _check_template(tokenizer, folder)
+    return _written(tokenizer, [{"role": "user", "content": message}])
+
+
+def reply(model: Any, tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """Return what a model replies.
+
+    Args:
+        model: a model of transformers.
+        tokenizer: see :func:`chat_tokenizer`.
+        messages: see :func:`message_tokens`.
+        **options: keywords of ``generate``; ``tools`` and ``documents`` are for the template.
+    """
+    of_template = {name: options.pop(name) for name in ("tools", "documents") if name in options}
+    prompt = message_tokens(tokenizer, messages, **of_template)
+    found = model.generate(**prompt, **options)
+    text: str = tokenizer.decode(found[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text
+
+
+def text_pieces(tokenizer: Any, tokens: Iterable[torch.Tensor], made: list[torch.Tensor]) -> Iterator[str]:
+    """Yield text as it grows, whole characters only.
+
+    Args:
+        tokenizer: a tokenizer.
+        tokens: the new tokens, each of shape (1,).
+        made: gets all of them.
+    """
+    shown = ""
+    for new in tokens:
+        made.append(new)
+        grown = tokenizer.decode(torch.stack(made, 1)[0], skip_special_tokens=True)
+        if not grown.endswith(_INCOMPLETE):
+            yield grown[len(shown) :]
+            shown = grown
+    if made:
+        yield tokenizer.decode(torch.stack(made, 1)[0], skip_special_tokens=True)[len(shown) :]
+
+
+def _check_template(tokenizer: Any, folder: pathlib.Path) -> None:
+    if not getattr(tokenizer, "chat_template", None):
+        raise InvalidArgumentError(
+            f"The tokenizer in {folder} has no chat template: the model was not trained on conversations, or its "
+            "chat_template.jinja is missing. Continue a text instead:\n"
+            f"    yobx-flatten generate {folder} --prompt TEXT"
+        )
+
+
+def _written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """The text of a conversation up to the reply."""
+    given: Any = messages
+    if isinstance(given, (str, Mapping)) or not given:
+        raise InvalidArgumentError(
+            f"messages must be a list of messages, found {describe_class(messages)}. Write\n"
+            '    chat([{"role": "user", "content": "Hello"}])'
+        )
+    for number, message in enumerate(given):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidArgumentError(
+                f"messages[{number}] is {describe_class(message)} without a role. It has a role ({', '.join(_ROLES)}) "
+                'and a content: {"role": "user", "content": "Hello"}'
+            )
+    try:
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **options)
+    except BaseException as error:  # a template is a program of others, in jinja's sandbox
+        if not is_failure(error):
+            raise
+        raise InvalidArgumentError(f"The chat template refuses these messages: {first_line(error)}") from error
+    assert isinstance(text, str)
+    return text

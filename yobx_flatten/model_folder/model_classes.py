@@ -1,0 +1,282 @@
+"""Classes over exported folders that code written for transformers takes: ``pipeline``, loops, ``generate``.
+
+``from_pretrained`` returns a ``PreTrainedModel`` whose class is derived from the one here, and has the name of the
+exported one: transformers' pipelines go by it. Nothing here imports transformers before a folder is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from ..errors import GenerationError, InvalidArgumentError
+from ..errors.dependencies import require
+from ..files.scratch import is_folder
+from ..generate.layout import MANIFEST
+from ..runners.open import RUNTIMES, check_runtime, open_runner
+from .chat import chat_tokenizer, reply
+from .digests import check_digests
+from .manifest import read_manifest
+from .opened import open_generator, runtime_of_folder
+from .tasks import GENERATES
+
+__all__ = [
+    "FolderModel",
+    "OnnxForAudioClassification",
+    "OnnxForCTC",
+    "OnnxForCausalLM",
+    "OnnxForDepthEstimation",
+    "OnnxForFeatureExtraction",
+    "OnnxForImageClassification",
+    "OnnxForImageSegmentation",
+    "OnnxForImageTextToText",
+    "OnnxForMaskedLM",
+    "OnnxForMultipleChoice",
+    "OnnxForObjectDetection",
+    "OnnxForQuestionAnswering",
+    "OnnxForSeq2SeqLM",
+    "OnnxForSequenceClassification",
+    "OnnxForSpeechSeq2Seq",
+    "OnnxForTokenClassification",
+    "OnnxForZeroShotImageClassification",
+    "open_model",
+]
+
+
+class FolderModel:
+    """A model over an exported folder; each subclass is for a task.
+
+    Attributes:
+        tasks: the tasks of the folders that a class opens.
+    """
+
+    tasks: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        runtime: str | None = None,
+        threads: int | None = None,
+        trust: bool = False,
+    ) -> Any:
+        """Open a folder.
+
+        Args:
+            folder: a folder as :func:`export_folder` writes it, or with files of the same names.
+            runtime: the library that runs the files; see :func:`open_generator`. ``None``, the default, for the one
+                that the folder names.
+            threads: number of threads that one operator of onnxruntime can use; ``None`` for its own choice.
+            trust: whether the caller knows who wrote the folder; see :func:`open_generator`. ``False`` by default.
+
+        Returns:
+            A ``transformers.PreTrainedModel``. Where it generates, every keyword of ``generate`` is transformers' own
+            code, and the cache stays in the memory of the library that runs the files.
+
+        Raises:
+            InvalidArgumentError: when the folder is for another task, or there is no such runtime.
+            GenerationError: when there is no such folder, or it has no files for the runtime.
+            MissingDependencyError: when transformers or the runtime is not installed.
+            DamagedFileError: when a file is not the one that was exported.
+            UntrustedFileError: when a file holds machine code, and ``trust`` is ``False``.
+        """
+        require("transformers", purpose=f"{cls.__name__}", extra="transformers")
+        path = pathlib.Path(folder)
+        if not is_folder(path):
+            raise GenerationError(f"There is no folder {path}. To write one: yobx-flatten export MODEL -o {path}")
+        if runtime is not None:
+            check_runtime(runtime)
+        task = read_manifest(path).task if (path / MANIFEST).is_file() else cls.tasks[0]
+        if task not in cls.tasks:
+            others = [other.__name__ for other in FolderModel.__subclasses__() if task in other.tasks]
+            raise InvalidArgumentError(
+                f"{path} is for {task}, and {cls.__name__} for {' or '.join(cls.tasks)}. Open it with "
+                f"{' or '.join(others) or 'open_model'}.from_pretrained, or with open_model(folder)."
+            )
+        if task in GENERATES:
+            from ..generate.model_of_files import model_of_files
+
+            found = model_of_files(open_generator(path, runtime=runtime, threads=threads, trust=trust).steps, (cls,))
+            found.folder = path
+            return found
+        from .plain_model import plain_model
+
+        chosen = runtime_of_folder(path) if runtime is None else runtime
+        if (path / MANIFEST).is_file():
+            check_digests(path, read_manifest(path).sha256)
+        file = next((one for end in RUNTIMES[chosen] if (one := path / f"model{end}").is_file()), None)
+        if file is None:
+            raise GenerationError(f"{path} holds no model{' or model'.join(RUNTIMES[chosen])} for {chosen}.")
+        options = {"options": _threads(threads)} if chosen == "onnxruntime" else {}
+        runner = open_runner(file, runtime=chosen, trust=trust, caller=cls.__name__, **options)
+        return plain_model(runner, path, cls)
+
+
+def _threads(threads: int | None) -> Any:
+    from ..runners.onnx_session import require_onnxruntime, session_options
+
+    require_onnxruntime("from_pretrained")
+    return session_options(threads=threads)
+
+
+class OnnxForCausalLM(FolderModel):
+    """A decoder that writes text, as ``AutoModelForCausalLM``.
+
+    >>> import tempfile
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from yobx_flatten import export_folder
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    ...                      vocab_size=64, eos_token_id=None)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> prompt, drawn = torch.tensor([[5, 6, 7]]), {"do_sample": True, "top_p": 0.9, "max_new_tokens": 4}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     exported = export_folder(model, f"{folder}/llama")
+    ...     of_files = OnnxForCausalLM.from_pretrained(f"{folder}/llama")
+    >>> seed = torch.manual_seed(0)
+    >>> found = of_files.generate(prompt, **drawn)
+    >>> seed = torch.manual_seed(0)
+    >>> torch.equal(found, model.generate(prompt, **drawn))
+    True
+    """
+
+    tasks = ("text-generation",)
+    folder: pathlib.Path
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Return the reply to a conversation, by the chat template of the folder's tokenizer.
+
+        Args:
+            messages: ``{"role": "user", "content": "..."}`` and others, in order.
+            **options: keywords of ``generate``; ``tools`` and ``documents`` are for the template.
+
+        Raises:
+            InvalidArgumentError: when the tokenizer has no chat template, or a message is not one.
+            DamagedFileError: when the folder has no tokenizer.
+        """
+        return reply(self, chat_tokenizer(self.folder), messages, **options)
+
+
+class OnnxForSeq2SeqLM(FolderModel):
+    """An encoder and a decoder from text to text, as ``AutoModelForSeq2SeqLM``."""
+
+    tasks = ("text2text-generation",)
+
+
+class OnnxForSpeechSeq2Seq(FolderModel):
+    """An encoder and a decoder from sound to text, as ``AutoModelForSpeechSeq2Seq``; Whisper with its own loop."""
+
+    tasks = ("automatic-speech-recognition",)
+
+
+class OnnxForImageTextToText(FolderModel):
+    """Pictures, and a prompt or none, to text, as ``AutoModelForImageTextToText``."""
+
+    tasks = ("image-text-to-text", "image-to-text")
+
+
+class OnnxForMaskedLM(FolderModel):
+    """Scores of words for the places that are masked, as ``AutoModelForMaskedLM``."""
+
+    tasks = ("fill-mask",)
+
+
+class OnnxForSequenceClassification(FolderModel):
+    """Scores of a text, as ``AutoModelForSequenceClassification``: classes, or how well two texts fit."""
+
+    tasks = ("text-classification",)
+
+
+class OnnxForTokenClassification(FolderModel):
+    """Scores of each token, as ``AutoModelForTokenClassification``."""
+
+    tasks = ("token-classification",)
+
+
+class OnnxForQuestionAnswering(FolderModel):
+    """Where an answer begins and ends, as ``AutoModelForQuestionAnswering``."""
+
+    tasks = ("question-answering",)
+
+
+class OnnxForMultipleChoice(FolderModel):
+    """Scores of choices, as ``AutoModelForMultipleChoice``."""
+
+    tasks = ("multiple-choice",)
+
+
+class OnnxForFeatureExtraction(FolderModel):
+    """What a model makes of its input, as ``AutoModel``."""
+
+    tasks = ("feature-extraction",)
+
+
+class OnnxForCTC(FolderModel):
+    """Sound to letters, frame by frame, as ``AutoModelForCTC``."""
+
+    tasks = ("ctc",)
+
+
+class OnnxForAudioClassification(FolderModel):
+    """Scores of sound, as ``AutoModelForAudioClassification``."""
+
+    tasks = ("audio-classification",)
+
+
+class OnnxForImageClassification(FolderModel):
+    """Scores of pictures, as ``AutoModelForImageClassification``."""
+
+    tasks = ("image-classification",)
+
+
+class OnnxForObjectDetection(FolderModel):
+    """Boxes in pictures, as ``AutoModelForObjectDetection``."""
+
+    tasks = ("object-detection",)
+
+
+class OnnxForImageSegmentation(FolderModel):
+    """Parts of pictures, as ``AutoModelForSemanticSegmentation``."""
+
+    tasks = ("image-segmentation",)
+
+
+class OnnxForDepthEstimation(FolderModel):
+    """Depth of pictures, as ``AutoModelForDepthEstimation``."""
+
+    tasks = ("depth-estimation",)
+
+
+class OnnxForZeroShotImageClassification(FolderModel):
+    """How well texts and pictures fit, as ``AutoModelForZeroShotImageClassification``."""
+
+    tasks = ("zero-shot-image-classification",)
+
+
+def open_model(
+    folder: str | os.PathLike[str], *, runtime: str | None = None, threads: int | None = None, trust: bool = False
+) -> Any:
+    """Open an exported folder as a model of transformers, whichever task it is for.
+
+    Args:
+        folder: a folder as :func:`export_folder` writes it.
+        runtime: see :meth:`FolderModel.from_pretrained`.
+        threads: see :meth:`FolderModel.from_pretrained`.
+        trust: see :meth:`FolderModel.from_pretrained`.
+
+    Returns:
+        What ``from_pretrained`` of the class for its task returns, for ``pipeline(task, model=...)`` and other code
+        that takes a model of transformers.
+
+    Raises:
+        ForeignFileError: when the folder does not state what it is for.
+        FlattenError: as :meth:`FolderModel.from_pretrained`.
+    """
+    task = read_manifest(pathlib.Path(folder)).task
+    found = next((one for one in FolderModel.__subclasses__() if task in one.tasks), None)
+    if found is None:
+        raise InvalidArgumentError(f"{os.fspath(folder)} is for {task}, for which there is no class.")
+    return found.from_pretrained(folder, runtime=runtime, threads=threads, trust=trust)

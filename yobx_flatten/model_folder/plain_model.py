@@ -1,0 +1,102 @@
+"""A model of transformers whose forward is one call of one file: encoders, and what is on top of them.
+
+Imports transformers.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ..errors import GenerationError, InvalidArgumentError
+from ..files.document import read_document
+from ..generate.model_of_files import named_class, read_config
+from ..generate.slots import typed
+from ..runners.runner import Runner
+
+__all__ = ["PlainFileModel", "plain_model"]
+
+# what a model assumes where it is not given: nothing is padded, and there is one text
+_ASSUMED = {"attention_mask": torch.ones_like, "token_type_ids": torch.zeros_like}
+_MASKS = ("attention_mask", "pixel_mask")
+
+
+class PlainFileModel(PreTrainedModel):  # type: ignore[misc] # transformers is untyped
+    """Not one weight: ``forward`` runs a file.
+
+    Args:
+        runner: the file.
+        stated: what ``config.json`` holds.
+    """
+
+    def __init__(self, runner: Runner, stated: dict[str, Any]) -> None:
+        super().__init__(read_config(stated, encoder=False))
+        self.runner = runner
+        self.main_input_name = next(iter(runner.ports))
+        self.anchor = torch.nn.Parameter(torch.zeros(()), requires_grad=False)  # states device and type
+        self.eval()
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse: the files are where they are.
+
+        Raises:
+            InvalidArgumentError: always.
+        """
+        raise InvalidArgumentError("A model of exported files is its folder: copy that, with shutil.copytree(a, b).")
+
+    def forward(self, *args: Any, **given: Any) -> Any:
+        """Run the file on what the model's tokenizer or processor returns.
+
+        Args:
+            *args: inputs in the order of the file.
+            **given: inputs by name.
+
+        Returns:
+            A ``ModelOutput`` with the outputs of the file, under the names that the model has for them.
+
+        Raises:
+            InvalidArgumentError: when an input is missing, or the file does not take it and it is not needless.
+        """
+        ports = self.runner.ports
+        given = {**dict(zip(ports, args, strict=False)), **given}
+        feeds = {name: given.pop(name) for name in list(given) if name in ports and given[name] is not None}
+        for name, make in _ASSUMED.items():
+            if name in ports and name not in feeds and "input_ids" in feeds:
+                feeds[name] = make(feeds["input_ids"])
+        missing = [name for name in ports if name not in feeds]
+        if missing:
+            raise InvalidArgumentError(f"{self.runner.name} takes {', '.join(ports)}: pass {', '.join(missing)}.")
+        self._check_rest(given)
+        found = self.runner.run(typed(self.runner, {name: value.detach().cpu() for name, value in feeds.items()}))
+        made = ModelOutput()
+        for name, value in found.items():
+            made[name] = value
+        return made if given.get("return_dict", True) is not False else made.to_tuple()
+
+    def _check_rest(self, given: Mapping[str, Any]) -> None:
+        """Refuse what a file cannot do, and would leave out silently."""
+        for name, value in given.items():
+            needless = value is None or value is False or name in ("return_dict", "use_cache")
+            if needless or (name in _MASKS and bool(value.all())):
+                continue
+            raise InvalidArgumentError(
+                f"{self.runner.name} takes {', '.join(self.runner.ports)}, and no {name}. The outputs would be others "
+                "than the model's: leave it out, or pass rows of one size where it is a mask."
+            )
+
+
+def plain_model(runner: Runner, folder: pathlib.Path, base: type) -> Any:
+    """Return a model of transformers over one file.
+
+    Args:
+        runner: the file.
+        folder: where its configuration is.
+        base: the class that is asked for.
+    """
+    stated = read_document(folder / "config.json", dict[str, Any], failure=GenerationError, finite=False)
+    return named_class(stated, (base, PlainFileModel))(runner, stated)

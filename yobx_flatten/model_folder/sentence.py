@@ -1,0 +1,275 @@
+"""What a folder of sentence-transformers does after its model: pooling, dense layers, normalisation.
+
+.. code-block:: text
+
+    modules.json      0  Transformer   tokens ──> hidden states of shape (rows, tokens, size)
+    1_Pooling/        1  Pooling       one vector for each row: the mean of its tokens, the first, the last ...
+    2_Dense/          2  Dense         a matrix
+    3_Normalize/      3  Normalize     length 1                                       ──> sentence_embedding
+
+Source: ``sentence_transformers.models`` of sentence-transformers 6.2, whose folders these are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import shutil
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..errors import ModelSourceError
+from ..files.damage import damage_as
+from ..files.document import check_regular, inside, read_document
+from ..recipe.aliases import TransformersModel
+from .pieces import Piece
+
+__all__ = ["EMBEDDING", "SentenceModel", "SentenceModules", "copy_modules", "read_modules", "with_embedding"]
+
+EMBEDDING = "sentence_embedding"
+"""The output that sentence-transformers, and tools for its files, look for."""
+
+MODULES = "modules.json"
+_LARGEST = 2**30  # bytes of one file
+_LEAST = 1e-9  # tokens of a row, as sentence-transformers has it
+_PATTERNS = ("*.json", "*.txt", "*.safetensors")
+_ACTIVATIONS = {"Identity": torch.nn.Identity, "Tanh": torch.nn.Tanh, "ReLU": torch.nn.ReLU, "GELU": torch.nn.GELU}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Module:
+    type: str
+    path: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Pooling:
+    pooling_mode: str | list[str] | None = None
+    pooling_mode_cls_token: bool = False
+    pooling_mode_max_tokens: bool = False
+    pooling_mode_mean_tokens: bool = False
+    pooling_mode_mean_sqrt_len_tokens: bool = False
+    pooling_mode_weightedmean_tokens: bool = False
+    pooling_mode_lasttoken: bool = False
+    include_prompt: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Dense:
+    in_features: int
+    out_features: int
+    bias: bool = True
+    activation_function: str = "torch.nn.modules.linear.Identity"
+
+
+@dataclasses.dataclass(frozen=True)
+class SentenceModules:
+    """The modules after the first one.
+
+    Attributes:
+        layers: what makes the embedding of hidden states and a mask; empty where a module is unknown.
+        why_not: what is not in the file, for the report; ``None`` where everything is.
+    """
+
+    layers: Sequence[torch.nn.Module]
+    why_not: str | None = None
+
+
+class Pooling(torch.nn.Module):
+    """One vector for each row.
+
+    Args:
+        modes: keys of :data:`_MODES`, whose vectors stand behind each other.
+    """
+
+    def __init__(self, modes: Sequence[str]) -> None:
+        super().__init__()
+        self.modes = tuple(modes)
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return vectors of shape (rows, size times modes)."""
+        return torch.cat([_MODES[mode](hidden, mask.unsqueeze(-1).to(hidden.dtype)) for mode in self.modes], dim=-1)
+
+
+class Normalize(torch.nn.Module):
+    """Vectors of length 1."""
+
+    def forward(self, vector: torch.Tensor) -> torch.Tensor:
+        """Return them."""
+        return torch.nn.functional.normalize(vector, dim=-1)
+
+
+class SentenceModel(torch.nn.Module):
+    """A model with an output for each row.
+
+    Args:
+        model: a model of transformers that returns hidden states.
+        layers: see :class:`SentenceModules`.
+    """
+
+    def __init__(self, model: TransformersModel, layers: Sequence[torch.nn.Module]) -> None:
+        super().__init__()
+        self.model, self.layers = model, torch.nn.ModuleList(layers).to(model.dtype)
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, token_type_ids: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return what the model returns, and the embedding."""
+        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **types)
+        pooling, *others = self.layers
+        vector = pooling(outputs[0], attention_mask)
+        for layer in others:
+            vector = layer(vector)
+        return {**{name: value for name, value in outputs.items() if value is not None}, EMBEDDING: vector}
+
+
+def read_modules(folder: pathlib.Path | None) -> SentenceModules | None:
+    """Return what a folder does after its model.
+
+    Args:
+        folder: the folder that the model is from; ``None`` where it is not known.
+
+    Returns:
+        ``None`` where it is not of sentence-transformers, or ends with its model.
+
+    Raises:
+        ModelSourceError: when it is damaged.
+    """
+    if folder is None or not (folder / MODULES).is_file():
+        return None
+    _, *modules = _listed(folder)
+    if not modules:
+        return None
+    layers: list[torch.nn.Module] = []
+    for number, module in enumerate(modules):
+        kind = module.type.rpartition(".")[2]
+        # pooling comes first: it makes vectors of tokens
+        made = (
+            _READERS[kind](folder, module.path) if kind in _READERS and (kind == "Pooling") == (number == 0) else kind
+        )
+        if isinstance(made, str):
+            return SentenceModules((), f"{MODULES} has a module {made} at place {number + 1}")
+        layers.append(made)
+    return SentenceModules(layers)
+
+
+def with_embedding(pieces: list[Piece], model: TransformersModel, modules: SentenceModules) -> list[Piece]:
+    """Return the file of a model with an output for each row.
+
+    Args:
+        pieces: the file to be.
+        model: what it is of.
+        modules: what comes after the model.
+    """
+    if not modules.layers:
+        return pieces
+    return [dataclasses.replace(piece, module=SentenceModel(model, modules.layers).eval()) for piece in pieces]
+
+
+def copy_modules(source: pathlib.Path, folder: pathlib.Path) -> None:
+    """Copy the folders of modules after the first one: ``1_Pooling`` and others.
+
+    Args:
+        source: a folder of sentence-transformers, or any other, of which nothing is copied.
+        folder: where to.
+    """
+    if not (source / MODULES).is_file():
+        return
+    for module in _listed(source)[1:]:
+        if module.path in ("", "."):
+            continue
+        for pattern in _PATTERNS:
+            for path in sorted((source / module.path).glob(pattern)):
+                name = f"{module.path}/{path.name}"
+                inside(source, name, ModelSourceError)
+                check_regular(path, ModelSourceError, _LARGEST)
+                (folder / module.path).mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, folder / name)
+
+
+def _listed(folder: pathlib.Path) -> list[_Module]:
+    return read_document(folder / MODULES, list[_Module], failure=ModelSourceError)
+
+
+def _pooling(folder: pathlib.Path, path: str) -> torch.nn.Module | str:
+    stated = read_document(inside(folder, f"{path}/config.json", ModelSourceError), _Pooling, failure=ModelSourceError)
+    named = [stated.pooling_mode] if isinstance(stated.pooling_mode, str) else list(stated.pooling_mode or [])
+    modes = named or [mode for mode in _MODES if getattr(stated, _SWITCHES[mode])]
+    if not stated.include_prompt:
+        return "Pooling without the prompt (include_prompt=false)"
+    unknown = [mode for mode in modes if mode not in _MODES]
+    return f"Pooling by {', '.join(unknown) or 'nothing'}" if unknown or not modes else Pooling(modes)
+
+
+def _dense(folder: pathlib.Path, path: str) -> torch.nn.Module | str:
+    stated = read_document(inside(folder, f"{path}/config.json", ModelSourceError), _Dense, failure=ModelSourceError)
+    activation = _ACTIVATIONS.get(stated.activation_function.rpartition(".")[2])
+    if activation is None or not (folder / path / "model.safetensors").is_file():
+        return f"Dense ({stated.activation_function}), or its weights are not in model.safetensors"
+    from safetensors.torch import load_file
+
+    weights = inside(folder, f"{path}/model.safetensors", ModelSourceError)
+    linear = torch.nn.Linear(stated.in_features, stated.out_features, bias=stated.bias)
+    with damage_as(ModelSourceError, f"{path}/model.safetensors"):
+        found = {name.removeprefix("linear."): value.float() for name, value in load_file(weights).items()}
+        linear.load_state_dict(found)
+    return torch.nn.Sequential(linear, activation()).eval()
+
+
+def _normalize(folder: pathlib.Path, path: str) -> torch.nn.Module:
+    return Normalize()
+
+
+_READERS: dict[str, Callable[[pathlib.Path, str], torch.nn.Module | str]] = {
+    "Pooling": _pooling,
+    "Dense": _dense,
+    "Normalize": _normalize,
+}
+
+
+def _first(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return hidden[:, 0]
+
+
+def _largest(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return hidden.masked_fill(mask == 0, torch.finfo(hidden.dtype).min).max(1).values
+
+
+def _mean(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (hidden * mask).sum(1) / mask.sum(1).clamp(min=_LEAST)
+
+
+def _mean_by_root(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (hidden * mask).sum(1) / mask.sum(1).clamp(min=_LEAST).sqrt()
+
+
+def _weighted(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype, device=hidden.device)[None, :, None]
+    return (hidden * mask * places).sum(1) / (mask * places).sum(1).clamp(min=_LEAST)
+
+
+def _last(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(hidden.shape[1], device=hidden.device)[None, :, None]
+    last = (places * mask.long()).amax(1, keepdim=True)
+    return (hidden * mask).gather(1, last.expand(-1, -1, hidden.shape[2])).squeeze(1)
+
+
+# in the order in which their vectors stand
+_MODES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "cls": _first,
+    "max": _largest,
+    "mean": _mean,
+    "mean_sqrt_len_tokens": _mean_by_root,
+    "weightedmean": _weighted,
+    "lasttoken": _last,
+}
+_SWITCHES = {
+    "cls": "pooling_mode_cls_token",
+    "max": "pooling_mode_max_tokens",
+    "mean": "pooling_mode_mean_tokens",
+    "mean_sqrt_len_tokens": "pooling_mode_mean_sqrt_len_tokens",
+    "weightedmean": "pooling_mode_weightedmean_tokens",
+    "lasttoken": "pooling_mode_lasttoken",
+}

@@ -259,6 +259,8 @@ class Engine(RunLifecycle):
                 with self.groups.stopping(run):
                     run.start_all(host_values)
                     self.execute(run, run.spec.stages)
+                if run.spec.loss_check is not None:
+                    run.spec.loss_check.finish()
                 call.add(run, host_values)
             if call.land is not None:
                 for layer in range(len(self.layers)):  # what has not landed has no gradient
@@ -310,7 +312,7 @@ class Engine(RunLifecycle):
         return parts + [[] for _ in range(count - len(parts))]
 
     def cut_group(self, batch: FlatBatch, config: RoundPipeRunConfig, *, is_cut: bool = False) -> list[FlatMicrobatch]:
-        """Return the microbatches of rows that are one group; ``is_cut`` if other ranks have other rows of the batch."""
+        """Return the microbatches of one group; ``is_cut`` if other ranks have other rows of the batch."""
         microbatches = self.split(batch, config)
         rows = [microbatch.rows for microbatch in microbatches]
         if is_cut or len(rows) > 1:

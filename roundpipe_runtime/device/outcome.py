@@ -39,7 +39,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def on_error(act: Callable[[BaseException], object]) -> Iterator[None]:
-    """Undo a block that has raised, or tell others of its error, before the error goes on.
+    """Undo a block that has raised, or notify others of its error, before the error goes on.
 
     Args:
         act: function that is given the error.
@@ -50,7 +50,7 @@ def on_error(act: Callable[[BaseException], object]) -> Iterator[None]:
     """
     try:
         yield
-    except BaseException as error:  # an interruption must be undone, too
+    except BaseException as error:  # an interruption must also be undone
         act(error)
         raise
 

@@ -87,7 +87,7 @@ class LayerSteps:
                 self.has_begun.set_result(None)
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the run that reads layers meanwhile of an error."""
+        """Notify the run that reads layers meanwhile of an error."""
         if self.is_ahead:
             self._table.fail(error)
 

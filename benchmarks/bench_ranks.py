@@ -153,7 +153,7 @@ def line(mesh: DeviceMesh) -> dict[str, float]:
     pipeline = RoundPipe(model, devices="virtual:1", name="line", mesh=mesh)
     engine: Any = pipeline._rp_engine
     engine.planner.prefers_one_thread = lambda kind: False
-    ranks, rate = engine.ranks, [0.0]
+    ranks, rate = engine.groups.ranks, [0.0]
 
     def slow(method: Callable[..., None]) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
@@ -214,7 +214,7 @@ def memory_and_sent(mesh: DeviceMesh) -> dict[str, float]:
     layer = max(sum(p.numel() for p in one.parameters()) for one in pipeline._rp_engine.layers)
     step(batch(dist.get_rank(), 0))
     pipeline.synchronize()
-    ranks: Any = pipeline._rp_engine.ranks
+    ranks = pipeline.ranks
     sent, calls = dict(ranks.sent), dict(ranks.calls)
     step(batch(dist.get_rank(), 1))
     pipeline.synchronize()

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 
 from yobx_flatten.files.flush import flush_folder
 
+from ..device.outcome import on_error
 from .manifest import MANIFEST, is_complete, write_manifest
 
 __all__ = [
@@ -83,18 +84,19 @@ def appearing(
     half = half or writing_path(path)
     half.mkdir(parents=True)
     before = path.with_name(f".{path.name}.leaving")
-    try:
+
+    def undo(error: BaseException) -> None:
+        shutil.rmtree(half, ignore_errors=True)
+        if before.exists() and not path.exists():
+            before.rename(path)
+
+    with on_error(undo):
         yield half
         seal(half)
         if path.exists():
             shutil.rmtree(before, ignore_errors=True)  # of a run that was killed here
             path.rename(before)
         half.rename(path)
-    except BaseException:
-        shutil.rmtree(half, ignore_errors=True)
-        if before.exists() and not path.exists():
-            before.rename(path)
-        raise
     flush_folder(path.parent)
     shutil.rmtree(before, ignore_errors=True)
 

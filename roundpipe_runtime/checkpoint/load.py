@@ -12,7 +12,7 @@ from torch import nn
 
 from yobx_flatten.files.damage import damage_as
 
-from ..device.worker import add_note_once
+from ..device.outcome import noting
 from ..errors import RoundPipeError, warn
 from .errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
 from .folder import checkpoints_in, is_checkpoint
@@ -135,11 +135,8 @@ def _restore(path: pathlib.Path, model: nn.Module, parts: TrainingObjects, ranks
         stored, tensors = ranks.together(lambda: _read(path, model, parts, stack))
         ranks.together(lambda: _restore_parts(path, stored, model, parts, undo))
         undo.pop_all()
-        try:
+        with noting("The checkpoint may be loaded in part. Start again, and load it once more."):
             ranks.together(lambda: _restore_model(stored, tensors, model))
-        except BaseException as error:
-            add_note_once(error, "The checkpoint may be loaded in part. Start again, and load it once more.")
-            raise
     restore_random_state(stored["random"])
     data: dict[str, Any] = stored["data"]
     return data

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from ..device.outcome import Outcome
 from ..pipeline import RoundPipe
 from .errors import CheckpointError
 from .shards import is_sharded
@@ -92,11 +93,9 @@ class CheckpointRanks:
         """
         if self.group is None:
             return work()
-        failure: BaseException | None = None
-        try:
+        with Outcome() as outcome:
             result = work()
-        except BaseException as raised:
-            failure = raised
+        failure = outcome.error
         reports = self.exchange(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure

@@ -10,13 +10,15 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from ..device.forking import free_after_fork
 from ..device.interrupts import Uninterrupted, is_done, wait_for
-from ..device.worker import Worker, add_note_once
+from ..device.outcome import noting, on_error
+from ..device.worker import Worker
 from ..errors import ConfigError
 from .folder import appearing, checkpoints_in, make_folder, next_path, remove_leftovers, remove_old, writing_path
 from .manifest import describe_files, write_manifest
@@ -135,24 +137,41 @@ def save_checkpoint(
     True
     """
     need_safetensors()
-    if keep is not None and (type(keep) is not int or keep < 1):
-        raise ConfigError(f"save_checkpoint: keep must be a number from 1 on, or None for all, found {keep!r}.")
-    if not isinstance(data, (dict, type(None))):
-        raise ConfigError(f"save_checkpoint: data must be a dictionary, found {type(data).__qualname__}.")
+    _check_arguments(keep, data)
     home = pathlib.Path(folder).absolute()
     finish_writing(home)
     ranks = ranks_of(model, optimizer_targets(model))
     objects = training_objects(optimizer, scheduler, scaler)
     state = ranks.together(lambda: collect_state(model, objects, data or {}, copy=is_async))
+    return _start_writing(state, home, keep, max_shard_bytes, ranks, is_async=is_async)
+
+
+def _start_writing(
+    state: TrainingState,
+    home: pathlib.Path,
+    keep: int | None,
+    shard_bytes: int,
+    ranks: CheckpointRanks,
+    *,
+    is_async: bool,
+) -> Checkpoint:
+    """Write a state now, or in the background."""
     with _WRITING:
         finish_writing(home)
         path = ranks.on_first(lambda: _begin(home))
         if not is_async:
-            _write(state, path, keep, max_shard_bytes, ranks)
+            _write(state, path, keep, shard_bytes, ranks)
             return Checkpoint(path)
         with Uninterrupted():  # the next call waits for what this one has begun
-            writing = _PENDING[home] = _WRITER.submit(_write_logged, state, path, keep, max_shard_bytes, ranks)
+            writing = _PENDING[home] = _WRITER.submit(_write_logged, state, path, keep, shard_bytes, ranks)
         return Checkpoint(path, writing)
+
+
+def _check_arguments(keep: object, data: object) -> None:
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ConfigError(f"save_checkpoint: keep must be a number from 1 on, or None for all, found {keep!r}.")
+    if not isinstance(data, (dict, type(None))):
+        raise ConfigError(f"save_checkpoint: data must be a dictionary, found {type(data).__qualname__}.")
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
@@ -217,7 +236,7 @@ def _write(
             shutil.copymode(half / TRAINING, file)  # safetensors writes files that other users may not read
         write_manifest(half, described)
 
-    try:
+    with noting(f"While {path} was written. The checkpoints before it are as they were."):
         with contextlib.ExitStack() as stack:
             half = writing_path(path)
             ranks.on_first(lambda: _enter(stack, path, seal))
@@ -227,9 +246,6 @@ def _write(
                 described.update(files)
             ranks.on_first(stack.close)  # it appears
         ranks.on_first(lambda: remove_old(path.parent, keep))
-    except BaseException as error:
-        add_note_once(error, f"While {path} was written. The checkpoints before it are as they were.")
-        raise
 
 
 def _enter(stack: contextlib.ExitStack, path: pathlib.Path, seal: Callable[[pathlib.Path], None]) -> None:
@@ -238,11 +254,9 @@ def _enter(stack: contextlib.ExitStack, path: pathlib.Path, seal: Callable[[path
 
 
 def _write_logged(state: TrainingState, path: pathlib.Path, *rest: Any) -> None:
-    try:
+    # the process may end before the result is read
+    with on_error(partial(_LOG.error, "%s was not written: %s", path)):
         _write(state, path, *rest)
-    except BaseException as error:
-        _LOG.error("%s was not written: %s", path, error)  # the process may end before the result is read
-        raise
 
 
 def _finish(folder: pathlib.Path, writing: Future[None]) -> None:

@@ -21,7 +21,7 @@ from .plan_output import as_dict, write_plan
 from .quantities import parse_bits, parse_bytes, parse_gigabytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..estimate.network import NodesEstimate
     from ..estimate.report import PlanReport
     from ..fine_tune import ModelSource
-    from ..huggingface.plan_training import PlannedTraining
+    from ..huggingface.plan_training import PlannedTraining, SettingsChange
 
 __all__ = ["plan"]
 
@@ -120,43 +120,53 @@ def plan(
     line = parse_bits(network, "--network")
     copies = _copies(last_stage_copies)
     keep = parse_gigabytes(keep_parameters, "--keep-parameters")
-    if batch < nodes:
-        raise UserError(f"{batch} rows cannot be cut among {nodes} machines: --batch {nodes}, or --nodes {batch}")
-    rows = -(-batch // nodes)
+    rows = _rows_of_machine(batch, nodes)
     source = source_of(model, weights=False)
     if source.folder is None and not pathlib.Path(model).exists() and not json:
         say(f"{model}: a small model with random weights\n")
-    longest = source.longest
-    if length is not None and longest is not None and length > longest:
-        raise UserError(f"{source.name} takes rows of {longest} tokens at most: --length {longest}")
+    length = _length(source, length)
     with progress("building the model without memory") as show:
         where = _Where(machine, devices, numbers)
         training = _training(source, where, dtype, optim_dtype, lora, show)
         count = microbatches or min(len(training.hardware.names) + 1, rows)
-        if count > rows:
-            raise UserError(
-                f"{rows} rows cannot be cut into {count} microbatches: --batch {count * nodes}, or "
-                f"--microbatches {rows}"
-            )
-        size = {"batch": rows, "length": length or min(512, longest or 512), "num_microbatch": count}
+        _check_microbatches(count, rows, nodes)
+        size = {"batch": rows, "length": length, "num_microbatch": count}
         show("measuring the layers")
         report = training.report(**size, last_stage_copies=copies, keep_parameters=keep)
-        change = None
-        if report.fits_devices is False and not report.too_large:
-            show("looking for what fits")
-            change = training.remedy(**size)
+        change = _remedy(training, report, size, show)
     several = _nodes(training, report, _dtype(reduce_dtype))
     found = several(nodes, line)
-    if nodes > 1:
-        report = of_node(report, nodes)
+    report = of_node(report, nodes) if nodes > 1 else report
     if json:
-        described = as_dict(training, report, change, rows=rows, length=size["length"])
+        described = as_dict(training, report, change, rows=rows, length=length)
         say_json(described if nodes == 1 else {**described, "several": nodes_as_dict(found, several)})
     else:
-        say(write_plan(training, report, change, rows=rows, length=size["length"]))
+        say(write_plan(training, report, change, rows=rows, length=length))
         if nodes > 1:
             say("\n" + write_nodes(found, several, rows=batch, tokens=report.tokens))
     return CHECK_FAILED if False in (report.fits_devices, report.fits_host) else 0
+
+
+def _rows_of_machine(batch: int, nodes: int) -> int:
+    """The rows of a batch on one of several machines."""
+    if batch < nodes:
+        raise UserError(f"{batch} rows cannot be cut among {nodes} machines: --batch {nodes}, or --nodes {batch}")
+    return -(-batch // nodes)
+
+
+def _length(source: ModelSource, length: int | None) -> int:
+    """The tokens of a row: as given, or as many as the model takes, up to 512."""
+    longest = source.longest
+    if length is not None and longest is not None and length > longest:
+        raise UserError(f"{source.name} takes rows of {longest} tokens at most: --length {longest}")
+    return length or min(512, longest or 512)
+
+
+def _check_microbatches(count: int, rows: int, nodes: int) -> None:
+    if count > rows:
+        raise UserError(
+            f"{rows} rows cannot be cut into {count} microbatches: --batch {count * nodes}, or --microbatches {rows}"
+        )
 
 
 def _copies(text: str) -> int | Literal["auto"]:
@@ -214,6 +224,14 @@ def _training(
     hardware = where.hardware(kept)
     show("cutting the model")
     return PlannedTraining(made, hardware, optim_dtype=_dtype(optim_dtype))
+
+
+def _remedy(training: PlannedTraining, report: PlanReport, size: Mapping[str, int], show: Any) -> SettingsChange | None:
+    """What to change so that the devices have room; ``None`` where they have, or where nothing helps."""
+    if report.fits_devices is not False or report.too_large:
+        return None
+    show("looking for what fits")
+    return training.remedy(**size)
 
 
 def _nodes(

@@ -30,7 +30,8 @@ from yobx_flatten.private_names.of_torch import storage_use_count
 from ..errors import DeviceError, DeviceMemoryError
 from .clock import EventClock
 from .events import NOW, Event
-from .worker import Worker, add_note_once
+from .outcome import noting
+from .worker import Worker
 
 __all__ = ["PIECE", "AcceleratorDevice", "copy_in_pieces", "is_held_elsewhere", "memory_info"]
 
@@ -286,11 +287,8 @@ class AcceleratorDevice:
         Raises:
             RuntimeError: a kernel has failed, or the device is lost. A note states which device it is.
         """
-        try:
+        with noting(f"While the work of {self.name} was waited for."):
             self._end().synchronize()
-        except Exception as error:
-            add_note_once(error, f"While the work of {self.name} was waited for.")
-            raise
 
     def clock(self) -> EventClock:
         """Return a clock of what the streams do."""

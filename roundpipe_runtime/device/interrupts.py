@@ -53,7 +53,7 @@ class Uninterrupted:
         elif self._error is None:
             try:
                 self._before(number, frame)
-            except BaseException as error:
+            except BaseException as error:  # KeyboardInterrupt, or whatever a handler of the user raises
                 self._error = error
                 self._stop(error)
 

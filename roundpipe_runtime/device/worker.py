@@ -185,7 +185,7 @@ def collect(mailbox: Mailbox, work: list[Future[None]]) -> None:
     """
     try:
         wait_for_futures(work)
-    except BaseException as interruption:
+    except BaseException as interruption:  # KeyboardInterrupt, or whatever a handler of the user raises
         mailbox.fail(interruption)
         wait_for_futures(work)
     error = mailbox.error

@@ -23,6 +23,7 @@ from torch import nn
 
 from yobx_flatten.private_names.of_torch import FakeTensorMode, pytree
 
+from ..device.outcome import Outcome
 from ..device.transfer import TreeStructure, flatten_value
 from ..errors import ConfigError, StageError
 
@@ -123,8 +124,8 @@ def _text(structure: TreeStructure) -> str:
     tensors = 1 + max((n for n in structure.leaves if isinstance(n, int)), default=-1)
     try:
         return repr(structure.rebuild([_Tensor()] * tensors))
-    except Exception:
-        return str(structure.spec)  # a class that does not show itself, or not without its tensors
+    except Exception:  # of a class that does not show itself, or not without its tensors
+        return str(structure.spec)
 
 
 class _Tensor:
@@ -171,7 +172,7 @@ def call_without_data(module: nn.Module, args: Sequence[Any], kwargs: Mapping[st
         given, named = pytree.tree_map(fake, (tuple(args), dict(kwargs)))
         with mode, torch.enable_grad():
             return callee(*given, **named)
-    except Exception as error:
+    except Exception as error:  # whatever the code of a module does without data
         raise StageError(
             f"{what} cannot be called on tensors without data: {type(error).__name__}: {error}\n"
             "Give what it returns for one microbatch, with tensors of the right sizes:\n"
@@ -213,14 +214,14 @@ def agree(
     found: list[Boundary] = []
     for stage in range(num_stages - 1):
         own: Any = None
-        error: Exception | None = None
-        if stage in mine:
-            try:
+        with Outcome() as outcome:
+            if stage in mine:
                 own = mine[stage](found[-1] if found else None)
                 if dist.get_world_size(group) > 1:
                     _check_picklable(own, stage)
-            except Exception as raised:
-                own, error = f"{type(raised).__name__}: {raised}", raised
+        error = outcome.error
+        if error is not None:
+            own = f"{type(error).__name__}: {error}"
         answers = [answer for answer in share(own, group) if answer is not None]
         if error is not None:
             raise error
@@ -235,7 +236,7 @@ def _check_picklable(boundary: Boundary, stage: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # as in :func:`share`
             pickle.dumps(boundary)
-    except Exception as error:
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"Stage {stage} returns {_text(boundary.structure)}, whose part that is not a tensor cannot be described "
             f"to another process: {error}\nPass what the next stage needs as tensors, and make the rest there."

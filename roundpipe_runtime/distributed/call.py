@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from ..batch.flat import FlatMicrobatch
 from ..batch.loss import LossContract
 from ..device.transfer import HostValue
+from ..engine.call import Call
 from ..engine.run import Run
-from .losses import LossReport
+from ..errors import DistributedError
+from .losses import GroupLosses, LossReport
 from .reduction import ReductionPlan
 
-__all__ = ["Call", "Halfway", "Opening", "Verdict"]
+__all__ = ["Halfway", "Opening", "RankCall", "Verdict"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,32 +74,39 @@ class Halfway:
     failure: str | None = None
 
 
-@dataclasses.dataclass(slots=True)
-class Call:
+@dataclasses.dataclass(slots=True, kw_only=True)
+class RankCall(Call):
     """One call of ``forward_backward``, as all ranks have agreed on it.
 
     Attributes:
-        parts: Microbatches of each group of this rank.
-        firsts: Index of the first microbatch of each group of this rank in the batch.
-        contract: Contract of the batch.
         plan: What is summed.
-        seed: Seed of random layers.
         first_rank: Rank with the first group that has rows.
-        runs: Runs of this rank that have succeeded, with their inputs.
         is_one_pass: Whether each microbatch goes back as soon as it has its loss, so that the contract has all losses.
         total: Loss of the batch, of a call in two passes.
         written: Buffers that the first group of this rank wrote, where the model has them already.
         feeds: Whether the call goes on backward from the inputs; autograd does otherwise.
     """
 
-    parts: list[list[FlatMicrobatch]]
-    firsts: list[int]
-    contract: LossContract
     plan: ReductionPlan
-    seed: int
     first_rank: int
-    runs: list[tuple[Run, list[HostValue]]] = dataclasses.field(default_factory=list)
     is_one_pass: bool = True
     total: Any = None
     written: Mapping[tuple[int, int], torch.Tensor] | None = None
     feeds: bool = True
+
+    def losses(self, turn: int) -> LossContract:
+        """Return the contract of the losses of a group."""
+        return GroupLosses(self.contract, self.firsts[turn], len(self.parts[turn]))
+
+    def add(self, run: Run, inputs: list[HostValue]) -> None:
+        """Take the run of a group that has succeeded.
+
+        Raises:
+            DistributedError: the loss function has gradients of its own.
+        """
+        if len(run.spec.contents) in run.collected.gradients:
+            raise DistributedError(
+                "The loss function trains parameters of its own, which no layer holds, so they are not summed over the "
+                "ranks. Make them part of the model: a last layer that returns what the loss needs."
+            )
+        Call.add(self, run, inputs)  # a class with slots is made anew, so that super() has another one

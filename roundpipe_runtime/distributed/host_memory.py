@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ..device.outcome import Outcome, on_error
 from ..errors import ConfigError, DistributedError
 from .machine import this_machine
 from .ranks import Ranks
@@ -88,25 +89,20 @@ def share_memory(model: nn.Module, ranks: Ranks, machines: Sequence[int]) -> lis
     first = list(machines).index(own)
     parameters = [parameter for parameter in model.parameters() if _can_be_shared(parameter)]
     places = _places(parameters)
-    failure: BaseException | None = None
     offered: tuple[int, int, bytes] | None = None
     memory: mmap.mmap | None = None
-    try:
+    with Outcome() as made:
         _check(model)
         if ranks.rank == first:
             memory, offered = _make(places[-1])
-    except BaseException as error:
-        failure = error
     try:
-        offers = _agreed(ranks, offered, failure)
-        try:
+        offers = _agreed(ranks, offered, made.error)
+        with Outcome() as opened:
             if memory is None:
                 offer = offers[first]
                 assert offer is not None  # of a rank that did not fail
                 memory = _open(places[-1], *offer)
-        except BaseException as error:
-            failure = error
-        _agreed(ranks, None, failure)
+        _agreed(ranks, None, opened.error)
     finally:
         if offered is not None:
             os.close(offered[1])
@@ -151,12 +147,9 @@ def _make(nbytes: int) -> tuple[mmap.mmap, tuple[int, int, bytes]]:
     """Memory, and what other processes of the machine need to open it."""
     token = secrets.token_bytes(16)
     file = os.memfd_create("roundpipe")
-    try:
+    with on_error(lambda error: os.close(file)):
         os.posix_fallocate(file, 0, nbytes)  # an error where memory is short, and not a signal later
         memory = mmap.mmap(file, nbytes)
-    except BaseException:
-        os.close(file)
-        raise
     memory[: len(token)] = token
     return memory, (os.getpid(), file, token)
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..device.events import NOW
-from .call import Call
+from ..engine.call import Call
 from .ranks import Ranks
 from .reduction import Reduction, ReductionPlan
 from .replicas import groups_of

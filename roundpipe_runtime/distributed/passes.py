@@ -24,7 +24,6 @@ from ..engine.driver import Engine
 from ..engine.resident import Gradients
 from ..engine.run import Run
 from ..errors import StageError
-from .reduction import Reduction
 
 __all__ = ["GroupPasses", "as_outputs", "join_graph"]
 
@@ -37,7 +36,7 @@ class GroupPasses:
         parts: Microbatches of each group.
         config: Settings of the call.
         runs: Runs of the groups that have rows, with the inputs of each microbatch.
-        reduction: Sums that gradients go to as they land; ``None`` where they stay in the run.
+        landed: Function that is given gradients as they land; ``None`` where they stay in the run.
         written: Buffers that the first run wrote.
         empty: Outputs without rows, on a rank that has none.
     """
@@ -45,7 +44,7 @@ class GroupPasses:
     parts: list[list[FlatMicrobatch]]
     config: RoundPipeRunConfig
     runs: list[tuple[Run, list[HostValue]]] = dataclasses.field(default_factory=list)
-    reduction: Reduction | None = None
+    landed: Callable[[int, int, Gradients], None] | None = None
     written: dict[tuple[int, int], torch.Tensor] | None = None
     empty: list[HostValue] = dataclasses.field(default_factory=list)
 
@@ -57,8 +56,8 @@ class GroupPasses:
             layer: index of the layer.
             gradients: gradients on the host.
         """
-        if self.reduction is not None:
-            self.reduction.land(turn, layer, gradients)
+        if self.landed is not None:
+            self.landed(turn, layer, gradients)
 
     def rows(self) -> list[int | None]:
         """Return the rows of each microbatch."""

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from ..device.interrupts import Uninterrupted
+from ..device.outcome import Outcome
 from ..errors import DistributedError
 from ..optim.parameters import LayerContents
 from ..optim.readiness import ReadinessTable
@@ -62,6 +64,10 @@ class RankSteps(StepRunner):
         """Run a step in the background. The next run reads the parameters from before it, later runs those after it."""
         super().start(partial(self._run_agreed, step))
 
+    def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:
+        """Run a step now: the weights of all ranks are gathered next to the run that follows."""
+        self.run(step)
+
     def run_ended(self) -> None:
         """Note that the run during the last step has succeeded: the result of the step may now be published."""
         if self._unpublished:
@@ -71,15 +77,11 @@ class RankSteps(StepRunner):
 
     def _run_agreed(self, step: Callable[[], Any]) -> None:
         """Run a step; an error of one rank is raised on all."""
-        failure: BaseException | None = None
         self._is_inside = True
-        try:
-            with OptimizerCtx():
-                step()
-        except BaseException as error:
-            failure = error
-        finally:
-            self._is_inside = False
+        with Outcome() as outcome, OptimizerCtx():
+            step()
+        self._is_inside = False
+        failure = outcome.error
         if failure is None:
             self.ranks.exchange(None, "step")  # fails if another rank does not come here
             return

@@ -66,7 +66,7 @@ class StageLine:
         """
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # another one takes its place where another process failed first
             if self._size == 1:
                 raise
             self.is_open = False

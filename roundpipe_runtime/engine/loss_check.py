@@ -86,7 +86,7 @@ class LossCheck:
         self._loss_fn, self._reduction, self._note = loss_fn, reduction, note
         self._held: list[Row] = []
         self._takes_few = True
-        self._is_done = False
+        self._is_done = self._is_unshown = False
         self._lock = threading.Lock()
 
     def offer(self, outputs: Any, labels: Any, rows: int | None, of_batch: int) -> None:
@@ -116,8 +116,7 @@ class LossCheck:
                 self._takes_few = False
             if not self._is_done and len(held) > 1:
                 self._is_done = True
-                if not self._check(list, held):
-                    self._warn()
+                self._is_unshown = not self._check(list, held)
             if self._is_done:
                 self._held = []
 
@@ -136,7 +135,11 @@ class LossCheck:
             self._note()
         return True
 
-    def _warn(self) -> None:
+    def finish(self) -> None:
+        """Warn if nothing was shown, after a run that has succeeded: an error of the function comes first."""
+        if not self._is_unshown:
+            return
+        self._is_unshown = False
         self._note()
         if isinstance(self._reason, NotCallableError):
             warn(

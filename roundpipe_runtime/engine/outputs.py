@@ -11,7 +11,7 @@ from yobx_flatten.private_names.of_torch import pytree
 
 from ..batch.joining import common_spec, join
 from ..batch.packed import RoundPipePackedData
-from ..device.worker import add_note_once
+from ..device.outcome import noting
 from .config import RoundPipeRunConfig
 from .run import Run
 
@@ -40,13 +40,10 @@ def merge_outputs(
     Raises:
         JoinError: they cannot be joined.
     """
-    try:
+    with noting(f"While the outputs of {len(outputs)} microbatches were joined."):
         if config.merge_output is False:
             return _pack(outputs, rows)
         joined = join(outputs, weights, rows=rows, merge=config.merge_output)
-    except BaseException as error:
-        add_note_once(error, f"While the outputs of {len(outputs)} microbatches were joined.")
-        raise
     device = torch.device(config.output_device or "cpu")
     if device.type == "cpu":
         return joined

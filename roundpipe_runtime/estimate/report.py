@@ -176,14 +176,7 @@ def plan_report(
     guessed = [analytic_cost(piece, sums_in) for piece in pieces]
     costs = [_cost(cost, layer, hardware.flops) for cost, layer in zip(guessed, layers, strict=True)]
     limit = None if hardware.memory is None else FOR_PARAMETERS * hardware.memory
-    too_large = ""
-    try:
-        _plan(costs, hardware, limit, 1, num_microbatch)
-    except PlanError as error:
-        too_large = str(error)
-    most = min(len(hardware.names), num_microbatch)
-    numbers = range(1, most + 1) if last_stage_copies == "auto" else [last_stage_copies]
-    plans = [_plan(costs, hardware, None if too_large else limit, number, num_microbatch) for number in numbers]
+    plans, too_large = _plans(costs, hardware, limit, last_stage_copies, num_microbatch)
     steps = [
         step_plan(plan, layers, model, num_microbatch=num_microbatch, tokens=tokens, optim_dtype=optim_dtype)
         for plan in plans
@@ -206,6 +199,24 @@ def plan_report(
         # a stage gets half of what parameters may take, as the next one is loaded meanwhile
         least_memory=int(2 * max(cost.param_bytes + cost.grad_bytes for cost in costs) / FOR_PARAMETERS),
     )
+
+
+def _plans(
+    costs: list[LayerCost],
+    hardware: Hardware,
+    limit: float | None,
+    last_stage_copies: int | Literal["auto"],
+    num_microbatch: int,
+) -> tuple[list[ModelExecutePlan], str]:
+    """A plan for each number of copies, and why there is none within the limit, if so: then they have no limit."""
+    too_large = ""
+    try:
+        _plan(costs, hardware, limit, 1, num_microbatch)
+    except PlanError as error:
+        too_large, limit = str(error), None
+    most = min(len(hardware.names), num_microbatch)
+    numbers = range(1, most + 1) if last_stage_copies == "auto" else [last_stage_copies]
+    return [_plan(costs, hardware, limit, number, num_microbatch) for number in numbers], too_large
 
 
 def _plan(

@@ -131,11 +131,10 @@ def simulate(
     Raises:
         ConfigError: ``keep_parameters`` is none of these.
 
-    >>> from torch import nn
     >>> import torch
     >>> from roundpipe_runtime import ModelExecutePlan
     >>> from roundpipe_runtime.estimate import Hardware, measure_layers, simulate, step_plan
-    >>> model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False, device="meta") for _ in range(3)])
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096, bias=False, device="meta") for _ in range(3)])
     >>> layers = measure_layers(list(model), (torch.empty(512, 4096, device="meta"),))
     >>> plan = ModelExecutePlan([range(2)], [range(2, 3), range(1, 2), range(1)])
     >>> machine = Hardware(("cuda:0",), "cuda", 10e12, 10e9, 2**30, 2**36, 20e9, {})
@@ -145,47 +144,78 @@ def simulate(
     """
     plan = plan.on(len(machine.names))
     stays = stays_on_devices(plan, machine) if stays is None else stays
-    RoundPipeRunConfig(keep_parameters=keep_parameters)  # which raises where it is none
-    stages = plan.stages
-    room = room_to_keep(keep_parameters, stages, plan.layers, machine.memory, fits=stays)
+    room = _room(plan, machine, keep_parameters, stays=stays)
     loads = stage_loads(plan, machine, stays=stays, room_to_keep=room)
     optimizer = plan.optimizer_bytes / machine.host_rate
-    devices = len(machine.names)
-    overlaps = not machine.is_virtual
-    linked = Machine(devices, machine.link, down=machine.down, overlaps=overlaps)
-    run = alone = simulate_schedule(loads, linked, plan.num_microbatch)
-    if is_async == "exact":
-        run = simulate_schedule(_with_updates(plan, loads, machine, optimizer), linked, plan.num_microbatch)
-    seconds = run.time + optimizer if is_async is False else max(run.time, optimizer)
+    alone = simulate_schedule(loads, _devices(machine, linked=True), plan.num_microbatch)
+    run, seconds = _next_to_optimizer(plan, loads, machine, alone, is_async)
     fixed, per_token = _busy(plan, loads, machine, optimizer)
     return StepSimulation(
         seconds=seconds,
         run=run,
         loads=loads,
-        unhindered=simulate_schedule(loads, Machine(devices, overlaps=overlaps), plan.num_microbatch),
+        unhindered=simulate_schedule(loads, _devices(machine, linked=False), plan.num_microbatch),
         optimizer_seconds=optimizer,
         exposed_optimizer=seconds - alone.time,
-        device_memory=device_memory(
-            stages,
-            RoundRobin(devices).assign(len(stages)),
-            plan.layers,
-            plan.num_microbatch,
-            stays=stays,
-            prefetches=overlaps,
-            room_to_keep=room,
-        ),
+        device_memory=_memory_of_devices(plan, machine, stays=stays, room=room),
         host_memory=plan.host_memory,
         stays=stays,
         keep_parameters=keep_parameters,
         tokens=plan.tokens,
         busy={name: fixed[name] + per_token[name] * plan.tokens for name in fixed},
         flips=_flips(fixed, per_token),
-        called=sum(
-            load.called * len(stage.microbatches(plan.num_microbatch))
-            for stage, load in zip(stages, loads, strict=True)
-        )
-        / devices,
+        called=_seconds_called(plan, loads) / len(machine.names),
     )
+
+
+def _room(plan: StepPlan, machine: Hardware, keep_parameters: float | Literal["auto"], *, stays: bool) -> float:
+    """Bytes of each device for parameters that stay there from step to step."""
+    RoundPipeRunConfig(keep_parameters=keep_parameters)  # which raises where it is none
+    return room_to_keep(keep_parameters, plan.stages, plan.layers, machine.memory, fits=stays)
+
+
+def _next_to_optimizer(
+    plan: StepPlan,
+    loads: Sequence[StageLoad],
+    machine: Hardware,
+    alone: Simulation,
+    is_async: Literal[False, True, "exact"],
+) -> tuple[Simulation, float]:
+    """The run of a step as the optimizer lets it go on, and the seconds of both."""
+    optimizer = plan.optimizer_bytes / machine.host_rate
+    if is_async is False:
+        return alone, alone.time + optimizer
+    run = alone
+    if is_async == "exact":
+        updated = _with_updates(plan, loads, machine, optimizer)
+        run = simulate_schedule(updated, _devices(machine, linked=True), plan.num_microbatch)
+    return run, max(run.time, optimizer)
+
+
+def _devices(machine: Hardware, *, linked: bool) -> Machine:
+    """The devices of a machine, with its links or with ones that take no time."""
+    count, overlaps = len(machine.names), not machine.is_virtual
+    if not linked:
+        return Machine(count, overlaps=overlaps)
+    return Machine(count, machine.link, down=machine.down, overlaps=overlaps)
+
+
+def _memory_of_devices(plan: StepPlan, machine: Hardware, *, stays: bool, room: float) -> list[DeviceMemory]:
+    return device_memory(
+        plan.stages,
+        RoundRobin(len(machine.names)).assign(len(plan.stages)),
+        plan.layers,
+        plan.num_microbatch,
+        stays=stays,
+        prefetches=not machine.is_virtual,
+        room_to_keep=room,
+    )
+
+
+def _seconds_called(plan: StepPlan, loads: Sequence[StageLoad]) -> float:
+    """Seconds in which devices wait for the host to call layers, of all of them."""
+    pairs = zip(plan.stages, loads, strict=True)
+    return sum(load.called * len(stage.microbatches(plan.num_microbatch)) for stage, load in pairs)
 
 
 def stays_on_devices(plan: StepPlan, machine: Hardware) -> bool:

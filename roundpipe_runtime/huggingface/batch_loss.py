@@ -64,7 +64,7 @@ class WholeBatchLoss:
     def compute(
         self, groups: Sequence[Sequence[PyTree]], own: Sequence[int], stated: Sequence[dict[str, Any] | None]
     ) -> tuple[Any, PyTree]:
-        """Return the loss of the batch and the joined output of this process; see ``distributed.engine.BatchLoss``."""
+        """Return the loss of the batch and the joined output of this process; see :class:`BatchLoss`."""
         here = [group for group in groups if group]
         if not here:
             return None, None

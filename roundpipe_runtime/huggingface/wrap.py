@@ -72,6 +72,30 @@ def wrap_model_to_roundpipe(
     torch.Size([])
     >>> model.close()
     """
+    _check_model(model)
+    config = _config(model, override_config or {}, model_run_config)
+    size = sum(p.nbytes for p in model.parameters())
+    if use_sequential_preset is False or size < lower_threshold or size <= (upper_threshold or 0):
+        made = whole(model)
+        if size < lower_threshold:
+            config = RoundPipeRunConfig(num_microbatch=1).over(config)
+    else:
+        made = _cut(model, example, skip_modules, check=check, must=use_sequential_preset is True)
+    return WrappedModel(made, name=name, model_run_config=config, **roundpipe_kwargs)
+
+
+def _cut(
+    model: nn.Module, example: Mapping[str, Any] | None, skipped: Container[nn.Module], *, check: bool, must: bool
+) -> Cut:
+    """Cut a model, and state why it runs in one piece if it does."""
+    skip = [module for module in model.modules() if module in skipped]
+    made = cut(model, example, check=check, skip_modules=skip)
+    if made.report.is_whole:
+        _report_whole(made, must)
+    return made
+
+
+def _check_model(model: object) -> None:
     if isinstance(model, RoundPipe):
         raise ConfigError("The model is a RoundPipe already: use it as it is.")
     if not isinstance(model, nn.Module):
@@ -81,18 +105,6 @@ def wrap_model_to_roundpipe(
             "    wrap_model_to_roundpipe(AutoModelForCausalLM.from_pretrained(...))"
         )
     check_copyable(model)  # before a check runs the model: bitsandbytes repacks weights when they are read
-    config = _config(model, override_config or {}, model_run_config)
-    size = sum(p.nbytes for p in model.parameters())
-    if use_sequential_preset is False or size < lower_threshold or size <= (upper_threshold or 0):
-        made = whole(model)
-        if size < lower_threshold:
-            config = RoundPipeRunConfig(num_microbatch=1).over(config)
-    else:
-        skipped = [module for module in model.modules() if module in skip_modules]
-        made = cut(model, example, check=check, skip_modules=skipped)
-        if made.report.is_whole:
-            _report_whole(made, use_sequential_preset is True)
-    return WrappedModel(made, name=name, model_run_config=config, **roundpipe_kwargs)
 
 
 def _config(

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,9 +42,6 @@ from .loss_ways import LossWays
 from .merge_outputs import loss_fn_with_weight, merge_as_asked, merge_as_tuple, merge_with_cache, merge_with_loss
 from .row_lists import split_lists
 from .row_ways import RowWays
-
-if TYPE_CHECKING:
-    from ..distributed.engine import RankEngine
 
 _LOG = logging.getLogger(__name__)
 
@@ -366,7 +363,7 @@ class WrappedModel(RoundPipe):
             SplitError: inputs or labels cannot be split into microbatches.
             LossError: ``loss_fn`` returned something that is not a loss.
         """
-        with self._rp_engine.entering():
+        with self._rp_engine.groups.entering():
             return self._rp_forward_backward(input_args, input_kwargs, label, loss_fn, return_outputs, run_config)
 
     def _rp_forward_backward(
@@ -385,9 +382,7 @@ class WrappedModel(RoundPipe):
             loss_fn, label = own_loss, None
         input_kwargs = {**(input_kwargs or {}), CALL_OPTIONS: options}
         kwargs, config = self._rp_prepared(input_args, input_kwargs, run_config)
-        if is_cache(cache_of(kwargs)) or kwargs.get("use_cache"):
-            names = " and ".join(name for name in (name_in(kwargs), "use_cache") if name and kwargs[name])
-            raise ConfigError(f"forward_backward keeps no cache: leave {names} out.")
+        _check_no_cache(kwargs)
         is_smoothed = options.smoothed_loss is not None
         computes_loss = is_smoothed or loss_fn is own_loss or has_labels(model, kwargs)
         if loss_fn is own_loss and not return_outputs:
@@ -395,16 +390,12 @@ class WrappedModel(RoundPipe):
         way: Way = self._rp_way(input_args, kwargs, config) if computes_loss else "items"
         way = self._rp_way_for_rows(input_args, kwargs, config, way)
         if computes_loss and not is_smoothed and has_auxiliary_loss(model, kwargs):
-            if self._rp_options.has_groups:
-                given = (run_config or RoundPipeRunConfig()).over(self._rp_options.model_run_config)
-                if given.merge_output not in (None, True):
-                    raise ConfigError(
-                        "With an auxiliary loss of all rows, groups of a batch are joined as the model's outputs are. "
-                        "Leave merge_output= out."
-                    )
+            if self._rp_groups is not None:
+                _check_merge((run_config or RoundPipeRunConfig()).over(self._rp_options.model_run_config))
                 whole = WholeBatchLoss(model, kwargs, loss_fn, label, as_tuple=wants_tuple(model, input_kwargs))
-                engine = cast("RankEngine", self._rp_engine)
-                found = engine.forward_backward_whole(input_args, kwargs, whole, self._rp_config(config))
+                found = self._rp_groups.forward_backward_whole(
+                    self._rp_engine, input_args, kwargs, whole, self._rp_config(config)
+                )
                 return found if return_outputs else found[0]
             return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config, way)
         if way == "joined" or (not computes_loss and self._rp_config(config).loss_reduction == "joined"):
@@ -435,7 +426,7 @@ class WrappedModel(RoundPipe):
     def _rp_rows_of_batch(self, args: tuple[Any, ...], kwargs: Kwargs) -> Callable[[], int]:
         """The rows of the batch of all ranks, which is known when a microbatch has its loss."""
         rows = rows_of_call(args, kwargs)
-        return lambda: self._rp_engine.rows_of_batch(rows)
+        return lambda: self._rp_engine.groups.rows_of_batch(rows)
 
     def _rp_backward_from_joined(
         self,
@@ -518,3 +509,17 @@ class WrappedModel(RoundPipe):
             made.sync()
         self.__dict__["_rp_cut"] = made
         super().__setstate__(state)
+
+
+def _check_no_cache(kwargs: Kwargs) -> None:
+    if is_cache(cache_of(kwargs)) or kwargs.get("use_cache"):
+        names = " and ".join(name for name in (name_in(kwargs), "use_cache") if name and kwargs[name])
+        raise ConfigError(f"forward_backward keeps no cache: leave {names} out.")
+
+
+def _check_merge(config: RoundPipeRunConfig) -> None:
+    if config.merge_output not in (None, True):
+        raise ConfigError(
+            "With an auxiliary loss of all rows, groups of a batch are joined as the model's outputs are. "
+            "Leave merge_output= out."
+        )

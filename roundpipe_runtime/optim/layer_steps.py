@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..device.outcome import on_error
 from ..errors import StageError
 from .parameters import LayerContents, ParameterStore
 from .parts import OptimizerParts, can_step_in_parts, widened
@@ -74,19 +75,21 @@ class LayerSteps:
             StageError: the function changed parameters that the next run may have read.
         """
         try:
-            with taking_over(self._take):
-                step()
-            self._check()
-            if self.is_ahead:
-                self.release_all()
-        except BaseException as error:
-            if self.is_ahead:
-                self._table.fail(error)
-            raise
+            with on_error(self._fail):
+                with taking_over(self._take):
+                    step()
+                self._check()
+                if self.is_ahead:
+                    self.release_all()
         finally:
             self._ended.set()
             if not self.is_ahead:
                 self.has_begun.set_result(None)
+
+    def _fail(self, error: BaseException) -> None:
+        """Notify the run that reads layers meanwhile of an error."""
+        if self.is_ahead:
+            self._table.fail(error)
 
     def release_all(self) -> None:
         """Make the layers readable that are not yet, with the parameters as they are."""

@@ -28,7 +28,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..device.forking import free_after_fork
 from ..device.interrupts import Uninterrupted, error_of, is_done, wait_for
-from ..device.worker import Worker, add_note_once
+from ..device.outcome import noting, on_error
+from ..device.worker import Worker
 from ..errors import ConfigError, RoundPipeWarning, StageError, warn
 from .layer_steps import LayerSteps
 from .parameters import LayerContents, ParameterStore
@@ -112,6 +113,18 @@ class StepRunner:
             self._unpublished = True
             self._update = self._worker.submit(_in_ctx, self._store, step)
 
+    def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:
+        """Run a step layer by layer, next to the run that follows, which waits for each layer.
+
+        Args:
+            step: function of the step.
+            lock: lock that runs hold, one at a time.
+        """
+        self.synchronize()
+        with lock:  # a run of another thread has ended, and finds the step when it begins
+            steps = self.begin_exact(step)
+        self.wait_exact(steps)
+
     def begin_exact(self, step: Callable[[], Any]) -> LayerSteps:
         """Run a step in the background, layer by layer; the next run waits for each layer.
 
@@ -125,14 +138,13 @@ class StepRunner:
         self._store.adopt()
         self._store.note_names()
         steps = LayerSteps(self._store, self._table, self._scan(), self._expected)
-        with Uninterrupted():
+        with Uninterrupted(), on_error(self._not_begun):
             self._ahead = steps
-            try:
-                self._update = self._worker.submit(_in_ctx, self._store, partial(steps.run, step))
-            except BaseException:
-                self._ahead = None
-                raise
+            self._update = self._worker.submit(_in_ctx, self._store, partial(steps.run, step))
         return steps
+
+    def _not_begun(self, error: BaseException) -> None:
+        self._ahead = None
 
     def wait_exact(self, steps: LayerSteps) -> None:
         """Wait until the caller of a step may go on: what it may change has been read, or the step has ended.
@@ -219,10 +231,8 @@ class StepRunner:
             )
         call = self._call()
         try:
-            wait_for(update)
-        except BaseException as error:
-            add_note_once(error, f"While waiting for the function given to {call}.")
-            raise
+            with noting(f"While waiting for the function given to {call}."):
+                wait_for(update)
         finally:
             if is_done(update):  # an interruption ends the wait, and not the step
                 self._update = None
@@ -292,18 +302,14 @@ class StepRunner:
             self._worker.close()
 
     def _publish(self, version: int) -> None:
-        try:
+        note = (
+            "While what step(..., is_async=True) did was made the parameters of the next run. Nothing of the step is "
+            "lost: the next call of the pipeline goes on with it."
+        )
+        with on_error(self._table.fail), noting(note):  # runs that wait for this version hear of it
             for contents in self._scan():
                 if self._table.version(contents.index) < version:
                     self._table.write(contents.index, version, partial(self._store.refresh, contents.parameters()))
-        except BaseException as error:  # runs that wait for this version hear of it
-            add_note_once(
-                error,
-                "While what step(..., is_async=True) did was made the parameters of the next run. Nothing of the step "
-                "is lost: the next call of the pipeline goes on with it.",
-            )
-            self._table.fail(error)
-            raise
 
 
 def _in_ctx(store: ParameterStore, step: Callable[[], Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from .model_proxy import ModelProxy
 from .options import PipelineOptions
 
 if TYPE_CHECKING:
-    from ..distributed.engine import RankEngine
+    from ..distributed.rank_groups import RankGroups
     from ..distributed.ranks import Ranks
 
 __all__ = ["RoundPipe"]
@@ -81,6 +81,7 @@ class RoundPipe(ModelProxy):
     """
 
     _rp_engine: Engine
+    _rp_groups: RankGroups | None = None
     _rp_options: PipelineOptions
     _rp_warned: bool = False
 
@@ -128,26 +129,9 @@ class RoundPipe(ModelProxy):
         self._rp_options = options
         if options.gradient_dtype is not None:
             take_over_always(widened)
-        if not options.has_groups:
-            self._rp_engine = Engine(model, layers, found, options.optim_dtype, tag, pinned)
-            self._rp_engine.store.kept_dtype = options.gradient_dtype
-            return
-        from ..distributed.engine import RankEngine  # torch's DTensor takes a while to load
-        from ..distributed.ranks import ranks_of
-
-        ranks = ranks_of(options.mesh)
-        self._rp_engine = RankEngine(
-            model,
-            layers,
-            found,
-            options.optim_dtype,
-            tag,
-            pinned,
-            ranks,
-            options.replicas,
-            options.reduce_dtype,
-            options.gradient_dtype,
-            options.host_weights,
+        self._rp_groups = _rank_groups(options) if options.has_groups else None
+        self._rp_engine = Engine(
+            model, layers, found, options.optim_dtype, tag, pinned, self._rp_groups, options.gradient_dtype
         )
         if shares and options.pin_model != "off" and torch.cuda.is_available():  # they are where they stay now
             self._rp_engine.pin(PinnedModel(model, "register", found))
@@ -213,7 +197,7 @@ class RoundPipe(ModelProxy):
             LossError: ``loss_fn`` returned something that is not a loss.
         """
         self._rp_check_ranks()
-        with self._rp_engine.entering():
+        with self._rp_engine.groups.entering():
             args, kwargs = check_call(input_args, input_kwargs)
             check_loss_fn(loss_fn)
             self._rp_check_layers()
@@ -229,7 +213,7 @@ class RoundPipe(ModelProxy):
 
         The first ``forward_backward`` after it sends them, together with its own.
         """
-        return self._rp_engine.no_sync()
+        return self._rp_engine.groups.no_sync()
 
     def _rp_check_alone(self) -> None:
         """Check that no other process has rows of the same batches, which a joined loss would not see."""
@@ -423,16 +407,14 @@ class RoundPipe(ModelProxy):
     @property
     def replicas(self) -> int:
         """The number of groups that a batch is cut into, whatever the number of ranks."""
-        replicas: int = getattr(self._rp_engine, "replicas", 1)
-        return replicas
+        return self._rp_engine.groups.replicas
 
     @property
     def ranks(self) -> Ranks:
         """The processes that train the model; this one alone without a mesh."""
         from ..distributed.ranks import Ranks
 
-        ranks: Ranks = getattr(self._rp_engine, "ranks", None) or Ranks()
-        return ranks
+        return Ranks() if self._rp_groups is None else self._rp_groups.ranks
 
     @property
     def num_devices(self) -> int:
@@ -496,7 +478,7 @@ class RoundPipe(ModelProxy):
         if replicas == self.replicas or replicas == 1:
             return
         if self._rp_options.replicas is None and self.mesh is not None and replicas >= self.ranks.size:
-            cast("RankEngine", self._rp_engine).replicas = replicas
+            self._rp_engine.groups.replicas = replicas
             return
         warn(
             f"The training that is loaded cut its batches into {replicas} groups, and {self.name} cuts them into "
@@ -562,6 +544,14 @@ class RoundPipe(ModelProxy):
         self._rp_build(state["model"], state["options"], state["original"])
         self._rp_engine.step = state["step"]
         self._rp_engine.store.load_masters(state["masters"])
+
+
+def _rank_groups(options: PipelineOptions) -> RankGroups:
+    """Return the groups that the ranks of a mesh run."""
+    from ..distributed.rank_groups import RankGroups  # torch's DTensor takes a while to load
+    from ..distributed.ranks import ranks_of
+
+    return RankGroups(ranks_of(options.mesh), options.replicas, options.reduce_dtype, options.host_weights)
 
 
 def _world_size() -> int:

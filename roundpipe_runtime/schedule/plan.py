@@ -153,15 +153,10 @@ class ModelExecutePlan:
         _check_number("upper_threshold", upper_threshold)
         if min_stages is None:
             min_stages = max(int(getattr(model, "num_devices", 1)) for model in models)
-        if model_memory_limit is None:
-            limits = [getattr(model, "model_memory_limit", None) for model in models]
-            model_memory_limit = min((limit for limit in limits if limit is not None), default=None)
         if type(min_stages) is not int:
             raise PlanError(f"min_stages must be a whole number, found {min_stages!r}.")
-        if model_memory_limit is not None:
-            _check_number("model_memory_limit", model_memory_limit)
-            if not model_memory_limit > 0:
-                raise PlanError(f"model_memory_limit is in GB and must be above 0, found {model_memory_limit!r}.")
+        limit = _memory_limit(models) if model_memory_limit is None else model_memory_limit
+        _check_limit(limit)
         if last_stage_copies != "auto":
             _check_copies(last_stage_copies)
         before = [previous] if isinstance(previous, ModelExecutePlan) else list(previous or [])
@@ -170,7 +165,7 @@ class ModelExecutePlan:
             costs,
             min_stages=min_stages,
             upper_threshold=upper_threshold,
-            bytes_per_stage=None if model_memory_limit is None else model_memory_limit * 1e9 / 2,
+            bytes_per_stage=None if limit is None else limit * 1e9 / 2,
             previous=[(list(map(_range, p.fwd_plan)), list(map(_range, p.bwd_plan))) for p in before] or None,
             copies_before=before[-1].last_stage_copies if before else 1,
             copies=last_stage_copies,
@@ -179,6 +174,19 @@ class ModelExecutePlan:
         plans = [cls(forward, backward) for forward, backward in found]
         plans[-1].last_stage_copies = copies
         return plans[0] if len(models) == 1 else plans
+
+
+def _memory_limit(models: Sequence[Any]) -> float | None:
+    """GB that the smallest device of several models has for parameters and gradients, where it is known."""
+    limits = [getattr(model, "model_memory_limit", None) for model in models]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _check_limit(limit: float | None) -> None:
+    if limit is not None:
+        _check_number("model_memory_limit", limit)
+        if not limit > 0:
+            raise PlanError(f"model_memory_limit is in GB and must be above 0, found {limit!r}.")
 
 
 def _checked_arguments(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[int, Any]:

@@ -146,23 +146,15 @@ def simulate(
     """
     if staleness not in (0, 1):
         raise ConfigError(f"staleness must be 0 or 1, found {staleness!r}.")
-    deal = RoundRobin(machine.num_devices, cursor)
     state = _State(machine, num_microbatch)
     ends = []
+    deal = RoundRobin(machine.num_devices, cursor)
     for _ in range(iterations):
         state.begin(0.0 if staleness else state.time)
-        for index, load in enumerate(stages):
-            copies = range(load.copies) if load.copy is None else [load.copy]
-            for copy, device in zip(copies, deal.assign(len(copies)), strict=True):
-                state.run(index, _of_copy(load, copy), device, range(copy, num_microbatch, load.copies))
+        _play(state, stages, deal, num_microbatch)
         ends.append(max(state.done, default=0.0))
     peak = state.peak_memory()
-    if peak > machine.memory:
-        raise ConfigError(
-            f"A device must hold {format_bytes(peak)} and has {format_bytes(machine.memory)}. Use smaller stages, or "
-            "more microbatches:\n"
-            f"    RoundPipeRunConfig(num_microbatch={num_microbatch * 2})"
-        )
+    _check_room(peak, machine, num_microbatch)
     whole = state.time * machine.num_devices
     return Simulation(
         time=state.time,
@@ -175,6 +167,23 @@ def simulate(
         iteration_ends=ends,
         steps=state.steps,
     )
+
+
+def _play(state: _State, stages: Sequence[StageLoad], deal: RoundRobin, num_microbatch: int) -> None:
+    """Run the stages of one iteration, each copy of one on a device of its own."""
+    for index, load in enumerate(stages):
+        copies = range(load.copies) if load.copy is None else [load.copy]
+        for copy, device in zip(copies, deal.assign(len(copies)), strict=True):
+            state.run(index, _of_copy(load, copy), device, range(copy, num_microbatch, load.copies))
+
+
+def _check_room(peak: float, machine: Machine, num_microbatch: int) -> None:
+    if peak > machine.memory:
+        raise ConfigError(
+            f"A device must hold {format_bytes(peak)} and has {format_bytes(machine.memory)}. Use smaller stages, or "
+            "more microbatches:\n"
+            f"    RoundPipeRunConfig(num_microbatch={num_microbatch * 2})"
+        )
 
 
 def makespan(times: Sequence[float], num_devices: int, num_microbatch: int) -> float:

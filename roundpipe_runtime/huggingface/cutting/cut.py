@@ -164,7 +164,7 @@ def _called(model: nn.Module, found: Sequence[Candidate], kwargs: Kwargs) -> lis
     try:
         with torch.no_grad():
             calls, _ = observe(layers, lambda: model(**kwargs))
-    except Exception as error:
+    except Exception as error:  # whatever the code of a model does on an example that it does not take
         raise CutError(
             "example",
             f"{type(model).__name__} does not run on the example ({', '.join(kwargs)}): {type(error).__name__}: {error}"

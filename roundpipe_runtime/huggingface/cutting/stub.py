@@ -135,7 +135,7 @@ def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embedding
     keep_alive = list(memo.values())  # deepcopy looks objects up by id
     try:
         made: nn.Module = copy.deepcopy(model, memo)
-    except Exception as error:
+    except (TypeError, RuntimeError, ValueError, AttributeError, copy.Error) as error:
         raise CutError("copy", f"{type(model).__name__} cannot be copied: {error}") from error
     rebind_functions(made, memo)
     del keep_alive

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
+from ...device.outcome import Outcome
 from ...distributed.errors import format_failure, raise_first
 from ...distributed.ranks import Ranks
 from ...distributed.sampler import ReplicaBatchSampler, collate_with_empty
@@ -57,11 +58,9 @@ def take_together(batches: Iterator[Any], count: int, ranks: Ranks) -> list[Any]
         DistributedError: another process failed. An error of this one is raised as it is.
     """
     found: list[Any] = []
-    failure: BaseException | None = None
-    try:
+    with Outcome() as outcome:
         found = list(itertools.islice(batches, count))
-    except BaseException as error:
-        failure = error
+    failure = outcome.error
     raise_first(failure, ranks.exchange(None if failure is None else format_failure(failure)))
     return found
 

@@ -295,7 +295,7 @@ def cut_off(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
     training.run(0)
     training.step()
     training.state()
-    ranks: Any = training.pipeline._rp_engine.ranks  # type: ignore[attr-defined] # of several ranks
+    ranks: Any = training.pipeline.ranks
 
     def leave(*_: object) -> None:
         ranks.alarm.close()

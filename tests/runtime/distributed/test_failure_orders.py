@@ -14,7 +14,8 @@ from torch import nn
 
 from roundpipe_runtime import RoundPipeRunConfig
 from roundpipe_runtime.device.virtual import parse_devices
-from roundpipe_runtime.distributed.engine import RankEngine
+from roundpipe_runtime.distributed.rank_groups import RankGroups
+from roundpipe_runtime.engine.driver import Engine
 from roundpipe_runtime.errors import DistributedError
 from tests.runtime.distributed.thread_ranks import ThreadRanks, in_threads
 from tests.runtime.small import near
@@ -82,7 +83,7 @@ def call(engine, model, kind, fault, seconds):
         layer.seconds, layer.calls = seconds, 0
         is_here = fault in (f"layer {number}", "gone" if number == 1 else "", "recompute" if number == 0 else "")
         layer.fault = fault if is_here else None
-    own = slice(engine.ranks.rank, None, engine.ranks.size)
+    own = slice(engine.groups.ranks.rank, None, engine.groups.ranks.size)
     x, y = rows()[0][own], rows()[1][own]
 
     def loss_fn(outputs, labels):
@@ -97,13 +98,13 @@ def call(engine, model, kind, fault, seconds):
         if kind == "backward":
             loss_fn(engine.forward((x,), {}, CONFIG), y).backward()
             return
-        with engine.entering():
+        with engine.groups.entering():
             if fault == "argument":
                 raise BadError("argument")
             if kind == "whole":
-                engine.forward_backward_whole((x,), {}, Whole(fault), CONFIG)
+                engine.groups.forward_backward_whole(engine, (x,), {}, Whole(fault), CONFIG)
                 return
-            with engine.no_sync() if kind == "kept" else torch.enable_grad():
+            with engine.groups.no_sync() if kind == "kept" else torch.enable_grad():
                 engine.forward_backward((x,), {}, y, loss_fn, False, CONFIG)
     finally:
         for layer in model:
@@ -113,7 +114,7 @@ def call(engine, model, kind, fault, seconds):
 def step(engine, fault):
     if fault == "step":
         raise BadError("step")
-    engine.ranks.exchange(None, "step")  # as clipping does
+    engine.groups.ranks.exchange(None, "step")  # as clipping does
 
 
 def rows():
@@ -154,7 +155,7 @@ def test_no_order_of_failures_leaves_a_rank_waiting(size, calls):
         for layer in model:
             layer.wire = wire
         ranks = ThreadRanks(wire, rank, 1, size, is_listening=True)
-        engine = RankEngine(model, list(model), parse_devices("virtual:1"), None, "x", None, ranks)
+        engine = Engine(model, list(model), parse_devices("virtual:1"), None, "x", groups=RankGroups(ranks))
         outcome, is_over = [], False
         try:
             for kind, faults, seconds in calls:

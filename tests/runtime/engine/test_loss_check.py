@@ -82,3 +82,20 @@ def test_a_loss_that_begins_to_draw_is_counted_once(devices):
         calls.append(call)
         assert near(pipe.forward_backward((inputs,), label=labels, loss_fn=loss_fn), expected)
     pipe.close()
+
+
+def test_an_error_for_some_rows_is_the_function_s_own():
+    """It comes before the warning that the function could not be checked with these rows."""
+
+    def loss_fn(outputs, labels):
+        if labels.isnan().any():
+            raise ValueError("not a number")
+        return nn.functional.mse_loss(outputs, labels)
+
+    labels = torch.ones(5, 1)
+    labels[2] = torch.nan  # the third row: with it the check has as many as it needs
+    pipe = RoundPipe(nn.Sequential(nn.Linear(1, 1)), devices="virtual:1")
+    config = RoundPipeRunConfig(num_microbatch=5, loss_reduction="mean")
+    with pytest.raises(ValueError, match="not a number"):
+        pipe.forward_backward((torch.ones(5, 1),), label=labels, loss_fn=loss_fn, run_config=config)
+    pipe.close()

@@ -33,36 +33,44 @@ class Turns(nn.Module):
         return self.inner(x.transpose(0, 1)).transpose(0, 1)
 
 
-def call(pipe, way, **options):
+def call(pipe, way, num_microbatch=2, **options):
     """Run once, by one of three ways."""
-    config = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean", **options)
+    config = RoundPipeRunConfig(num_microbatch=num_microbatch, loss_reduction="mean", **options)
     if way == "loss":
         return pipe.forward_backward((X,), loss_fn=lambda outputs, _: outputs.square().mean(), run_config=config)
     with torch.set_grad_enabled(way == "gradients"):
         return pipe(X, roundpipe_run_config=config)
 
 
+@pytest.mark.parametrize(("replicas", "num_microbatch"), [(None, 2), (1, 2), (2, 2), (2, 1), (9, 1)])
 @pytest.mark.parametrize("way", ["loss", "gradients", "no gradients"])
 @pytest.mark.parametrize("make", [encoder, lambda: nn.Sequential(nn.Linear(8, 8), Recurrent(8, 8))])
-def test_a_sequence_that_is_cut_is_refused(make, way):
-    """Before anything is computed for the caller: modes, gradients and generators are as they were."""
-    pipe = RoundPipe(make(), devices="virtual:2:check")
+def test_a_sequence_that_is_cut_is_refused(make, way, replicas, num_microbatch):
+    """Into microbatches, groups or both, before anything is computed: modes, gradients, generators are as they were."""
+    if way == "no gradients" and num_microbatch == 1:
+        pytest.skip("an evaluation runs as one group, so nothing is cut")
+    pipe = RoundPipe(make(), devices="virtual:2:check", replicas=replicas)
     before = torch.get_rng_state()
     with pytest.raises(SplitError, match=r"(?s)batch_first=False.*split_input=\{.args\[0\].: TensorChunkSpec\(1\)\}"):
-        call(pipe, way)
+        call(pipe, way, num_microbatch)
     assert all(module.training for module in pipe.modules())
     assert all(parameter.grad is None for parameter in pipe.parameters())
     assert torch.equal(before, torch.get_rng_state())
     pipe.close()
 
 
-def test_the_rule_of_the_error_gives_the_numbers_of_the_plain_layers():
-    """Cut along axis 1, outputs are those without a pipeline."""
+@pytest.mark.parametrize("replicas", [None, 2])
+def test_the_rule_of_the_error_gives_the_numbers_of_the_plain_layers(replicas):
+    """Cut along axis 1, outputs and gradients are those without a pipeline."""
     plain = encoder().eval()
-    pipe = RoundPipe(copy.deepcopy(plain), devices="virtual:2:check")
+    pipe = RoundPipe(copy.deepcopy(plain), devices="virtual:2:check", replicas=replicas)
     rules = {"split_input": {"args[0]": TensorChunkSpec(1)}, "merge_output": TensorChunkSpec(1)}
     with torch.no_grad():
         assert torch.allclose(call(pipe, "no gradients", **rules), plain(X), atol=1e-5)
+    call(pipe, "gradients", **rules).square().sum().backward()
+    plain(X).square().sum().backward()
+    for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
     pipe.close()
 
 

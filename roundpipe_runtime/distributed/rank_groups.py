@@ -1,4 +1,4 @@
-"""The engine of one rank: calls in one pass, and calls whose backward begins when all of the forward is there.
+"""Calls on several ranks whose backward begins when all of the forward is there.
 
 ::
 
@@ -20,20 +20,19 @@ from yobx_flatten.private_names.of_torch import pytree
 
 from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..device.interrupts import Uninterrupted
-from ..device.worker import add_note_once
+from ..device.outcome import Outcome, noting
 from ..engine.config import RoundPipeRunConfig
+from ..engine.driver import Engine
 from ..engine.layer_graph import other_leaves
 from ..engine.outputs import merge_outputs
 from ..engine.run import Run
 from ..errors import DistributedError
-from .call import Call, Halfway
+from .call import Halfway, RankCall
 from .errors import StoppedByRankError, format_failure, raise_first
-from .fused import FusedRankEngine
 from .passes import GroupPasses, as_outputs, join_graph
-from .reduction import Reduction
-from .replicas import groups_of
+from .rank_calls import RankCalls, with_rows
 
-__all__ = ["BatchLoss", "RankEngine"]
+__all__ = ["BatchLoss", "RankGroups"]
 
 
 class BatchLoss(Protocol):
@@ -59,74 +58,66 @@ class BatchLoss(Protocol):
         """
 
 
-class RankEngine(FusedRankEngine):
-    """Runs the layers of one model on the devices of this rank; see :class:`FusedRankEngine`."""
+class RankGroups(RankCalls):
+    """The groups that a batch is cut into, with calls in one pass and in two; see :class:`RankCalls`."""
 
     _forwarded = (0, 0)
 
-    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:
-        """Run this rank's rows forward; with gradients, ``backward`` through the outputs sums over all ranks.
-
-        Args:
-            args: positional arguments of the model.
-            kwargs: keyword arguments of the model.
-            config: settings of the call, without gaps.
-
-        Returns:
-            The output of this rank's rows.
-
-        Raises:
-            SplitError: inputs cannot be split into microbatches.
-            JoinError: outputs cannot be joined.
-        """
+    def forward(
+        self, engine: Engine, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig
+    ) -> Any:
+        """Run this rank's rows forward; with gradients, ``backward`` through the outputs sums over all ranks."""
         if not config.requires_grad or self.replicas == 1:
-            return super().forward(args, kwargs, config)
-        self._check_can_run()
-        with self.lock, torch.enable_grad():
-            passes = GroupPasses(self._cut(args, kwargs, None, config), config)
-            number = self._count_forward()
-            own = groups_of(self.ranks.rank, self.ranks.size, self.replicas)
-            firsts = [group * (config.num_microbatch or 1) for group in own]
-            # No other rank is heard meanwhile: they may do something else.
-            self._run_forward(
-                passes, firsts, lambda run: contextlib.nullcontext(), tag=f"{self.tag}|{number}" if number else self.tag
-            )
-            if not passes.runs:
-                passes.empty = self._without_rows(args, kwargs, config)
-            outputs = merge_outputs(
-                join_graph(passes, partial(self.backward, passes)), passes.rows(), passes.rows(), config
-            )
-            for index, (run, _) in enumerate(passes.runs):
-                if index:
-                    run.collected.buffers.keep_start()
-                else:
-                    passes.written = run.collected.buffers.final()
-            for run, _ in passes.runs[:1]:
-                self.commit_forward(run)
-            return outputs
+            return super().forward(engine, args, kwargs, config)
+        passes = GroupPasses(with_rows(engine.cut(args, kwargs, None, config)), config)
+        number = self._count_forward(engine.step)
+        firsts = [group * (config.num_microbatch or 1) for group in self.own]
+        # No other rank is heard meanwhile: they may do something else.
+        tag = f"{engine.tag}|{number}" if number else engine.tag
+        self._run_forward(engine, passes, firsts, lambda run: contextlib.nullcontext(), tag=tag)
+        if not passes.runs:
+            passes.empty = self._without_rows(engine, args, kwargs, config)
+        outputs = merge_outputs(
+            join_graph(passes, partial(self.backward, engine, passes)), passes.rows(), passes.rows(), config
+        )
+        for index, (run, _) in enumerate(passes.runs):
+            if index:
+                run.collected.buffers.keep_start()
+            else:
+                passes.written = run.collected.buffers.final()
+        for run, _ in passes.runs[:1]:
+            engine.commit_forward(run)
+        return outputs
 
-    def backward(self, passes: GroupPasses, gradients: Sequence[torch.Tensor | None]) -> None:
+    def backward(self, engine: Engine, passes: GroupPasses, gradients: Sequence[torch.Tensor | None]) -> None:
         """Go backward through a forward; all ranks call it.
 
         Args:
+            engine: engine that ran it.
             passes: forward of this rank's groups.
             gradients: gradients of its outputs.
 
         Raises:
             DistributedError: another rank failed, is gone, or calls in another way.
         """
-        self._check_can_run()
-        with self.lock, self._calling(), torch.no_grad():
-            call = self._open("backward", lambda: passes.parts, dataclasses.replace(passes.config, requires_grad=True))
+        engine.check_can_run()
+        with engine.lock, self.calling(), torch.no_grad():
+            call = self.open(engine, "backward", lambda: passes.parts, passes.config)
             call = dataclasses.replace(call, is_one_pass=False, feeds=False, written=passes.written)
-            self._run_backward(call, passes, lambda: gradients)
+            self._run_backward(engine, call, passes, lambda: gradients)
 
     def forward_backward_whole(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: BatchLoss, config: RoundPipeRunConfig
+        self,
+        engine: Engine,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        loss: BatchLoss,
+        config: RoundPipeRunConfig,
     ) -> tuple[Any, Any]:
         """Run forward, a loss of the whole batch, and backward; all ranks call it.
 
         Args:
+            engine: engine that runs the layers.
             args: positional arguments of the model.
             kwargs: keyword arguments of the model.
             loss: loss of the batch.
@@ -139,38 +130,30 @@ class RankEngine(FusedRankEngine):
             DistributedError: another rank failed, is gone, or calls in another way.
             BaseException: the error of this rank.
         """
-        self._check_can_run()
-        with self.lock, self._calling():
-            call = self._open(
-                "forward_backward of a whole batch", partial(self._cut, args, kwargs, None, config), config
-            )
+        engine.check_can_run()
+        with engine.lock, self.calling():
+            cut = partial(engine.cut_to_train, args, kwargs, None, config)
+            call = self.open(engine, "forward_backward of a whole batch", cut, config)
             call = dataclasses.replace(call, is_one_pass=False)
             passes = GroupPasses(call.parts, config)
-            stated = self._state_halfway(call, passes, loss)
+            stated = self._state_halfway(engine, call, passes, loss)
             found: list[Any] = [None]
 
             def compute() -> Sequence[torch.Tensor | None]:
                 with torch.enable_grad():
                     groups, tensors = _by_group(passes, flows=True)
-                    own = groups_of(self.ranks.rank, self.ranks.size, self.replicas)
-                    total, outputs = loss.compute(groups, own, stated)
+                    total, outputs = loss.compute(groups, self.own, stated)
                     found[0] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
                     call.total = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, total)
                     return _gradients(pytree.tree_leaves(total), tensors)
 
-            return self._run_backward(call, passes, compute), found[0]
-
-    def commit_forward(self, run: Run) -> None:
-        """Commit the buffers that a run wrote. It is not counted: one rank may evaluate while others do not."""
-        step = self.step
-        super().commit_forward(run)
-        if self.replicas > 1:
-            self.step = step
+            return self._run_backward(engine, call, passes, compute), found[0]
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def _run_forward(
         self,
+        engine: Engine,
         passes: GroupPasses,
         firsts: Sequence[int],
         stopping: Callable[[Run], contextlib.AbstractContextManager[None]],
@@ -179,91 +162,90 @@ class RankEngine(FusedRankEngine):
         for turn, (part, first) in enumerate(zip(passes.parts, firsts, strict=True)):
             if not part:
                 continue
-            run, values = self.prepare_forward(
+            run, values = engine.prepare_forward(
                 part, passes.config, first_microbatch=first, gradients_landed=partial(passes.land, turn), **of_spec
             )
             passes.runs.append((run, values))
             with stopping(run):
                 run.start_all(values)
-                self.execute(run, [stage for stage in run.spec.stages if stage.kind == "forward"])
+                engine.execute(run, [stage for stage in run.spec.stages if stage.kind == "forward"])
             run.remember_versions()
             run.collected.buffers.check()
 
-    def _count_forward(self) -> int:
+    def _count_forward(self, now: int) -> int:
         """The number of forwards since the last call of all ranks: each draws other random numbers."""
         step, number = self._forwarded
-        number = number if step == self.step else 0
-        self._forwarded = self.step, number + 1
+        number = number if step == now else 0
+        self._forwarded = now, number + 1
         return number
 
-    def _without_rows(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> list[Any]:
+    def _without_rows(
+        self, engine: Engine, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig
+    ) -> list[Any]:
         """The outputs of no rows, through which the caller goes backward as the other ranks do."""
         with torch.no_grad():
             without = dataclasses.replace(config, requires_grad=False)
-            parts: list[FlatMicrobatch] = self.split(FlatBatch.of(args, kwargs, None), without)
-            run, values = self.prepare_forward(parts, without)
+            parts: list[FlatMicrobatch] = engine.split(FlatBatch.of(args, kwargs, None), without)
+            run, values = engine.prepare_forward(parts, without)
             run.start_all(values)
-            try:
-                self.execute(run, run.spec.stages)
-            except Exception as error:
-                add_note_once(
-                    error,
-                    "This rank has no rows, and the layers were called without any, so that its backward can take part "
-                    "in that of the others. forward_backward does so without calling them:\n"
-                    "    model.forward_backward((inputs,), label=labels, loss_fn=loss_fn)",
-                )
-                raise
+            with noting(
+                "This rank has no rows, and the layers were called without any, so that its backward can take part in "
+                "that of the others. forward_backward does so without calling them:\n"
+                "    model.forward_backward((inputs,), label=labels, loss_fn=loss_fn)"
+            ):
+                engine.execute(run, run.spec.stages)
         found = [run.collected.outputs[number] for number in range(run.spec.num_microbatch)]
         return [
             dataclasses.replace(one, needs_grad=[tensor.is_floating_point() for tensor in one.tensors]) for one in found
         ]
 
-    def _state_halfway(self, call: Call, passes: GroupPasses, loss: BatchLoss) -> list[Any]:
+    def _state_halfway(self, engine: Engine, call: RankCall, passes: GroupPasses, loss: BatchLoss) -> list[Any]:
         """Run forward; return what every group of the batch states.
 
         Raises:
             BaseException: the error of this rank, or that of another one.
         """
         own: list[Any] = []
-        failure: BaseException | None = None
-        try:
+        with Outcome() as outcome:
             with torch.enable_grad():
-                self._run_forward(passes, call.firsts, self._news.stopping, base_seed=call.seed)
+                self._run_forward(engine, passes, call.firsts, self.stopping, base_seed=call.seed)
             own = [loss.state(group) for group in _by_group(passes, flows=False)[0]]
-        except BaseException as error:
-            failure = error
+        failure = outcome.error
         with Uninterrupted():
             is_own = failure is not None and not isinstance(failure, StoppedByRankError)
             if is_own:
                 self.ranks.alarm.raise_for(self._number)
             text = format_failure(failure) if failure is not None and is_own else None
-            try:
+            with Outcome() as exchanged:
                 said = self.ranks.exchange(Halfway(own, text))
                 raise_first(failure if is_own else None, [one.failure for one in said])
-                if failure is not None:
-                    raise failure
-            except BaseException:
+            # an own error comes before one of the exchange, and that before the news that have stopped this rank
+            errors = [failure if is_own else None, exchanged.error, failure]
+            error = next((error for error in errors if error is not None), None)
+            if error is not None:
                 for run, _ in passes.runs:
                     run.discard()
-                if failure is not None and is_own:
-                    raise failure from None
-                raise
+                raise error
         size = self.ranks.size
         return [said[group % size].of_groups[group // size] for group in range(self.replicas)]
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def _run_backward(
-        self, call: Call, passes: GroupPasses, gradients: Callable[[], Sequence[torch.Tensor | None]]
+        self,
+        engine: Engine,
+        call: RankCall,
+        passes: GroupPasses,
+        gradients: Callable[[], Sequence[torch.Tensor | None]],
     ) -> Any:
         """Go backward through all groups, and commit when all ranks have succeeded; return the loss."""
         call.runs += passes.runs
 
-        def work(reduction: Reduction | None) -> None:
-            passes.reduction = reduction
-            passes.go_back(self, gradients(), self._news.stopping)
+        def work() -> None:
+            passes.landed = call.land
+            passes.go_back(engine, gradients(), self.stopping)
 
-        return self._summed(call, work)
+        return self.summed(engine, call, work)
 
 
 def _by_group(passes: GroupPasses, *, flows: bool) -> tuple[list[list[Any]], list[torch.Tensor]]:

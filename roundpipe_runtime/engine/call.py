@@ -1,0 +1,50 @@
+"""One call of ``forward_backward``: what it runs, and what its runs have found so far."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from ..batch.flat import FlatMicrobatch
+from ..batch.loss import LossContract
+from ..device.transfer import HostValue
+from .resident import Gradients
+from .run import Run
+
+__all__ = ["Call"]
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+    """One call of ``forward_backward``, whose rows are cut into groups, and each group into microbatches.
+
+    Attributes:
+        parts: Microbatches of each group of this process.
+        firsts: Index of the first microbatch of each group of this process in the batch.
+        contract: Contract of the losses of the batch.
+        seed: Seed of random layers; 0 for that of the caller's generator.
+        runs: Runs of groups that have succeeded, with their inputs.
+        land: Function that is given gradients as they land, by number of the group and layer; ``None`` where they stay
+            in the run.
+    """
+
+    parts: list[list[FlatMicrobatch]]
+    firsts: list[int]
+    contract: LossContract
+    seed: int = 0
+    runs: list[tuple[Run, list[HostValue]]] = dataclasses.field(default_factory=list)
+    land: Callable[[int, int, Gradients], None] | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the loss of the batch is one of several microbatches."""
+        return len(self.contract.rows) > 1
+
+    def losses(self, turn: int) -> LossContract:
+        """Return the contract of the losses of a group."""
+        return self.contract
+
+    def add(self, run: Run, inputs: list[HostValue]) -> None:
+        """Take the run of a group that has succeeded."""
+        run.collected.buffers.check()
+        self.runs.append((run, inputs))

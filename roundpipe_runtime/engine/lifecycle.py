@@ -1,0 +1,401 @@
+"""Prepare, execute and commit the runs of one model: what every call of a pipeline is made of.
+
+The results of a run are collected outside of the model and reach it in :meth:`RunLifecycle.commit`, when nothing can
+fail any more. A run that fails changes no gradient, no buffer and no seed.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..batch.flat import FlatMicrobatch
+from ..batch.loss import LossContract
+from ..device.interrupts import Uninterrupted
+from ..device.outcome import on_error
+from ..device.pinning import PinnedModel
+from ..device.transfer import HostValue
+from ..device.virtual import Device
+from ..optim.parameters import LayerContents, scan
+from ..optim.readiness import ReadinessTable
+from ..optim.step import wait_for_updates
+from ..schedule.costs import MeasuredCosts
+from ..schedule.plan import RunType
+from ..schedule.round_robin import Stage, stages_within
+from ..timeline.record import current_timeline
+from .autograd import check_not_transformed
+from .config import RoundPipeRunConfig
+from .dispatch import Dispatch
+from .draws import Draws, run_base
+from .gradient_memory import GradientMemory
+from .inputs import PinnedCopies, host_value
+from .kept_parameters import KeptParameters
+from .looks import is_due
+from .loss_check import LossChecks
+from .one_group import OneGroup
+from .planner import Planner
+from .progress import PipelineProgress
+from .run import Run
+from .run_spec import RunSpec, captured_autocast
+from .timer import Timer
+
+__all__ = ["RunLifecycle"]
+
+
+class RunLifecycle:
+    """Prepares, executes and commits runs of the layers of one model on its devices.
+
+    Args:
+        model: model that has the parameters and buffers.
+        layers: layers, in order.
+        devices: devices on which they run.
+        optim_dtype: dtype in which the optimizer works.
+        tag: name that distinguishes pipelines that run in the same step, for the seeds of random layers.
+        pinned: pinned memory of the model; ``None`` where nothing is pinned.
+        groups: groups that a batch is cut into, and the ranks that run them.
+        gradient_dtype: dtype of the gradients of master weights between a run and the step; ``None`` for that of the
+            sums.
+
+    Attributes:
+        take_gradient: function that is offered each parameter and its gradient as soon as a microbatch has gone back
+            through a layer. A gradient for which it returns true does not reach the parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        devices: Sequence[Device],
+        optim_dtype: torch.dtype | None,
+        tag: str,
+        pinned: PinnedModel | None,
+        groups: OneGroup[Any],
+        gradient_dtype: torch.dtype | None,
+    ) -> None:
+        self.layers = list(layers)
+        self.devices = list(devices)
+        self.tag = tag
+        self.step = 0
+        self.groups = groups
+        self.store = groups.make_store(model, optim_dtype)
+        self.store.kept_dtype = gradient_dtype
+        self.table = ReadinessTable(len(self.layers))
+        self.dispatch = Dispatch(self.devices)
+        self.round_robin = self.dispatch.round_robin
+        self.planner = Planner(self.layers, self.devices, self.store.gradient_dtype)
+        self.steps = groups.make_steps(self.store, self.table, partial(scan, self.layers))
+        is_accelerated = any(device.torch_device.type != "cpu" for device in self.devices)
+        self.gradient_memory = GradientMemory() if is_accelerated else None
+        self.kept = KeptParameters(self.devices)
+        self.lock = threading.RLock()
+        self.take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
+        self._pinned = pinned
+        self._loss_checks = LossChecks()
+        self._runs: collections.Counter[RunType] = collections.Counter()
+
+    def pin(self, pinned: PinnedModel | None) -> None:
+        """Set the pinned memory of the model, which later runs keep up to date."""
+        self._pinned = pinned
+
+    # -- a run, from its inputs to its commit --------------------------------------------------------------------------
+
+    def prepare_forward(
+        self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, **of_spec: Any
+    ) -> tuple[Run, list[HostValue]]:
+        """Return a run of a forward that has not started, and its inputs.
+
+        Args:
+            microbatches: microbatches of the run.
+            config: settings of the call, without gaps.
+            **of_spec: further fields of :class:`RunSpec`.
+
+        Returns:
+            The run, and the inputs of each microbatch.
+        """
+        rows = [microbatch.rows for microbatch in microbatches]
+        run = self.prepare("train" if config.requires_grad else "infer", config, rows, **of_spec)
+        return run, _inputs_of(microbatches, run, self._pins())
+
+    def prepare_fused(
+        self,
+        microbatches: Sequence[FlatMicrobatch],
+        config: RoundPipeRunConfig,
+        contract: LossContract,
+        *,
+        is_split: bool,
+        loss_fn: Callable[[Any, Any], Any],
+        **of_spec: Any,
+    ) -> tuple[Run, list[HostValue]]:
+        """Return a run of forward, loss and backward that has not started, and its inputs.
+
+        Args:
+            microbatches: microbatches of the run.
+            config: settings of the call, without gaps.
+            contract: contract of the losses.
+            is_split: whether the loss of the batch is one of several microbatches.
+            loss_fn: loss function, which is checked in its first run if it is.
+            **of_spec: further fields of :class:`RunSpec`.
+
+        Returns:
+            The run, and the inputs of each microbatch.
+        """
+        pinned = self._pins()
+        labels = [
+            host_value(one.labels, one.label_spec, requires_grad=False, what="label", pinned=pinned)
+            for one in microbatches
+        ]
+        rows = [microbatch.rows for microbatch in microbatches]
+        first = microbatches[0].labels if microbatches else ()
+        check = self._loss_checks.of(loss_fn, config.reduction_of_parts, first) if is_split else None
+        of_spec |= {"loss_fn": loss_fn, "loss_check": check}
+        run = self.prepare("fused", config, rows, contract, labels=labels, **of_spec)
+        return run, _inputs_of(microbatches, run, pinned)
+
+    def prepare(
+        self,
+        kind: RunType,
+        config: RoundPipeRunConfig,
+        rows: Sequence[int | None],
+        contract: LossContract | None = None,
+        span: range | None = None,
+        **of_spec: Any,
+    ) -> Run:
+        """Return a run that has not started.
+
+        Args:
+            kind: ``"infer"``, ``"train"`` or ``"fused"``.
+            config: settings of the call, without gaps.
+            rows: rows of each microbatch, ``None`` where they are not known.
+            contract: contract of the losses of a fused run. Default: these microbatches are the whole batch.
+            span: indices of the layers that run. Default: all.
+            **of_spec: fields of :class:`RunSpec` that a fused run has in addition, or has others of.
+
+        Returns:
+            The run, which reads the parameters of this moment.
+
+        Raises:
+            PlanError: the plan of the configuration is not one for these layers.
+            StageError: a layer has parameters without a shape.
+        """
+        # A publication that failed, for want of memory for example, is tried again before each run: the run would get
+        # its error otherwise, also after the cause is gone.
+        self.steps.resume()
+        contents = self._read_layers()
+        spec = dataclasses.replace(self._spec(kind, config, contents, len(rows), span), **of_spec)
+        moves = self.groups.moves_generators
+        draws = Draws(spec.base_seed or run_base(), spec.tag, in_order=len(rows) == 1, moves=moves)
+        looks = spec.trial is None and is_due(self._count(kind))
+        spec = dataclasses.replace(spec, base_seed=draws.seeds, looks=looks)
+        largest = max((spec.stage_nbytes(stage) for stage in spec.stages), default=0)
+        nbytes_kept = self.planner.bytes_to_keep(config.keep_parameters or 0, largest)
+        self.kept.choose(contents, self.store.source, self.version(), nbytes_kept)
+        timer = self._timer(kind, is_trial=spec.trial is not None)
+        contract = LossContract(config.reduction_of_parts, rows) if contract is None else contract
+        memory = self.gradient_memory
+        if memory is not None and spec.requires_grad:
+            memory.prepare(spec.contents, self.store.landing_dtype)
+        wait_cleared = self.steps.wait_cleared
+        return Run(
+            spec, self.store, self.table, self.version(), timer, contract, self.kept, draws, memory, wait_cleared
+        )
+
+    def _timer(self, kind: RunType, *, is_trial: bool) -> Timer:
+        """Return what measures a run; nothing is learned of a trial."""
+        if is_trial:
+            return Timer(MeasuredCosts(self.planner.measured(kind).costs()), None, with_events=False)
+        return Timer(self.planner.measured(kind), current_timeline(), with_events=self.planner.wants_events(kind))
+
+    def _read_layers(self) -> list[LayerContents]:
+        """Return what the layers hold now: the user may have replaced a parameter, frozen it, or added an adapter."""
+        # Stages read the values of the master weights only after this. While a step is pending they read frozen copies,
+        # or wait for each layer, and the thread of the step writes the parameters.
+        if not self.steps.pending:
+            self.store.publish()
+            if self._pinned is not None:
+                self._pinned.update()
+        contents = scan(self.layers)
+        read = [parameter for layer in contents for parameter in layer.parameters()]
+        wait_for_updates(lambda steps: steps is not self.steps and steps.writes(read))  # of a pipeline that shares some
+        return contents
+
+    def _spec(
+        self,
+        kind: RunType,
+        config: RoundPipeRunConfig,
+        contents: list[LayerContents],
+        num_microbatch: int,
+        span: range | None,
+    ) -> RunSpec:
+        """Return what a run is asked to do, without the seed of its draws."""
+        copies = config.last_stage_copies or 1
+        plan = config.execute_plan or self.planner.plan(kind, self.step, copies=copies, num_microbatch=num_microbatch)
+        # Who is offered gradients gets them from one device, microbatch after microbatch.
+        most_copies = 1 if self.take_gradient is not None else max(1, min(len(self.devices), num_microbatch))
+        span = range(len(self.layers)) if span is None else span
+        # Autocast belongs to the thread of the caller. Labels and losses may also stay on the CPU.
+        kinds = sorted({"cpu"} | {device.torch_device.type for device in self.devices})
+        return RunSpec(
+            kind=kind,
+            stages=stages_within(plan.stages(kind, len(self.layers), most_copies=most_copies), span),
+            span=span,
+            contents=contents,
+            num_microbatch=num_microbatch,
+            requires_grad=bool(config.requires_grad),
+            recompute_grain=config.recompute_grain or "stage",
+            preserve_rng_state=config.preserve_rng_state is not False,
+            base_seed=0,
+            tag=self.tag,
+            autocast=captured_autocast(kinds),
+            # In a run that goes backward later, the caller may change parameters in between.
+            stays=kind == "fused" and self.planner.fits(),
+            one_thread=self.planner.prefers_one_thread(kind),
+            take_gradient=self.take_gradient,
+        )
+
+    def _count(self, kind: RunType) -> int:
+        """Count the runs of a kind; return how many there were before."""
+        self._runs[kind] += 1
+        return self._runs[kind] - 1
+
+    def _pins(self) -> PinnedCopies | None:
+        """What keeps the pinned copies of a batch; ``None`` where no device copies from the host directly."""
+        return None if self.gradient_memory is None else {}
+
+    def execute(self, run: Run, stages: Sequence[Stage]) -> None:
+        """Run stages to their end.
+
+        Args:
+            run: run that the stages belong to.
+            stages: stages in the order of dispatch.
+
+        Raises:
+            BaseException: the first error of any of them, when all have ended.
+        """
+        self.check_can_run()
+        with Uninterrupted(stop=run.mailbox.fail):
+            self._execute(run, stages)
+
+    def _execute(self, run: Run, stages: Sequence[Stage]) -> None:
+        run.version = run.table.hold_latest()
+        try:
+            with on_error(partial(self._drop, run)):
+                self.dispatch.run(run, stages)
+        finally:
+            run.release()
+            run.table.let_go(run.version)
+
+    def _drop(self, run: Run, error: BaseException) -> None:
+        """Forget a run that has failed."""
+        self.kept.drop()  # the run may have ended in the middle of an upload
+        run.discard()
+        self.steps.note_raised(error)
+
+    def commit(self, run: Run) -> None:
+        """Commit the results of a complete run to the model."""
+        if run.spec.kind != "fused":
+            self.commit_forward(run)
+            return
+        self.wait_step(run)
+        with Uninterrupted():
+            self.commit_forward(run)
+            self.commit_backward(run)
+
+    def commit_forward(self, run: Run) -> None:
+        """Commit the buffers that a run wrote to the model, and count the run."""
+        with on_error(lambda error: run.discard()):
+            run.collected.buffers.check()
+        if self.steps.is_exact:
+            self.wait_step(run)
+        with Uninterrupted():
+            run.collected.buffers.commit(keep_start=run.spec.kind == "train")
+            run.draws.commit()
+            self.step += self.groups.counts_forward
+
+    def commit_backward(self, run: Run) -> None:
+        """Commit the gradients of a run whose forward was committed before."""
+        self.wait_step(run)
+        with Uninterrupted():
+            self.steps.run_ended()
+            run.commit_gradients()
+
+    def wait_step(self, run: Run) -> None:
+        """Wait for a step in the background: its error comes before anything of this run is written."""
+        with on_error(lambda error: run.discard()):
+            self.steps.wait_update()
+
+    def check_can_run(self) -> None:
+        """Check that the pipeline is open, and not called from inside of its own work.
+
+        Raises:
+            DeviceError: it was closed.
+            StageError: one of its own layers or steps calls it.
+        """
+        self.dispatch.check_open()
+        check_not_transformed()
+        self.steps.check_not_here()
+        self.dispatch.check_outside()
+
+    # -- state between runs --------------------------------------------------------------------------------------------
+
+    def step_exact(self, step: Callable[[], Any]) -> None:
+        """Run an optimizer step layer by layer, next to the run that follows, which waits for each layer.
+
+        Args:
+            step: function of the step.
+        """
+        self.steps.run_exact(step, self.lock)
+
+    def synchronize(self) -> None:
+        """Wait for a background step; afterwards parameters and master weights agree."""
+        self.steps.synchronize()
+        self.store.publish()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear all gradients; a background step reads them, so it ends first, unless it asks itself."""
+        self.groups.clear()
+        if not self.steps.is_here():
+            self.steps.wait_update()
+        self.store.zero_grad(set_to_none)
+
+    def progress(self) -> PipelineProgress:
+        """Return what is to be saved in addition to parameters and buffers, after the last step."""
+        self.synchronize()
+        masters = self.store.masters()  # before `named`, which makes those that no optimizer has asked for
+        gradients = {name: target.grad for name, target in self.store.named() if target.grad is not None}
+        return PipelineProgress(self.step, masters, gradients)
+
+    def load_progress(self, progress: PipelineProgress) -> None:
+        """Load what :meth:`progress` returned, after the parameters."""
+        self.synchronize()
+        self.store.zero_grad()
+        self.store.load_masters(progress.masters)
+        self.step = progress.runs
+        self.store.load_gradients(progress.gradients)
+        self.kept.drop()  # another process may have written weights that are shared
+
+    def version(self) -> int:
+        """Return the version of the parameters that a run reads now."""
+        return self.table.latest
+
+    def close(self) -> None:
+        """Finish work that is under way and end the threads."""
+        try:
+            self.steps.close()
+        finally:
+            alone = self.dispatch.close()
+            self.kept.drop()
+            for device in alone:
+                device.close()
+            self.groups.close()
+
+
+def _inputs_of(microbatches: Sequence[FlatMicrobatch], run: Run, pinned: PinnedCopies | None) -> list[HostValue]:
+    flows = run.spec.requires_grad
+    return [host_value(one.inputs, one.spec, requires_grad=flows, what="inputs", pinned=pinned) for one in microbatches]

@@ -268,7 +268,7 @@ class StepOptions:
     """
 
     devices: Devices = "auto"
-    device_memory: DeviceMemory = None
+    memory: DeviceMemory = None
     batch: Batch = 8
     microbatches: Microbatches = None
     replicas: Replicas = None
@@ -284,8 +284,8 @@ class StepOptions:
         if self.steps is not None and self.epochs is not None:
             raise UserError("--steps and --epochs both state how long. Leave one out")
         parse_gigabytes(self.keep_parameters, "--keep-parameters")
-        if self.device_memory is not None:
-            parse_bytes(self.device_memory, "--device-memory")
+        if self.memory is not None:
+            parse_bytes(self.memory, "--memory")
 
     def device_objects(self) -> list[Device]:
         """Return the devices, virtual ones with the memory that they may use."""
@@ -296,14 +296,14 @@ class StepOptions:
         except (ConfigError, DeviceError) as error:
             reason = "torch finds no accelerator here" if isinstance(error, DeviceError) else "it names no device"
             raise UserError(f"--devices {text}: {reason}. Write auto, virtual:2, or cuda:0,cuda:1") from error
-        if self.device_memory is not None:
+        if self.memory is not None:
             for device in found:
                 if not isinstance(device, VirtualDevice):
                     raise UserError(
-                        f"--device-memory limits virtual devices, and {device.name} has a memory of its own. Leave it "
+                        f"--memory limits virtual devices, and {device.name} has a memory of its own. Leave it "
                         "out, or: --devices virtual:2"
                     )
-                device.memory_limit = parse_bytes(self.device_memory, "--device-memory")
+                device.memory_limit = parse_bytes(self.memory, "--memory")
         return found
 
 

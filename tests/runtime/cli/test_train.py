@@ -420,12 +420,12 @@ def test_what_is_logged_goes_where_it_is_reported_to(here, capsys, monkeypatch):
 def test_the_memory_of_a_virtual_device_can_be_limited(here, capsys):
     """A limit that is too small is refused by name; accelerators have a memory of their own."""
     command = ["train", "conf", "texts", "-o", "out", *FEW]
-    assert main([*command, "--device-memory", "10MB"]) == 0
+    assert main([*command, "--memory", "10MB"]) == 0
     # in one microbatch, so that nothing is proven before the first step
-    assert main([*command, "--overwrite", "--device-memory", "20kB", "--microbatches", "1"]) == 2
-    assert "--device-memory 20kB is too little: layer " in capsys.readouterr().err
-    assert main([*command, "--overwrite", "--device-memory", "lots"]) == 2
-    assert "--device-memory 'lots' is not a size of memory" in capsys.readouterr().err
+    assert main([*command, "--overwrite", "--memory", "20kB", "--microbatches", "1"]) == 2
+    assert "--memory 20kB is too little: layer " in capsys.readouterr().err
+    assert main([*command, "--overwrite", "--memory", "lots"]) == 2
+    assert "--memory 'lots' is not a size of memory" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_run_is_in_the_way(here, capsys):

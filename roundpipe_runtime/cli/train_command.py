@@ -268,11 +268,11 @@ def _naming_memory(step: StepOptions) -> Iterator[None]:
     try:
         yield
     except PlanError as error:
-        if step.device_memory is None:
+        if step.memory is None:
             raise
         what = str(error).partition(". Cut the layer")[0]
         raise UserError(
-            f"--device-memory {step.device_memory} is too little: {what}. Give more, or see what a model needs: "
+            f"--memory {step.memory} is too little: {what}. Give more, or see what a model needs: "
             "roundpipe plan MODEL"
         ) from error
 

@@ -64,9 +64,9 @@ def generate(
     generator = open_generator(folder, runtime=runtime, threads=threads, trust=trust, device=device)
     tokenizer = _tokenizer(folder)
     texts_in = [chat_text(tokenizer, folder, one) for one in prompt] if chat else prompt
+    options: dict[str, Any] = {"add_special_tokens": False} if chat else {}  # a template writes them
     with readable(folder, UserError):
-        # a template writes the special tokens
-        given = tokenizer(texts_in, return_tensors="pt", padding=len(prompt) > 1, add_special_tokens=not chat)
+        given = tokenizer(texts_in, return_tensors="pt", padding=len(prompt) > 1, **options)
     if given["input_ids"].shape[-1] == 0:
         raise UserError("the prompt has no tokens")
     encoder_decoder = generator.parts.encoder is not None

@@ -292,6 +292,18 @@ def open_model(
     Raises:
         ForeignFileError: when the folder does not state what it is for.
         FlattenError: as :meth:`FolderModel.from_pretrained`.
+
+    >>> import tempfile
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> from yobx_flatten import export_folder
+    >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> model = BertModel(BertConfig(vocab_size=64, **sizes)).eval()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     exported = export_folder(model, f"{folder}/bert", proof="none")
+    ...     found = open_model(f"{folder}/bert")(torch.tensor([[5, 6, 7]]))
+    >>> tuple(found.last_hidden_state.shape)
+    (1, 3, 16)
     """
     task = read_manifest(pathlib.Path(folder)).task
     found = next((one for one in FolderModel.__subclasses__() if task in one.tasks), None)

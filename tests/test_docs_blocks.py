@@ -56,6 +56,7 @@ def test_the_kinds_of_blocks_are_those_that_tests_read():
         "python",
         "console",
         "bash",
+        "javascript",
         "text",
         "json",
         "{code-block}",

@@ -19,7 +19,7 @@ for name in (
     "openvino",
     "executorch.exir",
     "executorch.runtime",
-    "yobx_flatten.export.runtimes",
+    "yobx_flatten.export.runtimes.write",
     "matrix.runtimes_programs",
 ):
     try:

@@ -93,8 +93,8 @@ class ProgramTrial(Trial):
 
     def calls(self, exported: Any, file: pathlib.Path, runtime: str) -> dict[str, int]:
         """Run each case with slices and transposed tensors, and one with inputs that do not fit; count both."""
-        from yobx_flatten.export.program import source_of
-        from yobx_flatten.export.report import ExportReport
+        from yobx_flatten.export.program_export import source_of
+        from yobx_flatten.export.proof.report import ExportReport
         from yobx_flatten.runners.open import open_runner
 
         runner = open_runner(file, runtime=runtime, trust=True)
@@ -131,7 +131,7 @@ def _refused(runner: Any, source: Any, case: Any) -> int:
     mask without the column of a token excludes it, as padding: where it sees nothing, it is a softmax over nothing.
     """
     from yobx_flatten import FlattenError
-    from yobx_flatten.export.padding import Padding
+    from yobx_flatten.export.proof.padding import Padding
 
     leaves, spec = pytree.tree_flatten(dict(case.kwargs))
     count = 0
@@ -175,7 +175,7 @@ def _tensors(runner: Any, source: Any, kwargs: Any) -> dict[str, torch.Tensor]:
 
 def _logits(source: Any, kwargs: Any) -> torch.Tensor:
     """What the model itself computes."""
-    from yobx_flatten.export.replay import clone
+    from yobx_flatten.export.proof.replay import clone
 
     with torch.no_grad():
         found = source.example.module(**clone(dict(kwargs)))

@@ -90,7 +90,7 @@ _HOMES = (
     "checkpoint",
     "device.virtual",
     "engine.config",
-    "engine.recompute",
+    "engine.recompute.states",
     "errors",
     "huggingface",
     "optim.scaler",
@@ -140,7 +140,7 @@ if TYPE_CHECKING:  # the same names for a type checker, and none that is misspel
     from .engine.config import RoundPipeRunConfig
 
     # inside a layer
-    from .engine.recompute import doing_recompute, get_recompute_data, save_for_recompute
+    from .engine.recompute.states import doing_recompute, get_recompute_data, save_for_recompute
 
     # what can go wrong
     from .errors import (

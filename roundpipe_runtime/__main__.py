@@ -11,11 +11,8 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status.
-
-    Args:
-        argv: the arguments; by default those of the process.
-    """
+    """Run one command and return its exit status."""
+    # argv: the arguments; by default those of the process
 
     def start() -> Callable[[Sequence[str] | None], int]:
         from .cli.app import run  # torch

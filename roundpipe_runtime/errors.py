@@ -87,12 +87,7 @@ _INSIDE = ("roundpipe_runtime", "torch")
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """Warn at the line of the user's call: the first one that is neither in this package nor in torch.
-
-    Args:
-        message: text of the warning.
-        category: class of the warning.
-    """
+    """Warn at the line of the user's call: the first one that is neither in this package nor in torch."""
     warnings.warn(message, category, stacklevel=_of_caller()[0])
 
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 import roundpipe_runtime.schedule
 import yobx_flatten
-from roundpipe_runtime.distributed import pipelining
+from roundpipe_runtime.distributed.stages import pipeline as pipelining
 from yobx_flatten import (
     DecodeSizes,
     decode_inputs,
@@ -25,8 +25,8 @@ from yobx_flatten import (
 
 pytest.importorskip("transformers")
 
-from yobx_flatten.model_folder import tiny_models
-from yobx_flatten.model_folder.tiny_models import small_model
+from yobx_flatten.model_folder.source import tiny_models
+from yobx_flatten.model_folder.source.tiny_models import small_model
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs/guide/coming_from.md"
 

@@ -1,4 +1,4 @@
-"""The names of a package, imported when they are asked for: a command line starts, and ends, without torch."""
+"""Import the names of a package on first use, so that a command line starts without torch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of a package whose names are defined in modules of it.
 
-    Args:
-        names: the ``globals()`` of its ``__init__``; what was found once is kept there.
-        homes: modules of the package, which state their names in ``__all__``; a name is that of the first which has it.
-        special: names that need more than an import, and what makes each of them; none by default.
-
-    Returns:
-        The two functions. Folders of the package are also found, and a name that is nowhere is an ``AttributeError``.
-
     Source: `PEP 562 <https://peps.python.org/pep-0562/>`_.
     """
+    # names: the `globals()` of its `__init__`; what was found once is kept there
+    # homes: modules of the package, which state their names in `__all__`; a name is that of the first which has it
+    # special: names that need more than an import, and what makes each of them; none by default
+    # returns: the two functions. Folders of the package are also found, and a name that is nowhere is an
+    # `AttributeError`.
     package, makers = names["__name__"], dict(special or {})
 
     def find(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Tests for classes that you register: one test per class and check.
+"""Tests for registered classes: one test per class and check.
 
 ::
 

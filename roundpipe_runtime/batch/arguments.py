@@ -17,19 +17,10 @@ __all__ = ["check_call", "check_labels", "check_loss_fn"]
 def check_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Check the arguments of ``forward_backward`` and return them as positional and keyword arguments of the model.
 
-    Args:
-        input_args: a tuple or list with one entry per argument.
-        input_kwargs: a mapping, or ``None``.
-
-    Returns:
-        Positional and keyword arguments.
-
-    Raises:
-        ConfigError: it is something else. Above all, a tensor is not taken for a tuple of its rows.
-
     >>> check_call([1, 2], None)
     ((1, 2), {})
     """
+    # input_args: a tuple or list with one entry per argument
     if not isinstance(input_args, (tuple, list)) or isinstance(input_args, RoundPipePackedData):
         raise ConfigError(
             "input_args must be a tuple with the positional arguments of the model, found "
@@ -45,11 +36,7 @@ def check_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], dic
 
 
 def check_loss_fn(loss_fn: Any) -> None:
-    """Check that a loss function can be called.
-
-    Raises:
-        ConfigError: it states what a loss function is.
-    """
+    """Check that a loss function can be called."""
     if not callable(loss_fn):
         raise ConfigError(
             f"loss_fn must be a function of the outputs and labels of a microbatch, found {loss_fn!r}. Where the "
@@ -58,11 +45,7 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 
 def check_labels(label: FlatTree) -> None:
-    """Check that no label requires a gradient: devices have copies, so no gradient reaches the labels.
-
-    Raises:
-        ConfigError: naming the key path.
-    """
+    """Check that no label requires a gradient: devices have copies, so no gradient reaches the labels."""
     for leaf in label.leaves:
         is_packed = isinstance(leaf.value, RoundPipePackedData)
         tensors = leaf.value if is_packed else [leaf.value]

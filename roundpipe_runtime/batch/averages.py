@@ -1,4 +1,4 @@
-"""The number of items that the losses of torch average over, observed as they are computed."""
+"""Count the items that torch's losses average over, as they are computed."""
 
 from __future__ import annotations
 
@@ -31,18 +31,13 @@ _AVERAGING: dict[Callable[..., Any], Counted] = {
 
 @dataclasses.dataclass
 class Items:
-    """The items that the losses of one forward average over.
+    """The items that the losses of one forward average over."""
 
-    Attributes:
-        counts: Number of items of each mean, in order.
-        trained: Number of items of each mean that has a gradient, in order.
-        sums: Number of losses that are sums.
-        others: Number of losses of which nothing follows: those of each element, and those whose classes are the rows.
-    """
-
-    counts: list[float] = dataclasses.field(default_factory=list)
+    counts: list[float] = dataclasses.field(default_factory=list)  # number of items of each mean, in order
+    # number of items of each mean that has a gradient, in order
     trained: list[float] = dataclasses.field(default_factory=list)
-    sums: int = 0
+    sums: int = 0  # number of losses that are sums
+    # number of losses of which nothing follows: those of each element, and those whose classes are the rows
     others: int = 0
 
 
@@ -105,14 +100,8 @@ def _count(counted: Counted, target: torch.Tensor, weight: torch.Tensor | None, 
 
 @contextlib.contextmanager
 def count_items(more: Mapping[Callable[..., Any], Counted] | None = None) -> Iterator[Items]:
-    """Count the items of the losses that are computed in the block.
-
-    Args:
-        more: functions that also average, and what they count. Default: those of torch only.
-
-    Yields:
-        The counts, complete at the end of the block.
-    """
+    """Count the items of the losses that are computed in the block."""
+    # more: functions that also average, and what they count. Default: those of torch only.
     items = Items()
     watch = _Watch(items, {**_AVERAGING, **(more or {})})
     with watch:

@@ -27,37 +27,18 @@ __all__ = ["BatchAxes", "batch_axes"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchAxes:
-    """The batch size and the batch axis of each leaf.
+    """The batch size and the batch axis of each leaf."""
 
-    Attributes:
-        batch: batch size; ``None`` if no leaf has a batch axis.
-        axes: axis of each input leaf, ``None`` for leaves that go whole to every microbatch.
-        label_axes: axis of each leaf of the labels.
-        apart: whether leaves have different numbers of rows, and each is cut separately by its rule. ``batch`` is
-            then that of the labels, if they have one.
-    """
-
-    batch: int | None
-    axes: list[int | None]
-    label_axes: list[int | None]
+    batch: int | None  # batch size; `None` if no leaf has a batch axis
+    axes: list[int | None]  # axis of each input leaf, `None` for leaves that go whole to every microbatch
+    label_axes: list[int | None]  # axis of each leaf of the labels
+    # whether leaves have different numbers of rows, and each is cut separately by its rule. `batch` is then that of the
+    # labels, if they have one.
     apart: bool = False
 
 
 def batch_axes(inputs: Sequence[Entry], labels: Sequence[Entry], rules: Rules) -> BatchAxes:
-    """Decide how many rows the batch has, and which axis of each leaf is the batch axis.
-
-    Args:
-        inputs: leaves of arguments and keyword arguments.
-        labels: leaves of the labels.
-        rules: rules of the user, which are checked against the leaves.
-
-    Returns:
-        The batch size and the axes.
-
-    Raises:
-        SplitError: when several sizes could be the batch, when two leaves contradict each other, or when a leaf has the
-            batch size on another axis than 0.
-    """
+    """Decide how many rows the batch has, and which axis of each leaf is the batch axis."""
     _check_paths([*inputs, *labels], rules)
     if _are_apart([*inputs, *labels]):
         rows = set(_sizes(_cut_by_rule(labels)))

@@ -1,4 +1,4 @@
-"""The leaves of inputs and labels, each with what is known of it before the batch size is."""
+"""The leaves of inputs and labels, with what is known of each before the batch size is."""
 
 from __future__ import annotations
 
@@ -39,21 +39,13 @@ _KNOWN_ARGUMENTS: dict[str, dict[int, int]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One leaf of the inputs or labels, with all that is known before the batch size is.
+    """One leaf of the inputs or labels, with all that is known before the batch size is."""
 
-    Attributes:
-        path: key path.
-        value: the leaf.
-        rule: rule of the user.
-        axis: batch axis according to the user, the registration or the name of the argument.
-        is_known: whether one of these three gave an axis; ``axis=None`` then means "whole".
-    """
-
-    path: str
-    value: Any
-    rule: Rule | None
-    axis: int | None
-    is_known: bool
+    path: str  # key path
+    value: Any  # the leaf
+    rule: Rule | None  # rule of the user
+    axis: int | None  # batch axis according to the user, the registration or the name of the argument
+    is_known: bool  # whether one of these three gave an axis; `axis=None` then means "whole"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,42 +67,17 @@ class Entry:
 
 
 def entries_of(tree: PyTree, name: str, rules: Mapping[str, Rule]) -> list[Entry]:
-    """List the leaves of a tree with what is known of their axes.
-
-    Args:
-        tree: nested inputs or labels.
-        name: name of the tree in key paths.
-        rules: rules of the user, by key path.
-
-    Returns:
-        The leaves, in the order of the tree.
-    """
+    """List the leaves of a tree with what is known of their axes."""
     return entries_of_flat(FlatTree.of(tree, name), rules)
 
 
 def entries_of_flat(flat: FlatTree, rules: Mapping[str, Rule]) -> list[Entry]:
-    """List the leaves of a flattened tree with what is known of their axes.
-
-    Args:
-        flat: nested inputs or labels.
-        rules: rules of the user, by key path.
-
-    Returns:
-        The leaves, in the order of the tree.
-    """
+    """List the leaves of a flattened tree with what is known of their axes."""
     return [_entry(leaf.path, leaf.value, leaf.axes, rule_for(leaf.path, rules)) for leaf in flat.leaves]
 
 
 def check_registered(flat: FlatTree, rules: Mapping[str, Rule]) -> None:
-    """Check that every object that holds tensors is flattened, or that a rule passes it on whole.
-
-    Args:
-        flat: nested inputs or labels.
-        rules: rules of the user, by key path.
-
-    Raises:
-        UnregisteredObjectError: with the line to type for each of them.
-    """
+    """Check that every object that holds tensors is flattened, or that a rule passes it on whole."""
     if all(type(leaf.value) in _CLOSED for leaf in flat.leaves):
         return
     ours = [leaf.path for leaf in flat.leaves if isinstance(leaf.value, RoundPipePackedData | HeldMask)]

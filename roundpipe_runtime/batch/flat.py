@@ -22,59 +22,30 @@ __all__ = ["FlatBatch", "FlatMicrobatch", "FlatTree"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatTree:
-    """A nested value and its leaves; a block mask is one leaf, in a :class:`HeldMask`.
+    """A nested value and its leaves; a block mask is one leaf, in a :class:`HeldMask`."""
 
-    Attributes:
-        name: Name of the value in key paths.
-        tree: The value.
-        leaves: Its leaves, in order.
-    """
-
-    name: str
+    name: str  # name of the value in key paths
     tree: Any
-    leaves: list[Leaf]
+    leaves: list[Leaf]  # its leaves, in order
 
     @classmethod
     def of(cls, tree: Any, name: str) -> FlatTree:
-        """Flatten a nested value.
-
-        Args:
-            tree: nested value.
-            name: name of the value in key paths.
-
-        Returns:
-            The value with its leaves.
-        """
+        """Flatten a nested value."""
         found = leaves(_with_held_masks(tree), name=name)
         return cls(name, tree, [_hold(leaf) if is_block_mask(leaf.value) else leaf for leaf in found])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """Inputs and labels of a batch.
+    """Inputs and labels of a batch."""
 
-    Attributes:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        label: Labels.
-    """
-
-    args: FlatTree
-    kwargs: FlatTree
+    args: FlatTree  # positional arguments
+    kwargs: FlatTree  # keyword arguments
     label: FlatTree
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any) -> FlatBatch:
-        """Flatten inputs and labels.
-
-        Args:
-            args: positional arguments.
-            kwargs: keyword arguments.
-            label: labels.
-
-        Returns:
-            The batch.
-        """
+        """Flatten inputs and labels."""
         return cls(FlatTree.of(args, "args"), FlatTree.of(dict(kwargs), "kwargs"), FlatTree.of(label, "label"))
 
     def __iter__(self) -> Iterator[FlatTree]:
@@ -88,21 +59,13 @@ class FlatBatch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatMicrobatch:
-    """The leaves of one microbatch.
+    """The leaves of one microbatch."""
 
-    Attributes:
-        inputs: Leaves of arguments and keyword arguments.
-        spec: Structure of ``(args, kwargs)``.
-        labels: Leaves of the labels.
-        label_spec: Structure of the labels.
-        rows: Number of rows, as in :class:`Microbatch`.
-    """
-
-    inputs: list[Any]
-    spec: pytree.TreeSpec
-    labels: list[Any]
-    label_spec: pytree.TreeSpec
-    rows: int | None
+    inputs: list[Any]  # leaves of arguments and keyword arguments
+    spec: pytree.TreeSpec  # structure of `(args, kwargs)`
+    labels: list[Any]  # leaves of the labels
+    label_spec: pytree.TreeSpec  # structure of the labels
+    rows: int | None  # number of rows, as in `Microbatch`
 
 
 def _with_held_masks(tree: Any) -> Any:

@@ -88,11 +88,7 @@ def _rules(merge: Any) -> Rules:
 
 
 def common_spec(outputs: Sequence[Any]) -> pytree.TreeSpec:
-    """Return the structure that the outputs of all microbatches have.
-
-    Raises:
-        JoinError: naming the key path at which one of them has another.
-    """
+    """Return the structure that the outputs of all microbatches have."""
     specs = [pytree.tree_structure(output) for output in outputs]
     for index, spec in enumerate(specs):
         if spec != specs[0]:

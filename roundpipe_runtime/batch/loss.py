@@ -55,30 +55,19 @@ class WeightedLoss(NamedTuple):
 
 
 class BackwardTerm(NamedTuple):
-    """A starting point of the backward: ``torch.autograd.backward(term.tensor, term.seed)``.
+    """A starting point of the backward: ``torch.autograd.backward(term.tensor, term.seed)``."""
 
-    Attributes:
-        tensor: loss.
-        seed: gradient to start with, of the same dtype and device.
-    """
-
-    tensor: torch.Tensor
-    seed: torch.Tensor
+    tensor: torch.Tensor  # loss
+    seed: torch.Tensor  # gradient to start with, of the same dtype and device
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LossValue:
-    """The value that a loss function returned, parsed.
-
-    Attributes:
-        kind: ``"tensor"``, ``"sequence"`` or ``"pair"``.
-        tensors: loss, losses, or sum.
-        weight: weight of a pair, as a number.
-    """
+    """The value that a loss function returned, parsed."""
 
     kind: Literal["tensor", "sequence", "pair"]
-    tensors: tuple[torch.Tensor, ...]
-    weight: float | None = None
+    tensors: tuple[torch.Tensor, ...]  # loss, losses, or sum
+    weight: float | None = None  # weight of a pair, as a number
 
 
 def read_loss(value: Any) -> LossValue:
@@ -313,19 +302,11 @@ class LossContract:
 def terms_of_batch(value: Any) -> tuple[torch.Tensor | list[torch.Tensor], list[BackwardTerm]]:
     """Return the loss of a whole batch, and the terms to go back from.
 
-    Args:
-        value: what the loss function returned for all rows.
-
-    Returns:
-        The loss, detached, or the list of losses; and the terms, none where nothing requires a gradient.
-
-    Raises:
-        LossError: the value is not a loss.
-
     >>> total, terms = terms_of_batch(WeightedLoss(torch.tensor(6.0, requires_grad=True), 3))
     >>> total, terms[0].seed
     (tensor(2.), tensor(0.3333))
     """
+    # returns: the loss, detached, or the list of losses; and the terms, none where nothing requires a gradient
     contract = LossContract("sum", [1])
     terms = contract.add(0, value)
     scale = contract.gradient_scale()
@@ -336,13 +317,6 @@ def warn_if_uneven(rows: Sequence[int | None], num_microbatch: int) -> bool:
     """Warn that a loss divided by the number of microbatches is not the mean of this batch.
 
     The caller asks for losses that are not pairs with ``loss_reduction="sum"``, and only until the first ``True``.
-
-    Args:
-        rows: rows of each microbatch.
-        num_microbatch: requested number of microbatches, which a script would divide by.
-
-    Returns:
-        Whether a warning was given.
     """
     if len(set(rows)) <= 1 and len(rows) == num_microbatch:
         return False

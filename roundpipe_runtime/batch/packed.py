@@ -1,4 +1,4 @@
-"""Packed outputs: one entry per microbatch, not joined, for the next pipeline to consume as they come."""
+"""Packed outputs: one entry per microbatch, not joined, which another pipeline can consume."""
 
 from __future__ import annotations
 
@@ -60,13 +60,6 @@ def known_rows(packed: RoundPipePackedData) -> tuple[int, ...] | None:
 
 def counted_rows(packed: RoundPipePackedData, axis: int = 0) -> tuple[int, ...] | None:
     """Count the rows of each microbatch along an axis; ``None`` where an entry is not a tensor with that axis.
-
-    Args:
-        packed: packed data.
-        axis: batch axis.
-
-    Returns:
-        The rows of each microbatch, or ``None``.
 
     >>> import torch
     >>> counted_rows(RoundPipePackedData([torch.zeros(2, 3), torch.zeros(1, 3)]))

@@ -1,4 +1,4 @@
-"""Rows of each microbatch: reported by packed data, counted in the parts of a function, or as even as possible.
+"""Count the rows of each microbatch: of packed data, of a function's parts, or of even parts.
 
 ::
 
@@ -24,11 +24,7 @@ Rows = tuple[int, ...]
 
 
 def check_packed_counts(entries: Sequence[Entry]) -> None:
-    """Check that all packed data has the same number of microbatches.
-
-    Raises:
-        SplitError: with the number of each.
-    """
+    """Check that all packed data has the same number of microbatches."""
     counts = {entry.path: len(entry.value) for entry in entries if isinstance(entry.value, RoundPipePackedData)}
     if len(set(counts.values())) > 1:
         counted = ", ".join(f"{path} into {count}" for path, count in counts.items())
@@ -38,20 +34,8 @@ def check_packed_counts(entries: Sequence[Entry]) -> None:
 def rows_with_packed(
     entries: Sequence[Entry], batch: int | None, cut: Sequence[str], *, apart: bool
 ) -> list[int | None] | None:
-    """Return the rows of the microbatches that packed data is in; ``None`` where there is no packed data.
-
-    Args:
-        entries: leaves of inputs and labels.
-        batch: number of rows of the batch.
-        cut: key paths of what is cut along with the data.
-        apart: whether rules cut each leaf separately.
-
-    Returns:
-        The rows of each microbatch, or ``None``.
-
-    Raises:
-        SplitError: when packed data contradicts other packed data, or does not determine where to cut the rest.
-    """
+    """Return the rows of the microbatches that packed data is in; ``None`` where there is no packed data."""
+    # apart: whether rules cut each leaf separately
     packed = [entry for entry in entries if isinstance(entry.value, RoundPipePackedData)]
     if not packed:
         return None
@@ -77,16 +61,8 @@ def rows_with_packed(
 
 
 def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whose: str) -> None:
-    """Check that packed data has the microbatches that a function of the user made of the other side.
-
-    Args:
-        entries: leaves of the side that holds packed data.
-        rows: rows of each microbatch of the other side.
-        whose: name of the function in errors.
-
-    Raises:
-        SplitError: naming both.
-    """
+    """Check that packed data has the microbatches that a function of the user made of the other side."""
+    # rows: rows of each microbatch of the other side
     for entry in entries:
         if not isinstance(entry.value, RoundPipePackedData):
             continue
@@ -109,19 +85,13 @@ def rows_of_parts(
     What is the same object in all parts was not cut. Of the rest, the sizes along the batch axis are the rows: where
     there are several, those that add up to the size of what was cut, or those that the other side also has.
 
-    Args:
-        parts: trees by name, one mapping per microbatch.
-        whole: arguments of the function, by the same names.
-        others: parts of the other side, if a function made them.
-
-    Returns:
-        The rows of each part.
-
     >>> import torch
     >>> table = torch.zeros(5, 6)
     >>> rows_of_parts([{"x": torch.zeros(1, 4), "table": table}, {"x": torch.zeros(2, 4), "table": table}], {})
     [1, 2]
     """
+    # parts: trees by name, one mapping per microbatch
+    # others: parts of the other side, if a function made them
     known, seen = _columns(parts)
     if not known and len(seen) > 1:
         before = {entry.path: entry.shape[entry.axis or 0] for entry in _entries(whole) if entry.shape}

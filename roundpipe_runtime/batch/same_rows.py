@@ -32,16 +32,12 @@ def mixes_rows(
 ) -> bool:
     """Report whether rows are computed otherwise in one piece than in parts, by more than rounding.
 
-    Args:
-        whole: leaves of what was computed for all rows.
-        parts: leaves of what was computed for each part.
-        rows: rows of each part.
-        coarsest: dtype in which something was computed. Default: the dtypes of the leaves.
-
     >>> x = torch.arange(6.0).reshape(3, 2)
     >>> mixes_rows([x], [[x[:2]], [x[2:]]], [2, 1]), mixes_rows([x.roll(1, 0)], [[x[:2].roll(1, 0)], [x[2:]]], [2, 1])
     (False, True)
     """
+    # parts: leaves of what was computed for each part
+    # coarsest: dtype in which something was computed. Default: the dtypes of the leaves.
     if any(len(part) != len(whole) for part in parts):
         return False
     columns = list(zip(whole, *parts, strict=True))
@@ -57,16 +53,9 @@ def changes_with_others(
     count: int,
     coarsest: torch.dtype | None = None,
 ) -> bool:
-    """Report whether rows are computed otherwise next to other rows, where what is drawn is the same.
-
-    Args:
-        whole: leaves of what was computed for all rows.
-        other: leaves of what was computed for as many rows, of which some are others.
-        part: leaves of what was computed for fewer rows, which shows where the rows are.
-        kept: rows that are the same in both.
-        count: number of rows.
-        coarsest: dtype in which something was computed. Default: the dtypes of the leaves.
-    """
+    """Report whether rows are computed otherwise next to other rows, where what is drawn is the same."""
+    # part: leaves of what was computed for fewer rows, which shows where the rows are
+    # coarsest: dtype in which something was computed. Default: the dtypes of the leaves.
     if not len(whole) == len(other) == len(part):
         return False
     for one, changed, few in zip(whole, other, part, strict=True):

@@ -1,4 +1,4 @@
-"""Specs of a leaf, cut along an axis or passed whole, and the rules by key path that they become."""
+"""Specs that cut a leaf along an axis or pass it whole, and the rules by key path made of them."""
 
 from __future__ import annotations
 
@@ -60,17 +60,12 @@ class Replicate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """The rule for a leaf and everything below it.
+    """The rule for a leaf and everything below it."""
 
-    Attributes:
-        dim: axis to cut along; ``None`` passes the leaf on whole.
-        reduce: function that joins outputs two by two, starting with ``init``, instead of either.
-        init: initial value of ``reduce``.
-    """
-
-    dim: int | None
+    dim: int | None  # axis to cut along; `None` passes the leaf on whole
+    # function that joins outputs two by two, starting with `init`, instead of either
     reduce: Callable[[Any, Any], Any] | None = None
-    init: Any = None
+    init: Any = None  # initial value of `reduce`
 
 
 Rules: TypeAlias = dict[str, Rule]
@@ -103,21 +98,11 @@ def sizes(batch: int, num_microbatch: int) -> list[int]:
 def read_rules(spec: Any, name: str, error: type[RoundPipeError] = SplitError) -> Rules:
     """Read the specs of a tree into rules by key path.
 
-    Args:
-        spec: marks in the structure of the tree they are about; a mark stands for all that is below it, and ``None``
-            makes no rule. Or a mapping from key paths, as errors spell them, to marks, if ``name`` is empty.
-        name: name of the tree in key paths.
-        error: class of the error.
-
-    Returns:
-        The rules, by key path.
-
-    Raises:
-        SplitError: (or ``error``) when there is something other than a mark.
-
     >>> read_rules(({"x": TensorChunkSpec(1)}, Replicate), "args")
     {"args[0]['x']": Rule(dim=1, reduce=None, init=None), 'args[1]': Rule(dim=None, reduce=None, init=None)}
     """
+    # spec: marks in the structure of the tree they are about; a mark stands for all that is below it, and `None` makes
+    # no rule. Or a mapping from key paths, as errors spell them, to marks, if `name` is empty.
     if spec is None:
         return {}
     if name:
@@ -128,28 +113,13 @@ def read_rules(spec: Any, name: str, error: type[RoundPipeError] = SplitError) -
 
 
 def rule_for(path: str, rules: Mapping[str, Rule]) -> Rule | None:
-    """Return the rule for a leaf: that of its own path, else that of the longest path above it.
-
-    Args:
-        path: key path of the leaf.
-        rules: rules by key path.
-
-    Returns:
-        The rule, or ``None`` if there is none.
-    """
+    """Return the rule for a leaf: that of its own path, else that of the longest path above it."""
     above = [written for written in rules if is_below(path, written)]
     return rules[max(above, key=len)] if above else None
 
 
 def is_below(path: str, above: str) -> bool:
     """Report whether a path is another path or is below it.
-
-    Args:
-        path: key path.
-        above: key path that can contain it.
-
-    Returns:
-        Whether ``path`` is ``above`` or below it.
 
     >>> is_below("args[0]['x']", "args[0]"), is_below("args[10]", "args[1]"), is_below("label", "label")
     (True, False, True)

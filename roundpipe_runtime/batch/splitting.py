@@ -119,21 +119,7 @@ def split(
 def split_flat(
     batch: FlatBatch, num_microbatch: int, *, split_input: Any = None, split_label: Any = None
 ) -> list[FlatMicrobatch]:
-    """Split a batch like :func:`split`, and return the leaves of each microbatch: nothing is flattened again.
-
-    Args:
-        batch: arguments and labels.
-        num_microbatch: number of microbatches to make.
-        split_input: see :func:`split`.
-        split_label: see :func:`split`.
-
-    Returns:
-        The microbatches, in the order of the rows.
-
-    Raises:
-        SplitError: when it is not clear what to cut.
-        UnregisteredObjectError: when an object holds tensors but is not flattened.
-    """
+    """Split a batch like :func:`split`, and return the leaves of each microbatch: nothing is flattened again."""
     rules = _rules(num_microbatch, split_input, split_label)
     _check(batch, rules)
     if _is_function(split_input) or _is_function(split_label):

@@ -1,4 +1,4 @@
-"""Random numbers that are the same for rows in one piece and in parts, so that what is made of them can be compared."""
+"""Draw the same random numbers for rows in one piece and in parts, so that results can be compared."""
 
 from __future__ import annotations
 
@@ -48,10 +48,9 @@ class SteadyDraws(NoDropout):
     """Puts one number in place of all that are drawn, and leaves out dropout.
 
     Integers become those of the reversed range, as of a permutation, so that rows that are exchanged stay exchanged.
-
-    Args:
-        generator: generator of the device on which is computed. Default: there is only that of the host.
     """
+
+    # generator: generator of the device on which is computed. Default: there is only that of the host.
 
     def __init__(self, generator: _HasState | None = None) -> None:
         super().__init__()

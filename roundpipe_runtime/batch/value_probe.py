@@ -1,4 +1,4 @@
-"""What a loss decides by values: what it compares and reads, so that a proof can let it decide otherwise.
+"""Detect what a loss decides by values, so that a proof can try the other decisions.
 
 The mean over the rows of one class is a mean over all rows, as long as all have this class. A few rows rarely show it,
 so comparisons are answered differently for some of them, alike in one piece and in parts::
@@ -42,17 +42,11 @@ _SINGLE = 6
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """A comparison of values of a batch, or values that Python read.
+    """A comparison of values of a batch, or values that Python read."""
 
-    Attributes:
-        name: Name of the function.
-        given: Its arguments, flat.
-        found: Its result: a tensor of truth values, or the value that Python read.
-    """
-
-    name: str
-    given: Sequence[Any]
-    found: Any
+    name: str  # name of the function
+    given: Sequence[Any]  # its arguments, flat
+    found: Any  # its result: a tensor of truth values, or the value that Python read
 
     def is_of(self, name: str, given: Sequence[Any]) -> bool:
         """Report whether it is this call, of the same values."""
@@ -70,17 +64,11 @@ Answers: TypeAlias = Sequence[Decision]
 
 @dataclasses.dataclass(frozen=True)
 class Changed:
-    """Answers about rows.
+    """Answers about rows."""
 
-    Attributes:
-        whole: Answers for all rows in one piece.
-        parts: Answers for each part.
-        may_contradict: Whether one of several answers may change what another one is about, in some parts only.
-    """
-
-    whole: Answers
-    parts: Sequence[Answers]
-    may_contradict: bool
+    whole: Answers  # answers for all rows in one piece
+    parts: Sequence[Answers]  # answers for each part
+    may_contradict: bool  # whether one of several answers may change what another one is about, in some parts only
 
     def contradicts(self, whole: Sequence[Decision], parts: Sequence[Sequence[Decision]]) -> bool:
         """Report whether a run with these answers decided otherwise in one piece than in parts: a proof of nothing."""
@@ -88,13 +76,9 @@ class Changed:
 
 
 class ValueProbe(TorchFunctionMode):
-    """Notes what is decided by values of a batch, and answers some of it.
+    """Notes what is decided by values of a batch, and answers some of it."""
 
-    Args:
-        sources: tensors of the batch.
-        answers: what calls return instead of what they find.
-        begins_with: tensors of which the first one that is used begins the notes. Default: they begin at once.
-    """
+    # begins_with: tensors of which the first one that is used begins the notes. Default: they begin at once.
 
     def __init__(
         self, sources: Sequence[torch.Tensor], answers: Answers = (), begins_with: Sequence[torch.Tensor] = ()
@@ -184,12 +168,7 @@ def _as(answer: torch.Tensor, found: Any) -> Any:
 
 
 class Decisions:
-    """What a loss decided for some rows in one piece, and for the same rows in parts.
-
-    Args:
-        whole: decisions about all rows.
-        parts: decisions about the rows of each part.
-    """
+    """What a loss decided for some rows in one piece, and for the same rows in parts."""
 
     def __init__(self, whole: Sequence[Decision], parts: Sequence[Sequence[Decision]]) -> None:
         self._number = len(parts)
@@ -239,11 +218,7 @@ class Decisions:
                 yield Changed([whole for whole, _ in found], of_parts, len(chosen) > 1 and bool(of_each))
 
     def others(self, *, reads_rows: bool) -> Iterator[Answers]:
-        """Yield other answers in one piece to what concerns all rows.
-
-        Args:
-            reads_rows: whether to also yield some to numbers that were read of single rows.
-        """
+        """Yield other answers in one piece to what concerns all rows."""
         for place, one in self._of_all.items():
             if len(self._seen.get(place, ())) < 2:
                 yield from ([answer] for answer in _opposites(one))

@@ -29,20 +29,10 @@ __all__ = ["decode", "encode"]
 def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:
     """Encode a value for JSON; its tensors are stored separately, under names made from their key paths.
 
-    Args:
-        value: nested dictionaries, lists, tuples, sets, counters, numbers, strings, bytes, tensors, arrays of NumPy.
-        path: key path of the value, for names and errors.
-        tensors: mapping to which the tensors are added.
-
-    Returns:
-        The value for JSON.
-
-    Raises:
-        CheckpointError: the value holds an object of another type.
-
     >>> encode({"step": 3, "betas": (0.9, float("inf"))}, "state", {})
     {'step': 3, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}}
     """
+    # value: nested dictionaries, lists, tuples, sets, counters, numbers, strings, bytes, tensors, arrays of NumPy
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -63,13 +53,6 @@ def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) ->
 
 def decode(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Decode a value that :func:`encode` encoded.
-
-    Args:
-        stored: result of :func:`encode`, written as JSON and read back.
-        tensors: tensors, by the names that :func:`encode` gave them.
-
-    Returns:
-        The value.
 
     >>> decode({'step': 3, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}}, {})
     {'step': 3, 'betas': (0.9, inf)}

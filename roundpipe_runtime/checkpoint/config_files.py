@@ -13,11 +13,7 @@ __all__ = ["config_files"]
 
 
 def config_files(model: nn.Module) -> dict[str, str]:
-    """Return the texts of ``config.json`` and ``generation_config.json``; nothing for other models.
-
-    Args:
-        model: model, or a pipeline around one.
-    """
+    """Return the texts of ``config.json`` and ``generation_config.json``; nothing for other models."""
     inner = wrapped_model(model)
     library = sys.modules.get("transformers.modeling_utils")  # imported with the model, if there is one of it
     if library is None or not isinstance(inner, library.PreTrainedModel):

@@ -72,15 +72,8 @@ def appearing(
 
     Everything is on the disk before it gets its name, so a crash leaves all of it or nothing. A folder that had
     the name before is removed last.
-
-    Args:
-        path: final path of the folder.
-        half: path until then, on the same disk. Default: ``.{name}.writing`` next to it.
-        seal: function that is called with the complete folder and flushes it to the disk.
-
-    Returns:
-        A context manager that yields the folder to write to.
     """
+    # half: path until then, on the same disk. Default: `.{name}.writing` next to it.
     half = half or writing_path(path)
     half.mkdir(parents=True)
     before = path.with_name(f".{path.name}.leaving")
@@ -116,12 +109,8 @@ def remove_leftovers(folder: pathlib.Path) -> None:
 
 
 def remove_old(folder: pathlib.Path, keep: int | None) -> None:
-    """Remove all checkpoints that are older than the last ``keep`` complete ones; ``None`` keeps them all.
-
-    Args:
-        folder: folder of the checkpoints.
-        keep: number of complete checkpoints to keep, or ``None``.
-    """
+    """Remove all checkpoints that are older than the last ``keep`` complete ones; ``None`` keeps them all."""
+    # keep: number of complete checkpoints to keep, or `None`
     if keep is None:
         return
     there = checkpoints_in(folder)

@@ -36,13 +36,8 @@ class _Manifest:
 
 
 def describe_files(folder: pathlib.Path, part: int = 0, parts: int = 1) -> dict[str, dict[str, object]]:
-    """Return sizes and checksums of the files in a folder, and in folders in it.
-
-    Args:
-        folder: folder of a checkpoint.
-        part: number of the files that this process reads: each ``parts``-th one, from this one on.
-        parts: number of processes that share the work.
-    """
+    """Return sizes and checksums of the files in a folder, and in folders in it."""
+    # part: number of the files that this process reads: each `parts`-th one, from this one on
     files = [path for path in sorted(folder.rglob("*")) if not path.is_dir()]
     return {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)}
@@ -51,12 +46,8 @@ def describe_files(folder: pathlib.Path, part: int = 0, parts: int = 1) -> dict[
 
 
 def write_manifest(folder: pathlib.Path, files: Mapping[str, object] | None = None) -> None:
-    """List the files of a folder, and of folders in it, in its manifest, and wait until all of it is on the disk.
-
-    Args:
-        folder: folder of a checkpoint.
-        files: what :func:`describe_files` returned. Default: the files are read.
-    """
+    """List the files of a folder, and of folders in it, in its manifest, and wait until all of it is on the disk."""
+    # files: what `describe_files` returned. Default: the files are read.
     described = describe_files(folder) if files is None else {name: files[name] for name in sorted(files)}
     with open(folder / MANIFEST, "w", encoding="utf-8") as file:
         json.dump({"format": _VERSION, "files": described}, file, indent=2)
@@ -73,17 +64,8 @@ def is_complete(folder: pathlib.Path) -> bool:
 
 
 def verify(folder: pathlib.Path, part: int = 0, parts: int = 1) -> None:
-    """Read every file of a checkpoint and compare it with what was written.
-
-    Args:
-        folder: folder of a checkpoint.
-        part: number of the files that this process reads: each ``parts``-th one, from this one on.
-        parts: number of processes that share the work.
-
-    Raises:
-        DamagedCheckpointError: a file is missing, or differs from what was written.
-        CheckpointError: a newer version of this package wrote it.
-    """
+    """Read every file of a checkpoint and compare it with what was written."""
+    # part: number of the files that this process reads: each `parts`-th one, from this one on
     for name, entry in list(_check_sizes(folder).items())[part::parts]:
         try:
             found = _digest(folder / name)

@@ -26,18 +26,8 @@ __all__ = [
 
 
 def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Collect parameters and buffers, each once, under the first of its names.
-
-    Args:
-        model: model to save.
-        tensors: mapping to which the tensors are added.
-
-    Returns:
-        The other names of tied ones (``"aliases"``), and values that are not tensors (``"extra"``).
-
-    Raises:
-        CheckpointError: a tensor has no values, or is of a kind that a file cannot hold.
-    """
+    """Collect parameters and buffers, each once, under the first of its names."""
+    # returns: the other names of tied ones (`"aliases"`), and values that are not tensors (`"extra"`)
     first: dict[int, str] = {}
     aliases, extra = {}, {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -57,17 +47,8 @@ def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tens
 def check_model(
     model: nn.Module, stored: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, goes_on: bool
 ) -> None:
-    """Check that a checkpoint is of this model, before anything is changed.
-
-    Args:
-        model: model to load into.
-        stored: result of :func:`collect_parameters`.
-        tensors: tensors that it collected.
-        goes_on: whether the training continues; then dtypes must also be the same.
-
-    Raises:
-        CheckpointError: names, shapes or dtypes differ.
-    """
+    """Check that a checkpoint is of this model, before anything is changed."""
+    # goes_on: whether the training continues; then dtypes must also be the same
     expected = model.state_dict(keep_vars=True)
     found = {*tensors, *stored["aliases"], *stored["extra"]}
     missing, unknown = sorted(set(expected) - found), sorted(found - set(expected))
@@ -88,15 +69,7 @@ def check_model(
 
 
 def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Check that the model has a place for all master weights, before anything is changed.
-
-    Args:
-        model: model to load into.
-        stored: result of :func:`collect_progress`.
-
-    Raises:
-        CheckpointError: the saved pipeline had an ``optim_dtype``, and this one does not.
-    """
+    """Check that the model has a place for all master weights, before anything is changed."""
     here = {_join(prefix, name) for prefix, pipeline in _pipelines(model) for name in _names_with_master(pipeline)}
     homeless = [name for name in stored["masters"] if name not in here]
     if homeless:
@@ -108,16 +81,7 @@ def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 
 def check_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Check that a stored progress has the form of one, before anything is changed.
-
-    Args:
-        model: model to load into.
-        stored: result of :func:`collect_progress`, from a file.
-
-    Raises:
-        CheckpointError: a gradient or a copy for the optimizer has another shape than its parameter.
-        TypeError: something is of another type.
-    """
+    """Check that a stored progress has the form of one, before anything is changed."""
     for entry in stored["pipelines"].values():
         counts = [entry["runs"], *([entry["replicas"]] if entry.get("replicas") is not None else [])]
         if not all(type(count) is int and count >= 0 for count in counts):
@@ -133,13 +97,7 @@ def check_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 
 def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load what :func:`collect_parameters` collected.
-
-    Args:
-        model: model to load into.
-        stored: result of :func:`collect_parameters`.
-        tensors: tensors that it collected.
-    """
+    """Load what :func:`collect_parameters` collected."""
     state: dict[str, Any] = dict(tensors)
     state.update({name: tensors[known] for name, known in stored["aliases"].items()})
     state.update(stored["extra"])
@@ -168,12 +126,7 @@ def collect_progress(model: nn.Module) -> dict[str, Any]:
 
 
 def restore_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Load what :func:`collect_progress` returned, after the parameters.
-
-    Args:
-        model: model to load into.
-        stored: result of :func:`collect_progress`.
-    """
+    """Load what :func:`collect_progress` returned, after the parameters."""
     _restore_buffers(model, stored["buffers"])
     for target in optimizer_targets(model).values():
         target.grad = None

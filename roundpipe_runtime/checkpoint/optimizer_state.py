@@ -13,18 +13,7 @@ __all__ = ["check_optimizer", "named_state", "restore_optimizer"]
 
 
 def named_state(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the state of an optimizer, by name.
-
-    Args:
-        optimizer: optimizer to save.
-        targets: parameters that an optimizer of the model works on, by name.
-
-    Returns:
-        The state.
-
-    Raises:
-        CheckpointError: the optimizer works on other tensors.
-    """
+    """Return the state of an optimizer, by name."""
     names = _names(optimizer, targets)
     state = optimizer.state_dict()
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -41,16 +30,7 @@ def named_state(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Te
 def check_optimizer(
     optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
 ) -> None:
-    """Check that a state is of an optimizer with the same groups, before anything is changed.
-
-    Args:
-        optimizer: optimizer to load into.
-        stored: result of :func:`named_state`.
-        targets: parameters that an optimizer of the model works on, by name.
-
-    Raises:
-        CheckpointError: it has another class, another number of groups, or other parameters in one.
-    """
+    """Check that a state is of an optimizer with the same groups, before anything is changed."""
     found, expected = [group["params"] for group in stored["param_groups"]], _names(optimizer, targets)
     own = type(optimizer).__name__
     if stored["class"] != own:
@@ -69,13 +49,7 @@ def check_optimizer(
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
 ) -> None:
-    """Load what :func:`named_state` returned, after :func:`check_optimizer`.
-
-    Args:
-        optimizer: optimizer to load into.
-        stored: result of :func:`named_state`.
-        targets: parameters that an optimizer of the model works on, by name.
-    """
+    """Load what :func:`named_state` returned, after :func:`check_optimizer`."""
     numbers: dict[str, int] = {}
     groups = []
     for group, own, names in zip(

@@ -25,24 +25,16 @@ _GROUPS: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
 class CheckpointRanks:
-    """Processes that write or read a checkpoint; one alone by default.
+    """Processes that write or read a checkpoint; one alone by default."""
 
-    Args:
-        members: their ranks in the job, in the order of the mesh. Default: this process alone.
-        mesh: mesh that they are in.
-
-    Attributes:
-        rank: place of this process among them.
-        size: their number.
-        group: their group; ``None`` for one process.
-    """
+    # members: their ranks in the job, in the order of the mesh. Default: this process alone.
 
     def __init__(self, members: tuple[int, ...] = (), mesh: DeviceMesh | None = None) -> None:
         self.rank, self.size, self.group = 0, 1, None
         if len(members) > 1:
             import torch.distributed as dist
 
-            from ..distributed.ranks import job_timeout, meet
+            from ..distributed.ranks.ranks import job_timeout, meet
 
             self.rank, self.size = members.index(dist.get_rank()), len(members)
             world, group = _GROUPS.get(members, (None, None))
@@ -58,19 +50,12 @@ class CheckpointRanks:
             self.group = group
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the values that all of them gave, in the order of ranks; all of them call it.
-
-        Args:
-            value: what this process gives.
-
-        Raises:
-            DistributedError: one of them is gone.
-        """
+        """Return the values that all of them gave, in the order of ranks; all of them call it."""
         if self.group is None:
             return [value]
         import torch.distributed as dist
 
-        from ..distributed.errors import ranks_gone
+        from ..distributed.ranks.errors import ranks_gone
 
         found: list[Any] = [None] * self.size
         try:
@@ -80,17 +65,8 @@ class CheckpointRanks:
         return found
 
     def together(self, work: Callable[[], _Result]) -> _Result:
-        """Do something in each process, and return its result, or raise in all of them.
-
-        Args:
-            work: what this process does; it calls no collective.
-
-        Returns:
-            The result of this process.
-
-        Raises:
-            CheckpointError: another process failed. An error of this one is raised as it is.
-        """
+        """Do something in each process, and return its result, or raise in all of them."""
+        # work: what this process does; it calls no collective
         if self.group is None:
             return work()
         with Outcome() as outcome:
@@ -112,12 +88,7 @@ class CheckpointRanks:
 
 
 def ranks_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> CheckpointRanks:
-    """Return the processes that hold a model: those of a pipeline's mesh, or of tensors that are cut into shards.
-
-    Args:
-        model: model to save or load.
-        tensors: parameters, or what an optimizer works on, by name.
-    """
+    """Return the processes that hold a model: those of a pipeline's mesh, or of tensors that are cut into shards."""
     pipelines = [module for module in model.modules() if isinstance(module, RoundPipe)]
     meshes = [pipeline.mesh for pipeline in pipelines if pipeline.mesh is not None]
     meshes += [tensor.device_mesh for tensor in tensors.values() if is_sharded(tensor)]

@@ -28,9 +28,6 @@ def check_random_state(state: dict[str, Any]) -> None:
     """Try the states from :func:`random_state` in new generators, before anything is changed.
 
     Those of accelerators are compared with the present ones by type and size: not every backend makes new generators.
-
-    Raises:
-        Exception: of the class that a generator raises for what is not a state.
     """
     torch.Generator().set_state(state["torch"])
     random.Random().setstate(state["python"])  # nothing is drawn

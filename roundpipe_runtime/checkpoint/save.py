@@ -202,16 +202,9 @@ def finish_writing(folder: pathlib.Path) -> None:
 
 
 def training_objects(optimizer: Any, scheduler: Any, scaler: Any) -> TrainingObjects:
-    """Return the arguments that :func:`save_checkpoint` and ``load_checkpoint`` take.
-
-    Args:
-        optimizer: optimizer, list of optimizers, or ``None``.
-        scheduler: scheduler, list of schedulers, or ``None``.
-        scaler: gradient scaler, or ``None``.
-
-    Returns:
-        The parts: lists of optimizers and schedulers, and the scaler.
-    """
+    """Return the arguments that :func:`save_checkpoint` and ``load_checkpoint`` take."""
+    # optimizer: optimizer, list of optimizers, or `None`
+    # scheduler: scheduler, list of schedulers, or `None`
     return TrainingObjects(_as_list(optimizer), _as_list(scheduler), scaler)
 
 

@@ -37,12 +37,7 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
 
 
 def own_copies(tensors: Mapping[str, DTensor], *, copy: bool) -> dict[str, DTensor]:
-    """Return tensors with the parts of this process on the host.
-
-    Args:
-        tensors: tensors by name.
-        copy: whether they are changed before they are written.
-    """
+    """Return tensors with the parts of this process on the host."""
     found = {}
     for name, tensor in tensors.items():
         local = tensor.to_local()
@@ -52,17 +47,9 @@ def own_copies(tensors: Mapping[str, DTensor], *, copy: bool) -> dict[str, DTens
 
 
 def write_shards(folder: pathlib.Path, tensors: Mapping[str, DTensor], group: Any, file_bytes: int) -> None:
-    """Write the parts of all processes; all of them call it.
-
-    Args:
-        folder: folder of the checkpoint.
-        tensors: tensors by name, the same names in all processes.
-        group: group of the processes; ``None`` for one alone.
-        file_bytes: largest number of bytes of a file, unless one part is larger: as much memory is taken meanwhile.
-
-    Raises:
-        CheckpointException: a process could not write, in all of them.
-    """
+    """Write the parts of all processes; all of them call it."""
+    # group: group of the processes; `None` for one alone
+    # file_bytes: largest number of bytes of a file, unless one part is larger: as much memory is taken meanwhile
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -84,19 +71,8 @@ def read_shards(
     """Read tensors that were written by any number of processes.
 
     Each process reads for itself.
-
-    Args:
-        folder: folder of the checkpoint.
-        names: function that chooses by name what is read.
-        like: tensors of ``torch.distributed`` whose mesh and placements a tensor gets, by name; all others are read
-            whole.
-
-    Returns:
-        The tensors by name; nothing where the checkpoint has no shards.
-
-    Raises:
-        DamagedCheckpointError: the files state larger tensors than they hold.
     """
+    # like: tensors of `torch.distributed` whose mesh and placements a tensor gets, by name; all others are read whole
     if not (folder / SHARDS).is_dir():
         return {}
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -135,12 +111,7 @@ def _alone() -> Iterator[None]:
 
 
 def cut_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a whole tensor, where the target is a part; otherwise the tensor.
-
-    Args:
-        tensor: whole tensor, or one with the placements of the target.
-        target: tensor of the same size.
-    """
+    """Return this process's part of a whole tensor, where the target is a part; otherwise the tensor."""
     if tensor.numel() == 1 and target.numel() == 1:
         tensor = tensor.reshape(target.shape)  # a number is a vector of one where it is in processes
     if not is_sharded(target) or is_sharded(tensor) or tensor.shape != target.shape:

@@ -23,11 +23,7 @@ __all__ = ["need_safetensors", "open_tensors", "write_tensors"]
 
 
 def need_safetensors() -> None:
-    """Raise an error if safetensors is not installed.
-
-    Raises:
-        MissingDependencyError: it is not.
-    """
+    """Raise an error if safetensors is not installed."""
     require("safetensors", purpose="a checkpoint", extra="train")
 
 
@@ -39,20 +35,11 @@ def write_tensors(
     part: int = 0,
     parts: int = 1,
 ) -> None:
-    """Write tensors to one file, or to several of about ``shard_bytes`` with an index.
-
-    Args:
-        folder: folder to write to.
-        stem: start of the file names.
-        tensors: tensors on the host by name; none shares memory with another one.
-        shard_bytes: largest number of bytes of a file, unless one tensor alone is larger.
-        part: number of the files that this process writes: each ``parts``-th one, from this one on; the first also
-            writes the index.
-        parts: number of processes that share the work, and have the same tensors.
-
-    Raises:
-        OSError: a file could not be written, for example because the disk is full.
-    """
+    """Write tensors to one file, or to several of about ``shard_bytes`` with an index."""
+    # tensors: tensors on the host by name; none shares memory with another one
+    # shard_bytes: largest number of bytes of a file, unless one tensor alone is larger
+    # part: number of the files that this process writes: each `parts`-th one, from this one on; the first also writes
+    # the index
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -74,15 +61,7 @@ def write_tensors(
 
 @contextlib.contextmanager
 def open_tensors(folder: pathlib.Path, stem: str) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Yield the tensors that :func:`write_tensors` wrote. Each is read from its file when it is accessed.
-
-    Args:
-        folder: folder to read from.
-        stem: start of the file names.
-
-    Returns:
-        A context manager that yields the tensors by name.
-    """
+    """Yield the tensors that :func:`write_tensors` wrote. Each is read from its file when it is accessed."""
     from safetensors import safe_open
 
     with contextlib.ExitStack() as files:

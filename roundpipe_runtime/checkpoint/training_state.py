@@ -53,47 +53,25 @@ _WEIGHTS = "weights:"  # of a model that is cut into shards itself
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingObjects:
-    """The parts of a training that are stored in addition to the model.
+    """The parts of a training that are stored in addition to the model."""
 
-    Attributes:
-        optimizers: optimizers of the model.
-        schedulers: objects with ``state_dict`` and ``load_state_dict``.
-        scaler: object with the same methods, at most one.
-    """
-
-    optimizers: Sequence[Any] = ()
-    schedulers: Sequence[Any] = ()
-    scaler: Any = None
+    optimizers: Sequence[Any] = ()  # optimizers of the model
+    schedulers: Sequence[Any] = ()  # objects with `state_dict` and `load_state_dict`
+    scaler: Any = None  # object with the same methods, at most one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingState:
-    """The state of a training, which later steps do not change unless it was collected without copies.
+    """The state of a training, which later steps do not change unless it was collected without copies."""
 
-    Attributes:
-        texts: contents of text files, by name.
-        model: tensors of the model, by name.
-        training: tensors of everything else.
-        shards: tensors that this process has a part of.
-    """
-
-    texts: Mapping[str, str]
-    model: Mapping[str, torch.Tensor]
-    training: Mapping[str, torch.Tensor]
-    shards: Mapping[str, DTensor]
+    texts: Mapping[str, str]  # contents of text files, by name
+    model: Mapping[str, torch.Tensor]  # tensors of the model, by name
+    training: Mapping[str, torch.Tensor]  # tensors of everything else
+    shards: Mapping[str, DTensor]  # tensors that this process has a part of
 
     def write(self, folder: pathlib.Path, shard_bytes: int, ranks: CheckpointRanks) -> None:
-        """Write the files of a checkpoint; all processes call it.
-
-        Args:
-            folder: folder to write to, the same for all.
-            shard_bytes: largest number of bytes of a file, unless one tensor is larger.
-            ranks: processes that write together.
-
-        Raises:
-            OSError: a file could not be written.
-            CheckpointError: another process could not write.
-        """
+        """Write the files of a checkpoint; all processes call it."""
+        # shard_bytes: largest number of bytes of a file, unless one tensor is larger
         ranks.together(lambda: self._write_own(folder, shard_bytes, ranks))
         if self.shards:
             write_shards(folder, self.shards, ranks.group, shard_bytes)
@@ -112,17 +90,7 @@ class TrainingState:
 
 
 def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, Any], *, copy: bool) -> TrainingState:
-    """Collect the state of a training.
-
-    Args:
-        model: pipeline, module that holds pipelines, or any other module.
-        parts: the other parts of the training.
-        data: place in the data.
-        copy: whether training may go on before the state is written.
-
-    Returns:
-        The state.
-    """
+    """Collect the state of a training."""
     weights: dict[str, torch.Tensor] = {}
     state = {
         "model": collect_parameters(model, weights),
@@ -149,30 +117,16 @@ def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, A
 def read_training(
     folder: pathlib.Path, only: Sequence[str] | None = None, *, targets: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, Any]:
-    """Read what :func:`collect_state` collected, except for the tensors of the model; all of it, or some keys.
-
-    Args:
-        folder: folder of the checkpoint.
-        only: keys to read. Default: all.
-        targets: parameters that optimizers work on, by name: where they are cut into shards, their states, gradients
-            and master weights are read as such. Default: everything is whole.
-
-    Returns:
-        The values by key.
-    """
+    """Read what :func:`collect_state` collected, except for the tensors of the model; all of it, or some keys."""
+    # targets: parameters that optimizers work on, by name: where they are cut into shards, their states, gradients and
+    # master weights are read as such. Default: everything is whole.
     return read_values(folder, _TRAINING, only, targets=targets)
 
 
 def read_weights(
     folder: pathlib.Path, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of the model, with those that were stored in shards.
-
-    Args:
-        folder: folder of the checkpoint.
-        tensors: tensors of the files of the model.
-        targets: parameters by name.
-    """
+    """Return the tensors of the model, with those that were stored in shards."""
     like = {f"{_WEIGHTS}{name}": target for name, target in targets.items()}
     shards = read_shards(folder, lambda name: name.startswith(_WEIGHTS), like)
     found = {**tensors, **{name.removeprefix(_WEIGHTS): tensor for name, tensor in shards.items()}}
@@ -214,19 +168,9 @@ def write_values(
     shard_bytes: int = 5 * 10**9,
     ranks: CheckpointRanks | None = None,
 ) -> None:
-    """Write nested values to ``{stem}.json`` and their tensors to ``{stem}.safetensors``; parts of tensors to shards.
-
-    Args:
-        folder: folder to write to.
-        stem: start of the file names.
-        values: nested values by key, as :func:`encode` takes them.
-        shard_bytes: largest number of bytes of a file, unless one tensor is larger. Default: 5 GB.
-        ranks: processes that write together; all of them call it. Default: this process alone.
-
-    Raises:
-        CheckpointError: a value cannot be stored, or another process could not write.
-        OSError: a file could not be written.
-    """
+    """Write nested values to ``{stem}.json``, tensors to ``{stem}.safetensors``, and parts of tensors to shards."""
+    # shard_bytes: largest number of bytes of a file, unless one tensor is larger. Default: 5 GB.
+    # ranks: processes that write together; all of them call it. Default: this process alone.
     ranks = ranks or CheckpointRanks()
     tensors: dict[str, torch.Tensor] = {}
     encoded = {key: encode(value, key, tensors) for key, value in values.items()}
@@ -249,17 +193,7 @@ def read_values(
     *,
     targets: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Read what :func:`write_values` wrote, all of it or some keys.
-
-    Args:
-        folder: folder to read from.
-        stem: start of the file names.
-        only: keys to read. Default: all.
-        targets: parameters that optimizers work on, by name, as for :func:`read_training`.
-
-    Returns:
-        The values by key.
-    """
+    """Read what :func:`write_values` wrote, all of it or some keys."""
     stored = read_document(folder / f"{stem}.json", dict[str, Any], failure=DamagedCheckpointError)
     wanted = {key: stored[key] for key in (stored if only is None else only)}
     places = _places(wanted, targets or {})

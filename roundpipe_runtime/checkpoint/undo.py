@@ -1,4 +1,4 @@
-"""State of small objects that is put back when what follows fails."""
+"""Restore the state of small objects when a later step fails."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ def undo_of(part: Any) -> Callable[[], None]:
     """Return a function that gives an optimizer, scheduler or scaler the state that it has now.
 
     The tensors of an optimizer are not copied: a load replaces them, and does not write to them.
-
-    Args:
-        part: object with ``state_dict`` and ``load_state_dict``.
     """
+    # part: object with `state_dict` and `load_state_dict`
     if hasattr(part, "param_groups") and hasattr(part, "state"):
         state, groups = part.state, part.param_groups
 

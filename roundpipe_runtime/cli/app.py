@@ -1,4 +1,4 @@
-"""All commands together, and what comes of an error."""
+"""The command line application: all commands, and how an error is shown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from yobx_flatten import FlattenError
 from yobx_flatten.terminal.output import say
 from yobx_flatten.terminal.running import reflow_help, run_app
 
-from ..distributed.job import is_one_of_many
+from ..distributed.ranks.torchrun import is_one_of_many
 from ..errors import RoundPipeError
 from .demo_command import demo
 from .doctor_command import doctor
@@ -34,11 +34,11 @@ def _version(asked: bool) -> None:
 
 def _all_commands(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the stack trace of an error.")] = False,
 ) -> None:
-    """Train models larger than the device, and prove that they learn what the reference model learns.
+    """Train models larger than the device. Results match training without a pipeline.
 
     Exit status: 0 all went well; 1 something that was checked is wrong; 2 the
     request cannot be served; 130 interrupted.
@@ -61,11 +61,8 @@ app = _app()
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status.
-
-    Args:
-        argv: the arguments; by default those of the process.
-    """
+    """Run one command and return its exit status."""
+    # argv: the arguments; by default those of the process
     given = list(sys.argv[1:] if argv is None else argv)
     run_once = functools.partial(run_app, app, given, program="roundpipe", expected=(FlattenError, RoundPipeError))
     return run_once() if "train" not in given or not is_one_of_many() else run_in_job(run_once)

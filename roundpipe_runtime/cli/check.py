@@ -12,16 +12,9 @@ Status = Literal["ok", "warning", "fail"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Check:
-    """Result of one check of the installation.
+    """Result of one check of the installation."""
 
-    Attributes:
-        name: what was looked at.
-        status: ``"ok"``; ``"warning"``, something is missing or slow; ``"fail"``, it does not work.
-        found: the finding, in words.
-        remedy: what to do about it; empty where there is nothing to do.
-    """
-
-    name: str
-    status: Status
-    found: str
-    remedy: str = ""
+    name: str  # what was looked at
+    status: Status  # `"ok"`; `"warning"`, something is missing or slow; `"fail"`, it does not work
+    found: str  # the finding, in words
+    remedy: str = ""  # what to do about it; empty where there is nothing to do

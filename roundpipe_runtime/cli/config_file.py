@@ -32,11 +32,7 @@ _OWN = ("config", "print_config")
 
 
 def read_config_file(context: typer.Context, path: pathlib.Path | None) -> pathlib.Path | None:
-    """Take the lines of a file as defaults of the options: the callback of ``--config``, which is looked at first.
-
-    Raises:
-        UserError: the file is not a mapping in YAML, or has a name that no option has.
-    """
+    """Take the lines of a file as defaults of the options: the callback of ``--config``, which is looked at first."""
     if path is None or context.resilient_parsing:
         return path
     names = [parameter.name for parameter in context.command.params if parameter.name not in (*_OWN, "help")]
@@ -80,11 +76,7 @@ def _as_typed(value: object, place: str) -> Any:
 
 
 def format_config(concerns: Iterable[tuple[str, Any]]) -> str:
-    """Return the file that has the values of all options.
-
-    Args:
-        concerns: headings and the objects below them.
-    """
+    """Return the file that has the values of all options."""
     lines: list[str] = []
     for heading, concern in concerns:
         lines.append(f"# {heading}")

@@ -1,4 +1,4 @@
-"""The demo: a transformer that is larger than its devices reads real text, next to plain training where there is room.
+"""Train a transformer that is larger than its devices on real text, next to plain training where it fits.
 
 .. code-block:: text
 
@@ -71,15 +71,8 @@ class _Block(nn.Module):
 
 
 def run_demo(steps: int = STEPS, *, as_json: Callable[[dict[str, Any]], None] | None = None) -> int:
-    """Show what a device needs either way, train both ways, and draw one step of the pipeline.
-
-    Args:
-        steps: Number of batches to train on.
-        as_json: is given the numbers as one object; the tables then go to stderr.
-
-    Returns:
-        0, or 1 when the losses differ by more than rounding.
-    """
+    """Show what a device needs either way, train both ways, and draw one step of the pipeline."""
+    # as_json: is given the numbers as one object; the tables then go to stderr
     console = make_console(stderr=as_json is not None)
     with _one_thread(), contextlib.closing(_pipeline()) as pipeline:
         plain = _build()

@@ -17,7 +17,7 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Batches to train on.")] = STEPS,
     json: Annotated[bool, typer.Option("--json", help="Print JSON; the tables go to stderr.")] = False,
 ) -> int:
-    """Train a transformer that is larger than its devices, next to plain PyTorch, and draw who computed what when.
+    """Train a transformer larger than its devices next to plain PyTorch, and draw a timeline.
 
     The pipeline runs over two virtual devices with less memory than the weights take; plain training is refused there,
     and has the memory of the host. Exit status: 0 the losses are the same but for rounding; 1 they differ;

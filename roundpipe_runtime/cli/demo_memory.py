@@ -1,4 +1,4 @@
-"""What a device needs to train a model, plainly and through a pipeline, counted operation by operation.
+"""Count the memory that a device needs for training, with and without a pipeline.
 
 A virtual device refuses copies beyond its limit. The devices here also count what is computed on them, so that the
 numbers are those of a device with memory of its own; that takes time, so they are for a few steps and not for a clock.
@@ -31,19 +31,12 @@ _LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Needs:
-    """The most bytes that a device held.
+    """The most bytes that a device held."""
 
-    Attributes:
-        weights: the weights of the model.
-        plain: where the device holds weights, gradients, what Adam remembers and all activations.
-        refusal: the message of a device with the limit that is to hold that.
-        pipeline: the most that one of the devices of the pipeline held, each of which has the limit.
-    """
-
-    weights: int
-    plain: int
-    refusal: str
-    pipeline: int
+    weights: int  # the weights of the model
+    plain: int  # where the device holds weights, gradients, what Adam remembers and all activations
+    refusal: str  # the message of a device with the limit that is to hold that
+    pipeline: int  # the most that one of the devices of the pipeline held, each of which has the limit
 
 
 class CountingDevice(VirtualDevice):
@@ -81,15 +74,9 @@ class _LimitedFootprint(Footprint):
 
 
 def measure_needs(model: nn.Module, batches: Sequence[_Batch], loss_fn: _LossFn, limit: int, devices: int) -> Needs:
-    """Train copies of a model on devices that count.
-
-    Args:
-        model: stays as it is.
-        batches: inputs and labels of each step. The second step has Adam's state in addition to the activations.
-        loss_fn: the mean over the rows of a microbatch.
-        limit: bytes of a device, which the pipeline keeps and plain training does not.
-        devices: how many the pipeline has.
-    """
+    """Train copies of a model on devices that count."""
+    # batches: inputs and labels of each step. The second step has Adam's state in addition to the activations.
+    # limit: bytes of a device, which the pipeline keeps and plain training does not
     roomy = CountingDevice("a device with room")
     _train_plainly(model, batches, loss_fn, roomy)
     refusal = ""

@@ -1,4 +1,4 @@
-"""Looks over an installation: what is here, whether it is fast, and whether it computes the right thing."""
+"""Check an installation: what is there, how fast it is, and whether it computes right."""
 
 from __future__ import annotations
 
@@ -203,14 +203,7 @@ def _trained(devices: DeviceSpec, name: str) -> Check:
 
 
 def train_difference(devices: DeviceSpec) -> float:
-    """Train a small model for two steps, through a pipeline and plainly, and return how far they are apart.
-
-    Args:
-        devices: as for :class:`RoundPipe`.
-
-    Returns:
-        The largest difference of a loss or a parameter, relative to the largest number there.
-    """
+    """Train a small model for two steps, through a pipeline and plainly, and return how far they are apart."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 4))

@@ -22,11 +22,12 @@ __all__ = ["doctor"]
 
 def doctor(
     machine: Annotated[
-        pathlib.Path | None, typer.Option(metavar="FILE", help="Also write rates and sizes, for plan --machine.")
+        pathlib.Path | None,
+        typer.Option(metavar="FILE", help="Also write the measured rates and sizes, for plan --machine."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Look over this installation: versions, devices, memory, threads, disk, and a training next to plain PyTorch.
+    """Check this installation: versions, devices, memory, threads, disk, and a short training.
 
     Every line is ok, a warning or a fail, and states what to do. Exit status: 0
     nothing fails; 1 something does.

@@ -1,11 +1,11 @@
-"""What a name of a model stands for, as in the other command line: a folder, the hub, a configuration, or a type."""
+"""Resolve the name of a model on the command line: a folder, the hub, a configuration, or a type."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
 
-from yobx_flatten.model_folder.source import find_model
+from yobx_flatten.model_folder.source.find import find_model
 
 from ..fine_tune import ModelSource, model_source
 
@@ -13,18 +13,9 @@ __all__ = ["source_of"]
 
 
 def source_of(name: str, *, weights: bool = True) -> ModelSource:
-    """Return a model that is not loaded yet.
-
-    Args:
-        name: a folder with ``config.json``, with or without weights; such a file; an id of the hub; or a type such as
-            ``llama``, for a small one with random weights that reads bytes.
-        weights: whether the weights of the hub are also needed.
-
-    Raises:
-        FineTuneError: the folder holds no causal language model.
-        ModelSourceError: there is no such folder, and the hub does not give it.
-        InvalidArgumentError: there is no such type, or no small one of it.
-    """
+    """Return a model that is not loaded yet."""
+    # name: a folder with `config.json`, with or without weights; such a file; an id of the hub; or a type such as
+    # `llama`, for a small one with random weights that reads bytes
     if pathlib.Path(name).exists():
         return model_source(name)
     found = find_model(name, weights=weights)

@@ -1,4 +1,4 @@
-"""A command in several processes that torchrun has started: one log, and one line about an error."""
+"""Run a command in processes that torchrun started: one log, and one line about an error."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ __all__ = ["run_in_job"]
 
 
 def run_in_job(run: Callable[..., int]) -> int:
-    """Run a command that all processes were started with, and return its exit status.
-
-    Args:
-        run: function that runs it, whose argument ``is_reporter`` decides which process prints an error.
-    """
+    """Run a command that all processes were started with, and return its exit status."""
+    # run: function that runs it, whose argument `is_reporter` decides which process prints an error
     try:
         job = Job()
     except RuntimeError as error:  # of the network, in words of torch

@@ -24,9 +24,6 @@ def takes_options(**concerns: type) -> Callable[[Callable[..., int]], Callable[.
         def train(context, *, rows, files): ...
 
         train(context, batch=4, output=pathlib.Path("out"))     # how typer calls it
-
-    Args:
-        **concerns: dataclasses whose fields have the types and defaults of the options, by the name of the keyword.
     """
 
     def decorate(function: Callable[..., int]) -> Callable[..., int]:
@@ -61,9 +58,5 @@ def _parameters(concern: type) -> list[inspect.Parameter]:
 
 
 def flat_options(*concerns: Any) -> dict[str, Any]:
-    """Return the values of all options by name.
-
-    Args:
-        *concerns: objects of the dataclasses.
-    """
+    """Return the values of all options by name."""
     return {field.name: getattr(concern, field.name) for concern in concerns for field in dataclasses.fields(concern)}

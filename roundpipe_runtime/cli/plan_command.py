@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from yobx_flatten.model_folder.source import MODEL_NAMES
+from yobx_flatten.model_folder.source.find import MODEL_NAMES
 from yobx_flatten.terminal.failures import CHECK_FAILED, UserError
 from yobx_flatten.terminal.output import progress, say, say_json
 
@@ -42,46 +42,50 @@ Model = Annotated[
 ]
 Devices = Annotated[
     str,
-    typer.Option(metavar="DEVICES", help="auto, virtual:N, or cuda:0,cuda:1, which need not be here."),
+    typer.Option(metavar="DEVICES", help="auto, virtual:N, or cuda:0,cuda:1 (which need not exist here)."),
 ]
 Memory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Memory of one device, like 24GiB; what it has, if it is here.")
+    str | None, typer.Option(metavar="SIZE", help="Memory of one device, like 24GiB (default: measured).")
 ]
 MachineFile = Annotated[
     pathlib.Path | None,
-    typer.Option(metavar="FILE", help="Devices and host from a profile: doctor --machine, or typed in."),
+    typer.Option(metavar="FILE", help="Machine profile: written by doctor --machine, or by hand."),
 ]
 Length = Annotated[
     int | None,
-    typer.Option(min=2, metavar="N", help="Tokens of a row; 512, or what the model takes.", rich_help_panel="A step"),
+    typer.Option(
+        min=2, metavar="N", help="Tokens per row (default: 512, or the model's largest).", rich_help_panel="A step"
+    ),
 ]
 Lora = Annotated[
     str | None,
     typer.Option(
-        metavar="R[,ALPHA[,NAMES]]", help="Learn adapters only, as with train --lora.", rich_help_panel="A step"
+        metavar="R[,ALPHA[,NAMES]]", help="Train LoRA adapters only, as train --lora does.", rich_help_panel="A step"
     ),
 ]
 Bandwidth = Annotated[
-    float | None, typer.Option(metavar="GB/S", help="Rate from host to device; measured, if it is here.")
+    float | None, typer.Option(metavar="GB/S", help="Copy rate from host to device (default: measured).")
 ]
-Flops = Annotated[
-    float | None, typer.Option(metavar="TFLOP/S", help="Rate of a device, in practice; measured, if it is here.")
-]
+Flops = Annotated[float | None, typer.Option(metavar="TFLOP/S", help="Compute rate of a device (default: measured).")]
 Copies = Annotated[
     str,
-    typer.Option(metavar="N", help="Devices that run the head, or auto: as many as pay off.", rich_help_panel="A step"),
+    typer.Option(metavar="N", help="Devices that run the head; auto: as many as pay off.", rich_help_panel="A step"),
 ]
 _NODES = "Several machines"
 Nodes = Annotated[
     int,
-    typer.Option(min=1, metavar="N", help="Machines like this one, which share --batch.", rich_help_panel=_NODES),
+    typer.Option(
+        min=1, metavar="N", help="Number of machines like this one that share --batch.", rich_help_panel=_NODES
+    ),
 ]
 Network = Annotated[
-    str, typer.Option(metavar="RATE", help="The line of each, in bits per second.", rich_help_panel=_NODES)
+    str, typer.Option(metavar="RATE", help="Network rate of each machine, in bits per second.", rich_help_panel=_NODES)
 ]
 ReduceDtype = Annotated[
     Literal["same", "float32", "bfloat16"],
-    typer.Option(metavar="DTYPE", help="Gradients on the line: same, float32, bfloat16.", rich_help_panel=_NODES),
+    typer.Option(
+        metavar="DTYPE", help="Data type of gradients on the network: same, float32, bfloat16.", rich_help_panel=_NODES
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -106,7 +110,7 @@ def plan(
     reduce_dtype: ReduceDtype = "same",
     json: Json = False,
 ) -> int:
-    """Estimate what a training will need and how long a step takes, and allocate nothing of it.
+    """Estimate the memory and step time of a training, without allocating anything.
 
     Layers, stages, memory of devices and host, tokens that hide transfers, time
     of a step, and whether it fits. Exit status: 0 it fits, as far as is known;

@@ -1,4 +1,4 @@
-"""What a plan states of several machines, in words and as JSON."""
+"""Show a plan for several machines, in words and as JSON."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ _LINES = (10e9, 25e9, 100e9, 400e9)
 
 
 def as_dict(found: NodesEstimate, reports: Callable[[int, float], NodesEstimate]) -> dict[str, Any]:
-    """Return everything for JSON: sizes in bytes, times in seconds, rates in bits per second.
-
-    Args:
-        found: estimate for the machines and the line that were asked for.
-        reports: estimate for other numbers of machines and lines.
-    """
+    """Return everything for JSON: sizes in bytes, times in seconds, rates in bits per second."""
     return {
         **_without_infinity(dataclasses.asdict(found)),
         "hidden_tokens": [
@@ -35,14 +30,7 @@ def as_dict(found: NodesEstimate, reports: Callable[[int, float], NodesEstimate]
 
 
 def write_nodes(found: NodesEstimate, reports: Callable[[int, float], NodesEstimate], *, rows: int, tokens: int) -> str:
-    """Return the estimate as text.
-
-    Args:
-        found: estimate for the machines and the line that were asked for.
-        reports: estimate for other numbers of machines and lines.
-        rows: rows of a step of all machines.
-        tokens: tokens of a step of one machine.
-    """
+    """Return the estimate as text."""
     parts = (
         ("gradients", found.gradient_bytes, found.gradient_seconds, found.exposed_gradients),
         ("weights", found.weight_bytes, found.weight_seconds, found.exposed_weights),

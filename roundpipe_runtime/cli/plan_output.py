@@ -1,4 +1,4 @@
-"""A plan in words and tables for 80 columns, and as JSON."""
+"""Show a plan in words and tables for 80 columns, and as JSON."""
 
 from __future__ import annotations
 
@@ -72,15 +72,7 @@ def as_dict(
 def write_plan(
     training: PlannedTraining, report: PlanReport, change: SettingsChange | None, *, rows: int, length: int
 ) -> str:
-    """Return the plan as text.
-
-    Args:
-        training: the training that was planned.
-        report: the plan.
-        change: what to change where it does not fit.
-        rows: the number of rows of a step.
-        length: tokens of a row.
-    """
+    """Return the plan as text."""
     largest = -(-rows // report.num_microbatch)
     parts = [
         *_model(training, report),

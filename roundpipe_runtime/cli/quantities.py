@@ -1,4 +1,4 @@
-"""Numbers with units: bytes as they are typed, and everything as it is shown."""
+"""Parse and show numbers with units, such as bytes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,6 @@ _UNITS = {
 def parse_bytes(text: str, option: str) -> int:
     """Return a number of bytes.
 
-    Args:
-        text: with a unit, ``24GiB`` or ``"24 GB"``.
-        option: what it was given for.
-
-    Raises:
-        UserError: it is not such a number, or zero.
-
     >>> parse_bytes("24GiB", "--memory"), parse_bytes("1.5 GB", "--memory")
     (25769803776, 1500000000)
     """
@@ -40,16 +33,10 @@ def parse_bytes(text: str, option: str) -> int:
 def parse_bits(text: str, option: str) -> float:
     """Return the bits per second of a line, which networks are sold by.
 
-    Args:
-        text: number with a unit, ``100G``, ``25Gbit/s`` or ``"10 Gbps"``; of a power of 1000.
-        option: what it was given for.
-
-    Raises:
-        UserError: it is not such a number, or zero.
-
     >>> parse_bits("100G", "--network"), parse_bits("2.5 Gbit/s", "--network")
     (100000000000.0, 2500000000.0)
     """
+    # text: number with a unit, `100G`, `25Gbit/s` or `"10 Gbps"`; of a power of 1000
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([MGT])(?:bit/s|bps|b/s)?\s*", text)
     count = float(found[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[found[2]] if found else 0.0
     if not count:
@@ -59,13 +46,6 @@ def parse_bits(text: str, option: str) -> float:
 
 def parse_gigabytes(text: str, option: str) -> float | Literal["auto"]:
     """Return what stays on devices, as ``keep_parameters`` takes it: a number of GB, or ``"auto"``.
-
-    Args:
-        text: number, or the word.
-        option: what it was given for.
-
-    Raises:
-        UserError: it is neither.
 
     >>> parse_gigabytes("1.5", "--keep-parameters"), parse_gigabytes("auto", "--keep-parameters")
     (1.5, 'auto')

@@ -24,9 +24,9 @@ __all__ = ["timeline"]
 def timeline(
     files: Annotated[
         list[pathlib.Path],
-        typer.Argument(metavar="FILE...", help="What train --timeline or Timeline.save wrote; of several ranks, all."),
+        typer.Argument(metavar="FILE...", help="Files that train --timeline or Timeline.save wrote, one per rank."),
     ],
-    stages: Annotated[int, typer.Option(min=0, metavar="N", help="How many of the slowest stages are listed.")] = 5,
+    stages: Annotated[int, typer.Option(min=0, metavar="N", help="Number of slowest stages to list.")] = 5,
     picture: Annotated[
         pathlib.Path | None, typer.Option(metavar="FILE", help="Also draw it into a .png, .svg or .pdf.")
     ] = None,
@@ -36,7 +36,7 @@ def timeline(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print totals as JSON.")] = False,
 ) -> int:
-    """Draw who computed what when, with what each device did and which stages took longest.
+    """Draw a timeline of a run: what each device did, and which stages took longest.
 
     A file is a trace: chrome://tracing and ui.perfetto.dev also open it. Several
     are drawn as one, a row per rank and device.

@@ -45,7 +45,7 @@ def train(
     learning: LearningOptions,
     files: FileOptions,
 ) -> int:
-    """Train a language model on text, with no more of it on a device than fits there.
+    """Train a language model on text, with only as many layers on a device as fit.
 
     What it learns is what it learns without a pipeline. Ctrl-C ends the step,
     writes a checkpoint and states how to go on; the result is then the same, to
@@ -272,8 +272,7 @@ def _naming_memory(step: StepOptions) -> Iterator[None]:
             raise
         what = str(error).partition(". Cut the layer")[0]
         raise UserError(
-            f"--memory {step.memory} is too little: {what}. Give more, or see what a model needs: "
-            "roundpipe plan MODEL"
+            f"--memory {step.memory} is too little: {what}. Give more, or see what a model needs: roundpipe plan MODEL"
         ) from error
 
 

@@ -23,14 +23,10 @@ _SECONDS = 30
 
 
 class Display:
-    """Shows records while a training runs.
+    """Shows records while a training runs."""
 
-    Args:
-        steps: how many there are.
-        first: steps that are done already.
-        log_every: steps between two plain lines; the first and the last one are always shown.
-        is_shown: whether this process shows a bar; of several, one does.
-    """
+    # log_every: steps between two plain lines; the first and the last one are always shown
+    # is_shown: whether this process shows a bar; of several, one does
 
     def __init__(self, steps: int, *, first: int = 0, log_every: int | None = None, is_shown: bool = True) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from yobx_flatten.model_folder.source import MODEL_NAMES
+from yobx_flatten.model_folder.source.find import MODEL_NAMES
 from yobx_flatten.terminal.failures import UserError
 
 from ..device.virtual import Device, VirtualDevice, parse_devices
-from ..distributed.job import own_devices
+from ..distributed.ranks.torchrun import own_devices
 from ..errors import ConfigError, DeviceError
 from ..fine_tune import Settings, check_curve, check_output
 from .config_file import read_config_file
@@ -96,7 +96,7 @@ TokenizerName = Annotated[
         rich_help_panel=_TEXT,
     ),
 ]
-Length = Annotated[int | None, _number("Tokens of a row; 512, or what the model takes.", _TEXT, least=2)]
+Length = Annotated[int | None, _number("Tokens per row (default: 512, or the model's largest).", _TEXT, least=2)]
 EvalShare = Annotated[
     float,
     typer.Option(min=0.0, max=0.9, metavar="X", help="Share of the rows that is held out.", rich_help_panel=_TEXT),
@@ -112,15 +112,15 @@ DeviceMemory = Annotated[
         metavar="SIZE", help="Memory of each virtual device, like 200MB; no limit by default.", rich_help_panel=_STEP
     ),
 ]
-Batch = Annotated[int, _number("Rows of a batch, of all processes.", _STEP)]
-Microbatches = Annotated[int | None, _number("Parts of a batch, or a group; devices + 1 by default.", _STEP)]
+Batch = Annotated[int, _number("Batch size over all processes.", _STEP)]
+Microbatches = Annotated[int | None, _number("Microbatches per batch or group (default: devices + 1).", _STEP)]
 Replicas = Annotated[int | None, _number("Groups of a batch; by default one per process.", _STEP)]
 Accumulate = Annotated[int, _number("Batches of a step.", _STEP)]
 Steps = Annotated[int | None, _number("Number of steps, instead of --epochs.", _STEP)]
 Epochs = Annotated[int | None, _number("Passes over the text; one by default.", _STEP)]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"],
-    typer.Option(help="Type of the weights; auto: as they are stored.", rich_help_panel=_STEP),
+    typer.Option(help="Data type of the weights; auto: as stored.", rich_help_panel=_STEP),
 ]
 UnmatchedWeights = Annotated[
     Literal["refuse", "unused", "random"],
@@ -131,14 +131,14 @@ UnmatchedWeights = Annotated[
 ]
 OptimDtype = Annotated[
     Literal["float32", "bfloat16", "same"],
-    typer.Option(help="Type of what AdamW works on; same: that of the weights.", rich_help_panel=_STEP),
+    typer.Option(help="Data type of master weights; same: the type of the weights.", rich_help_panel=_STEP),
 ]
 
 KeepParameters = Annotated[
     str,
     typer.Option(
         metavar="GB",
-        help="Parameters that stay on each device from step to step, or auto: as many as there is room for.",
+        help="Parameters that stay on each device between steps; auto: as many as fit.",
         rich_help_panel=_STEP,
     ),
 ]
@@ -196,11 +196,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is th
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which model is trained, and where it is saved.
-
-    Raises:
-        UserError: neither is named.
-    """
+    """Which model is trained, and where it is saved."""
 
     words: Words = None
     model: Model = None
@@ -235,11 +231,7 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """What is read, and in rows of which length.
-
-    Raises:
-        UserError: options are of two kinds of data.
-    """
+    """What is read, and in rows of which length."""
 
     text: Text = None
     field: Field = "text"
@@ -261,11 +253,7 @@ class TextOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """How many rows a step has, and what computes it.
-
-    Raises:
-        UserError: an option has another form, or there is no such device.
-    """
+    """How many rows a step has, and what computes it."""
 
     devices: Devices = "auto"
     memory: DeviceMemory = None
@@ -370,14 +358,8 @@ class FileOptions:
 def settings_of(
     step: StepOptions, learning: LearningOptions, replicas: int | None, report_to: list[str] | None = None
 ) -> Settings:
-    """Return the settings of a training.
-
-    Args:
-        step: how many rows a step has, and what computes it.
-        learning: what the optimizer does.
-        replicas: groups of a batch, or ``None``.
-        report_to: where the Trainer also sends what it logs.
-    """
+    """Return the settings of a training."""
+    # report_to: where the Trainer also sends what it logs
     return Settings(
         batch=step.batch,
         microbatches=step.microbatches,

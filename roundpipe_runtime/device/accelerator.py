@@ -77,12 +77,10 @@ class _Visit(NamedTuple):
 
 
 class AcceleratorDevice:
-    """A device of ``torch.accelerator``.
+    """A device of ``torch.accelerator``."""
 
-    Args:
-        device: device with an index, such as ``cuda:0``.
-        streams: streams of an earlier object for this device, to be used again. Default: new ones.
-    """
+    # device: device with an index, such as `cuda:0`
+    # streams: streams of an earlier object for this device, to be used again. Default: new ones.
 
     def __init__(self, device: torch.device, streams: tuple[torch.Stream, ...] = ()) -> None:
         self.torch_device = device
@@ -128,19 +126,9 @@ class AcceleratorDevice:
             raise DeviceMemoryError(f"{self.name} is out of memory: {error}") from error
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
-        """Return a copy on the device; parameters and activations are copied on streams of their own.
-
-        Args:
-            tensor: host tensor.
-            ready: event after which the host tensor is complete. Default: it is complete.
-            parameter: whether the copy is large and not urgent. Default: ``False``.
-
-        Returns:
-            The copy, on the device.
-
-        Raises:
-            DeviceMemoryError: the device has no memory left.
-        """
+        """Return a copy on the device; parameters and activations are copied on streams of their own."""
+        # ready: event after which the host tensor is complete. Default: it is complete.
+        # parameter: whether the copy is large and not urgent. Default: `False`.
         stream = self._parameters if parameter else self._activations
         if isinstance(ready, _StreamEvent):
             stream.wait_event(ready.event)
@@ -166,21 +154,11 @@ class AcceleratorDevice:
     def copy_out(
         self, tensor: torch.Tensor, *, last: bool = False, parameter: bool = False, target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event]:
-        """Return a copy in pinned memory, and the event after which it is complete.
-
-        Args:
-            tensor: tensor of the device.
-            last: whether the caller writes the tensor no more. Then the computation waits for the copy only where
-                another tensor has the same memory. Default: ``False``.
-            parameter: whether the copy is large and not urgent. Default: ``False``.
-            target: host tensor to copy to. Default: a new one.
-
-        Returns:
-            The copy and the event.
-
-        Raises:
-            DeviceError: the tensor is somewhere else.
-        """
+        """Return a copy in pinned memory, and the event after which it is complete."""
+        # last: whether the caller writes the tensor no more. Then the computation waits for the copy only where another
+        # tensor has the same memory. Default: `False`.
+        # parameter: whether the copy is large and not urgent. Default: `False`.
+        # target: host tensor to copy to. Default: a new one.
         if tensor.device != self.torch_device:
             raise DeviceError(
                 f"A tensor of shape {tuple(tensor.shape)} is on {tensor.device}, and the layer that returned it runs "
@@ -209,14 +187,9 @@ class AcceleratorDevice:
         return host, _StreamEvent(event)
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Run the block on the compute stream, after the host-to-device copies given so far.
-
-        Args:
-            after: event that stands for the copies of parameters. Default: all of them.
-
-        Returns:
-            The compute stream, which is a context manager; in a :meth:`visit`, which is in it, one that does nothing.
-        """
+        """Run the block on the compute stream, after the host-to-device copies given so far."""
+        # after: event that stands for the copies of parameters. Default: all of them.
+        # returns: the compute stream, which is a context manager; in a `visit`, which is in it, one that does nothing
         if isinstance(after, _StreamEvent):
             if not after.computed_after:
                 after.computed_after = True
@@ -238,13 +211,9 @@ class AcceleratorDevice:
         There is room for two stages of the size of the largest, and for a small one between them, such as a head: the
         upload of the stage after it would wait for the stage before it otherwise. Gradients of a stage that has
         computed may still be on their way: they have the memory that those of the new stage take when it goes backward.
-
-        Args:
-            nbytes: bytes of the parameters and gradients of the stage. Default: those of any other stage.
-
-        Yields:
-            A function that reports whether there is room for so many bytes of the following stage now.
         """
+        # nbytes: bytes of the parameters and gradients of the stage. Default: those of any other stage.
+        # yields: A function that reports whether there is room for so many bytes of the following stage now
         self._largest = max(self._largest, nbytes)
         while self._visits and not self._fits(nbytes):
             visit = self._visits.popleft()
@@ -282,11 +251,7 @@ class AcceleratorDevice:
         return _record(self._gradients, self.torch_device)
 
     def synchronize(self) -> None:
-        """Wait for all streams.
-
-        Raises:
-            RuntimeError: a kernel has failed, or the device is lost. A note states which device it is.
-        """
+        """Wait for all streams."""
         with noting(f"While the work of {self.name} was waited for."):
             self._end().synchronize()
 
@@ -312,21 +277,13 @@ def _record(stream: torch.Stream, device: torch.device) -> torch.Event:
 
 
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:
-    """Report whether another tensor has this memory: a layer that keeps its output may write it at the next microbatch.
-
-    Args:
-        tensor: tensor that the caller holds, and no view of it.
-    """
+    """Report whether another tensor has this memory: a layer that keeps its output may write it again."""
     count = storage_use_count()
     return count is None or count(tensor.untyped_storage()._cdata) > _OWN_REFERENCES
 
 
 def memory_info(device: torch.device) -> tuple[int, int]:
-    """Return free and total bytes: as torch states them of any accelerator, else as the module of this one does.
-
-    Args:
-        device: accelerator.
-    """
+    """Return free and total bytes: as torch states them of any accelerator, else as the module of this one does."""
     try:
         free, total = torch.accelerator.get_memory_info(device)
     except (AttributeError, NotImplementedError, RuntimeError):
@@ -336,11 +293,6 @@ def memory_info(device: torch.device) -> tuple[int, int]:
 
 def copy_in_pieces(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
     """Copy without waiting, in pieces of a limited size; a tensor with gaps is copied in one piece.
-
-    Args:
-        target: tensor to copy to.
-        source: tensor to copy from.
-        nbytes: largest number of bytes of a piece.
 
     >>> target = torch.zeros(5)
     >>> copy_in_pieces(target, torch.arange(5.0), 8)

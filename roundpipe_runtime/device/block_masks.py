@@ -27,13 +27,9 @@ __all__ = ["HeldMask", "cut_mask", "held", "is_block_mask", "leaf_test", "parts_
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class HeldMask:
-    """Holds a mask so that it is not flattened.
+    """Holds a mask so that it is not flattened."""
 
-    Attributes:
-        mask: ``BlockMask``.
-    """
-
-    mask: Any
+    mask: Any  # `BlockMask`
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,16 +60,8 @@ def held(tree: PyTree) -> PyTree:
 
 
 def cut_mask(mask: Any, start: int, stop: int) -> Any:
-    """Return the mask of some rows of the batch.
-
-    Args:
-        mask: a ``BlockMask`` with a batch of its own.
-        start: first row.
-        stop: the row after the last one.
-
-    Returns:
-        The mask of these rows.
-    """
+    """Return the mask of some rows of the batch."""
+    # mask: a `BlockMask` with a batch of its own
     part = mask[start:stop]  # blocks only: torch leaves a function there that raises
     part.mask_mod = _later(mask.mask_mod, start)
     return part

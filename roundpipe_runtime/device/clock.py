@@ -1,4 +1,4 @@
-"""Clocks by which the work of a device is measured: that of the host, and events in the streams of an accelerator.
+"""Measure the work of a device: by the host's clock, or by events in an accelerator's streams.
 
 The host only launches what an accelerator computes, so its clock states nothing about how long that takes. An event
 that a stream reaches is a moment; how far two of them are apart is known once the stream has passed both.
@@ -23,18 +23,11 @@ class Clock(Protocol):
         """Whether moments are known only when the device has ended its work."""
 
     def now(self, kind: str) -> float | torch.Event:
-        """Return the moment at which work of a kind begins or ends that is given to the device here.
-
-        Args:
-            kind: kind of work, as in a timeline: ``"forward"``, ``"backward"``, ``"upload"`` and so on.
-        """
+        """Return the moment at which work of a kind begins or ends that is given to the device here."""
+        # kind: kind of work, as in a timeline: `"forward"`, `"backward"`, `"upload"` and so on
 
     def seconds(self, moment: float | torch.Event) -> float:
-        """Return a moment as ``time.perf_counter`` counts, in seconds.
-
-        Args:
-            moment: moment that the device has passed.
-        """
+        """Return a moment as ``time.perf_counter`` counts, in seconds."""
 
 
 class HostClock:
@@ -43,11 +36,7 @@ class HostClock:
     is_late = False
 
     def now(self, kind: str) -> float:
-        """Return the moment, which is known at once.
-
-        Args:
-            kind: without effect.
-        """
+        """Return the moment, which is known at once."""
         return time.perf_counter()
 
     def seconds(self, moment: float | torch.Event) -> float:
@@ -60,13 +49,7 @@ HOST_CLOCK = HostClock()
 
 
 class EventClock:
-    """The clock of an accelerator: moments are events in its streams.
-
-    Args:
-        device: the accelerator.
-        stream: stream of the work.
-        others: streams of work that runs elsewhere, by its kind.
-    """
+    """The clock of an accelerator: moments are events in its streams."""
 
     is_late = True
 
@@ -79,18 +62,10 @@ class EventClock:
         return stream.record_event(torch.Event(self._device, enable_timing=True))
 
     def now(self, kind: str) -> torch.Event:
-        """Return an event of the stream in which this work runs.
-
-        Args:
-            kind: kind of work.
-        """
+        """Return an event of the stream in which this work runs."""
         return self._record(self._others.get(kind, self._stream))
 
     def seconds(self, moment: float | torch.Event) -> float:
-        """Return when the stream passed an event; it has passed.
-
-        Args:
-            moment: event of this clock.
-        """
+        """Return when the stream passed an event; it has passed."""
         assert not isinstance(moment, float)
         return self._start + self._first.elapsed_time(moment) / 1e3

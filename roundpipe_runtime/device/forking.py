@@ -13,11 +13,7 @@ _LOCKS: list[Any] = []
 
 
 def free_after_fork(lock: L) -> L:
-    """Return a lock that is free in a forked child, whichever thread held it: the child does not have that thread.
-
-    Args:
-        lock: a lock of :mod:`threading`, for the life of the process.
-    """
+    """Return a lock that is free in a forked child, whichever thread held it: the child does not have that thread."""
     _LOCKS.append(lock)
     return lock
 

@@ -1,4 +1,4 @@
-"""The default generator of the CPU, one for all threads: who draws from it has it alone, and leaves it as it was."""
+"""Lock torch's default CPU generator, which all threads share, and restore its state."""
 
 from __future__ import annotations
 
@@ -25,14 +25,8 @@ def generator_lock() -> Any:
 
 @contextlib.contextmanager
 def generator_alone(timeout: float = -1) -> Iterator[None]:
-    """Have the generator of the CPU for this thread, and for those of pipelines that it calls, during the block.
-
-    Args:
-        timeout: seconds to wait for it. Default: as long as it takes.
-
-    Raises:
-        TimeoutError: another thread had it all this time.
-    """
+    """Have the generator of the CPU for this thread, and for those of pipelines that it calls, during the block."""
+    # timeout: seconds to wait for it. Default: as long as it takes.
     lock = generator_lock()
     if not lock.acquire(timeout=timeout):
         raise TimeoutError(f"The generator of the CPU was not free for {timeout} s.")

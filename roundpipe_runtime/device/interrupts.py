@@ -21,16 +21,15 @@ class Uninterrupted:
     Python raises it from its handler of SIGINT, between any two lines of the main thread. During the block
     another handler is installed. In other threads, and where Python has no handler, the block does nothing.
 
-    Args:
-        stop: called at once with what the handler raises, to make the block end soon; the block raises it, or else its
-            end does. Later signals change nothing. Without ``stop`` the handler is called at the end of the block.
-
     ::
 
         with Uninterrupted():
             for parameter, gradient in found:  # all or none
                 parameter.grad = gradient
     """
+
+    # stop: called at once with what the handler raises, to make the block end soon; the block raises it, or else its
+    # end does. Later signals change nothing. Without `stop` the handler is called at the end of the block.
 
     __slots__ = ("_before", "_error", "_late", "_stop")
 
@@ -76,9 +75,6 @@ def wait_for(future: Future[T]) -> T:
     ``Future.result`` waits on a condition: an interruption between two lines of that comes out as ``RuntimeError``, or
     leaves the lock with a thread that has gone on (https://github.com/python/cpython/issues/78667).
 
-    Raises:
-        BaseException: the future's error, or what the handler of SIGINT raises.
-
     >>> future = Future()
     >>> future.set_result(3)
     >>> wait_for(future)
@@ -96,19 +92,12 @@ def is_done(future: Future[Any]) -> bool:
     """Report whether a future is done; the main thread asks here, as it waits in :func:`wait_for`.
 
     ``Future.done`` takes the lock that ``set_result`` needs: an interruption in between leaves it taken for ever.
-
-    Args:
-        future: future of another thread.
     """
     with Uninterrupted():
         return future.done()
 
 
 def error_of(future: Future[Any]) -> BaseException | None:
-    """Return the error of a future that has failed; ``None`` while it is not done, and if it has a result.
-
-    Args:
-        future: future of another thread.
-    """
+    """Return the error of a future that has failed; ``None`` while it is not done, and if it has a result."""
     with Uninterrupted():
         return future.exception() if future.done() else None

@@ -15,14 +15,13 @@ __all__ = ["Outcome", "noting", "on_error"]
 class Outcome:
     """Keeps the error of a block until other ranks know of it; who made it raises it then.
 
-    Attributes:
-        error: the error; ``None`` if the block has succeeded.
-
     >>> with Outcome() as outcome:
     ...     1 / 0
     >>> outcome.error
     ZeroDivisionError('division by zero')
     """
+
+    # error: the error; `None` if the block has succeeded
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -40,9 +39,6 @@ class Outcome:
 @contextlib.contextmanager
 def on_error(act: Callable[[BaseException], object]) -> Iterator[None]:
     """Undo a block that has raised, or notify others of its error, before the error goes on.
-
-    Args:
-        act: function that is given the error.
 
     >>> with contextlib.suppress(ZeroDivisionError), on_error(print):
     ...     1 / 0

@@ -19,17 +19,11 @@ __all__ = ["PinnedModel"]
 
 
 class PinnedModel:
-    """Keeps the parameters and buffers of a model in pinned memory where one of its devices is an accelerator.
+    """Keeps the parameters and buffers of a model in pinned memory where one of its devices is an accelerator."""
 
-    Args:
-        model: model.
-        how: ``"alloc"`` moves them into pinned memory, but for parts of a larger tensor, which stay pageable;
-            ``"register"`` pins them in place (CUDA only); ``"off"``.
-        devices: devices of the pipeline. Virtual devices need no pinned memory, so for them nothing is done.
-
-    Raises:
-        ConfigError: ``how`` is none of the three.
-    """
+    # how: `"alloc"` moves them into pinned memory, but for parts of a larger tensor, which stay pageable; `"register"`
+    # pins them in place (CUDA only); `"off"`
+    # devices: devices of the pipeline. Virtual devices need no pinned memory, so for them nothing is done.
 
     def __init__(self, model: nn.Module, how: str, devices: Sequence[Device]) -> None:
         if how not in ("alloc", "register", "off"):

@@ -32,17 +32,12 @@ _LOST, _LOST_AT_END = 0.01, 0.005
 def plan_slabs(sizes: Sequence[int]) -> list[tuple[int, dict[int, int]]]:
     """Pack tensors into slabs, the largest first, so that about a hundredth of the slabs is left over.
 
-    Args:
-        sizes: bytes of each tensor.
-
-    Returns:
-        The bytes of each slab, a power of two, and the offsets of the tensors in it by their number.
-
     >>> plan_slabs([6000, 2000, 100])
     [(8192, {0: 0, 1: 6016, 2: 8064})]
     >>> plan_slabs([5000, 4096])
     [(8192, {0: 0}), (4096, {1: 0})]
     """
+    # returns: the bytes of each slab, a power of two, and the offsets of the tensors in it by their number
     rounded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
     total, limit = sum(rounded), _LARGE
     while True:
@@ -89,11 +84,9 @@ def _power_of_two(number: int) -> int:
 
 
 class PinnedMemory:
-    """Pinned memory with a place for each of many tensors. A slab is allocated when the first of them asks.
+    """Pinned memory with a place for each of many tensors. A slab is allocated when the first of them asks."""
 
-    Args:
-        sizes: bytes of the place of each tensor, by a key.
-    """
+    # sizes: bytes of the place of each tensor, by a key
 
     def __init__(self, sizes: Mapping[Hashable, int]) -> None:
         keys = [key for key, size in sizes.items() if size]
@@ -124,15 +117,9 @@ class PinnedMemory:
         return any(holder() is not None for holder in self._holders.values())
 
     def empty_like(self, key: Hashable, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return an uninitialised tensor in the place of a key, which is free again when its storage is gone.
-
-        Args:
-            key: key of the place.
-            tensor: tensor of the same shape, strides and dtype.
-
-        Returns:
-            The tensor; ``None`` where the place is taken, has another size, or the strides leave gaps.
-        """
+        """Return an uninitialised tensor in the place of a key, which is free again when its storage is gone."""
+        # tensor: tensor of the same shape, strides and dtype
+        # returns: the tensor; `None` where the place is taken, has another size, or the strides leave gaps
         if self._sizes.get(key) != tensor.nbytes or not _is_dense(tensor):
             return None
         with self._lock:

@@ -47,18 +47,13 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TreeStructure:
-    """A nested value without its tensors.
+    """A nested value without its tensors."""
 
-    Attributes:
-        spec: structure.
-        leaves: number of the tensor of each leaf, or ``None``; for a mask of flex attention, the numbers of all its
-            tensors.
-        constants: leaves that are not tensors, with ``None`` in the places of those that are, and for a mask the
-            function that rebuilds it.
-    """
-
-    spec: pytree.TreeSpec
+    spec: pytree.TreeSpec  # structure
+    # number of the tensor of each leaf, or `None`; for a mask of flex attention, the numbers of all its tensors
     leaves: tuple[int | tuple[int, ...] | None, ...]
+    # leaves that are not tensors, with `None` in the places of those that are, and for a mask the function that
+    # rebuilds it
     constants: tuple[Any, ...]
 
     def rebuild(self, tensors: Sequence[Any]) -> Any:
@@ -81,16 +76,6 @@ _ONE_TENSOR = TreeStructure(pytree.tree_structure(0), (0,), (None,))
 def flatten_value(value: PyTree, *, what: str = "value") -> tuple[TreeStructure, list[torch.Tensor]]:
     """Return the structure of a value and its tensors, each once.
 
-    Args:
-        value: anything.
-        what: name of the value in an error.
-
-    Returns:
-        The structure and the tensors.
-
-    Raises:
-        UnregisteredObjectError: an object in it holds tensors, and no flattening function is registered for its class.
-
     >>> structure, tensors = flatten_value({"a": torch.ones(1), "b": 3})
     >>> structure.rebuild(["here"])
     {'a': 'here', 'b': 3}
@@ -102,19 +87,7 @@ def flatten_value(value: PyTree, *, what: str = "value") -> tuple[TreeStructure,
 
 
 def separate(leaves: Sequence[Any], spec: pytree.TreeSpec, *, what: str) -> tuple[TreeStructure, list[torch.Tensor]]:
-    """Separate the tensors among leaves from the rest, each tensor once.
-
-    Args:
-        leaves: leaves of a nested value, in which a block mask is a leaf.
-        spec: structure of the value.
-        what: name of the value in an error.
-
-    Returns:
-        The structure and the tensors.
-
-    Raises:
-        UnregisteredObjectError: a leaf holds tensors, and no flattening function is registered for its class.
-    """
+    """Separate the tensors among leaves from the rest, each tensor once."""
     numbers: list[int | tuple[int, ...] | None] = []
     constants: list[Any] = []
     tensors: list[torch.Tensor] = []
@@ -150,19 +123,12 @@ def _check_opaque(leaf: Any, what: str) -> None:
 
 @dataclasses.dataclass(slots=True)
 class HostValue:
-    """A nested value on the host, between two stages.
+    """A nested value on the host, between two stages."""
 
-    Attributes:
-        structure: value without its tensors.
-        tensors: host copies, each once.
-        needs_grad: whether a gradient flows back through each tensor.
-        ready: event of each tensor, after which its copy is complete.
-    """
-
-    structure: TreeStructure
-    tensors: list[torch.Tensor]
-    needs_grad: list[bool]
-    ready: list[Event | None]
+    structure: TreeStructure  # value without its tensors
+    tensors: list[torch.Tensor]  # host copies, each once
+    needs_grad: list[bool]  # whether a gradient flows back through each tensor
+    ready: list[Event | None]  # event of each tensor, after which its copy is complete
 
     def rebuild(self) -> Any:
         """Return the value; its copies are complete where the device was synchronized."""
@@ -196,19 +162,10 @@ def send(
     last: bool = False,
     copies: HostCopies | None = None,
 ) -> HostValue:
-    """Copy tensors of a device to the host, as a value that can be read when the copies are complete.
-
-    Args:
-        device: the device of the tensors.
-        structure: structure of the value.
-        tensors: tensors of the value.
-        needs_grad: whether a gradient flows back through each of them.
-        last: whether the caller writes the tensors no more. Default: ``False``.
-        copies: copies that the host has already, to which these are added. Default: none.
-
-    Returns:
-        The value on the host.
-    """
+    """Copy tensors of a device to the host, as a value that can be read when the copies are complete."""
+    # needs_grad: whether a gradient flows back through each of them
+    # last: whether the caller writes the tensors no more. Default: `False`.
+    # copies: copies that the host has already, to which these are added. Default: none.
     on_host: list[tuple[torch.Tensor, Event | None]] = []
     for tensor in tensors:
         found = None if copies is None else copies.find(tensor)
@@ -221,15 +178,7 @@ def send(
 
 
 def fetch(device: Device, on_host: HostValue) -> list[torch.Tensor]:
-    """Return copies of the tensors of a host value in the memory of a device.
-
-    Args:
-        device: the device to copy to.
-        on_host: the value on the host.
-
-    Returns:
-        The copies, in the order of the tensors.
-    """
+    """Return copies of the tensors of a host value in the memory of a device."""
     return [device.copy_in(tensor, ready) for tensor, ready in zip(on_host.tensors, on_host.ready, strict=True)]
 
 

@@ -50,19 +50,7 @@ class Worker:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"roundpipe {self.name}")
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Return the future of ``work(*args, **kwargs)``, which sees the context variables of the caller.
-
-        Args:
-            work: function to run.
-            *args: positional arguments of it.
-            **kwargs: keyword arguments of it.
-
-        Returns:
-            The future of the result.
-
-        Raises:
-            DeviceError: when the worker is closed.
-        """
+        """Return the future of ``work(*args, **kwargs)``, which sees the context variables of the caller."""
         bound = functools.partial(work, *args, **kwargs)
         try:
             return self._threads.submit(self._run, contextvars.copy_context(), bound)
@@ -120,29 +108,13 @@ class Mailbox:
         return None if isinstance(self._error, StoppedRun) else self._error
 
     def put(self, key: Hashable, value: Any) -> None:
-        """Store a value; a thread that waits for it continues.
-
-        Args:
-            key: key of the value.
-            value: value to pass on.
-        """
+        """Store a value; a thread that waits for it continues."""
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
 
     def take(self, key: Hashable, *, keep: bool = False) -> Any:
-        """Wait for a value and return it; it is gone from the mailbox afterwards, unless ``keep``.
-
-        Args:
-            key: key of the value.
-            keep: whether the value stays in the mailbox.
-
-        Returns:
-            The value.
-
-        Raises:
-            StoppedRun: the run has failed, so the value may never come.
-        """
+        """Wait for a value and return it; it is gone from the mailbox afterwards, unless ``keep``."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._values or self._error is not None)
             self.check()
@@ -175,13 +147,6 @@ def collect(mailbox: Mailbox, work: list[Future[None]]) -> None:
 
     An interruption (Ctrl-C) while waiting also stops the run; the threads end their current layer first, so that
     nothing of this run is still under way when the caller gets the exception.
-
-    Args:
-        mailbox: the mailbox of the run.
-        work: one future per stage.
-
-    Raises:
-        BaseException: the first error of any stage, or the interruption.
     """
     try:
         wait_for_futures(work)
@@ -198,11 +163,6 @@ def collect(mailbox: Mailbox, work: list[Future[None]]) -> None:
 
 
 def add_note_once(error: BaseException, note: str) -> None:
-    """Add a note to an exception unless it has that note already.
-
-    Args:
-        error: exception.
-        note: text to add.
-    """
+    """Add a note to an exception unless it has that note already."""
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)

@@ -32,12 +32,7 @@ class Executor(Protocol):
         """The lock that a run holds: one run at a time."""
 
     def execute(self, run: Run, stages: Sequence[Stage]) -> None:
-        """Run stages to their end.
-
-        Args:
-            run: run that the stages belong to.
-            stages: stages in the order of dispatch.
-        """
+        """Run stages to their end."""
 
     def commit_forward(self, run: Run) -> None:
         """Commit the results of the forward of a run to the model."""
@@ -50,16 +45,7 @@ class Executor(Protocol):
 
 
 def call(engine: Executor, run: Run, host_values: Sequence[HostValue]) -> list[Any]:
-    """Run forward now and, when the caller goes backward through the outputs, backward.
-
-    Args:
-        engine: engine that runs the stages.
-        run: run of kind ``"train"``.
-        host_values: inputs of each microbatch.
-
-    Returns:
-        The output of each microbatch; its tensors are part of the caller's graph.
-    """
+    """Run forward now and, when the caller goes backward through the outputs, backward."""
     inputs = [t for on_host in host_values for t, flag in zip(on_host.tensors, on_host.needs_grad, strict=True) if flag]
     # A node has a backward only if an input requires a gradient, and layers may have parameters in another dtype only.
     anchor = torch.empty(0, requires_grad=True)
@@ -73,11 +59,7 @@ def call(engine: Executor, run: Run, host_values: Sequence[HostValue]) -> list[A
 
 
 def check_not_transformed() -> None:
-    """Check that no transform of ``torch.func`` is under way, which would need other rules for the node.
-
-    Raises:
-        StageError: one is.
-    """
+    """Check that no transform of ``torch.func`` is under way, which would need other rules for the node."""
     if transforms_are_active():
         raise StageError(
             "A pipeline cannot be transformed by torch.func (grad, vmap, jacrev...): its layers run on devices and "
@@ -89,12 +71,7 @@ def check_not_transformed() -> None:
 
 
 def return_outputs(ctx: Any, values: Sequence[HostValue]) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of a node's outputs, of which those that need no gradient are marked.
-
-    Args:
-        ctx: context of the node.
-        values: output of each microbatch on the host.
-    """
+    """Return the tensors of a node's outputs, of which those that need no gradient are marked."""
     ctx.set_materialize_grads(False)
     pairs = [pair for on_host in values for pair in zip(on_host.tensors, on_host.needs_grad, strict=True)]
     ctx.mark_non_differentiable(*(tensor for tensor, needs_grad in pairs if not needs_grad))

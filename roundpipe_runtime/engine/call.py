@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ..batch.flat import FlatMicrobatch
 from ..batch.loss import LossContract
 from ..device.transfer import HostValue
-from .resident import Gradients
+from .parameters.on_device import Gradients
 from .run import Run
 
 __all__ = ["Call"]
@@ -16,23 +16,15 @@ __all__ = ["Call"]
 
 @dataclasses.dataclass(slots=True)
 class Call:
-    """One call of ``forward_backward``, whose rows are cut into groups, and each group into microbatches.
+    """One call of ``forward_backward``, whose rows are cut into groups, and each group into microbatches."""
 
-    Attributes:
-        parts: Microbatches of each group of this process.
-        firsts: Index of the first microbatch of each group of this process in the batch.
-        contract: Contract of the losses of the batch.
-        seed: Seed of random layers; 0 for that of the caller's generator.
-        runs: Runs of groups that have succeeded, with their inputs.
-        land: Function that is given gradients as they land, by number of the group and layer; ``None`` where they stay
-            in the run.
-    """
-
-    parts: list[list[FlatMicrobatch]]
-    firsts: list[int]
-    contract: LossContract
-    seed: int = 0
+    parts: list[list[FlatMicrobatch]]  # microbatches of each group of this process
+    firsts: list[int]  # index of the first microbatch of each group of this process in the batch
+    contract: LossContract  # contract of the losses of the batch
+    seed: int = 0  # seed of random layers; 0 for that of the caller's generator
+    # runs of groups that have succeeded, with their inputs
     runs: list[tuple[Run, list[HostValue]]] = dataclasses.field(default_factory=list)
+    # function that is given gradients as they land, by number of the group and layer; `None` where they stay in the run
     land: Callable[[int, int, Gradients], None] | None = None
 
     @property

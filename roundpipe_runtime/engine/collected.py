@@ -1,4 +1,4 @@
-"""What the stages of a run put together. It reaches the model only when the whole run has succeeded."""
+"""Collect the results of a run's stages. They reach the model only if the whole run succeeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..device.events import NOW, Event
 from ..device.transfer import HostValue
 from ..errors import StageError
 from ..optim.parameters import LayerContents
-from .resident import Buffers, Gradients
+from .parameters.on_device import Buffers, Gradients
 
 __all__ = ["RUNS_AGAIN", "Collected", "Copies", "WrittenBuffers"]
 
@@ -27,34 +27,25 @@ Copies: TypeAlias = list[tuple[torch.Tensor, Event] | None]
 
 @dataclasses.dataclass
 class Collected:
-    """The results of stages; each entry is written by one stage only.
+    """The results of stages; each entry is written by one stage only."""
 
-    Attributes:
-        outputs: Outputs of the last layer, by microbatch.
-        saved: Inputs of the layers at which a recomputation starts, by layer and microbatch.
-        kept: Data that layers saved with ``save_for_recompute``, by layer and microbatch.
-        input_gradients: Gradients of the inputs of the model, by microbatch.
-        gradients: Gradients of the parameters, by layer; those of a loss function after the last layer.
-        buffers: Buffers that layers wrote.
-        loss_gradients: Gradients of a loss function's own parameters, by microbatch, until all are there.
-        digests: What shows whether a recomputation equals its forward, by layer and microbatch, in a run that looks.
-    """
-
-    buffers: WrittenBuffers
-    outputs: dict[int, HostValue] = dataclasses.field(default_factory=dict)
+    buffers: WrittenBuffers  # buffers that layers wrote
+    outputs: dict[int, HostValue] = dataclasses.field(default_factory=dict)  # outputs of the last layer, by microbatch
+    # inputs of the layers at which a recomputation starts, by layer and microbatch
     saved: dict[tuple[int, int], HostValue] = dataclasses.field(default_factory=dict)
+    # data that layers saved with `save_for_recompute`, by layer and microbatch
     kept: dict[tuple[int, int], HostValue] = dataclasses.field(default_factory=dict)
+    # gradients of the inputs of the model, by microbatch
     input_gradients: dict[int, Copies] = dataclasses.field(default_factory=dict)
+    # gradients of the parameters, by layer; those of a loss function after the last layer
     gradients: dict[int, Gradients] = dataclasses.field(default_factory=dict)
+    # gradients of a loss function's own parameters, by microbatch, until all are there
     loss_gradients: dict[int, dict[nn.Parameter, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    # what shows whether a recomputation equals its forward, by layer and microbatch, in a run that looks
     digests: dict[tuple[int, int], list[tuple[torch.Tensor, Event]]] = dataclasses.field(default_factory=dict)
 
     def add_loss_gradients(self, layer: int) -> None:
-        """Add the gradients of the loss function's parameters to those of a layer, in the order of microbatches.
-
-        Args:
-            layer: index after the last layer.
-        """
+        """Add the gradients of the loss function's parameters to those of a layer, in the order of microbatches."""
         while self.loss_gradients:
             sums = self.gradients.setdefault(layer, {})
             for parameter, gradient in self.loss_gradients.pop(min(self.loss_gradients)).items():
@@ -70,11 +61,7 @@ class Collected:
 
 
 class WrittenBuffers:
-    """The buffers that layers write in a run, such as running statistics.
-
-    Args:
-        contents: layers on the host.
-    """
+    """The buffers that layers write in a run, such as running statistics."""
 
     def __init__(self, contents: Sequence[LayerContents]) -> None:
         self._contents = contents
@@ -83,33 +70,16 @@ class WrittenBuffers:
         self._at_start: dict[tuple[int, int], torch.Tensor] = {}
 
     def add(self, layer: int, written: Buffers) -> None:
-        """Take the values that a layer leaves behind.
-
-        Args:
-            layer: index of the layer.
-            written: buffers that it wrote, as they are after the last microbatch.
-        """
+        """Take the values that a layer leaves behind."""
+        # written: buffers that it wrote, as they are after the last microbatch
         self._final[layer] = written
 
     def follow(self, layer: int, written: Buffers) -> None:
-        """Take the values after one microbatch, so that a recomputation of the next one can start from them.
-
-        Args:
-            layer: index of the layer.
-            written: buffers that it wrote in this microbatch.
-        """
+        """Take the values after one microbatch, so that a recomputation of the next one can start from them."""
         self._trail.setdefault(layer, []).append(written)
 
     def before(self, layer: int, microbatch: int) -> Buffers:
-        """Return what the buffers that a layer writes held before a microbatch, for its recomputation.
-
-        Args:
-            layer: index of the layer.
-            microbatch: index of the microbatch.
-
-        Returns:
-            The values by the number of the buffer; none for a layer that writes none.
-        """
+        """Return what the buffers that a layer writes held before a microbatch, for its recomputation."""
         trail = self._trail.get(layer)
         if not trail:
             return {}
@@ -123,11 +93,7 @@ class WrittenBuffers:
         return found
 
     def check(self) -> None:
-        """Check that no buffer was written by two layers, but by those that run the same code again.
-
-        Raises:
-            StageError: each would have had to see what the other wrote.
-        """
+        """Check that no buffer was written by two layers, but by those that run the same code again."""
         for layer, number, writer in self._written():
             code = getattr(self._contents[layer].module, RUNS_AGAIN, None)
             if writer != layer and (
@@ -174,11 +140,7 @@ class WrittenBuffers:
                 self._at_start[layer, number] = self._contents[layer].buffers[number].tensor.clone()
 
     def commit(self, *, keep_start: bool) -> None:
-        """Write the final values to the model, after :meth:`check`.
-
-        Args:
-            keep_start: whether a backward follows, whose recomputation starts from the values that are replaced here.
-        """
+        """Write the final values to the model, after :meth:`check`."""
         if keep_start:
             self.keep_start()
         for (layer, number), value in self.final().items():

@@ -15,9 +15,9 @@ from ..device.virtual import Device
 from ..device.worker import collect
 from ..errors import DeviceError, StageError
 from ..schedule.round_robin import RoundRobin, Stage
-from .copied_stage import CopyVisit
 from .run import Run
-from .stage import Visit, run_stage
+from .stage.copies import CopyVisit
+from .stage.visit import Visit, run_stage
 
 __all__ = ["Dispatch"]
 
@@ -33,14 +33,7 @@ _USERS: weakref.WeakKeyDictionary[Device, weakref.WeakSet[Dispatch]] = weakref.W
 
 
 class Dispatch:
-    """The devices of one pipeline, which others may share.
-
-    Args:
-        devices: devices on which stages run.
-
-    Attributes:
-        round_robin: who gets the next stage.
-    """
+    """The devices of one pipeline, which others may share."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = list(devices)
@@ -51,11 +44,7 @@ class Dispatch:
                 _USERS.setdefault(device, weakref.WeakSet()).add(self)
 
     def check_open(self) -> None:
-        """Check that the pipeline was not closed.
-
-        Raises:
-            DeviceError: it was.
-        """
+        """Check that the pipeline was not closed."""
         if self._closed:
             raise DeviceError(
                 f"{self.devices[0].name} was closed, by this pipeline. Make a new pipeline:\n"
@@ -63,11 +52,7 @@ class Dispatch:
             )
 
     def check_outside(self) -> None:
-        """Check that the caller is none of the devices' threads.
-
-        Raises:
-            StageError: it is.
-        """
+        """Check that the caller is none of the devices' threads."""
         if any(device.worker.is_here() for device in self.devices):
             raise StageError(
                 "A pipeline was called from inside of a layer that runs on one of its own devices, which would wait "
@@ -75,15 +60,7 @@ class Dispatch:
             )
 
     def run(self, run: Run, stages: Sequence[Stage]) -> None:
-        """Run stages to their end.
-
-        Args:
-            run: run that the stages belong to.
-            stages: stages in the order of dispatch.
-
-        Raises:
-            BaseException: the first error of any of them, when all have ended.
-        """
+        """Run stages to their end."""
         with on_error(partial(self._settle, self.round_robin.cursor)):
             collect(run.mailbox, self._submitted(run, stages))
             for device in self.devices:

@@ -37,23 +37,14 @@ __all__ = ["Engine"]
 
 
 class Engine(RunLifecycle):
-    """Runs the layers of one model on its devices.
+    """Runs the layers of one model on its devices."""
 
-    Args:
-        model: model that has the parameters and buffers.
-        layers: layers, in order.
-        devices: devices on which they run.
-        optim_dtype: dtype in which the optimizer works.
-        tag: name that distinguishes pipelines that run in the same step, for the seeds of random layers.
-        pinned: pinned memory of the model. Default: nothing is pinned.
-        groups: groups that a batch is cut into, and the ranks that run them. Default: one, in this process.
-        gradient_dtype: dtype of the gradients of master weights between a run and the step. Default: that of the sums.
+    # pinned: pinned memory of the model. Default: nothing is pinned.
+    # gradient_dtype: dtype of the gradients of master weights between a run and the step. Default: that of the sums.
+    # row_check: proof that layers compute each row by itself, before a batch is cut between rows; `None` for layers of
+    # which the caller has one
 
-    Attributes:
-        row_check: proof that layers compute each row by itself, before a batch is cut between rows; ``None`` for layers
-            of which the caller has one.
-    """
-
+    # groups that a batch is cut into, and the ranks that run them. Default: one, in this process.
     groups: OneGroup[Engine]
 
     def __init__(
@@ -76,20 +67,7 @@ class Engine(RunLifecycle):
     # -- what a user calls -------------------------------------------------------------------------------------------
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:
-        """Run the layers forward; with gradients, the outputs are part of the caller's graph.
-
-        Args:
-            args: positional arguments of the model.
-            kwargs: keyword arguments of the model.
-            config: settings of the call, without gaps.
-
-        Returns:
-            The output of the batch.
-
-        Raises:
-            SplitError: inputs cannot be split into microbatches.
-            JoinError: outputs cannot be joined.
-        """
+        """Run the layers forward; with gradients, the outputs are part of the caller's graph."""
         self.check_can_run()
         with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
             return self.groups.forward(self, args, kwargs, config)
@@ -117,19 +95,8 @@ class Engine(RunLifecycle):
         ::
 
             # layers 0 to n-2    m0  m1  m2 --join--> layer n-1    with gradients, two nodes of the caller's graph
-
-        Args:
-            args: positional arguments of the model.
-            kwargs: keyword arguments of the model.
-            config: settings of the call, without gaps.
-            join: function that makes the input of the last layer of the outputs of the one before it.
-
-        Returns:
-            The output of the batch.
-
-        Raises:
-            SplitError: inputs cannot be split into microbatches.
         """
+        # join: function that makes the input of the last layer of the outputs of the one before it
         self.check_can_run()
         config = _in_two_passes(config)
         with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
@@ -152,25 +119,14 @@ class Engine(RunLifecycle):
             return output
 
     def outputs_before_last(self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig) -> list[PyTree]:
-        """Return what the layer before the last one returns for each microbatch; nothing of the run is committed.
-
-        Args:
-            microbatches: microbatches of the run.
-            config: settings of the call, without gaps.
-        """
+        """Return what the layer before the last one returns for each microbatch; nothing of the run is committed."""
         return self._outputs_within(microbatches, config, range(len(self.layers) - 1))
 
     def try_layers(
         self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, span: range, trial: Trial
     ) -> list[PyTree]:
-        """Return what the last layer of a span returns for each microbatch, to be compared.
-
-        Args:
-            microbatches: microbatches of the run.
-            config: settings of the call, without gaps.
-            span: indices of the layers, from the first one on.
-            trial: what is compared, see :class:`RunSpec`.
-        """
+        """Return what the last layer of a span returns for each microbatch, to be compared."""
+        # span: indices of the layers, from the first one on
         with warnings.catch_warnings():  # those of single rows, or of no gradients, are not the user's
             warnings.simplefilter("ignore")
             return self._outputs_within(microbatches, config, span, trial=trial)
@@ -206,24 +162,7 @@ class Engine(RunLifecycle):
         return_outputs: bool,
         config: RoundPipeRunConfig,
     ) -> Any:
-        """Run forward, loss and backward.
-
-        Args:
-            args: positional arguments of the model.
-            kwargs: keyword arguments of the model.
-            label: labels, split like the inputs.
-            loss_fn: loss function of a microbatch.
-            return_outputs: whether to also return the outputs.
-            config: settings of the call, without gaps.
-
-        Returns:
-            The loss of the batch; with ``return_outputs``, ``(loss, outputs)``.
-
-        Raises:
-            ConfigError: gradients are switched off, or a label requires one.
-            SplitError: inputs or labels cannot be split into microbatches.
-            LossError: ``loss_fn`` returned something that is not a loss.
-        """
+        """Run forward, loss and backward."""
         self.check_can_run()
         with self.lock:
             outputs = None
@@ -278,11 +217,7 @@ class Engine(RunLifecycle):
     def cut_to_train(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: RoundPipeRunConfig
     ) -> list[list[FlatMicrobatch]]:
-        """Return the microbatches of each group of this process, for a call that computes gradients.
-
-        Raises:
-            ConfigError: gradients are switched off, or the batch is given in another number of parts.
-        """
+        """Return the microbatches of each group of this process, for a call that computes gradients."""
         if not config.requires_grad:
             raise ConfigError("forward_backward computes gradients, but they are switched off. Use forward.")
         return self.cut(args, kwargs, label, config)
@@ -290,12 +225,7 @@ class Engine(RunLifecycle):
     def cut(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: RoundPipeRunConfig
     ) -> list[list[FlatMicrobatch]]:
-        """Return the microbatches of each group of this process; there may be fewer rows than groups.
-
-        Raises:
-            ConfigError: the batch is given in another number of parts.
-            SplitError: it is not clear what to cut.
-        """
+        """Return the microbatches of each group of this process; there may be fewer rows than groups."""
         count = self.groups.own_groups
         batch = FlatBatch.of(args, kwargs, label)
         check_labels(batch.label)
@@ -325,18 +255,7 @@ class Engine(RunLifecycle):
             self.row_check.check(self, batch, rows, config)
 
     def split(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[FlatMicrobatch]:
-        """Split arguments and labels into microbatches.
-
-        Args:
-            batch: arguments and labels.
-            config: settings of the call.
-
-        Returns:
-            The microbatches, in the order of the rows.
-
-        Raises:
-            SplitError: it is not clear what to cut.
-        """
+        """Split arguments and labels into microbatches."""
         number = config.num_microbatch or 1
         return split_flat(batch, number, split_input=config.split_input, split_label=config.split_label)
 

@@ -1,4 +1,4 @@
-"""What goes into a run, as values on the host, and what goes back out of its inputs."""
+"""Move the inputs of a run to the host, and pass the gradients of inputs back."""
 
 from __future__ import annotations
 
@@ -26,22 +26,10 @@ def host_value(
     what: str,
     pinned: PinnedCopies | None = None,
 ) -> HostValue:
-    """Return leaves of a microbatch as a value on the host.
-
-    Args:
-        leaves: leaves of the value.
-        spec: structure of the value.
-        requires_grad: whether gradients flow back through tensors that require one.
-        what: name of the value in an error.
-        pinned: copies of tensors that microbatches share, to which those of this one are added. Default: nothing is
-            pinned.
-
-    Returns:
-        The value; it is complete, also where the caller computed it on an accelerator.
-
-    Raises:
-        UnregisteredObjectError: a leaf holds tensors, and no flattening function is registered for its class.
-    """
+    """Return leaves of a microbatch as a value on the host."""
+    # pinned: copies of tensors that microbatches share, to which those of this one are added. Default: nothing is
+    # pinned.
+    # returns: the value; it is complete, also where the caller computed it on an accelerator
     structure, tensors = separate(leaves, spec, what=what)
     tensors = [_on_host(tensor) for tensor in tensors]
     flags = [requires_grad and tensor.requires_grad for tensor in tensors]
@@ -52,13 +40,8 @@ def host_value(
 
 
 def feed_inputs(run: Run, host_values: Sequence[HostValue], scale: float) -> None:
-    """Continue backward from the inputs if they are part of a graph, such as that of another pipeline.
-
-    Args:
-        run: run that has gone backward.
-        host_values: inputs of each microbatch.
-        scale: factor for their gradients, known when all losses of the batch are.
-    """
+    """Continue backward from the inputs if they are part of a graph, such as that of another pipeline."""
+    # scale: factor for their gradients, known when all losses of the batch are
     tensors, gradients = [], []
     for number, on_host in enumerate(host_values):
         for tensor, copy in zip(on_host.tensors, run.collected.input_gradients.get(number, []), strict=False):

@@ -41,16 +41,10 @@ class LayerGraph:
     def backward(
         self, gradients: Sequence[torch.Tensor | None], run: Callable[[Callable[[], None]], None] | None = None
     ) -> list[torch.Tensor | None]:
-        """Go back through the layer.
-
-        Args:
-            gradients: gradients of the outputs, ``None`` where none flows.
-            run: function that calls its argument, which goes back; not called where no gradient flows at all. Default:
-                it is called as it is.
-
-        Returns:
-            The gradients of the inputs, ``None`` where none flows.
-        """
+        """Go back through the layer."""
+        # gradients: gradients of the outputs, `None` where none flows
+        # run: function that calls its argument, which goes back; not called where no gradient flows at all. Default: it
+        # is called as it is.
         starts, seeds = [], []
         for exit_, gradient in zip(self.exits, gradients, strict=True):
             if gradient is not None and exit_.requires_grad:
@@ -90,16 +84,10 @@ _enter_leaf = cast(Callable[[torch.Tensor], torch.Tensor], _Enter.apply)
 
 
 def enter(values: Values, *, as_leaves: bool) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
-    """Make the inputs of a layer the leaves of a graph of its own.
-
-    Args:
-        values: inputs of the layer.
-        as_leaves: whether the layer gets the leaves themselves. It is quicker, but torch refuses in-place writes to a
-            leaf.
-
-    Returns:
-        The leaves in which gradients end, ``None`` where none flow, and the tensors for the layer.
-    """
+    """Make the inputs of a layer the leaves of a graph of its own."""
+    # as_leaves: whether the layer gets the leaves themselves. It is quicker, but torch refuses in-place writes to a
+    # leaf.
+    # returns: the leaves in which gradients end, `None` where none flow, and the tensors for the layer
     if not torch.is_grad_enabled():
         return [None] * len(values.tensors), list(values.tensors)
     entries: list[torch.Tensor | None] = []
@@ -119,17 +107,11 @@ def other_leaves(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor 
 
     They are parameters of the loss, or parameters that a penalty is on.
 
-    Args:
-        losses: losses of a microbatch.
-        entries: outputs that the loss function was given, ``None`` where no gradient flows.
-
-    Returns:
-        The leaves, each once.
-
     >>> weight, output = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     >>> other_leaves([(weight * output).sum()], [output])
     [tensor([1.], requires_grad=True)]
     """
+    # entries: outputs that the loss function was given, `None` where no gradient flows
     own = {id(entry) for entry in entries if entry is not None}
     found: dict[int, torch.Tensor] = {}
     seen: set[Any] = set()

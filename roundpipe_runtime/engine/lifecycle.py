@@ -33,15 +33,15 @@ from ..timeline.record import current_timeline
 from .autograd import check_not_transformed
 from .config import RoundPipeRunConfig
 from .dispatch import Dispatch
-from .draws import Draws, run_base
-from .gradient_memory import GradientMemory
 from .inputs import PinnedCopies, host_value
-from .kept_parameters import KeptParameters
 from .looks import is_due
 from .loss_check import LossChecks
 from .one_group import OneGroup
+from .parameters.gradient_memory import GradientMemory
+from .parameters.kept import KeptParameters
 from .planner import Planner
 from .progress import PipelineProgress
+from .recompute.draws import Draws, run_base
 from .run import Run
 from .run_spec import RunSpec, captured_autocast
 from .timer import Timer
@@ -50,23 +50,12 @@ __all__ = ["RunLifecycle"]
 
 
 class RunLifecycle:
-    """Prepares, executes and commits runs of the layers of one model on its devices.
+    """Prepares, executes and commits runs of the layers of one model on its devices."""
 
-    Args:
-        model: model that has the parameters and buffers.
-        layers: layers, in order.
-        devices: devices on which they run.
-        optim_dtype: dtype in which the optimizer works.
-        tag: name that distinguishes pipelines that run in the same step, for the seeds of random layers.
-        pinned: pinned memory of the model; ``None`` where nothing is pinned.
-        groups: groups that a batch is cut into, and the ranks that run them.
-        gradient_dtype: dtype of the gradients of master weights between a run and the step; ``None`` for that of the
-            sums.
-
-    Attributes:
-        take_gradient: function that is offered each parameter and its gradient as soon as a microbatch has gone back
-            through a layer. A gradient for which it returns true does not reach the parameter.
-    """
+    # pinned: pinned memory of the model; `None` where nothing is pinned
+    # gradient_dtype: dtype of the gradients of master weights between a run and the step; `None` for that of the sums
+    # take_gradient: function that is offered each parameter and its gradient as soon as a microbatch has gone back
+    # through a layer. A gradient for which it returns true does not reach the parameter.
 
     def __init__(
         self,
@@ -109,16 +98,7 @@ class RunLifecycle:
     def prepare_forward(
         self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, **of_spec: Any
     ) -> tuple[Run, list[HostValue]]:
-        """Return a run of a forward that has not started, and its inputs.
-
-        Args:
-            microbatches: microbatches of the run.
-            config: settings of the call, without gaps.
-            **of_spec: further fields of :class:`RunSpec`.
-
-        Returns:
-            The run, and the inputs of each microbatch.
-        """
+        """Return a run of a forward that has not started, and its inputs."""
         rows = [microbatch.rows for microbatch in microbatches]
         run = self.prepare("train" if config.requires_grad else "infer", config, rows, **of_spec)
         return run, _inputs_of(microbatches, run, self._pins())
@@ -133,19 +113,8 @@ class RunLifecycle:
         loss_fn: Callable[[Any, Any], Any],
         **of_spec: Any,
     ) -> tuple[Run, list[HostValue]]:
-        """Return a run of forward, loss and backward that has not started, and its inputs.
-
-        Args:
-            microbatches: microbatches of the run.
-            config: settings of the call, without gaps.
-            contract: contract of the losses.
-            is_split: whether the loss of the batch is one of several microbatches.
-            loss_fn: loss function, which is checked in its first run if it is.
-            **of_spec: further fields of :class:`RunSpec`.
-
-        Returns:
-            The run, and the inputs of each microbatch.
-        """
+        """Return a run of forward, loss and backward that has not started, and its inputs."""
+        # loss_fn: loss function, which is checked in its first run if it is
         pinned = self._pins()
         labels = [
             host_value(one.labels, one.label_spec, requires_grad=False, what="label", pinned=pinned)
@@ -167,23 +136,11 @@ class RunLifecycle:
         span: range | None = None,
         **of_spec: Any,
     ) -> Run:
-        """Return a run that has not started.
-
-        Args:
-            kind: ``"infer"``, ``"train"`` or ``"fused"``.
-            config: settings of the call, without gaps.
-            rows: rows of each microbatch, ``None`` where they are not known.
-            contract: contract of the losses of a fused run. Default: these microbatches are the whole batch.
-            span: indices of the layers that run. Default: all.
-            **of_spec: fields of :class:`RunSpec` that a fused run has in addition, or has others of.
-
-        Returns:
-            The run, which reads the parameters of this moment.
-
-        Raises:
-            PlanError: the plan of the configuration is not one for these layers.
-            StageError: a layer has parameters without a shape.
-        """
+        """Return a run that has not started."""
+        # kind: `"infer"`, `"train"` or `"fused"`
+        # rows: rows of each microbatch, `None` where they are not known
+        # contract: contract of the losses of a fused run. Default: these microbatches are the whole batch.
+        # span: indices of the layers that run. Default: all.
         # A publication that failed, for want of memory for example, is tried again before each run: the run would get
         # its error otherwise, also after the cause is gone.
         self.steps.resume()
@@ -269,15 +226,7 @@ class RunLifecycle:
         return None if self.gradient_memory is None else {}
 
     def execute(self, run: Run, stages: Sequence[Stage]) -> None:
-        """Run stages to their end.
-
-        Args:
-            run: run that the stages belong to.
-            stages: stages in the order of dispatch.
-
-        Raises:
-            BaseException: the first error of any of them, when all have ended.
-        """
+        """Run stages to their end."""
         self.check_can_run()
         with Uninterrupted(stop=run.mailbox.fail):
             self._execute(run, stages)
@@ -331,12 +280,7 @@ class RunLifecycle:
             self.steps.wait_update()
 
     def check_can_run(self) -> None:
-        """Check that the pipeline is open, and not called from inside of its own work.
-
-        Raises:
-            DeviceError: it was closed.
-            StageError: one of its own layers or steps calls it.
-        """
+        """Check that the pipeline is open, and not called from inside of its own work."""
         self.dispatch.check_open()
         check_not_transformed()
         self.steps.check_not_here()
@@ -345,11 +289,7 @@ class RunLifecycle:
     # -- state between runs --------------------------------------------------------------------------------------------
 
     def step_exact(self, step: Callable[[], Any]) -> None:
-        """Run an optimizer step layer by layer, next to the run that follows, which waits for each layer.
-
-        Args:
-            step: function of the step.
-        """
+        """Run an optimizer step layer by layer, next to the run that follows, which waits for each layer."""
         self.steps.run_exact(step, self.lock)
 
     def synchronize(self) -> None:

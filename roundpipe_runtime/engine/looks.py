@@ -1,4 +1,4 @@
-"""Checks of layers that are too slow for every run: recomputations give the same outputs, and no gradient is lost.
+"""Check layers once: recomputation gives the same outputs, and no gradient is lost.
 
 The first, second, fourth, eighth... run that trains makes them. So a layer whose code begins to behave otherwise later
 is also found, and over a training they cost next to nothing.
@@ -88,17 +88,7 @@ def _signs(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def check_repeated(title: str, before: Digest, now: Digest, dtypes: Sequence[torch.dtype]) -> None:
-    """Check that a layer has computed in its recomputation what it computed in its forward.
-
-    Args:
-        title: description of the layer.
-        before: digest of the outputs of the forward, on the host.
-        now: digest of the outputs of the recomputation, on the host.
-        dtypes: their dtypes.
-
-    Raises:
-        StageError: it has not, so that the gradients would not be those of the loss.
-    """
+    """Check that a layer has computed in its recomputation what it computed in its forward."""
     for one, other, dtype in zip(before, now, dtypes, strict=False):
         norm = float(one[-1])
         if norm < float("inf") and not (one - other).abs().max() <= _TOLERANCE.get(dtype, _USUAL) * norm:
@@ -127,18 +117,8 @@ def check_leaves(
     own: Sequence[torch.Tensor],
     layers: Sequence[LayerContents],
 ) -> None:
-    """Check that the gradients of a layer end in its inputs and in its parameters.
-
-    Args:
-        layer: layer on the host.
-        exits: its outputs.
-        entries: its inputs, ``None`` where no gradient flows.
-        own: its parameters, on the device.
-        layers: all layers, of which another one may have the parameter.
-
-    Raises:
-        StageError: naming the parameter of another layer, or the attribute that brought a graph of another origin.
-    """
+    """Check that the gradients of a layer end in its inputs and in its parameters."""
+    # entries: its inputs, `None` where no gradient flows
     known = {id(tensor) for tensor in own}
     for leaf in other_leaves(exits, entries):
         # of one without another reference the gradient will not be seen: the layer has made it for itself
@@ -179,12 +159,8 @@ _LOOSE = _references()
 
 
 def watch_escaped(leaves: Sequence[torch.Tensor | None], title: str) -> None:
-    """Refuse gradients that come to these leaves from now on: a tensor that left the layer unseen may keep the graph.
-
-    Args:
-        leaves: inputs or parameters of a call that has ended, to which nothing else refers unless a tensor has escaped.
-        title: description of the layer.
-    """
+    """Refuse gradients that come to these leaves from now on: an escaped tensor may keep the graph."""
+    # leaves: inputs or parameters of a call that has ended, to which nothing else refers unless a tensor has escaped
     for leaf in leaves:
         if leaf is not None and leaf.requires_grad and tensor_use_count(leaf) > 1:
             leaf.register_hook(partial(_refuse, title))

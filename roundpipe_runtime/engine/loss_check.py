@@ -29,8 +29,8 @@ from ..batch.loss import LossValue
 from ..batch.splitting import split_flat
 from ..device.generator import generator_alone
 from ..errors import JoinError, LossError, RoundPipeError, RoundPipeWarning, SplitError, warn
-from .generators import held_generators, process_generators
 from .loss_trial import NotCallableError, Reduction, Refusal, Row, try_rows
+from .recompute.generators import held_generators, process_generators
 
 __all__ = ["LossCheck", "LossChecks", "loss_code"]
 
@@ -47,13 +47,7 @@ class LossChecks:
     def of(
         self, loss_fn: Callable[[Any, Any], Any], reduction: Reduction, labels: Sequence[Any] = ()
     ) -> LossCheck | None:
-        """Return the check of a loss function; ``None`` if it was checked, or carries weights that were proven.
-
-        Args:
-            loss_fn: loss function.
-            reduction: reduction of the losses of microbatches.
-            labels: labels of a microbatch, flat.
-        """
+        """Return the check of a loss function; ``None`` if it was checked, or carries weights that were proven."""
         if getattr(loss_fn, "has_proven_weights", False):
             return None
         key = loss_code(loss_fn), reduction, tuple(map(_kind, labels))
@@ -74,13 +68,9 @@ def _kind(label: Any) -> Hashable:
 
 
 class LossCheck:
-    """The check of a loss function in a run; threads that run copies of the last stage share it.
+    """The check of a loss function in a run; threads that run copies of the last stage share it."""
 
-    Args:
-        loss_fn: loss function.
-        reduction: reduction of the losses of microbatches.
-        note: function that is called when the check has passed.
-    """
+    # note: function that is called when the check has passed
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any], reduction: Reduction, note: Callable[[], None]) -> None:
         self._loss_fn, self._reduction, self._note = loss_fn, reduction, note
@@ -93,16 +83,9 @@ class LossCheck:
         """Take a microbatch; the check runs as soon as there are three rows, or two if the batch has no more.
 
         A loss that does not take so few rows is checked with whole microbatches.
-
-        Args:
-            outputs: outputs of the last layer, on the host.
-            labels: labels, on the host.
-            rows: number of rows, ``None`` where it is not known.
-            of_batch: number of rows of the batch.
-
-        Raises:
-            LossError: the loss of rows in one piece does not follow from those of its parts.
         """
+        # outputs: outputs of the last layer, on the host
+        # rows: number of rows, `None` where it is not known
         with self._lock:
             if self._is_done or rows is None:
                 return

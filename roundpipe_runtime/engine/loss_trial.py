@@ -1,4 +1,4 @@
-"""Try on a few rows whether the losses of parts add up to that of all of them, with values as they are and others.
+"""Try on a few rows whether the losses of parts add up to the loss of all of them.
 
 ::
 
@@ -45,19 +45,12 @@ class NotCallableError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """Why the losses of parts do not add up.
+    """Why the losses of parts do not add up."""
 
-    Attributes:
-        whole: Loss of all rows; ``None`` where it is what the loss decides by that is not known.
-        parts: Losses of the parts.
-        rows: Rows of the parts.
-        by_values: Whether it shows with other values of labels, or other decisions, only.
-    """
-
-    whole: LossValue | None
-    parts: Sequence[LossValue]
-    rows: Sequence[int]
-    by_values: bool
+    whole: LossValue | None  # loss of all rows; `None` where it is what the loss decides by that is not known
+    parts: Sequence[LossValue]  # losses of the parts
+    rows: Sequence[int]  # rows of the parts
+    by_values: bool  # whether it shows with other values of labels, or other decisions, only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,17 +71,7 @@ class _Run:
 def try_rows(
     loss_fn: Callable[[Any, Any], Any], reduction: Reduction, rows: Sequence[Row], cuts: Sequence[int]
 ) -> tuple[Refusal | None, bool]:
-    """Return why losses of parts do not add up, if so, and whether anything was compared.
-
-    Args:
-        loss_fn: loss function.
-        reduction: reduction of the losses of microbatches.
-        rows: rows, or microbatches.
-        cuts: number of rows in each part.
-
-    Raises:
-        NotCallableError: nothing can be compared.
-    """
+    """Return why losses of parts do not add up, if so, and whether anything was compared."""
     trial = _Trial(loss_fn, cuts)
     try:
         first = trial.run(rows)

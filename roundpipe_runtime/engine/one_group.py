@@ -49,15 +49,10 @@ AnyEngine = TypeVar("AnyEngine", bound=GroupEngine, contravariant=True)
 
 
 class OneGroup(Generic[AnyEngine]):
-    """A batch that one process runs as one group of rows.
+    """A batch that one process runs as one group of rows."""
 
-    Attributes:
-        replicas: number of groups of the batch.
-        is_first: whether this process is the one that warns.
-    """
-
-    replicas: int = 1
-    is_first: bool = True
+    replicas: int = 1  # number of groups of the batch
+    is_first: bool = True  # whether this process is the one that warns
 
     @property
     def own_groups(self) -> int:
@@ -121,18 +116,8 @@ class OneGroup(Generic[AnyEngine]):
         config: RoundPipeRunConfig,
         work: Callable[[Call], None],
     ) -> Any:
-        """Run forward, loss and backward, and commit when all of it has succeeded.
-
-        Args:
-            engine: engine that runs the layers.
-            name: name of the call.
-            cut: function that returns the microbatches of each group of this process.
-            config: settings of the call.
-            work: function that runs the groups of a call.
-
-        Returns:
-            The loss of the batch.
-        """
+        """Run forward, loss and backward, and commit when all of it has succeeded."""
+        # cut: function that returns the microbatches of each group of this process
         parts = cut()
         rows = [microbatch.rows for part in parts for microbatch in part]
         call = Call(parts, [0], LossContract(config.reduction_of_parts, rows))

@@ -1,4 +1,4 @@
-"""What comes out of a run: the outputs of its microbatches, joined or packed."""
+"""Join or pack the outputs of a run's microbatches."""
 
 from __future__ import annotations
 
@@ -26,20 +26,10 @@ def outputs_of(run: Run) -> list[Any]:
 def merge_outputs(
     outputs: Sequence[Any], weights: Sequence[float | None], rows: Sequence[int | None], config: RoundPipeRunConfig
 ) -> Any:
-    """Join the outputs of the microbatches as a configuration asks for it.
-
-    Args:
-        outputs: output of each microbatch.
-        weights: weight of each microbatch in an average.
-        rows: rows of each microbatch, ``None`` where they are not known.
-        config: settings of the call: ``merge_output`` and ``output_device``.
-
-    Returns:
-        The output of the batch.
-
-    Raises:
-        JoinError: they cannot be joined.
-    """
+    """Join the outputs of the microbatches as a configuration asks for it."""
+    # weights: weight of each microbatch in an average
+    # rows: rows of each microbatch, `None` where they are not known
+    # config: settings of the call: `merge_output` and `output_device`
     with noting(f"While the outputs of {len(outputs)} microbatches were joined."):
         if config.merge_output is False:
             return _pack(outputs, rows)

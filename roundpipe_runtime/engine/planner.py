@@ -1,4 +1,4 @@
-"""What the engine decides before a run, from the costs that were measured: stages, threads, what stays on a device."""
+"""Decide stages, threads and resident parameters before a run, from measured costs."""
 
 from __future__ import annotations
 
@@ -31,13 +31,9 @@ _STAGES_AT_ONCE = 2.1
 
 
 class Planner:
-    """Plans of one model on its devices.
+    """Plans of one model on its devices."""
 
-    Args:
-        layers: layers, in order.
-        devices: devices on which they run.
-        gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
-    """
+    # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
 
     def __init__(
         self,
@@ -78,17 +74,9 @@ class Planner:
     def plan(
         self, kind: RunType, step: int, *, copies: int | Literal["auto"] = 1, num_microbatch: int | None = None
     ) -> ModelExecutePlan:
-        """Return the plan in use, which is made again after 1, 2, 4, 8 ... runs, as more was measured.
-
-        Args:
-            kind: kind of the run.
-            step: number of runs before it.
-            copies: number of copies of the fused stage, or ``"auto"``. Default: 1.
-            num_microbatch: number of microbatches, which counts for copies. Default: one more than devices.
-
-        Raises:
-            PlanError: a layer is too large for the devices.
-        """
+        """Return the plan in use, which is made again after 1, 2, 4, 8 ... runs, as more was measured."""
+        # copies: number of copies of the fused stage, or `"auto"`. Default: 1.
+        # num_microbatch: number of microbatches, which counts for copies. Default: one more than devices.
         key = kind, copies, None if copies == 1 else num_microbatch
         plan, due = self._plans.get(key, (None, 0))
         if plan is None or step >= due:
@@ -123,13 +111,9 @@ class Planner:
         return limit is None or sum(c.param_bytes + c.grad_bytes for c in self.layer_costs()) <= limit * 1e9
 
     def bytes_to_keep(self, wanted: float | Literal["auto"], largest_stage: int) -> float:
-        """Return the bytes of each device for parameters that stay there between stages.
-
-        Args:
-            wanted: GB, or ``"auto"``: no limit where everything fits, else what stages leave of the memory for
-                parameters.
-            largest_stage: bytes of the parameters and gradients of the largest stage.
-        """
+        """Return the bytes of each device for parameters that stay there between stages."""
+        # wanted: GB, or `"auto"`: no limit where everything fits, else what stages leave of the memory for parameters
+        # largest_stage: bytes of the parameters and gradients of the largest stage
         if wanted != "auto":
             return wanted * 1e9
         limit = self.memory_limit()
@@ -139,14 +123,12 @@ class Planner:
 def bytes_to_keep(limit: float | None, largest_stage: int, *, fits: bool) -> float:
     """Return the bytes of each device for parameters that stay there, where ``keep_parameters`` is ``"auto"``.
 
-    Args:
-        limit: bytes of a device for parameters and gradients, ``None`` where they are not known.
-        largest_stage: bytes of the parameters and gradients of the largest stage.
-        fits: whether there is room for all parameters and gradients at once.
-
     >>> bytes_to_keep(10e9, 4_000_000_000, fits=False), bytes_to_keep(10e9, 4_000_000_000, fits=True)
     (1600000000.0, inf)
     """
+    # limit: bytes of a device for parameters and gradients, `None` where they are not known
+    # largest_stage: bytes of the parameters and gradients of the largest stage
+    # fits: whether there is room for all parameters and gradients at once
     if fits:
         return math.inf
     return 0.0 if limit is None else max(0.0, limit - _STAGES_AT_ONCE * largest_stage)

@@ -1,4 +1,4 @@
-"""Prove on a few rows of the first batch that layers compute each row by itself, before a batch is cut between rows.
+"""Prove that rows are independent, where a layer has them on an axis of its own.
 
 A layer that has its sequence first, normalises over the batch, sorts or rolls rows, or adds them up, would compute
 other numbers for each split. Nothing in the sizes shows it. So three rows run in one piece and in two uneven parts::
@@ -53,15 +53,10 @@ class CannotTryError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class RowTrial:
-    """Some rows of a batch.
+    """Some rows of a batch."""
 
-    Attributes:
-        whole: The rows.
-        parts: The same rows in two parts.
-    """
-
-    whole: FlatMicrobatch
-    parts: Sequence[FlatMicrobatch]
+    whole: FlatMicrobatch  # the rows
+    parts: Sequence[FlatMicrobatch]  # the same rows in two parts
 
     @property
     def count(self) -> int:
@@ -99,17 +94,7 @@ class RowCheck:
         self._not_tried: set[Hashable] = set()
 
     def check(self, engine: Rows, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
-        """Check once for each kind of call that layers compute each row by itself.
-
-        Args:
-            engine: engine that runs the batch, which is cut.
-            batch: arguments and labels.
-            rows: rows of each microbatch.
-            config: settings of the call.
-
-        Raises:
-            SplitError: they do not.
-        """
+        """Check once for each kind of call that layers compute each row by itself."""
         if callable(config.split_input) or None in rows or sum(count or 0 for count in rows) < 2:
             return
         kind = _kind_of(engine.layers, batch)
@@ -153,19 +138,9 @@ def first_that_mixes(
     *,
     with_hooks: bool = False,
 ) -> int | None:
-    """Return the first layer whose outputs for some rows depend on others; ``None`` if there is none.
-
-    Args:
-        engine: engine of the layers.
-        trials: some rows of a batch, and the same rows in parts.
-        config: settings of the call.
-        number: number of layers to look at.
-        leaves_of: function that returns what is compared of an output. Default: all of its leaves.
-        with_hooks: whether hooks of the caller on modules run, who may collect what they see. Default: no.
-
-    Raises:
-        CannotTryError: they do not run on some rows.
-    """
+    """Return the first layer whose outputs for some rows depend on others; ``None`` if there is none."""
+    # leaves_of: function that returns what is compared of an output. Default: all of its leaves.
+    # with_hooks: whether hooks of the caller on modules run, who may collect what they see. Default: no.
     compare = _Comparison(engine, config, leaves_of)
     found = None
     try:

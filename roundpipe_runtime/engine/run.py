@@ -17,10 +17,10 @@ from ..errors import StageError
 from ..optim.parameters import ParameterStore
 from ..optim.readiness import ReadinessTable
 from .collected import Collected, WrittenBuffers
-from .draws import Draws
-from .gradient_memory import GradientMemory
-from .kept_parameters import KeptParameters
-from .resident import LayerOnDevice
+from .parameters.gradient_memory import GradientMemory
+from .parameters.kept import KeptParameters
+from .parameters.on_device import LayerOnDevice
+from .recompute.draws import Draws
 from .run_spec import RunSpec
 from .timer import Timer
 
@@ -29,38 +29,25 @@ __all__ = ["Run"]
 
 @dataclasses.dataclass
 class Run:
-    """One pass over all microbatches.
+    """One pass over all microbatches."""
 
-    Attributes:
-        spec: What the run is asked to do.
-        store: Parameters.
-        table: Versions of the layers that may be read.
-        version: Version that this run reads; a backward after another step reads a later one than its forward.
-        timer: Measures the work.
-        contract: Contract that reduces the losses.
-        kept: Copies of parameters that stay on devices.
-        draws: What its calls draw.
-        gradient_memory: Pinned memory for gradients, ``None`` without an accelerator.
-        wait_cleared: Function that waits until gradients of the last step are gone: no two sets take memory.
-        mailbox: Activations and gradients between stages, and the first error of any.
-        collected: Results of the stages.
-        residents: Layers that stay on a device between two stages, by device and layer.
-        loss_lock: Lock that is held while the loss function is called, which copies of the last stage share.
-    """
-
-    spec: RunSpec
+    spec: RunSpec  # what the run is asked to do
     store: ParameterStore
-    table: ReadinessTable
-    version: int
-    timer: Timer
-    contract: LossContract
-    kept: KeptParameters
-    draws: Draws
-    gradient_memory: GradientMemory | None = None
+    table: ReadinessTable  # versions of the layers that may be read
+    version: int  # version that this run reads; a backward after another step reads a later one than its forward
+    timer: Timer  # measures the work
+    contract: LossContract  # contract that reduces the losses
+    kept: KeptParameters  # copies of parameters that stay on devices
+    draws: Draws  # what its calls draw
+    gradient_memory: GradientMemory | None = None  # pinned memory for gradients, `None` without an accelerator
+    # function that waits until gradients of the last step are gone: no two sets take memory
     wait_cleared: Callable[[], None] = lambda: None
+    # activations and gradients between stages, and the first error of any
     mailbox: Mailbox = dataclasses.field(default_factory=Mailbox)
-    collected: Collected = dataclasses.field(init=False)
+    collected: Collected = dataclasses.field(init=False)  # results of the stages
+    # layers that stay on a device between two stages, by device and layer
     residents: dict[tuple[str, int], LayerOnDevice] = dataclasses.field(default_factory=dict)
+    # lock that is held while the loss function is called, which copies of the last stage share
     loss_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     _versions: dict[int, list[int]] = dataclasses.field(default_factory=dict)
 
@@ -77,12 +64,8 @@ class Run:
             self.table.end_read(layer)
 
     def start(self, microbatch: int, inputs: HostValue) -> None:
-        """Pass the inputs of a microbatch to the first layer; also in a run of one fused stage.
-
-        Args:
-            microbatch: index of the microbatch.
-            inputs: arguments of the first layer that runs; those of the model, if that is the first of all.
-        """
+        """Pass the inputs of a microbatch to the first layer; also in a run of one fused stage."""
+        # inputs: arguments of the first layer that runs; those of the model, if that is the first of all
         self.mailbox.put(("activation", self.spec.span.start, microbatch), inputs)
 
     def start_all(self, inputs: Sequence[HostValue]) -> None:
@@ -111,11 +94,7 @@ class Run:
         }
 
     def check_unchanged(self) -> None:
-        """Check that no parameter changed since the forward, before the run goes back through the layers.
-
-        Raises:
-            StageError: naming the layer.
-        """
+        """Check that no parameter changed since the forward, before the run goes back through the layers."""
         for contents in self.spec.contents:
             now = [self.store.source(parameter)._version for parameter in contents.parameters()]
             if now != self._versions[contents.index]:

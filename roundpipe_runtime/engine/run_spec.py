@@ -1,4 +1,4 @@
-"""What a run is asked to do. It is known before the run starts, and does not change."""
+"""What a run is asked to do. It is fixed before the run starts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..optim.parameters import LayerContents
 from ..schedule.plan import RunType
 from ..schedule.round_robin import Stage
 from .loss_check import LossCheck
-from .recompute import call_seed
-from .resident import Gradients
+from .parameters.on_device import Gradients
+from .recompute.states import call_seed
 
 __all__ = ["RunSpec", "Trial", "captured_autocast"]
 
@@ -25,60 +25,41 @@ Trial: TypeAlias = Literal["parts", "others"]
 
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
-    """What a run is asked to do.
+    """What a run is asked to do."""
 
-    Attributes:
-        kind: ``"infer"``, ``"train"`` (forward now, backward later) or ``"fused"``.
-        stages: Stages in the order of dispatch.
-        contents: Layers on the host.
-        num_microbatch: Number of microbatches.
-        requires_grad: Whether gradients are computed.
-        recompute_grain: Unit of recomputation in a backward stage, ``"stage"`` or ``"layer"``.
-        preserve_rng_state: Whether a recomputed forward draws the same random numbers.
-        base_seed: Base of the seeds of layer calls.
-        tag: Name that distinguishes pipelines that run at the same time.
-        autocast: Autocast modes of the caller, as arguments for ``torch.autocast``.
-        labels: Labels of each microbatch of a fused run. Default: none.
-        loss_fn: Loss function of a fused run. Default: the outputs are the loss.
-        loss_check: Check of the loss function, which is offered each microbatch. Default: it was checked before.
-        keep_outputs: Whether a fused run returns the outputs of the last layer. Default: ``True``.
-        stays: Whether layers stay on a device from their forward to their backward, if they come there again.
-            Default: ``False``.
-        one_thread: Whether the thread of one device does the work of all. Default: ``False``.
-        take_gradient: Function that is offered each gradient as soon as a microbatch has gone back through a layer.
-            Default: none.
-        span: Indices of the layers that run, of all. The first one takes the inputs of the run, the outputs of the last
-            one are those of the run. Default: all.
-        first_microbatch: Index of the first microbatch in the whole batch, of which this run may be a part.
-            Default: 0.
-        looks: Whether to look whether layers repeat themselves, and what gradients end in. Default: ``False``.
-        trial: What is compared in a run that nothing comes of: ``"parts"`` of rows, without random numbers of torch, or
-            ``"others"``, rows next to other ones, where all microbatches draw the same. Default: nothing is compared.
-        gradients_landed: Function that is given the index of a layer and its gradients on the host, as soon as their
-            copies are under way. It may take gradients out of the mapping. Default: none.
-    """
-
-    kind: RunType
-    stages: Sequence[Stage]
-    contents: Sequence[LayerContents]
-    num_microbatch: int
-    requires_grad: bool
-    recompute_grain: Literal["stage", "layer"]
-    preserve_rng_state: bool
-    base_seed: int
-    tag: str
-    autocast: Sequence[dict[str, Any]]
-    labels: Sequence[HostValue] = ()
+    kind: RunType  # `"infer"`, `"train"` (forward now, backward later) or `"fused"`
+    stages: Sequence[Stage]  # stages in the order of dispatch
+    contents: Sequence[LayerContents]  # layers on the host
+    num_microbatch: int  # number of microbatches
+    requires_grad: bool  # whether gradients are computed
+    recompute_grain: Literal["stage", "layer"]  # unit of recomputation in a backward stage, `"stage"` or `"layer"`
+    preserve_rng_state: bool  # whether a recomputed forward draws the same random numbers
+    base_seed: int  # base of the seeds of layer calls
+    tag: str  # name that distinguishes pipelines that run at the same time
+    autocast: Sequence[dict[str, Any]]  # autocast modes of the caller, as arguments for `torch.autocast`
+    labels: Sequence[HostValue] = ()  # labels of each microbatch of a fused run. Default: none.
+    # loss function of a fused run. Default: the outputs are the loss.
     loss_fn: Callable[[Any, Any], Any] = lambda outputs, labels: outputs
+    # check of the loss function, which is offered each microbatch. Default: it was checked before.
     loss_check: LossCheck | None = None
-    keep_outputs: bool = True
+    keep_outputs: bool = True  # whether a fused run returns the outputs of the last layer. Default: `True`.
+    # whether layers stay on a device from their forward to their backward, if they come there again. Default: `False`.
     stays: bool = False
-    one_thread: bool = False
+    one_thread: bool = False  # whether the thread of one device does the work of all. Default: `False`.
+    # function that is offered each gradient as soon as a microbatch has gone back through a layer. Default: none.
     take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
+    # indices of the layers that run, of all. The first one takes the inputs of the run, the outputs of the last one are
+    # those of the run. Default: all.
     span: range = range(0)
+    # index of the first microbatch in the whole batch, of which this run may be a part. Default: 0.
     first_microbatch: int = 0
+    # whether to look whether layers repeat themselves, and what gradients end in. Default: `False`.
     looks: bool = False
+    # what is compared in a run that nothing comes of: `"parts"` of rows, without random numbers of torch, or
+    # `"others"`, rows next to other ones, where all microbatches draw the same. Default: nothing is compared.
     trial: Trial | None = None
+    # function that is given the index of a layer and its gradients on the host, as soon as their copies are under way.
+    # It may take gradients out of the mapping. Default: none.
     gradients_landed: Callable[[int, Gradients], None] | None = None
 
     @property
@@ -114,15 +95,8 @@ class RunSpec:
         return sum(held + sets * gradients for held, gradients in found)
 
     def seed(self, layer: int, microbatch: int) -> int:
-        """Return the seed of a layer call.
-
-        Args:
-            layer: index of the layer; the number of layers for the loss function.
-            microbatch: index of the microbatch.
-
-        Returns:
-            The seed, the same on any device and for any plan.
-        """
+        """Return the seed of a layer call."""
+        # layer: index of the layer; the number of layers for the loss function
         microbatch = 0 if self.trial == "others" else microbatch
         found = self._seeds.get((layer, microbatch))
         if found is None:

@@ -18,14 +18,10 @@ _NOT_MEASURED = contextlib.nullcontext()
 
 
 class Timer:
-    """Measures work for the plan, and for a timeline if there is one.
+    """Measures work for the plan, and for a timeline if there is one."""
 
-    Args:
-        costs: costs of the layers, to which times are added.
-        timeline: timeline of the work. Default: none.
-        with_events: whether work is measured by events in the streams of an accelerator where there is no timeline.
-            Default: ``True``.
-    """
+    # with_events: whether work is measured by events in the streams of an accelerator where there is no timeline.
+    # Default: `True`.
 
     def __init__(self, costs: MeasuredCosts, timeline: Timeline | None, *, with_events: bool = True) -> None:
         self._costs = costs
@@ -51,29 +47,16 @@ class Timer:
     def measure(
         self, kind: str, stage: int, device: Device, microbatch: int = -1, layer: int = -1
     ) -> contextlib.AbstractContextManager[None]:
-        """Measure the work in a ``with`` block; an exception leaves no record.
-
-        Args:
-            kind: kind of work, as in a timeline: ``"forward"``, ``"backward"``, ``"upload"`` and so on.
-            stage: index of the stage.
-            device: device that does the work.
-            microbatch: index of the microbatch. Default: the work is for all of them.
-            layer: index of the layer. Default: the work is not for one layer.
-
-        Returns:
-            The context manager.
-        """
+        """Measure the work in a ``with`` block; an exception leaves no record."""
+        # kind: kind of work, as in a timeline: `"forward"`, `"backward"`, `"upload"` and so on
+        # microbatch: index of the microbatch. Default: the work is for all of them.
+        # layer: index of the layer. Default: the work is not for one layer.
         if not self.measures(device):
             return _NOT_MEASURED
         return Span(self, kind, stage, device.name, self._clock(device), microbatch, layer)
 
     def add(self, span: Span, end: float | torch.Event) -> None:
-        """Take the time of a block that has ended.
-
-        Args:
-            span: the block.
-            end: moment of its end, by the clock of its device.
-        """
+        """Take the time of a block that has ended."""
         if span.clock.is_late:
             self._late.append((span, end))
         else:

@@ -1,4 +1,4 @@
-"""What a layer costs the host, whatever it computes: the interpreter's part of a step."""
+"""Measure the interpreter's cost of calling a layer."""
 
 from __future__ import annotations
 

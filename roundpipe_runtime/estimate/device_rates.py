@@ -1,4 +1,4 @@
-"""How fast an accelerator is, by its own clock: copies each way, products of matrices, and both at the same time."""
+"""Measure the speed of an accelerator: copies each way, matrix products, and both together."""
 
 from __future__ import annotations
 
@@ -23,58 +23,38 @@ Work: TypeAlias = "tuple[torch.Stream, Callable[[], object]]"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """Rates of one accelerator, next to its host.
+    """Rates of one accelerator, next to its host."""
 
-    Attributes:
-        up: bytes per second from pinned memory to the device.
-        down: bytes per second from the device to pinned memory.
-        both: bytes per second of both at the same time, added up.
-        pageable_up: bytes per second from memory that is not pinned.
-        pageable_down: bytes per second to memory that is not pinned.
-        flops: operations per second in products of matrices.
-        overlap: share of the shorter of a copy and a computation that is hidden when both are given at once: 1.0 if
-            they run side by side, 0.0 if one waits for the other.
-        clock: seconds by the events of the device in one second of the host.
-    """
-
-    up: float
-    down: float
-    both: float
-    pageable_up: float
-    pageable_down: float
-    flops: float
+    up: float  # bytes per second from pinned memory to the device
+    down: float  # bytes per second from the device to pinned memory
+    both: float  # bytes per second of both at the same time, added up
+    pageable_up: float  # bytes per second from memory that is not pinned
+    pageable_down: float  # bytes per second to memory that is not pinned
+    flops: float  # operations per second in products of matrices
+    # share of the shorter of a copy and a computation that is hidden when both are given at once: 1.0 if they run side
+    # by side, 0.0 if one waits for the other
     overlap: float
-    clock: float
+    clock: float  # seconds by the events of the device in one second of the host
 
     def tokens_to_hide_transfers(self, nbytes: int = 2) -> float:
         """Return the tokens of a step from which on a forward takes longer than the upload of its parameters.
 
         A token takes two operations for each parameter, which is uploaded once for all tokens of the step.
 
-        Args:
-            nbytes: bytes of a parameter. Default: those of 16 bits.
-
         >>> rates = DeviceRates(50e9, 50e9, 1e11, 8e9, 8e9, 500e12, 1.0, 1.0)
         >>> rates.tokens_to_hide_transfers()
         10000.0
         """
+        # nbytes: bytes of a parameter. Default: those of 16 bits.
         return nbytes * self.flops / (2 * self.up)
 
 
 def measure_device(
     device: torch.device, *, dtype: torch.dtype = torch.bfloat16, nbytes: int = _COPIED, rows: int = _ROWS
 ) -> DeviceRates:
-    """Measure an accelerator, which takes a second.
-
-    Args:
-        device: accelerator.
-        dtype: dtype of the matrices. Default: bfloat16.
-        nbytes: bytes of a copy. Default: 256 MiB.
-        rows: rows and columns of the matrices. Default: 8,192.
-
-    Returns:
-        The rates.
-    """
+    """Measure an accelerator, which takes a second."""
+    # dtype: dtype of the matrices. Default: bfloat16.
+    # rows: rows and columns of the matrices. Default: 8,192.
     uploads, downloads, compute = (torch.Stream(device) for _ in range(3))
     pinned = [torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
     pageable = torch.zeros(nbytes, dtype=torch.uint8)

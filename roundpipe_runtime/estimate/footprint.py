@@ -25,18 +25,15 @@ class Footprint(TorchDispatchMode):
 
     A storage is counted once, however many views it has, from the operation that made it to its end.
 
-    Attributes:
-        alive: bytes of the storages that were made in the block and are still alive.
-        peak: largest value of ``alive`` since :meth:`restart`.
-        flops: floating point operations, two for a multiplication with its addition, of matrix products, convolutions
-            and attention, as :mod:`torch.utils.flop_counter` counts them.
-
     >>> with Footprint() as found:
     ...     a = torch.empty(4, 8, device="meta")
     ...     b = (a @ a.T).sum()
     >>> found.alive, found.peak, found.flops
     (132, 196, 256)
     """
+
+    # alive: bytes of the storages that were made in the block and are still alive
+    # peak: largest value of `alive` since `restart`
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch does not annotate it

@@ -126,17 +126,7 @@ def describe_hardware(
 
 
 def device_names(devices: str | None = None) -> tuple[str, ...]:
-    """Return the names of devices, which need not be here.
-
-    Args:
-        devices: as for :func:`describe_hardware`.
-
-    Returns:
-        The names.
-
-    Raises:
-        ConfigError: a name is not that of a device.
-    """
+    """Return the names of devices, which need not be here."""
     if devices is None or devices.startswith("virtual"):
         found = parse_devices(devices)
         names = tuple(device.name for device in found)
@@ -180,15 +170,7 @@ def _memory_of(name: str) -> int | None:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
-    """Return the operations per second of a matrix product; it takes a fraction of a second.
-
-    Args:
-        device: CPU, or an accelerator.
-        dtype: dtype of the matrices.
-
-    Returns:
-        The operations per second.
-    """
+    """Return the operations per second of a matrix product; it takes a fraction of a second."""
     for size in _ROWS[:1] if device.type == "cpu" else _ROWS:
         a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
         seconds = _seconds(functools.partial(torch.matmul, a, b), device)
@@ -198,15 +180,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> flo
 
 
 def copy_rate(device: torch.device, nbytes: int = _COPIED) -> float:
-    """Return the bytes per second of copies from the host, from pinned memory where the device is an accelerator.
-
-    Args:
-        device: device to copy to.
-        nbytes: number of bytes per copy.
-
-    Returns:
-        The bytes per second.
-    """
+    """Return the bytes per second of copies from the host, from pinned memory where the device is an accelerator."""
     source = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
     target = torch.empty_like(source, device=device)
     return nbytes / _seconds(lambda: target.copy_(source, non_blocking=True), device)

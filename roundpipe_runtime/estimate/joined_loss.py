@@ -20,22 +20,14 @@ __all__ = ["JoinedLoss", "joined_loss"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JoinedLoss:
-    """Memory of a loss that is computed once for the whole batch, in bytes.
+    """Memory of a loss that is computed once for the whole batch, in bytes."""
 
-    Attributes:
-        device: peak memory of the device that runs the last layer for the whole batch.
-        host: memory of the host in addition to that of a run in microbatches.
-    """
-
-    device: int
-    host: int
+    device: int  # peak memory of the device that runs the last layer for the whole batch
+    host: int  # memory of the host in addition to that of a run in microbatches
 
 
 def joined_loss(last: LayerFootprint) -> JoinedLoss:
-    """Return the memory that a loss takes which is computed once for the whole batch.
-
-    Args:
-        last: the last layer, measured on the whole batch.
-    """
+    """Return the memory that a loss takes which is computed once for the whole batch."""
+    # last: the last layer, measured on the whole batch
     visit = visit_bytes(Stage(0, "backward", range(1)), [last])
     return JoinedLoss(last.param_bytes + last.grad_bytes + visit, 2 * last.inputs + last.grads_in)

@@ -1,4 +1,4 @@
-"""Which bytes of each layer stay on a device from step to step, where ``keep_parameters`` lets some stay.
+"""Choose the bytes of each layer that stay on a device between steps (``keep_parameters``).
 
 ::
 
@@ -22,31 +22,18 @@ __all__ = ["KeptBytes", "kept_bytes", "room_to_keep"]
 
 
 class KeptBytes(NamedTuple):
-    """Bytes of a layer that stay on each device.
+    """Bytes of a layer that stay on each device."""
 
-    Attributes:
-        frozen: bytes of parameters that do not train. They are on the device before the step begins.
-        trained: bytes of parameters that train. They stay from the first stage of a step that needs them to its end.
-    """
-
-    frozen: int
-    trained: int
+    frozen: int  # bytes of parameters that do not train. They are on the device before the step begins.
+    trained: int  # bytes of parameters that train. They stay from the first stage of a step that needs them to its end.
 
     def of(self, *, was_here: bool) -> int:
-        """Return the bytes that are on a device when a stage comes to it.
-
-        Args:
-            was_here: whether an earlier stage of the step had the layer on the device.
-        """
+        """Return the bytes that are on a device when a stage comes to it."""
         return self.frozen + (self.trained if was_here else 0)
 
 
 def kept_bytes(layers: Sequence[LayerFootprint], room: float) -> list[KeptBytes]:
     """Return what stays of each layer.
-
-    Args:
-        layers: layers of the model.
-        room: bytes of each device for what stays.
 
     >>> layer = LayerFootprint("", 300, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, frozen_bytes=250, trained_bytes=50)
     >>> [tuple(kept) for kept in kept_bytes([layer, layer], 520)]
@@ -65,15 +52,10 @@ def room_to_keep(
     *,
     fits: bool,
 ) -> float:
-    """Return the bytes of each device for parameters that stay, as the runtime has them.
-
-    Args:
-        wanted: ``keep_parameters`` of :class:`RoundPipeRunConfig`.
-        stages: stages of the step.
-        layers: layers of the model.
-        memory: bytes of a device, ``None`` where they are not known.
-        fits: whether there is room for all parameters and gradients at once.
-    """
+    """Return the bytes of each device for parameters that stay, as the runtime has them."""
+    # wanted: `keep_parameters` of `RoundPipeRunConfig`
+    # memory: bytes of a device, `None` where they are not known
+    # fits: whether there is room for all parameters and gradients at once
     if wanted != "auto":
         return wanted * 1e9
     largest = max((_stage_bytes(stage, layers) for stage in stages), default=0)

@@ -91,10 +91,6 @@ def share_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
     """Return the bytes of the gradients of one microbatch that copies of a stage send each other; 0 without copies.
 
     They have the dtype of the parameters, which may be narrower than that of the sums.
-
-    Args:
-        stage: the stage.
-        layers: all layers of the model.
     """
     if stage.copies == 1:
         return 0
@@ -102,15 +98,7 @@ def share_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
 
 
 def visit_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
-    """Return the peak memory of one microbatch in a stage, in addition to parameters and sums of gradients.
-
-    Args:
-        stage: the stage.
-        layers: all layers of the model.
-
-    Returns:
-        The bytes.
-    """
+    """Return the peak memory of one microbatch in a stage, in addition to parameters and sums of gradients."""
     mine = [layers[index] for index in stage.layers]
     if stage.kind == "forward":
         # the graph of a layer is gone before the next one begins
@@ -136,20 +124,9 @@ def device_memory(
     prefetches: bool,
     room_to_keep: float = 0.0,
 ) -> list[DeviceMemory]:
-    """Estimate the peak memory of each device in a run.
-
-    Args:
-        stages: the stages, in the order of dispatch.
-        devices: the device of each stage.
-        layers: all layers, as measured on one microbatch.
-        num_microbatch: number of microbatches.
-        stays: whether layers stay on a device from their forward to their backward, as there is room for all.
-        prefetches: whether a stage is loaded while the one before it computes; virtual devices do not.
-        room_to_keep: bytes of each device for parameters that stay from step to step. Default: 0.
-
-    Returns:
-        The peak of each device.
-    """
+    """Estimate the peak memory of each device in a run."""
+    # prefetches: whether a stage is loaded while the one before it computes; virtual devices do not
+    # room_to_keep: bytes of each device for parameters that stay from step to step. Default: 0.
     found = []
     kept = kept_bytes(layers, room_to_keep)
     for device in sorted(set(devices)):
@@ -231,19 +208,9 @@ def host_memory(
     *,
     optim_dtype: torch.dtype | None = None,
 ) -> HostMemory:
-    """Estimate the peak memory of the host in a run with its optimizer step.
-
-    Args:
-        parameters: the parameters of the model, each once.
-        buffers: the buffers of the model.
-        stages: the stages, in the order of dispatch.
-        layers: the layers, as measured on one microbatch.
-        num_microbatch: number of microbatches.
-        optim_dtype: what the optimizer works in. Default: the dtype of each parameter.
-
-    Returns:
-        The memory of the host.
-    """
+    """Estimate the peak memory of the host in a run with its optimizer step."""
+    # parameters: the parameters of the model, each once
+    # optim_dtype: what the optimizer works in. Default: the dtype of each parameter.
     params = list(parameters)
     trained = [p for p in params if p.requires_grad]
     wide = [(p, optim_dtype or p.dtype) for p in trained]

@@ -32,9 +32,6 @@ _ATTENTION = functional.scaled_dot_product_attention
 def device_kernels(kind: str = "cuda") -> Iterator[None]:
     """Let operations on ``meta`` do what they do on devices, in this block and thread.
 
-    Args:
-        kind: the kind of the device; ``"cpu"`` has no kernel for attention with dropout.
-
     >>> q = torch.empty(1, 1, 4096, 64, device="meta", requires_grad=True)
     >>> kept = []
     >>> with device_kernels(), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()), lambda t: t):
@@ -42,6 +39,7 @@ def device_kernels(kind: str = "cuda") -> Iterator[None]:
     >>> max(kept) == 4096 * 64
     True
     """
+    # kind: the kind of the device; `"cpu"` has no kernel for attention with dropout
     with _Attention(drops=kind != "cpu"), _Operations():
         yield
 

@@ -33,14 +33,8 @@ class MetaResults:
         self._known: dict[Hashable, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], compute: Callable[..., Any]) -> Any:
-        """Return what an operation returns.
-
-        Args:
-            func: operation, with its overload.
-            args: positional arguments.
-            kwargs: keyword arguments.
-            compute: function that runs the operation on these arguments, called where the result is not known.
-        """
+        """Return what an operation returns."""
+        # compute: function that runs the operation on these arguments, called where the result is not known
         makes_new = self._makes_new.get(func)
         if makes_new is None:
             makes_new = self._makes_new[func] = _makes_new(func)

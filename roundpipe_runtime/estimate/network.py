@@ -67,35 +67,20 @@ LINE_SHARE = 0.8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodesEstimate:
-    """What a step costs between nodes. Bytes and seconds are those of one node, which sends and receives as much.
+    """What a step costs between nodes. Bytes and seconds are those of one node, which sends and receives as much."""
 
-    Attributes:
-        nodes: number of nodes.
-        network: bits per second of a node's line.
-        gradient_bytes: bytes of gradients sent per step.
-        weight_bytes: bytes of updated weights sent per step.
-        gradient_seconds: time on the line of the gradients.
-        weight_seconds: time on the line of the weights.
-        exposed_gradients: seconds for which the step waits for gradients.
-        exposed_weights: seconds for which the step waits for weights.
-        optimizer_seconds: seconds of the optimizer on a shard.
-        step_seconds: seconds of a step.
-        gradient_tokens: tokens of a node and step from which on gradients are hidden.
-        weight_tokens: tokens of a node and step from which on weights are hidden.
-    """
-
-    nodes: int
-    network: float
-    gradient_bytes: float
-    weight_bytes: float
-    gradient_seconds: float
-    weight_seconds: float
-    exposed_gradients: float
-    exposed_weights: float
-    optimizer_seconds: float
+    nodes: int  # number of nodes
+    network: float  # bits per second of a node's line
+    gradient_bytes: float  # bytes of gradients sent per step
+    weight_bytes: float  # bytes of updated weights sent per step
+    gradient_seconds: float  # time on the line of the gradients
+    weight_seconds: float  # time on the line of the weights
+    exposed_gradients: float  # seconds for which the step waits for gradients
+    exposed_weights: float  # seconds for which the step waits for weights
+    optimizer_seconds: float  # seconds of the optimizer on a shard
     step_seconds: float
-    gradient_tokens: float
-    weight_tokens: float
+    gradient_tokens: float  # tokens of a node and step from which on gradients are hidden
+    weight_tokens: float  # tokens of a node and step from which on weights are hidden
 
     @property
     def hidden_tokens(self) -> float:
@@ -116,22 +101,6 @@ def estimate_nodes(
 ) -> NodesEstimate:
     """Estimate a step of several nodes from a step of one.
 
-    Args:
-        nodes: number of nodes.
-        network: bits per second of a node's line.
-        gradients: bytes of all gradients on the wire.
-        weights: bytes of all trained weights on the wire.
-        forward: seconds of a node in forward stages, in which no gradient lands.
-        backward: seconds of a node in the other stages.
-        optimizer: seconds of one host for the optimizer on all parameters.
-        tokens: tokens of a node and step.
-
-    Returns:
-        The estimate.
-
-    Raises:
-        ConfigError: there is no node, or no line.
-
     >>> P, T = 8e9, 65536  # one RTX 4090 in each of two nodes on 25 Gbit/s, bfloat16 on the wire
     >>> compute = 8 * P * T / 110e12
     >>> found = estimate_nodes(2, 25e9, gradients=2 * P, weights=2 * P, forward=compute / 4, backward=3 * compute / 4,
@@ -139,6 +108,9 @@ def estimate_nodes(
     >>> round(found.step_seconds), round(found.weight_seconds, 1), found.exposed_weights, round(found.weight_tokens)
     (39, 3.2, 0.0, 22000)
     """
+    # weights: bytes of all trained weights on the wire
+    # forward: seconds of a node in forward stages, in which no gradient lands
+    # optimizer: seconds of one host for the optimizer on all parameters
     if nodes < 1 or not 0 < network < math.inf:
         raise ConfigError(f"There must be a node and a network between nodes, found nodes={nodes}, network={network}.")
     rate = LINE_SHARE * network / 8
@@ -165,17 +137,11 @@ def estimate_nodes(
 def tokens_that_hide(line: float, compute: float, tokens: float) -> float:
     """Return the tokens of a step with which computing takes as long as the line.
 
-    Args:
-        line: seconds on the line, whatever the number of tokens.
-        compute: seconds of computing next to it, for ``tokens`` tokens.
-        tokens: tokens of a step.
-
-    Returns:
-        The tokens; infinity where nothing is computed next to it.
-
     >>> tokens_that_hide(3.0, 1.0, 1000), tokens_that_hide(0.0, 0.0, 1000)
     (3000.0, 0.0)
     """
+    # line: seconds on the line, whatever the number of tokens
+    # compute: seconds of computing next to it, for `tokens` tokens
     if not line:
         return 0.0
     return tokens * line / compute if compute else math.inf
@@ -183,13 +149,6 @@ def tokens_that_hide(line: float, compute: float, tokens: float) -> float:
 
 def host_of_node(host: HostMemory, nodes: int) -> HostMemory:
     """Return the memory of a node's host that keeps one shard of what the optimizer works on.
-
-    Args:
-        host: memory of a host that keeps all of it, with the activations of a node.
-        nodes: number of nodes.
-
-    Returns:
-        The memory of each host.
 
     >>> P = 8_000_000_000
     >>> one = HostMemory(parameters=2 * P, gradients=4 * P, masters=4 * P, optimizer=8 * P, activations=0)
@@ -214,19 +173,10 @@ def nodes_of_report(
     optim_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> NodesEstimate:
-    """Estimate a step of several nodes from the plan of one.
-
-    Args:
-        report: plan of a node, with the tokens of its share of the batch.
-        parameters: parameters of the model; those that are trained travel.
-        nodes: number of nodes.
-        network: bits per second of a node's line.
-        optim_dtype: dtype of gradients. Default: that of each parameter.
-        reduce_dtype: dtype of gradients on the wire. Default: that of the gradients.
-
-    Returns:
-        The estimate.
-    """
+    """Estimate a step of several nodes from the plan of one."""
+    # parameters: parameters of the model; those that are trained travel
+    # optim_dtype: dtype of gradients. Default: that of each parameter.
+    # reduce_dtype: dtype of gradients on the wire. Default: that of the gradients.
     trained = [p for p in {id(p): p for p in parameters}.values() if p.requires_grad]
     wire = reduce_dtype or optim_dtype
     computed = sum(report.seconds)
@@ -246,15 +196,7 @@ def nodes_of_report(
 
 
 def of_node(report: PlanReport, nodes: int) -> PlanReport:
-    """Return the plan of one node of several: its host keeps a shard of what the optimizer works on, and steps that.
-
-    Args:
-        report: plan of a node that keeps all of it.
-        nodes: number of nodes.
-
-    Returns:
-        The plan, with the host memory and the optimizer's time of a shard.
-    """
+    """Return the plan of one node of several: its host keeps a shard of what the optimizer works on, and steps that."""
     step = dataclasses.replace(
         report.step,
         host_memory=host_of_node(report.host_memory, nodes),

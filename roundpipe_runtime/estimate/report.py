@@ -30,30 +30,20 @@ _NEXT_TO_NOTHING = 1e-7
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanReport:
-    """A plan with its memory and times.
+    """A plan with its memory and times."""
 
-    Attributes:
-        step: the training step, whatever machine runs it.
-        simulated: the step on the devices and the host.
-        hardware: devices and host.
-        devices: device of each stage.
-        seconds: time of each stage on one microbatch.
-        tokens_forward: tokens of a step from which on the computation of forward stages takes as long as their uploads.
-        tokens_backward: the same of the stages that go back.
-        too_large: why the runtime refuses to make a plan: a layer alone is too large. The plan then is one for devices
-            without a limit. Else empty.
-        least_memory: bytes that a device must have for the runtime to make a plan.
-    """
-
-    step: StepPlan
-    simulated: StepSimulation
-    hardware: Hardware
-    devices: list[int]
-    seconds: list[float]
+    step: StepPlan  # the training step, whatever machine runs it
+    simulated: StepSimulation  # the step on the devices and the host
+    hardware: Hardware  # devices and host
+    devices: list[int]  # device of each stage
+    seconds: list[float]  # time of each stage on one microbatch
+    # tokens of a step from which on the computation of forward stages takes as long as their uploads
     tokens_forward: float
-    tokens_backward: float
+    tokens_backward: float  # the same of the stages that go back
+    # why the runtime refuses to make a plan: a layer alone is too large. The plan then is one for devices without a
+    # limit. Else empty.
     too_large: str
-    least_memory: int
+    least_memory: int  # bytes that a device must have for the runtime to make a plan
 
     @property
     def layers(self) -> Sequence[LayerFootprint]:
@@ -92,13 +82,10 @@ class PlanReport:
         is_async: Literal[False, True, "exact"] = False,
         keep_parameters: float | Literal["auto"] | None = None,
     ) -> StepSimulation:
-        """Simulate a step on the same machine.
-
-        Args:
-            step: training step. Default: the one of this plan.
-            is_async: when the optimizer runs, as in ``RoundPipe.step``. Default: after the run.
-            keep_parameters: what stays on devices from step to step. Default: what stays in this plan.
-        """
+        """Simulate a step on the same machine."""
+        # step: training step. Default: the one of this plan.
+        # is_async: when the optimizer runs, as in `RoundPipe.step`. Default: after the run.
+        # keep_parameters: what stays on devices from step to step. Default: what stays in this plan.
         keep = self.simulated.keep_parameters if keep_parameters is None else keep_parameters
         return simulate(step or self.step, self.hardware, is_async=is_async, stays=self.stays, keep_parameters=keep)
 
@@ -152,23 +139,13 @@ def plan_report(
     last_stage_copies: int | Literal["auto"] = 1,
     keep_parameters: float | Literal["auto"] = 0,
 ) -> PlanReport:
-    """Plan a training and estimate its memory and times.
-
-    Args:
-        model: the model whose parameters the host holds; they can be on ``meta``.
-        pieces: the layers of the pipeline.
-        layers: what each of them takes on one microbatch.
-        hardware: the devices and the host.
-        num_microbatch: number of microbatches.
-        tokens: the number of tokens of a step, all microbatches together.
-        optim_dtype: what the optimizer works in. Default: the dtype of each parameter.
-        last_stage_copies: number of devices that run the last layer, each with a share of the microbatches. ``"auto"``:
-            the number with which the simulated step, with its transfers, is clearly faster. Default: 1.
-        keep_parameters: what stays on devices from step to step, as in :class:`RoundPipeRunConfig`. Default: 0.
-
-    Returns:
-        The plan, with its memory and times.
-    """
+    """Plan a training and estimate its memory and times."""
+    # model: the model whose parameters the host holds; they can be on `meta`
+    # layers: what each of them takes on one microbatch
+    # optim_dtype: what the optimizer works in. Default: the dtype of each parameter.
+    # last_stage_copies: number of devices that run the last layer, each with a share of the microbatches. `"auto"`: the
+    # number with which the simulated step, with its transfers, is clearly faster. Default: 1.
+    # keep_parameters: what stays on devices from step to step, as in `RoundPipeRunConfig`. Default: 0.
 
     def sums_in(parameter: nn.Parameter) -> torch.dtype:
         return optim_dtype if optim_dtype and parameter.is_floating_point() else parameter.dtype
@@ -255,11 +232,6 @@ def _tokens_to_hide(loads: Sequence[StageLoad], tokens: float, machine: Hardware
 
     The tokens of a step pass through a stage while it is on the device. So its time grows with them, and that of the
     copies of its parameters and gradients does not.
-
-    Args:
-        loads: the loads of the stages.
-        tokens: the number of tokens of one microbatch.
-        machine: devices and host.
     """
     compute = sum(load.compute for load in loads)
     down = machine.down or machine.link

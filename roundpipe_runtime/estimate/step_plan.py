@@ -1,4 +1,4 @@
-"""Describe a training step: its stages, what each layer takes, what the optimizer moves, whatever machine runs it."""
+"""Describe a training step independent of the machine: stages, layers, optimizer traffic."""
 
 from __future__ import annotations
 
@@ -101,24 +101,13 @@ def step_plan(
     optim_dtype: torch.dtype | None = None,
     measured: Sequence[LayerCost] | None = None,
 ) -> StepPlan:
-    """Describe a training step of a model.
-
-    Args:
-        plan: layers of each stage, as for ``"fused"`` runs.
-        layers: memory and operations of each layer on one microbatch, as :func:`measure_layers` returns them.
-        model: model whose parameters the host holds; they can be on ``meta``.
-        num_microbatch: number of microbatches.
-        tokens: number of tokens of a step, all microbatches.
-        optim_dtype: dtype in which the optimizer works. Default: the dtype of each parameter.
-        measured: seconds of each layer, as ``RoundPipe.layer_costs()`` returns them after some steps. Default: seconds
-            follow from operations.
-
-    Returns:
-        The description.
-
-    Raises:
-        PlanError: the plan is not one for these layers.
-    """
+    """Describe a training step of a model."""
+    # plan: layers of each stage, as for `"fused"` runs
+    # layers: memory and operations of each layer on one microbatch, as `measure_layers` returns them
+    # model: model whose parameters the host holds; they can be on `meta`
+    # optim_dtype: dtype in which the optimizer works. Default: the dtype of each parameter.
+    # measured: seconds of each layer, as `RoundPipe.layer_costs()` returns them after some steps. Default: seconds
+    # follow from operations.
     parameters = list({id(p): p for p in model.parameters()}.values())
     stages = plan.stages("fused", len(layers), most_copies=num_microbatch)
     host = host_memory(parameters, model.buffers(), stages, layers, num_microbatch, optim_dtype=optim_dtype)
@@ -132,17 +121,8 @@ def _bytes_of_adam(host: HostMemory, parameters: Sequence[nn.Parameter]) -> int:
 
 
 def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep: float = 0.0) -> list[StageLoad]:
-    """Return the time and traffic of each stage; what stayed on its device is not copied there again.
-
-    Args:
-        plan: training step.
-        machine: devices and host.
-        stays: whether layers stay on a device from their forward to their backward.
-        room_to_keep: bytes of each device for parameters that stay from step to step. Default: 0.
-
-    Returns:
-        The loads, in the order of dispatch.
-    """
+    """Return the time and traffic of each stage; what stayed on its device is not copied there again."""
+    # room_to_keep: bytes of each device for parameters that stay from step to step. Default: 0.
     there: set[tuple[int, int]] = set()
     came: set[tuple[int, int]] = set()
     kept = kept_bytes(plan.layers, room_to_keep)

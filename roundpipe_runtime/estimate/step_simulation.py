@@ -1,4 +1,4 @@
-"""Simulate a training step on a machine: seconds, bubbles, bytes per link, peak memory, and what the step waits for.
+"""Simulate a training step: seconds, bubbles, bytes per link, peak memory, and what the step waits for.
 
 ::
 

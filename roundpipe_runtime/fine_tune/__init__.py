@@ -15,11 +15,12 @@
 from __future__ import annotations
 
 from .adapters import Lora, add_lora
-from .blocks import Blocks, make_blocks, read_blocks
-from .byte_tokenizer import ByteTokenizer
-from .chat_rows import ChatRows, make_chat_rows, read_chats
-from .chat_tokens import ChatTokens
 from .curve import check_curve, save_curve, sparkline
+from .data.blocks import Blocks, make_blocks, read_blocks
+from .data.byte_tokenizer import ByteTokenizer
+from .data.chat_rows import ChatRows, make_chat_rows, read_chats
+from .data.chat_tokens import ChatTokens
+from .data.tokenizer import Tokenizer, load_tokenizer
 from .disk import check_disk
 from .errors import FineTuneError
 from .job import Job, named_error
@@ -30,7 +31,6 @@ from .rows import Rows
 from .run import Outcome, run, timeline_of_rank
 from .saved_model import check_output, save_model
 from .settings import BatchSettings, LearningSettings, Settings
-from .tokenizer import Tokenizer, load_tokenizer
 from .training import Training, stored_replicas
 
 __all__ = [  # noqa: RUF022 # in the order of use

@@ -1,4 +1,4 @@
-"""What happens after each step of a training: records, evaluation, checkpoints, and the end after a signal.
+"""Callbacks of a training: records, evaluation, checkpoints, and the end after a signal.
 
 Loading this file imports transformers.
 """
@@ -32,18 +32,13 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
         log        the record of the step   a signal: save, and stop
         log        that of the evaluation   likewise
         save       where
-
-    Args:
-        training: training that runs.
-        interruption: signals that ask for an end.
-        every: steps between two checkpoints; ``None`` for none.
-        at_end: whether to write a checkpoint after the last step; ``None`` for none at all, after signals neither.
-        note: function that is called with each record.
-        show_evaluation: function that is called after each batch of an evaluation, with how many are done, and all.
-        save_model: function that saves the trained model.
-        recorded: step of the timeline; ``None`` for no timeline.
-        save_timeline: function that saves it.
     """
+
+    # every: steps between two checkpoints; `None` for none
+    # at_end: whether to write a checkpoint after the last step; `None` for none at all, after signals neither
+    # note: function that is called with each record
+    # show_evaluation: function that is called after each batch of an evaluation, with how many are done, and all
+    # recorded: step of the timeline; `None` for no timeline
 
     def __init__(
         self,

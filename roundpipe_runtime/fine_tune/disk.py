@@ -19,11 +19,7 @@ __all__ = ["check_disk", "model_bytes"]
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Return the size of a saved model; of one with adapters, only these are saved.
-
-    Args:
-        model: model of transformers, or PEFT's model around one.
-    """
+    """Return the size of a saved model; of one with adapters, only these are saved."""
     parameters = [p for p in model.parameters() if p.requires_grad or not is_adapted(model)]
     return sum(p.nbytes for p in parameters) + (0 if is_adapted(model) else sum(b.nbytes for b in model.buffers()))
 

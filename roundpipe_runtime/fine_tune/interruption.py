@@ -24,13 +24,9 @@ class Interruption:
                 step()
 
     Outside of the main thread, the only one that gets signals, the block does nothing.
-
-    Args:
-        is_silent: whether a first signal is recorded without a message, in one of several processes.
-
-    Attributes:
-        status: exit status for the process: 0, or 130 after Ctrl-C, or 143 after SIGTERM.
     """
+
+    # is_silent: whether a first signal is recorded without a message, in one of several processes
 
     def __init__(self, *, is_silent: bool = False) -> None:
         self.status = 0

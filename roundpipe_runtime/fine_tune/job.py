@@ -13,8 +13,8 @@ from yobx_flatten import FlattenError
 from yobx_flatten.private_names.of_torch import default_store
 
 from ..checkpoint.ranks import CheckpointRanks
-from ..distributed.errors import format_failure, ranks_disagree
-from ..distributed.job import join_job
+from ..distributed.ranks.errors import format_failure, ranks_disagree
+from ..distributed.ranks.torchrun import join_job
 from ..errors import DistributedError, RoundPipeError
 from .errors import FineTuneError
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from yobx_flatten.errors.dependencies import require
-from yobx_flatten.model_folder.configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
-from yobx_flatten.model_folder.stored_weights import UnmatchedWeights, load_stored
+from yobx_flatten.model_folder.source.configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
+from yobx_flatten.model_folder.source.stored_weights import UnmatchedWeights, load_stored
 
 from .errors import FineTuneError
 

@@ -20,17 +20,13 @@ class Order(Sampler[int]):
 
     A batch at the end of an epoch is filled from the next one, so all batches have the same size.
 
-    Args:
-        rows: indices of the rows.
-        seed: seed of all orders.
-        count: number of places that iteration goes through. Default: one epoch.
-        lengths: tokens of each row, so that rows of similar length are neighbours. Default: they are alike.
-        batch: rows of a batch, which such neighbours are for.
-
     >>> order = Order(torch.arange(3), seed=0, count=6)
     >>> sorted(order[place] for place in range(3)), len(list(order))
     ([0, 1, 2], 6)
     """
+
+    # count: number of places that iteration goes through. Default: one epoch.
+    # lengths: tokens of each row, so that rows of similar length are neighbours. Default: they are alike.
 
     def __init__(
         self,

@@ -71,10 +71,6 @@ class EvalRecord:
 def record_of(logs: Mapping[str, float], step: int) -> StepRecord | EvalRecord | None:
     """Return the record of what a Trainer logs; ``None`` for what is of neither a step nor an evaluation.
 
-    Args:
-        logs: logged values, by the Trainer's names and those of this package.
-        step: number of steps done.
-
     >>> record_of({"eval_loss": 2.5, "eval_tokens": 64, "eval_runtime": 0.5}, 3)
     EvalRecord(step=3, eval_loss=2.5, eval_tokens=64, seconds=0.5)
     """
@@ -104,12 +100,10 @@ def device_peak(devices: Iterable[Device]) -> int | None:
 
 
 class MetricsFile:
-    """A JSON lines file with a line for each step and each evaluation, complete at any time.
+    """A JSON lines file with a line for each step and each evaluation, complete at any time."""
 
-    Args:
-        path: path of the file; lines up to ``step`` are kept, later ones are overwritten.
-        step: last step whose line is kept; a run that was killed can have written more lines than its checkpoint knows.
-    """
+    # path: path of the file; lines up to `step` are kept, later ones are overwritten
+    # step: last step whose line is kept; a run that was killed can have written more lines than its checkpoint knows
 
     def __init__(self, path: str | os.PathLike[str], *, step: int = 0) -> None:
         self.path = pathlib.Path(path)

@@ -1,4 +1,4 @@
-"""What a training reads: rows of tokens, some of them held out, as plain text or as conversations."""
+"""Read the rows of a training, from text or conversations, and hold some of them out."""
 
 from __future__ import annotations
 
@@ -48,15 +48,11 @@ class Rows(Protocol):
 def split_rows(count: int, *, eval_share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the indices of rows for training, and of those that are held out for evaluation.
 
-    Args:
-        count: number of rows.
-        eval_share: share of held-out rows, from 0 to 1; at least one row is held out unless it is 0, and at least one
-            is left for training where there are two.
-        seed: seed of the choice.
-
     >>> [len(part) for part in split_rows(10, eval_share=0.25, seed=0)]
     [8, 2]
     """
+    # eval_share: share of held-out rows, from 0 to 1; at least one row is held out unless it is 0, and at least one is
+    # left for training where there are two
     held_out = min(max(1, round(eval_share * count)), count - 1) if eval_share > 0 else 0
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     return order[held_out:].sort().values, order[:held_out].sort().values

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from yobx_flatten.files.scratch import publish_folder, scratch_for, settle
-from yobx_flatten.model_folder.configuration import FILES_ONLY
+from yobx_flatten.model_folder.source.configuration import FILES_ONLY
 
 from ..huggingface.adapters import is_adapted, model_inside
 from .adapters import quiet_peft
+from .data.tokenizer import Tokenizer
 from .errors import FineTuneError
 from .model_card import CARD
 from .models import ModelSource
-from .tokenizer import Tokenizer
 
 __all__ = ["check_output", "save_model"]
 

@@ -33,20 +33,9 @@ _NOTES = "fine_tune.json"
 
 
 class TextTrainer(RoundPipeTrainer):
-    """A ``RoundPipeTrainer`` for rows of tokens, of text or of conversations.
+    """A ``RoundPipeTrainer`` for rows of tokens, of text or of conversations."""
 
-    Args:
-        pipeline: wrapped model.
-        optimizer: optimizer of its optimizer parameters.
-        rows: rows of tokens.
-        settings: settings of the training.
-        job: processes that train together.
-
-    Attributes:
-        notes: JSON object that each checkpoint stores, next to the number of microbatches.
-        in_step: whether a step has begun and has not ended.
-        is_stepping: whether the optimizer may have written some parameters of a step, and not all.
-    """
+    # notes: JSON object that each checkpoint stores, next to the number of microbatches
 
     def __init__(
         self, pipeline: WrappedModel, optimizer: torch.optim.Optimizer, rows: Rows, settings: Settings, job: Job

@@ -19,7 +19,7 @@ from ..checkpoint import CheckpointError
 from ..device.virtual import parse_devices
 from ..errors import ConfigError
 from ..huggingface.wrap import WrappedModel, wrap_model_to_roundpipe
-from .chat_rows import ChatRows, check_packing
+from .data.chat_rows import ChatRows, check_packing
 from .errors import FineTuneError
 from .job import Job
 from .records import EvalRecord, StepRecord, record_of

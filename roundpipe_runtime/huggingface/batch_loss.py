@@ -27,15 +27,9 @@ __all__ = ["WholeBatchLoss"]
 
 
 class WholeBatchLoss:
-    """The loss of a batch with its auxiliary loss.
+    """The loss of a batch with its auxiliary loss."""
 
-    Args:
-        model: model.
-        kwargs: keyword arguments of this process.
-        loss_fn: ``loss_fn(outputs, label)`` of the joined outputs, whose loss is that of the whole batch.
-        label: labels for it.
-        as_tuple: whether outputs are tuples.
-    """
+    # loss_fn: `loss_fn(outputs, label)` of the joined outputs, whose loss is that of the whole batch
 
     def __init__(
         self, model: nn.Module, kwargs: Kwargs, loss_fn: Callable[[Any, Any], Any], label: Any, *, as_tuple: bool

@@ -37,14 +37,7 @@ _ROWS_SECOND = "outputs['mems']"
 
 
 def check_packed_texts(kwargs: Mapping[str, Any]) -> None:
-    """Check that packed texts stand in one row: their count across several rows cannot be split.
-
-    Args:
-        kwargs: keyword arguments of a call of the model.
-
-    Raises:
-        ConfigError: there is ``cu_seq_lens_q`` among them, and more than one row.
-    """
+    """Check that packed texts stand in one row: their count across several rows cannot be split."""
     tokens = kwargs.get("input_ids")
     if kwargs.get("cu_seq_lens_q") is not None and isinstance(tokens, torch.Tensor) and len(tokens) > 1:
         raise ConfigError(
@@ -54,15 +47,7 @@ def check_packed_texts(kwargs: Mapping[str, Any]) -> None:
 
 
 def split_pictures(config: Any, kwargs: Kwargs) -> Callable[..., Any] | None:
-    """Return a split function for a call with packed images or videos; ``None`` where there are none.
-
-    Args:
-        config: configuration of the model.
-        kwargs: keyword arguments of the call.
-
-    Returns:
-        The split function, or ``None``.
-    """
+    """Return a split function for a call with packed images or videos; ``None`` where there are none."""
     packed = [
         (values, grid, _first_of(config, names))
         for values, grid, names in _PACKED
@@ -138,16 +123,8 @@ def _tokens_per_picture(grid: torch.Tensor, total: int, merge: int | None) -> li
 
 
 def join_outputs(outputs: Sequence[PyTree], weights: Sequence[float], rows: Sequence[int]) -> PyTree:
-    """Return the output of the whole batch; rows that were flattened with inner axes are also joined.
-
-    Args:
-        outputs: output of each microbatch.
-        weights: weight of each microbatch, for tensors without axes.
-        rows: number of rows of each microbatch.
-
-    Returns:
-        The output of the whole batch.
-    """
+    """Return the output of the whole batch; rows that were flattened with inner axes are also joined."""
+    # weights: weight of each microbatch, for tensors without axes
     outputs, of_pictures = without_encoder_outputs(outputs)
     rules = {}
     for column in zip(*(leaves(output, name="outputs") for output in outputs), strict=False):

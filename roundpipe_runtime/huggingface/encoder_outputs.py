@@ -1,4 +1,4 @@
-"""Join what models return of pictures, videos and sounds, of which a row of the batch may have several, or none.
+"""Join encoder outputs of pictures, videos and sounds, of which a row may have several or none.
 
 ::
 
@@ -32,14 +32,7 @@ _BY_PICTURE = ("last_hidden_state", "pooler_output")
 
 
 def without_encoder_outputs(outputs: Sequence[PyTree]) -> tuple[Sequence[PyTree], dict[str, Any]]:
-    """Take out of the outputs of microbatches what is not joined by rows.
-
-    Args:
-        outputs: output of each microbatch.
-
-    Returns:
-        The outputs without these entries, and the joined entries by name.
-    """
+    """Take out of the outputs of microbatches what is not joined by rows."""
     if len(outputs) == 1 or not all(isinstance(output, dict) for output in outputs):
         return outputs, {}
     columns = {name: [output.get(name) for output in outputs] for name in _NAMES}
@@ -50,12 +43,7 @@ def without_encoder_outputs(outputs: Sequence[PyTree]) -> tuple[Sequence[PyTree]
 
 
 def with_encoder_outputs(joined: PyTree, found: Mapping[str, Any]) -> PyTree:
-    """Return the joined output with the entries that were taken out, in the order of its class.
-
-    Args:
-        joined: joined outputs without these entries.
-        found: joined entries by name, of `without_encoder_outputs`.
-    """
+    """Return the joined output with the entries that were taken out, in the order of its class."""
     return _with_entries(joined, {**joined, **found}) if found else joined
 
 
@@ -79,15 +67,10 @@ def _present(column: Iterable[Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Pictures:
-    """What is known of the pictures of the microbatches.
+    """What is known of the pictures of the microbatches."""
 
-    Attributes:
-        counts: number of pictures of each; empty where it is not known.
-        are_alike: whether each has the same pictures.
-    """
-
-    counts: Sequence[int] = ()
-    are_alike: bool = True
+    counts: Sequence[int] = ()  # number of pictures of each; empty where it is not known
+    are_alike: bool = True  # whether each has the same pictures
 
     @classmethod
     def of(cls, outputs: Sequence[Mapping[str, Any]]) -> _Pictures:

@@ -46,11 +46,7 @@ class BatchStructureError(VersionDependentError, RoundPipeError, RuntimeError):
 
 
 class MissingEmbeddingError(BatchStructureError):
-    """A phase computes with an embedding that only phase 0 has.
-
-    Attributes:
-        name: name of the embedding.
-    """
+    """A phase computes with an embedding that only phase 0 has."""
 
     def __init__(self, name: str) -> None:
         super().__init__(

@@ -45,20 +45,14 @@ _REFUSALS = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)
 
 @dataclasses.dataclass(frozen=True)
 class LossProof:
-    """How the loss of a kind of call is computed.
+    """How the loss of a kind of call is computed."""
 
-    Attributes:
-        way: ``"items"``, ``"rows"`` or ``"sum"``: in microbatches, with these weights. ``"joined"``: once, on what the
-            layers return for all rows. ``"whole"``: in one microbatch.
-        reason: Reason for ``"joined"`` and ``"whole"``; empty otherwise.
-        variants: Number of sets of labels that were compared; 0 where another batch may show more.
-        row_nbytes: Bytes of what the layers return for one row, which a joined loss holds for the whole batch.
-    """
-
+    # `"items"`, `"rows"` or `"sum"`: in microbatches, with these weights. `"joined"`: once, on what the layers return
+    # for all rows. `"whole"`: in one microbatch.
     way: Way
-    reason: str = ""
-    variants: int = 0
-    row_nbytes: int = 0
+    reason: str = ""  # reason for `"joined"` and `"whole"`; empty otherwise
+    variants: int = 0  # number of sets of labels that were compared; 0 where another batch may show more
+    row_nbytes: int = 0  # bytes of what the layers return for one row, which a joined loss holds for the whole batch
 
     def __str__(self) -> str:
         if self.way in ("joined", "whole"):
@@ -69,13 +63,7 @@ class LossProof:
 
 
 def gives_loss(piece: nn.Module, state: CutState, options: CallOptions) -> bool:
-    """Report whether the code after the last layer returns a loss.
-
-    Args:
-        piece: last piece of the cut model.
-        state: what the layers returned for some rows.
-        options: options of the call.
-    """
+    """Report whether the code after the last layer returns a loss."""
     with left_as_found(piece), torch.no_grad():
         output, _, _ = piece(dataclasses.replace(state, options=dataclasses.replace(options, weight_by="items")))
     return loss_of(output) is not None
@@ -89,19 +77,10 @@ def prove(
     options: CallOptions,
     split: Callable[[CutState], Sequence[CutState]] | None = None,
 ) -> LossProof:
-    """Find the weights with which the losses of parts add up to that of all rows.
-
-    Args:
-        model: model.
-        piece: last piece of the cut model, or the only one.
-        whole: some rows.
-        parts: the same rows in consecutive parts, of which the last one has the last row.
-        options: options of the call.
-        split: function that cuts a state of all rows into those of the parts. Default: there are no states.
-
-    Returns:
-        The way to compute losses of this kind.
-    """
+    """Find the weights with which the losses of parts add up to that of all rows."""
+    # piece: last piece of the cut model, or the only one
+    # parts: the same rows in consecutive parts, of which the last one has the last row
+    # split: function that cuts a state of all rows into those of the parts. Default: there are no states.
     tail = Tail(model, piece, options, has_auxiliary_loss(model, whole.kwargs), widened(piece))
     whole, parts = wide_rows(whole), [wide_rows(part) for part in parts]
     with left_as_found(piece), NoDropout():

@@ -1,4 +1,4 @@
-"""The code after the last layer as a function of some rows: its loss and gradients, what it counts and decides."""
+"""Run the code after the last layer on some rows, and return loss, gradients and decisions."""
 
 from __future__ import annotations
 
@@ -37,19 +37,12 @@ _WHOLE = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class SomeRows:
-    """The input of the code after the last layer, for some rows of a batch.
+    """The input of the code after the last layer, for some rows of a batch."""
 
-    Attributes:
-        args: Positional arguments of the model.
-        kwargs: Keyword arguments of the model, without the options of the call.
-        count: Number of rows.
-        state: What the layers returned; ``None`` for a model in one piece.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: Kwargs
-    count: int
-    state: CutState | None = None
+    args: tuple[Any, ...]  # positional arguments of the model
+    kwargs: Kwargs  # keyword arguments of the model, without the options of the call
+    count: int  # number of rows
+    state: CutState | None = None  # what the layers returned; `None` for a model in one piece
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,16 +41,10 @@ class LossWays:
     """The ways in which losses of one model are computed, by kind of call.
 
     A kind is what may decide which code of the model runs: the arguments that are given, their types, and the mode.
-
-    Args:
-        made: cut of the model.
-        engine: engine that runs it.
-        shares_batches: whether other processes run parts of the same batches. They may have fewer rows than a proof
-            needs, so it runs on the host of each one, and no process waits for another.
-
-    Attributes:
-        proofs: Proofs so far, by kind.
     """
+
+    # shares_batches: whether other processes run parts of the same batches. They may have fewer rows than a proof
+    # needs, so it runs on the host of each one, and no process waits for another.
 
     def __init__(self, made: Cut, engine: Engine, *, shares_batches: bool) -> None:
         self._made, self._engine, self._shares_batches = made, engine, shares_batches
@@ -58,13 +52,7 @@ class LossWays:
         self._axes: dict[Hashable, RowAxes] = {}
 
     def find(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossProof:
-        """Return how the loss of a call is computed; a proof runs if there was no call of its kind before.
-
-        Args:
-            args: positional arguments of the model.
-            kwargs: keyword arguments of the model, and the options of the call.
-            config: settings of the call, without gaps.
-        """
+        """Return how the loss of a call is computed; a proof runs if there was no call of its kind before."""
         kind = self.kind_of(args, kwargs)
         if kind in self.proofs:
             return self.proofs[kind]
@@ -92,16 +80,8 @@ class LossWays:
     def join(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig
     ) -> Callable[[list[CutState]], CutState] | None:
-        """Return the function that joins what the layers return for the microbatches of a call.
-
-        Args:
-            args: positional arguments of the model.
-            kwargs: keyword arguments of the model, and the options of the call.
-            config: settings of the call, without gaps.
-
-        Returns:
-            The function, which raises `CannotJoinError`; ``None`` where nothing can be joined.
-        """
+        """Return the function that joins what the layers return for the microbatches of a call."""
+        # returns: the function, which raises `CannotJoinError`; `None` where nothing can be joined
         if self._made.report.is_whole:
             return None
         kind = self.kind_of(args, kwargs)
@@ -180,11 +160,7 @@ class LossWays:
     def some_rows(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig
     ) -> Iterator[tuple[FlatMicrobatch, list[FlatMicrobatch]]]:
-        """Yield a few rows of a batch at a time, and the same rows in two parts.
-
-        Raises:
-            CannotJoinError: it is not clear how many rows a part has.
-        """
+        """Yield a few rows of a batch at a time, and the same rows in two parts."""
         batch = FlatBatch.of(args, kwargs, None)
         counts = [one.rows for one in self._engine.split(batch, config)]
         if None in counts:

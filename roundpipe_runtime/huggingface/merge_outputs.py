@@ -32,18 +32,9 @@ def loss_fn_with_weight(
     is_proven: bool = True,
     own_terms: OwnTerms | None = None,
 ) -> Callable[[Any, Any], Any]:
-    """Return a loss function for outputs that carry the weight of their loss.
-
-    Args:
-        loss_fn: loss function for outputs as the model returns them.
-        batch: function that returns the rows of the batch, for models that compute their loss; ``None`` for others.
-        is_share: whether losses that are sums are shares of that of the batch.
-        is_proven: whether the weights of the losses were proven.
-        own_terms: check of what the function adds to the model's loss. Default: none is due.
-
-    Returns:
-        The loss function, which raises `UnprovenLossError` for a loss that cannot be a part of the batch's.
-    """
+    """Return a loss function for outputs that carry the weight of their loss."""
+    # batch: function that returns the rows of the batch, for models that compute their loss; `None` for others
+    # own_terms: check of what the function adds to the model's loss. Default: none is due.
 
     def weighted_loss(outputs: PyTree, labels: Any) -> Any:
         output, count, rows = outputs
@@ -73,16 +64,10 @@ def _joined(outputs: list[PyTree]) -> PyTree:
 
 
 def merge_with_cache(cache: Any, merge: Callable[[list[PyTree]], PyTree], outputs: list[PyTree]) -> PyTree:
-    """Merge outputs that hold caches, and update the caller's cache.
-
-    Args:
-        cache: cache of the caller. It then holds what all microbatches wrote.
-        merge: merge function for outputs without caches.
-        outputs: ``(output, items, rows)`` of each microbatch.
-
-    Returns:
-        The output of the batch, with the caller's cache in it.
-    """
+    """Merge outputs that hold caches, and update the caller's cache."""
+    # cache: cache of the caller. It then holds what all microbatches wrote.
+    # merge: merge function for outputs without caches
+    # outputs: `(output, items, rows)` of each microbatch
     rows = [count for _, _, count in outputs]
     held = [next((v for v in _items(output) if is_held(v)), None) for output, _, _ in outputs]
     mark = Static()  # a leaf without tensors, which `merge` passes on: it marks the place of the cache in the output
@@ -99,31 +84,15 @@ def _items(output: PyTree) -> list[Any]:
 
 
 def merge_as_asked(merge: Any, outputs: list[PyTree]) -> PyTree:
-    """Merge outputs as the ``merge_output`` of the caller states.
-
-    Args:
-        merge: the caller's ``merge_output``.
-        outputs: ``(output, items, rows)`` of each microbatch.
-
-    Returns:
-        The output of the batch.
-    """
+    """Merge outputs as the ``merge_output`` of the caller states."""
+    # outputs: `(output, items, rows)` of each microbatch
     rows = [count for _, _, count in outputs]
     return join([output for output, _, _ in outputs], [float(count) for count in rows], rows=rows, merge=merge)
 
 
 def merge_with_loss(model: nn.Module, kwargs: Kwargs, is_smoothed: bool, outputs: list[PyTree]) -> PyTree:
-    """Merge outputs so that their loss is the loss of the whole batch.
-
-    Args:
-        model: model.
-        kwargs: keyword arguments of the whole batch.
-        is_smoothed: whether the loss was computed from labels that the model did not get.
-        outputs: ``(output, items, rows)`` of each microbatch.
-
-    Returns:
-        The output of the batch.
-    """
+    """Merge outputs so that their loss is the loss of the whole batch."""
+    # outputs: `(output, items, rows)` of each microbatch
     parts = [output for output, _, _ in outputs]
     losses = [loss for loss in map(loss_of, parts) if loss is not None]
     has_loss = len(losses) == len(parts) and (is_smoothed or has_labels(model, kwargs) or _named_loss(parts[0]))
@@ -150,13 +119,6 @@ def _named_loss(output: PyTree) -> bool:
 
 
 def merge_as_tuple(merge: Callable[[list[PyTree]], PyTree], outputs: list[PyTree]) -> PyTree:
-    """Merge outputs to a tuple, for callers with ``return_dict=False``.
-
-    Args:
-        merge: merge function for outputs with names.
-        outputs: ``(output, items, rows)`` of each microbatch.
-
-    Returns:
-        The output of the batch.
-    """
+    """Merge outputs to a tuple, for callers with ``return_dict=False``."""
+    # outputs: `(output, items, rows)` of each microbatch
     return merge(outputs).to_tuple()

@@ -29,30 +29,15 @@ __all__ = ["PlannedTraining", "SettingsChange", "model_on_meta"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SettingsChange:
-    """A change of settings with which a training fits into memory, or the closest one.
+    """A change of settings with which a training fits into memory, or the closest one."""
 
-    Attributes:
-        what: change, as options of the command line.
-        device_bytes: peak memory of a device after the change.
-        fits: whether this peak fits.
-    """
-
-    what: str
-    device_bytes: int
-    fits: bool
+    what: str  # change, as options of the command line
+    device_bytes: int  # peak memory of a device after the change
+    fits: bool  # whether this peak fits
 
 
 class PlannedTraining:
     """A model on ``meta`` that is cut, and measured for batches of any size without allocating it.
-
-    Args:
-        model: causal language model of transformers, or PEFT's model around one, with parameters on ``meta``.
-        hardware: devices and host.
-        optim_dtype: dtype in which the optimizer works. Default: the dtype of each parameter.
-
-    Raises:
-        ConfigError: parameters are not on ``meta``.
-        CutError: the model does not run there, as its forward depends on values.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from roundpipe_runtime.estimate.hardware import describe_hardware
@@ -64,6 +49,9 @@ class PlannedTraining:
     >>> report.fits_devices, len(report.layers)
     (True, 34)
     """
+
+    # model: causal language model of transformers, or PEFT's model around one, with parameters on `meta`
+    # optim_dtype: dtype in which the optimizer works. Default: the dtype of each parameter.
 
     def __init__(self, model: nn.Module, hardware: Hardware, *, optim_dtype: torch.dtype | None = None) -> None:
         if not all(parameter.is_meta for parameter in model.parameters()):
@@ -86,19 +74,10 @@ class PlannedTraining:
         last_stage_copies: int | Literal["auto"] = 1,
         keep_parameters: float | Literal["auto"] = 0,
     ) -> PlanReport:
-        """Return the plan for batches of this size.
-
-        Args:
-            batch: number of rows per batch.
-            length: tokens per row.
-            num_microbatch: number of microbatches, the largest of which is measured.
-            last_stage_copies: number of devices that run the last layer, each with a share of the microbatches;
-                ``"auto"``, as many as make the simulated step clearly faster. Default: 1.
-            keep_parameters: what stays on devices from step to step, as in :class:`RoundPipeRunConfig`. Default: 0.
-
-        Returns:
-            The plan, with its memory and times.
-        """
+        """Return the plan for batches of this size."""
+        # last_stage_copies: number of devices that run the last layer, each with a share of the microbatches; `"auto"`,
+        # as many as make the simulated step clearly faster. Default: 1.
+        # keep_parameters: what stays on devices from step to step, as in `RoundPipeRunConfig`. Default: 0.
         return plan_report(
             self.model,
             self.cut.pieces,
@@ -115,30 +94,12 @@ class PlannedTraining:
         """Return the memory of a loss that is computed once for the whole batch.
 
         Which losses need that is proven with the first batch of a training; on ``meta``, tensors have no values.
-
-        Args:
-            batch: number of rows per batch.
-            length: tokens per row.
-
-        Returns:
-            The memory of the device that runs the last layer, and what the host needs in addition.
         """
+        # returns: the memory of the device that runs the last layer, and what the host needs in addition
         return joined_loss(self._layers(batch, length)[-1])
 
     def remedy(self, *, batch: int, length: int, num_microbatch: int) -> SettingsChange:
-        """Return a change for a batch that takes more memory than a device has: smaller microbatches, or shorter rows.
-
-        Args:
-            batch: number of rows per batch.
-            length: tokens per row.
-            num_microbatch: number of microbatches.
-
-        Returns:
-            The change.
-
-        Raises:
-            ConfigError: the memory of the devices is not known, so it is not known what fits.
-        """
+        """Return settings for a batch that needs more memory than a device has: smaller parts or shorter rows."""
         if self.hardware.memory is None:
             raise ConfigError(
                 f"remedy: it is not known how much memory {self.hardware.names[0]} has. Say it in bytes:\n"
@@ -175,15 +136,8 @@ class PlannedTraining:
 
 
 def model_on_meta(config: Any, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return the causal language model that a configuration describes, without memory for its parameters.
-
-    Args:
-        config: configuration of transformers.
-        dtype: dtype of the parameters. Default: that of the configuration, but bfloat16 for float16; else float32.
-
-    Returns:
-        The model, with parameters on ``meta``.
-    """
+    """Return the causal language model that a configuration describes, without memory for its parameters."""
+    # dtype: dtype of the parameters. Default: that of the configuration, but bfloat16 for float16; else float32.
     import transformers
 
     stored = getattr(config, "dtype", None)

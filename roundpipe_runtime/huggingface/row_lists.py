@@ -34,17 +34,8 @@ SplitFunction = Callable[[Any, Kwargs, int], tuple[list[Any], list[Any]]]
 def split_lists(
     model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, inner: SplitFunction | None
 ) -> SplitFunction | None:
-    """Return a split function for a call with lists of rows.
-
-    Args:
-        model: model.
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
-        inner: split function for the other arguments; ``None`` cuts them along the batch.
-
-    Returns:
-        The split function; ``inner`` where there are no such lists.
-    """
+    """Return a split function for a call with lists of rows."""
+    # inner: split function for the other arguments; `None` cuts them along the batch
     lists = {name: value for name, value in kwargs.items() if _may_have_rows(value)}
     if not lists:
         return inner

@@ -1,4 +1,4 @@
-"""Whether the pieces of a model compute each row by itself: proven at the first call of each kind."""
+"""Prove, at the first call of each kind, that the pieces of a model compute each row by itself."""
 
 from __future__ import annotations
 
@@ -27,14 +27,7 @@ __all__ = ["RowWays"]
 
 
 class RowWays:
-    """Which pieces of one model mix rows, by kind of call.
-
-    Args:
-        made: cut of the model.
-        engine: engine that runs it.
-        losses: how losses are computed, which knows kinds of calls.
-        shares_batches: whether other processes run parts of the same batches, so that it is tried on the host.
-    """
+    """Which pieces of one model mix rows, by kind of call."""
 
     def __init__(self, made: Cut, engine: Engine, losses: LossWays, *, shares_batches: bool) -> None:
         self._made, self._engine, self._losses, self._shares_batches = made, engine, losses, shares_batches
@@ -43,14 +36,7 @@ class RowWays:
     def first_that_mixes(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, number: int
     ) -> int | None:
-        """Return the first piece whose outputs for some rows of a call depend on others; ``None`` without one.
-
-        Args:
-            args: positional arguments of the model.
-            kwargs: keyword arguments of the model, and the options of the call.
-            config: settings of the call, without gaps.
-            number: number of pieces that run by microbatches.
-        """
+        """Return the first piece whose outputs for some rows of a call depend on others; ``None`` without one."""
         kind = self._losses.kind_of(args, kwargs), number
         if kind not in self._found:
             if number == 0 or len(self._engine.split(FlatBatch.of(args, kwargs, None), config)) == 1:

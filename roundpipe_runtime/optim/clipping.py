@@ -54,11 +54,7 @@ def _checked(clip: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_clipped(parameters: Iterable[torch.Tensor]) -> None:
-    """Check that the gradients of these parameters are where torch looks for them.
-
-    Raises:
-        ConfigError: they are in the copies of ``optim_dtype``.
-    """
+    """Check that the gradients of these parameters are where torch looks for them."""
     without = [one for one in parameters if isinstance(one, nn.Parameter) and one.grad is None]
     for store in list(_STORES) if without else ():
         dtypes = store.dtypes_of_masters()

@@ -14,14 +14,7 @@ __all__ = ["check_copyable"]
 
 
 def check_copyable(model: nn.Module) -> None:
-    """Check that a copy of the numbers of each parameter is a copy of the parameter.
-
-    Args:
-        model: model on the host.
-
-    Raises:
-        ConfigError: a parameter is made of several tensors that cannot be copied, or keeps tensors next to its numbers.
-    """
+    """Check that a copy of the numbers of each parameter is a copy of the parameter."""
     for name, parameter in model.named_parameters():
         if type(parameter) in (nn.Parameter, torch.Tensor):
             continue

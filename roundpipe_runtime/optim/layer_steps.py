@@ -28,21 +28,12 @@ __all__ = ["LayerSteps"]
 
 
 class LayerSteps:
-    """Runs the function of a step, and makes each layer readable as soon as its parameters are what the step makes.
+    """Runs the function of a step, and makes each layer readable as soon as its parameters are what the step makes."""
 
-    Args:
-        store: parameters.
-        table: versions of the layers.
-        contents: layers as they are before the step.
-        expected: number of optimizers that the function will step, as far as is known: the caller of the step goes on
-            when the last one has begun. ``None``: when the function has ended.
-
-    Attributes:
-        has_begun: future that is done when the caller may go on: schedulers and gradients have been read.
-        met: number of optimizers that were stepped.
-        is_ahead: whether the caller may go on before the function has ended.
-        reason: why an optimizer was not stepped layer by layer, a sentence that names its class. Default: ``None``.
-    """
+    # expected: number of optimizers that the function will step, as far as is known: the caller of the step goes on
+    # when the last one has begun. `None`: when the function has ended.
+    # has_begun: future that is done when the caller may go on: schedulers and gradients have been read
+    # reason: why an optimizer was not stepped layer by layer, a sentence that names its class. Default: `None`.
 
     def __init__(
         self, store: ParameterStore, table: ReadinessTable, contents: Sequence[LayerContents], expected: int | None
@@ -66,14 +57,7 @@ class LayerSteps:
         self._ended.wait()
 
     def run(self, step: Callable[[], Any]) -> None:
-        """Run the function of the step; when it has ended, every layer is readable.
-
-        Args:
-            step: function of the step.
-
-        Raises:
-            StageError: the function changed parameters that the next run may have read.
-        """
+        """Run the function of the step; when it has ended, every layer is readable."""
         try:
             with on_error(self._fail):
                 with taking_over(self._take):

@@ -57,20 +57,13 @@ class BufferSlot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerContents:
-    """Parameters and buffers of a layer on the host.
+    """Parameters and buffers of a layer on the host."""
 
-    Attributes:
-        index: number of the layer.
-        module: layer.
-        slots: all places of parameters; a parameter may have several.
-        buffers: all places of buffers.
-        lock: lock that is held while device copies are in these places. Layers that share a module share it.
-    """
-
-    index: int
-    module: nn.Module
-    slots: tuple[ParameterSlot, ...]
-    buffers: tuple[BufferSlot, ...]
+    index: int  # number of the layer
+    module: nn.Module  # layer
+    slots: tuple[ParameterSlot, ...]  # all places of parameters; a parameter may have several
+    buffers: tuple[BufferSlot, ...]  # all places of buffers
+    # lock that is held while device copies are in these places. Layers that share a module share it.
     lock: threading.RLock = dataclasses.field(repr=False)
 
     @property
@@ -96,11 +89,7 @@ if hasattr(os, "register_at_fork"):  # another thread may have been in a layer, 
 
 
 def scan(layers: Sequence[nn.Module]) -> list[LayerContents]:
-    """Return the current contents of each layer. They are read again for every run: parameters may have been replaced.
-
-    Raises:
-        StageError: a parameter is not initialised and has no shape yet.
-    """
+    """Return the contents of each layer as they are now: parameters may have been replaced since the last run."""
     seen: dict[int, int] = {}  # a module that holds tensors -> the first layer it is in
     first = list(range(len(layers)))
     found = []
@@ -130,16 +119,11 @@ def _materialised(parameter: nn.Parameter, name: str, index: int, module: nn.Mod
 
 
 class ParameterStore:
-    """Master weights, gradients and published copies of a model's parameters.
+    """Master weights, gradients and published copies of a model's parameters."""
 
-    Args:
-        model: model that has the parameters.
-        optim_dtype: dtype in which the optimizer works; ``None`` for the dtype of each parameter.
-
-    Attributes:
-        kept_dtype: dtype of the gradients of master weights between a run and the step, set before there are any.
-            Default: that of the master weight.
-    """
+    # optim_dtype: dtype in which the optimizer works; `None` for the dtype of each parameter
+    # kept_dtype: dtype of the gradients of master weights between a run and the step, set before there are any.
+    # Default: that of the master weight.
 
     def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None = None) -> None:
         self.model = model
@@ -154,26 +138,16 @@ class ParameterStore:
         self._steps = number_of_steps()
 
     def named(self, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters for the optimizer: the master weight, or the parameter itself.
-
-        Args:
-            prefix: prefix of the names.
-            remove_duplicate: whether a parameter with several names is yielded only once.
-
-        Returns:
-            An iterator over names and parameters.
-        """
+        """Yield names and parameters for the optimizer: the master weight, or the parameter itself."""
+        # remove_duplicate: whether a parameter with several names is yielded only once
         names = self._names()
         for name, parameter in self._listed():
             if names[id(parameter)] == name or not remove_duplicate:
                 yield f"{prefix}.{name}" if prefix else name, self._target(names[id(parameter)], parameter)
 
     def add_gradients(self, gradients: Iterable[Mapping[nn.Parameter, torch.Tensor]]) -> None:
-        """Add gradients to the buffers, in the order of the list.
-
-        Args:
-            gradients: one mapping per layer, last layer first: the order of the sums is the same for any plan.
-        """
+        """Add gradients to the buffers, in the order of the list."""
+        # gradients: one mapping per layer, last layer first: the order of the sums is the same for any plan
         names = self._names() if self.optim_dtype else {}
         watched: list[tuple[torch.Tensor, torch.Tensor]] = []
         for layer in gradients:
@@ -210,11 +184,8 @@ class ParameterStore:
                 tensor.grad = tensor.grad.detach().zero_()
 
     def publish(self, *, stepped: bool = False) -> None:
-        """Make parameters and master weights agree: a changed parameter takes precedence, otherwise its master weight.
-
-        Args:
-            stepped: whether the optimizer has just run. One of torch's that has run since the last time is known.
-        """
+        """Make parameters and master weights agree: a changed parameter wins, otherwise its master weight."""
+        # stepped: whether the optimizer has just run. One of torch's that has run since the last time is known.
         stepped = self.note_published() or stepped
         for name, parameter in self._with_master():
             self._masters[name].agree(parameter, stepped=stepped)

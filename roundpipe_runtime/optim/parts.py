@@ -32,14 +32,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class OptimizerParts:
-    """What a step of an optimizer reads, as it is now: options of groups and gradients. Later changes have no effect.
-
-    Args:
-        optimizer: optimizer, whose state the parts read and write.
-
-    Attributes:
-        parameters: parameters that the step updates.
-    """
+    """What a step of an optimizer reads, as it is now: options of groups, and gradients."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -54,14 +47,7 @@ class OptimizerParts:
         self.parameters: list[torch.Tensor] = list(dict.fromkeys(itertools.chain.from_iterable(self._gradients)))
 
     def step(self, parameters: Collection[int]) -> None:
-        """Update some parameters, and forget their gradients.
-
-        Args:
-            parameters: ``id`` of each of them.
-
-        Raises:
-            StageError: a gradient was changed in place since this was made.
-        """
+        """Update some parameters, and forget their gradients."""
         part, owners = self._part(parameters)
         if not owners:
             return
@@ -149,18 +135,9 @@ def widened(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Do a step whose gradients have another dtype than the parameters, which optimizers do not take.
 
     Gradients get the dtype of their parameters for one parameter at a time, where the optimizer allows it.
-
-    Args:
-        optimizer: optimizer.
-        args: positional arguments of its step, itself first.
-        kwargs: keyword arguments of its step.
-
-    Returns:
-        An optimizer whose step does what is left to do: the same one where no gradient has another dtype.
-
-    Raises:
-        ConfigError: the step has a closure, so that gradients come while it runs.
     """
+    # args: positional arguments of its step, itself first
+    # returns: an optimizer whose step does what is left to do: the same one where no gradient has another dtype
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if all(dtype_of_gradient(p) == p.dtype for p in held):
         return optimizer
@@ -195,9 +172,6 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
 
     The stand-ins have the options and the states of the optimizer's parameters. What depends on several parameters, on
     the order, or on a random number, gives other bits.
-
-    Args:
-        optimizer: optimizer. It is not changed.
     """
     found = _FOUND.get(optimizer)
     if found is None or found[0] != len(optimizer.param_groups):

@@ -1,4 +1,4 @@
-"""Versions of a layer's parameters: when they may be read and when they may be replaced.
+"""Decide when a layer's parameters may be read and when they may be replaced.
 
 The rules are :class:`LayerReadiness`, plain data without a thread, so that a test can walk through every order of
 events. :class:`ReadinessTable` puts a lock and waiting around one of them per layer.
@@ -25,21 +25,16 @@ __all__ = ["LayerReadiness", "ReadinessTable"]
 class LayerReadiness:
     """The version of one layer, its readers, and whether it is being replaced.
 
-    Attributes:
-        version: current version of the parameters.
-        readers: number of current readers.
-        writing: whether the parameters are being replaced.
-        holds: number of runs that still need each version; it is not replaced before they have let go.
-
     >>> layer = LayerReadiness()
     >>> layer.start_read(0); layer.can_write(1); layer.end_read(); layer.can_write(1)
     False
     True
     """
 
-    version: int = 0
-    readers: int = 0
-    writing: bool = False
+    version: int = 0  # current version of the parameters
+    readers: int = 0  # number of current readers
+    writing: bool = False  # whether the parameters are being replaced
+    # number of runs that still need each version; it is not replaced before they have let go
     holds: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def can_read(self, version: int) -> bool:
@@ -91,11 +86,7 @@ def _require(allowed: bool, problem: str, layer: LayerReadiness) -> None:
 
 
 class ReadinessTable:
-    """Waits for versions of the layers of a model, and for their readers.
-
-    Args:
-        num_layers: number of layers.
-    """
+    """Waits for versions of the layers of a model, and for their readers."""
 
     def __init__(self, num_layers: int) -> None:
         self._layers = [LayerReadiness() for _ in range(num_layers)]
@@ -129,16 +120,8 @@ class ReadinessTable:
             return self._layers[layer].can_read(version)
 
     def start_read(self, layer: int, version: int, *, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until this version of the layer can be read, and count a reader.
-
-        Args:
-            layer: index of the layer.
-            version: version to read.
-            check: function that is called ten times a second while waiting; it may raise to give up.
-
-        Raises:
-            BaseException: the error that :meth:`fail` was given: the version will not come.
-        """
+        """Wait until this version of the layer can be read, and count a reader."""
+        # check: function that is called ten times a second while waiting; it may raise to give up
         with self._changed:
             while not self._layers[layer].can_read(version):
                 check()
@@ -155,13 +138,8 @@ class ReadinessTable:
         """Wait until the layer may be replaced, then call ``fill`` to do it.
 
         An error of ``fill`` leaves the version that was there.
-
-        Args:
-            layer: index of the layer.
-            version: the next version.
-            fill: function that replaces the parameters.
-            done: whether they are complete then; otherwise another call will complete them.
         """
+        # done: whether they are complete then; otherwise another call will complete them
         with self._changed:
             self._changed.wait_for(lambda: self._layers[layer].can_write(version))
             self._layers[layer].start_write(version)

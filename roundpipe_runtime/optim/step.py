@@ -74,13 +74,7 @@ def in_optimizer_ctx() -> bool:
 
 
 class StepRunner:
-    """Runs optimizer steps, in the caller's thread or during the next run, and publishes their results.
-
-    Args:
-        store: parameters.
-        table: versions of the layers that may be read.
-        scan: function that returns the current contents of the layers.
-    """
+    """Runs optimizer steps, in the caller's thread or during the next run, and publishes their results."""
 
     def __init__(
         self, store: ParameterStore, table: ReadinessTable, scan: Callable[[], Sequence[LayerContents]]
@@ -114,26 +108,15 @@ class StepRunner:
             self._update = self._worker.submit(_in_ctx, self._store, step)
 
     def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:
-        """Run a step layer by layer, next to the run that follows, which waits for each layer.
-
-        Args:
-            step: function of the step.
-            lock: lock that runs hold, one at a time.
-        """
+        """Run a step layer by layer, next to the run that follows, which waits for each layer."""
         self.synchronize()
         with lock:  # a run of another thread has ended, and finds the step when it begins
             steps = self.begin_exact(step)
         self.wait_exact(steps)
 
     def begin_exact(self, step: Callable[[], Any]) -> LayerSteps:
-        """Run a step in the background, layer by layer; the next run waits for each layer.
-
-        Args:
-            step: function of the step.
-
-        Returns:
-            The step, for :meth:`wait_exact`. No run may begin between :meth:`synchronize` and this.
-        """
+        """Run a step in the background, layer by layer; the next run waits for each layer."""
+        # returns: the step, for `wait_exact`. No run may begin between `synchronize` and this.
         self.synchronize()
         self._store.adopt()
         self._store.note_names()
@@ -147,11 +130,7 @@ class StepRunner:
         self._ahead = None
 
     def wait_exact(self, steps: LayerSteps) -> None:
-        """Wait until the caller of a step may go on: what it may change has been read, or the step has ended.
-
-        Raises:
-            BaseException: the error of the step, if it came before.
-        """
+        """Wait until the caller of a step may go on: what it may change has been read, or the step has ended."""
         wait_for(steps.has_begun)
         if steps.met:
             self._expected = max(steps.met, self._expected or 0)
@@ -204,20 +183,12 @@ class StepRunner:
         return self._worker.is_here()
 
     def check_not_here(self) -> None:
-        """Check that the caller is not a step of which the next run may read some layers already.
-
-        Raises:
-            StageError: it is, so a run would wait for its own end.
-        """
+        """Check that the caller is not a step of which the next run may read some layers already."""
         if self._ahead is not None and self._ahead.is_ahead and self.is_here():
             self.wait_update()
 
     def wait_update(self) -> None:
-        """Wait for the step in the background, if there is one, and raise its error.
-
-        Raises:
-            StageError: the step itself waits for its end.
-        """
+        """Wait for the step in the background, if there is one, and raise its error."""
         update, ahead = self._update, self._ahead
         if update is None:
             return
@@ -319,11 +290,7 @@ def _in_ctx(store: ParameterStore, step: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def _trained_parameters(store: ParameterStore) -> Iterator[None]:
-    """A block in which no optimizer steps with parameters whose gradients are in master weights: it would do nothing.
-
-    Raises:
-        ConfigError: one does.
-    """
+    """A block in which no optimizer steps parameters whose gradients are in master weights: it would do nothing."""
     dtypes = store.dtypes_of_masters()
     if not dtypes:
         yield
@@ -363,11 +330,8 @@ _RUNNERS_LOCK = free_after_fork(threading.Lock())
 
 
 def wait_for_updates(which: Callable[[StepRunner], bool] = lambda runner: True) -> None:
-    """Wait for steps that run in the background, of any pipeline; errors stay for the pipeline's next call.
-
-    Args:
-        which: function that chooses the pipelines by what runs their steps. Default: all.
-    """
+    """Wait for steps that run in the background, of any pipeline; errors stay for the pipeline's next call."""
+    # which: function that chooses the pipelines by what runs their steps. Default: all.
     with _RUNNERS_LOCK:
         runners = list(_RUNNERS)
     for runner in runners:

@@ -1,4 +1,4 @@
-"""Steps of torch's optimizers, as their hooks report them: how many there were, and who takes one over.
+"""Observe the steps of torch's optimizers through their hooks: how many, and who takes one over.
 
 torch calls hooks around the step of every optimizer, of any class and from any caller. They are
 registered with the first pipeline, since an import changes nothing of torch.
@@ -88,12 +88,9 @@ def install() -> None:
 
 
 def hear_steps(before: Hook, after: Hook) -> None:
-    """Let two functions of this package hear of the steps of all optimizers; a step in parts goes on with them.
-
-    Args:
-        before: function that is called before each step.
-        after: function that is called after each step.
-    """
+    """Let two functions of this package hear of the steps of all optimizers; a step in parts goes on with them."""
+    # before: function that is called before each step
+    # after: function that is called after each step
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
     _OWN.add(after)
@@ -110,10 +107,8 @@ def taking_over(taker: Taker | None) -> Iterator[None]:
     """Let a function take over the steps of optimizers inside the block, in this thread.
 
     It is called after the optimizer's own hooks: gradients are as the step would find them.
-
-    Args:
-        taker: function that gets an optimizer and the arguments of its step. ``None``: steps run as they are.
     """
+    # taker: function that gets an optimizer and the arguments of its step. `None`: steps run as they are.
     before, _TAKING.taker = _TAKING.taker, taker
     try:
         yield
@@ -127,12 +122,7 @@ def taking_over(taker: Taker | None) -> Iterator[None]:
 
 
 def under_way(optimizer: Optimizer, ended: threading.Event) -> None:
-    """Let other threads wait for the end of a step before they step this optimizer, or ask or load its state.
-
-    Args:
-        optimizer: optimizer that this thread steps.
-        ended: event that is set at the end.
-    """
+    """Let other threads wait for the end of a step before they step this optimizer, or ask or load its state."""
     if optimizer not in _WATCHED:
         _WATCHED.add(optimizer)
         optimizer.register_state_dict_pre_hook(_wait)

@@ -1,4 +1,4 @@
-"""``RoundPipe``, the pipeline that a user calls, and the model that it stands for."""
+"""``RoundPipe``, the pipeline that a user calls."""
 
 from __future__ import annotations
 

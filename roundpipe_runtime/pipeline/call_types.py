@@ -1,4 +1,4 @@
-"""The types of ``forward_backward``, by what it is given: one place for all pipelines.
+"""Typed signatures of ``forward_backward``.
 
 A function that is typed gives typed results: the loss, and with ``return_outputs`` what its first argument is.
 """

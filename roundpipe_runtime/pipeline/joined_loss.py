@@ -1,4 +1,4 @@
-"""Compute the loss of a whole batch once, of its joined outputs, and go back from it."""
+"""Compute the loss of a whole batch once, from joined outputs, and run its backward."""
 
 from __future__ import annotations
 
@@ -16,17 +16,7 @@ __all__ = ["back_from"]
 
 
 def back_from(outputs: PyTree, label: Any, loss_fn: Callable[[Any, Any], Any], return_outputs: bool) -> PyTree:
-    """Compute a loss of the outputs of a whole batch, and go back from it.
-
-    Args:
-        outputs: joined outputs, part of the graph.
-        label: labels of the batch.
-        loss_fn: loss function.
-        return_outputs: whether to also return the outputs.
-
-    Returns:
-        What ``forward_backward`` returns.
-    """
+    """Compute a loss of the outputs of a whole batch, and go back from it."""
     with torch.enable_grad():
         total, terms = terms_of_batch(loss_fn(outputs, label))
     if terms:

@@ -1,4 +1,4 @@
-"""The layers of what a user wraps."""
+"""Find the layers of the model that a user wraps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ __all__ = ["as_module", "layers_of"]
 
 
 def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """Return a model as one module; layers in a list become an ``nn.Sequential``.
-
-    Raises:
-        ConfigError: it is something else, or wrapped already.
-    """
+    """Return a model as one module; layers in a list become an ``nn.Sequential``."""
     if isinstance(model, ModelProxy):
         raise ConfigError("The model is a RoundPipe already: use it as it is.")
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):

@@ -1,4 +1,4 @@
-"""A module that stands for another one: the same parameters, buffers, names, hooks and attributes."""
+"""Stand in for a module: the same parameters, buffers, names, hooks and attributes."""
 
 from __future__ import annotations
 
@@ -32,12 +32,8 @@ class ModelProxy(nn.Module):
     _rp_original: nn.Module | None
 
     def _rp_stand_for(self, model: nn.Module, original: nn.Module | None) -> None:
-        """Take the place of a model.
-
-        Args:
-            model: wrapped model.
-            original: model that it was made from, which has the attributes; ``None`` where that is the model itself.
-        """
+        """Take the place of a model."""
+        # original: model that it was made from, which has the attributes; `None` where that is the model itself
         own = self.__dict__
         for shared in _SHARED:
             own[shared] = model.__dict__[shared]

@@ -1,4 +1,4 @@
-"""What a pipeline is made with."""
+"""The options of a pipeline."""
 
 from __future__ import annotations
 
@@ -19,16 +19,9 @@ __all__ = ["PipelineOptions"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """The arguments of :class:`RoundPipe`, which describes them, without the model.
+    """The arguments of :class:`RoundPipe`, which describes them, without the model."""
 
-    Attributes:
-        title: name in errors and timelines: ``name``, or ``"file:line"`` of the call.
-
-    Raises:
-        ConfigError: when an argument has a value that it cannot have.
-    """
-
-    title: str
+    title: str  # name in errors and timelines: `name`, or `"file:line"` of the call
     optim_dtype: torch.dtype | None = None
     name: str | None = None
     model_run_config: RoundPipeRunConfig = dataclasses.field(default_factory=RoundPipeRunConfig)
@@ -75,11 +68,7 @@ class PipelineOptions:
         return self.mesh is not None or self.replicas is not None
 
     def picklable(self, devices: Sequence[Device]) -> PipelineOptions:
-        """Return these options with devices that can be created elsewhere.
-
-        Args:
-            devices: devices that were created from the options.
-        """
+        """Return these options with devices that can be created elsewhere."""
         if self.mesh is not None:
             raise ConfigError(
                 "A pipeline of several ranks has a part of its state on each of them, so it cannot be pickled. All "

@@ -16,7 +16,7 @@ from ..device.pinning import PinnedModel
 from ..device.virtual import Device, DeviceSpec, parse_devices
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
-from ..engine.kept_parameters import ParameterTraffic
+from ..engine.parameters.kept import ParameterTraffic
 from ..engine.progress import PipelineProgress
 from ..errors import ConfigError, LossError, RoundPipeWarning, StageError, call_site, warn
 from ..optim.copyable import check_copyable
@@ -32,8 +32,8 @@ from .model_proxy import ModelProxy
 from .options import PipelineOptions
 
 if TYPE_CHECKING:
-    from ..distributed.rank_groups import RankGroups
-    from ..distributed.ranks import Ranks
+    from ..distributed.ranks.ranks import Ranks
+    from ..distributed.replicas.rank_groups import RankGroups
 
 __all__ = ["RoundPipe"]
 
@@ -368,7 +368,7 @@ class RoundPipe(ModelProxy):
             ConfigError: an exponent that is not positive.
             RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
         """
-        from ..distributed.norm import clip_grad_norm  # torch's DTensor takes a while to load
+        from ..distributed.weights.gradient_norm import clip_grad_norm  # torch's DTensor takes a while to load
 
         targets = list(self.optim_parameters())
         return clip_grad_norm(targets, self.ranks, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
@@ -412,7 +412,7 @@ class RoundPipe(ModelProxy):
     @property
     def ranks(self) -> Ranks:
         """The processes that train the model; this one alone without a mesh."""
-        from ..distributed.ranks import Ranks
+        from ..distributed.ranks.ranks import Ranks
 
         return Ranks() if self._rp_groups is None else self._rp_groups.ranks
 
@@ -548,8 +548,8 @@ class RoundPipe(ModelProxy):
 
 def _rank_groups(options: PipelineOptions) -> RankGroups:
     """Return the groups that the ranks of a mesh run."""
-    from ..distributed.rank_groups import RankGroups  # torch's DTensor takes a while to load
-    from ..distributed.ranks import ranks_of
+    from ..distributed.ranks.ranks import ranks_of
+    from ..distributed.replicas.rank_groups import RankGroups  # torch's DTensor takes a while to load
 
     return RankGroups(ranks_of(options.mesh), options.replicas, options.reduce_dtype, options.host_weights)
 

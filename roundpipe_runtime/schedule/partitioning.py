@@ -96,29 +96,14 @@ def partition_and_copy(
 ) -> tuple[list[Stages], int]:
     """Partition layers as :func:`partition` does, and choose how many devices run the fused stage.
 
-    Args:
-        run_type: as for :func:`partition`, like all that is not named here.
-        models: the costs of the layers of each model.
-        min_stages: least number of stages, and the number of devices.
-        upper_threshold: largest ratio of the time of a stage to that of the slowest layer, of which a copy counts by
-            its share.
-        bytes_per_stage: largest number of bytes in a stage.
-        previous: stages in use.
-        copies_before: number of copies of the fused stage in use. Default: 1.
-        copies: number of devices that run the fused stage, which then is the last layer alone; ``"auto"``, as many as
-            make the simulated run clearly faster. Default: 1.
-        num_microbatch: number of microbatches that plans are compared for. Default: ``min_stages`` + 1.
-
-    Returns:
-        Forward and backward stages of each model, and the number of copies.
-
-    Raises:
-        PlanError: as of :func:`partition`.
-
     >>> layers = [*[LayerCost(1.0, 3.0)] * 3, LayerCost(3.0, 9.0)]
     >>> partition_and_copy("fused", [layers], min_stages=3, copies="auto", num_microbatch=6)
     ([([range(0, 1), range(1, 2), range(2, 3)], [range(3, 4), range(2, 3), range(1, 2), range(0, 1)])], 3)
     """
+    # copies_before: number of copies of the fused stage in use. Default: 1.
+    # copies: number of devices that run the fused stage, which then is the last layer alone; `"auto"`, as many as make
+    # the simulated run clearly faster. Default: 1.
+    # num_microbatch: number of microbatches that plans are compared for. Default: `min_stages` + 1.
     if run_type not in ("infer", "train", "fused"):
         raise PlanError(f'run_type must be "infer", "train" or "fused", found {run_type!r}.')
     if not upper_threshold >= 1:

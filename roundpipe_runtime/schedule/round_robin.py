@@ -101,18 +101,13 @@ def stages_of(
 ) -> list[Stage]:
     """List the stages of one run in the order in which they are dispatched.
 
-    Args:
-        run_type: ``"infer"``, ``"train"`` or ``"fused"``.
-        fwd_plan: layers of the forward stages.
-        bwd_plan: layers of the backward stages, last layers first. In a fused run the first one is the fused stage.
-        last_stage_copies: number of devices that run the fused stage; other runs have none. Default: 1.
-
-    Returns:
-        The stages, in the order of dispatch; the copies of the fused stage are stages of their own.
-
     >>> [(s.kind, list(s.layers)) for s in stages_of("fused", [range(0, 2)], [range(2, 4), range(0, 2)])]
     [('forward', [0, 1]), ('fused', [2, 3]), ('backward', [0, 1])]
     """
+    # run_type: `"infer"`, `"train"` or `"fused"`
+    # bwd_plan: layers of the backward stages, last layers first. In a fused run the first one is the fused stage.
+    # last_stage_copies: number of devices that run the fused stage; other runs have none. Default: 1.
+    # returns: the stages, in the order of dispatch; the copies of the fused stage are stages of their own
     kinds: list[tuple[Kind, range]] = [("forward", layers) for layers in fwd_plan]
     if run_type != "infer":
         kinds += [("backward", layers) for layers in bwd_plan]
@@ -126,16 +121,11 @@ def stages_of(
 def stages_within(stages: Sequence[Stage], span: range) -> list[Stage]:
     """Return the stages of a run of some of the layers.
 
-    Args:
-        stages: stages of all layers, in the order of dispatch.
-        span: indices of the layers that run.
-
-    Returns:
-        The stages without the layers that do not run, and without those that are left empty.
-
     >>> [list(stage.layers) for stage in stages_within(stages_of("infer", [range(0, 2), range(2, 3)], []), range(1, 3))]
     [[1], [2]]
     """
+    # stages: stages of all layers, in the order of dispatch
+    # returns: the stages without the layers that do not run, and without those that are left empty
     cut = [(one, range(max(one.layers.start, span.start), min(one.layers.stop, span.stop))) for one in stages]
     held = [(one, layers) for one, layers in cut if layers]
     return [dataclasses.replace(one, index=index, layers=layers) for index, (one, layers) in enumerate(held)]

@@ -206,17 +206,10 @@ def makespan(times: Sequence[float], num_devices: int, num_microbatch: int) -> f
 def makespan_of_copies(stages: Sequence[tuple[float, int]], num_devices: int, num_microbatch: int) -> float:
     """Return the time of one iteration when copies cost nothing, of stages of which several devices may run copies.
 
-    Args:
-        stages: time of each stage on one microbatch and the number of its copies, in the order of dispatch.
-        num_devices: number of devices.
-        num_microbatch: number of microbatches.
-
-    Returns:
-        The time, in the unit of the stages' times.
-
     >>> makespan_of_copies([(1.0, 1), (2.0, 2)], 3, 4)
     6.0
     """
+    # stages: time of each stage on one microbatch and the number of its copies, in the order of dispatch
     free = [0.0] * num_devices
     done = [0.0] * num_microbatch
     device = 0

@@ -23,13 +23,8 @@ _WORK = {
 
 
 def draw_on(console: Any, timeline: Timeline, shown: Callable[[str], str] = str) -> None:
-    """Print the drawing of a timeline and its legend.
-
-    Args:
-        console: console of rich.
-        timeline: timeline with at least one record.
-        shown: function that makes names of a file safe for a terminal; by default they are trusted.
-    """
+    """Print the drawing of a timeline and its legend."""
+    # shown: function that makes names of a file safe for a terminal; by default they are trusted
     from rich.text import Text
 
     margin = max(len(record.device) for record in timeline.records)

@@ -25,18 +25,8 @@ class TimelineFileError(RoundPipeError, ValueError):
 
 
 def load_timeline(path: str | os.PathLike[str]) -> Timeline:
-    """Load a timeline from a file.
-
-    Args:
-        path: file that :meth:`Timeline.save` or ``roundpipe train --timeline`` wrote.
-
-    Returns:
-        The timeline; its clock starts with the first record.
-
-    Raises:
-        TimelineFileError: the file is empty, damaged, or not a timeline file.
-        OSError: the file cannot be read.
-    """
+    """Load a timeline from a file."""
+    # path: file that `Timeline.save` or `roundpipe train --timeline` wrote
     return _read(path)[0]
 
 
@@ -44,17 +34,9 @@ def merge_timelines(paths: Sequence[str | os.PathLike[str]]) -> Timeline:
     """Load the timelines of several processes as one: the devices of each are rows of its own.
 
     They are aligned by the time of day at which each started; where a file does not have it, all begin together.
-
-    Args:
-        paths: a file of each process, in the order of ranks.
-
-    Returns:
-        The timeline; its devices are ``"rank 0 cuda:0"`` and so on. Of one file, as it is.
-
-    Raises:
-        TimelineFileError: a file is not a timeline file.
-        OSError: a file cannot be read.
     """
+    # paths: a file of each process, in the order of ranks
+    # returns: the timeline; its devices are `"rank 0 cuda:0"` and so on. Of one file, as it is.
     if len(paths) == 1:
         return load_timeline(paths[0])
     read = [_read(path) for path in paths]

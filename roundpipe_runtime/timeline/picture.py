@@ -24,16 +24,8 @@ _COLOURS = {
 
 
 def save_picture(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
-    """Draw records into an image file.
-
-    Args:
-        records: records of a timeline.
-        path: path of the image; its suffix determines the format: ``.png``, ``.svg``, ``.pdf``.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-        TimelineFileError: matplotlib does not write files with this suffix.
-    """
+    """Draw records into an image file."""
+    # path: path of the image; its suffix determines the format: `.png`, `.svg`, `.pdf`
     require("matplotlib", purpose="a picture")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -14,40 +14,24 @@ _COPIES = ("upload", "download")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceTotals:
-    """Seconds that a device computed, copied and waited.
+    """Seconds that a device computed, copied and waited."""
 
-    Attributes:
-        device: name of the device.
-        busy: seconds in which it computed.
-        transfers: seconds in which it did not compute, and its copies were under way.
-        idle: seconds in which it did neither.
-    """
-
-    device: str
-    busy: float
-    transfers: float
-    idle: float
+    device: str  # name of the device
+    busy: float  # seconds in which it computed
+    transfers: float  # seconds in which it did not compute, and its copies were under way
+    idle: float  # seconds in which it did neither
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageTotals:
-    """Time of a stage, all microbatches together.
+    """Time of a stage, all microbatches together."""
 
-    Attributes:
-        stage: index of the stage in the run.
-        device: name of its device.
-        seconds: seconds of computation.
-        copies: seconds of its copies.
-        layers: first and last layer, -1 where they are not known.
-        kinds: kinds of work, in order.
-    """
-
-    stage: int
-    device: str
-    seconds: float
-    copies: float
-    layers: tuple[int, int]
-    kinds: tuple[str, ...]
+    stage: int  # index of the stage in the run
+    device: str  # name of its device
+    seconds: float  # seconds of computation
+    copies: float  # seconds of its copies
+    layers: tuple[int, int]  # first and last layer, -1 where they are not known
+    kinds: tuple[str, ...]  # kinds of work, in order
 
 
 def device_totals(records: Sequence[Record]) -> list[DeviceTotals]:

@@ -57,7 +57,7 @@ def _values() -> dict[str, Any]:
 
 
 def _llama() -> Any:
-    from yobx_flatten.model_folder.tiny_models import small_model
+    from yobx_flatten.model_folder.source.tiny_models import small_model
 
     return small_model("llama")
 
@@ -125,7 +125,7 @@ def _write_configuration(folder: pathlib.Path) -> None:
 
 
 def _read_configuration(folder: pathlib.Path) -> None:
-    from yobx_flatten.model_folder.source import find_model
+    from yobx_flatten.model_folder.source.find import find_model
 
     find_model(str(folder)).load()
 

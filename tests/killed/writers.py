@@ -19,7 +19,7 @@ import torch
 import roundpipe_runtime as rp
 import yobx_flatten as yf
 from tests.runtime import tiny_training as tiny
-from yobx_flatten.export import onnx_file
+from yobx_flatten.export.onnx import file as onnx_file
 
 __all__ = ["WRITERS", "value_of"]
 

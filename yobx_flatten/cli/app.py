@@ -1,4 +1,4 @@
-"""All commands together, and what comes of an error."""
+"""The command line application: all commands, and how an error is shown."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def _version(asked: bool) -> None:
 
 def _all_commands(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the stack trace of an error.")] = False,
 ) -> None:
-    """Export models with their caches as inputs, and prove that the result does what the model does.
+    """Export models with their KV caches, and check every file against the model.
 
-    Exit status: 0 all went well; 1 something that was checked is wrong; 2 the request cannot be served.
+    Exit status: 0 success; 1 a check failed; 2 the request is invalid or impossible.
     """
 
 
@@ -68,9 +68,6 @@ app = _app()
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status.
-
-    Args:
-        argv: the arguments; by default those of the process.
-    """
+    """Run one command and return its exit status."""
+    # argv: the arguments; by default those of the process
     return run_app(app, argv, program="yobx-flatten")

@@ -15,8 +15,8 @@ from ..errors import DamagedFileError, InvalidArgumentError
 from ..files.scratch import is_folder
 from ..generate.sampling import Sampling
 from ..model_folder.chat import chat_tokenizer, message_tokens, text_pieces
-from ..model_folder.opened import open_generator
-from ..model_folder.source import require_transformers
+from ..model_folder.generators import open_generator
+from ..model_folder.source.find import require_transformers
 from ..terminal.failures import UserError
 from ..terminal.output import say, say_json
 
@@ -34,20 +34,20 @@ def chat(
         bool | None, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest; as configured.")
     ] = None,
     temperature: Annotated[float, typer.Option(help="Below 1: likely tokens become likelier.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Number of the likeliest tokens to draw among.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Draw among the likeliest tokens that have this probability together.")
+        float | None, typer.Option(help="Sample among the likeliest tokens with this total probability.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the draws.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed of sampling.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of onnxruntime.")] = None,
     runtime: Annotated[
         Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
-        typer.Option(help="Runtime; by default that of the folder. openvino also runs ONNX files."),
+        typer.Option(help="Runtime (default: the folder's). openvino also runs ONNX files."),
     ] = None,
     trust: Annotated[
         bool,
         typer.Option(
-            "--trust", help="Load what may run code (AOTInductor, pickles of programs): you know who made it."
+            "--trust", help="Load files that may run code (AOTInductor, pickles). Only if you trust their author."
         ),
     ] = False,
     device: Annotated[

@@ -11,8 +11,8 @@ import typer
 
 from ..declare.scopes import register_flattening_functions
 from ..diagnose.inputs import Findings, check_inputs
-from ..model_folder.source import MODEL_NAMES, find_model
-from ..model_folder.tasks import pieces_for
+from ..model_folder.pieces.tasks import pieces_for
+from ..model_folder.source.find import MODEL_NAMES, find_model
 from ..terminal.failures import CHECK_FAILED, UserError
 from ..terminal.output import printable, say, say_json
 from .targets import call_of, is_object_name, object_of
@@ -31,7 +31,7 @@ def check(
     ],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Look over the inputs of an export, before anything is traced.
+    """Check the inputs of an export before anything is traced.
 
     Names what fails or goes wrong: classes that are not registered, arguments that forward does not take, one tensor
     passed twice, sizes of 0 and 1. Exit status: 0 no errors (warnings do not count); 1 errors.

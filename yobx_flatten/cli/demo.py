@@ -1,4 +1,4 @@
-"""The demo: real architectures, real text, one export each, and a table of what came of it.
+"""Export small models of real architectures, and print one row of results for each.
 
 .. code-block:: text
 
@@ -27,8 +27,8 @@ import torch
 from ..errors import ReplayError
 from ..errors.dependencies import require
 from ..export.onnx_export import export_onnx
-from ..export.replay import Case
-from ..export.report import ExportReport
+from ..export.proof.replay import Case
+from ..export.proof.report import ExportReport
 from ..huggingface.cache_names import CACHE, PRESENT, cache_of
 from ..huggingface.caches.layers import code_of
 from ..huggingface.cases import DecodeSizes, decode_inputs
@@ -92,21 +92,9 @@ def run_demo(
     *,
     as_json: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> int:
-    """Export and replay the models, and print one table.
-
-    Args:
-        output: folder for the ONNX files, made if it is not there.
-        models: names out of :data:`MODELS`.
-        as_json: is given the rows in place of the table, and stdout is left to it.
-
-    Returns:
-        0, or 1 when a program does something else than its eager model.
-
-    Raises:
-        MissingDependencyError: when an optional library is not installed.
-        OSError: when ``output`` cannot be made or written.
-        KeyboardInterrupt: after Ctrl-C or SIGTERM; its text names the files that are there.
-    """
+    """Export and replay the models, and print one table."""
+    # output: folder for the ONNX files, made if it is not there
+    # as_json: is given the rows in place of the table, and stdout is left to it
     require("transformers", "onnx", "onnxscript", "onnxruntime", purpose="the demo", extra="transformers,onnx")
     check_writable(output)
     is_new = not output.exists()

@@ -21,7 +21,7 @@ def demo(
     models: Annotated[str, typer.Option(metavar="NAME,...", help=f"Which of {', '.join(MODELS)}.")] = ",".join(MODELS),
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Export small models to ONNX, decode real text with them in onnxruntime, compare with eager.
+    """Export small models to ONNX, run them in onnxruntime, and compare with eager PyTorch.
 
     The models have random weights and caches as inputs; each is exported once, and decodes the Zen of Python in a loop
     over its own outputs. Exit status: 0 all programs do what their models do; 1 one differs.

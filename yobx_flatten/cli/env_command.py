@@ -51,7 +51,7 @@ def versions() -> dict[str, str | None]:
 
 
 def env(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
-    """Print the versions of everything that matters, for a report of a fault, and the newest ones that were tried."""
+    """Print all versions for a bug report, and the newest versions that were tried."""
     found = versions()
     untried = untried_versions()
     if json:

@@ -33,13 +33,13 @@ def explain(
             "or MODULE:NAME, an object or a function that returns one; of (module, kwargs) the inputs are drawn.",
         ),
     ],
-    plain: Annotated[bool, typer.Option(help="Draw it as torch sees it outside of the block.")] = False,
+    plain: Annotated[bool, typer.Option(help="Draw it as torch sees it without our registrations.")] = False,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Load what may run code (pickles of programs): you know who made it.")
+        bool, typer.Option("--trust", help="Load files that may run code (pickles). Only if you trust their author.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Draw what an object, or a file, is made of.
+    """Draw the structure of an object or a file.
 
     Of a model: its inputs and outputs. Of stored inputs and of objects: the tree of what is flattened, with every leaf
     that torch would not flatten marked, and the line that registers its class.

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..export.quantization import Quantization
-from ..model_folder.source import MODEL_NAMES, FoundModel, find_model
-from ..model_folder.tasks import TASKS
+from ..export.quantization.options import Quantization
+from ..model_folder.pieces.tasks import TASKS
+from ..model_folder.source.find import MODEL_NAMES, FoundModel, find_model
 from ..model_folder.write import ExportedFolder, check_target, export_folder
 from ..terminal.failures import UserError
 from ..terminal.output import progress, say, say_json
@@ -31,28 +31,28 @@ def export(
     output: Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")],
     target: Annotated[
         Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
-        typer.Option(help="Runtime of the files; by default that of --to."),
+        typer.Option(help="Target runtime (default: the runtime of --to)."),
     ] = None,
     task: Annotated[str, typer.Option(metavar="TASK", help=f"One of {_TASKS}.")] = "auto",
-    to: Annotated[Literal["onnx", "program"], typer.Option(help="onnxruntime's files, or torch.export's.")] = "onnx",
+    to: Annotated[Literal["onnx", "program"], typer.Option(help="Write ONNX files or torch.export programs.")] = "onnx",
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16"],
-        typer.Option(help="Type of the weights; bfloat16 for programs, or with --proof none."),
+        typer.Option(help="Data type of the weights; bfloat16 only for programs, or with --proof none."),
     ] = "float32",
     opset: Annotated[
-        int | None, typer.Option(min=18, help="Operators of ONNX; by default the fastest that are right.")
+        int | None, typer.Option(min=18, help="ONNX opset (default: the fastest that passes the proof).")
     ] = None,
     dynamic: Annotated[
-        Literal["all", "length"], typer.Option(help="What may vary: batch and lengths, or lengths only.")
+        Literal["all", "length"], typer.Option(help="Dynamic sizes: batch and lengths, or lengths only.")
     ] = "all",
-    batch: Annotated[int, typer.Option(min=1, help="Number of rows, with --dynamic length.")] = 1,
-    max_batch: Annotated[int, typer.Option(min=1, help="Most rows, with --max-length.")] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size, with --dynamic length.")] = 1,
+    max_batch: Annotated[int, typer.Option(min=1, help="Largest batch size, with --max-length.")] = 4,
     max_length: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens in the cache: ExecuTorch plans its memory for them.")
+        int | None, typer.Option(min=1, help="Largest number of tokens in the cache; ExecuTorch plans memory for it.")
     ] = None,
     proof: Annotated[
         Literal["auto", "full", "sample", "none"],
-        typer.Option(help="What is replayed; auto: full below 1 GB of weights, sample above. none: unproven."),
+        typer.Option(help="How much is checked against the model; auto: full below 1 GB of weights, sample above."),
     ] = "auto",
     quantize: Annotated[
         Literal["int8", "int4", "keep"] | None,
@@ -60,7 +60,7 @@ def export(
     ] = None,
     perplexity_ratio: Annotated[
         float | None,
-        typer.Option(help="With --quantize: largest perplexity, relative to the model's; int8 1.01, int4 1.1."),
+        typer.Option(help="With --quantize: largest allowed perplexity relative to the model (int8: 1.01, int4: 1.1)."),
     ] = None,
     calibration: Annotated[
         pathlib.Path | None,
@@ -68,30 +68,34 @@ def export(
     ] = None,
     optimize: Annotated[
         Literal["onnxruntime"] | None,
-        typer.Option(help="Attention of that library, which writes into the memory of the cache."),
+        typer.Option(help="Use onnxruntime's own attention, which writes the cache in place."),
     ] = None,
     logits: Annotated[
-        Literal["all", "last"], typer.Option(help="Scores of all tokens, or of the last, which generation needs.")
+        Literal["all", "last"],
+        typer.Option(help="Return the scores of all tokens, or of the last one, which generation needs."),
     ] = "all",
     weights: Annotated[
         Literal["auto", "memory", "stream"],
-        typer.Option(help="Load all weights, or read them layer by layer; auto: by the free memory."),
+        typer.Option(help="Load all weights, or read them layer by layer; auto: by free memory."),
     ] = "auto",
     unmatched_weights: Annotated[
         Literal["refuse", "unused", "random"],
-        typer.Option(help="Weights that MODEL has and its class not: left out; or lacks: random. refuse: an error."),
+        typer.Option(help="Weights that do not match the model class: refuse, drop unused ones, or use random ones."),
     ] = "refuse",
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python files of MODEL (auto_map): you know who wrote them.")
+        bool,
+        typer.Option(
+            "--trust-remote-code", help="Run the Python files of MODEL (auto_map). Only if you trust their author."
+        ),
     ] = False,
     layout: Annotated[
         Literal["flat", "transformers.js"],
         typer.Option(help="Where the files are: flat, or as transformers.js looks for them (onnx/model_q4.onnx)."),
     ] = "flat",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what DIR holds.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the contents of DIR.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Export a model of transformers to a folder that generates, and prove that it does.
+    """Export a transformers model to a folder that generates text, and check it against the model.
 
     The files have the names and inputs that generation tools know; configuration and tokenizer are next to them. Each
     file is replayed against the model below, at and past its window, and 40 tokens are generated as model.generate

@@ -13,9 +13,9 @@ from ..errors import DamagedFileError
 from ..files.scratch import is_folder
 from ..generate.sampling import Sampling
 from ..model_folder.chat import chat_text, text_pieces
-from ..model_folder.opened import open_generator
-from ..model_folder.source import require_transformers
-from ..model_folder.tokenizer_files import open_tokenizer, readable
+from ..model_folder.generators import open_generator
+from ..model_folder.source.find import require_transformers
+from ..model_folder.source.tokenizer_files import open_tokenizer, readable
 from ..terminal.failures import UserError
 from ..terminal.output import say, say_json
 
@@ -25,27 +25,27 @@ __all__ = ["generate"]
 def generate(
     folder: Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A folder that export wrote.")],
     prompt: Annotated[list[str], typer.Option(help="Text to continue; several make a batch.")],
-    tokens: Annotated[int, typer.Option(min=1, help="New tokens, at most.")] = 40,
-    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
+    tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens.")] = 40,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample tokens instead of taking the likeliest.")] = False,
     temperature: Annotated[float, typer.Option(help="Below 1: likely tokens become likelier.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Number of the likeliest tokens to draw among.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Draw among the likeliest tokens that have this probability together.")
+        float | None, typer.Option(help="Sample among the likeliest tokens with this total probability.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the draws.")] = None,
-    beams: Annotated[int, typer.Option(min=1, help="Continuations of a beam search; printed at the end.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Random seed of sampling.")] = None,
+    beams: Annotated[int, typer.Option(min=1, help="Number of beams; printed at the end.")] = 1,
     chat: Annotated[
         bool, typer.Option("--chat", help="Each prompt is a message; the tokenizer's chat template makes the text.")
     ] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of onnxruntime.")] = None,
     runtime: Annotated[
         Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
-        typer.Option(help="Runtime; by default that of the folder. openvino also runs ONNX files."),
+        typer.Option(help="Runtime (default: the folder's). openvino also runs ONNX files."),
     ] = None,
     trust: Annotated[
         bool,
         typer.Option(
-            "--trust", help="Load what may run code (AOTInductor, pickles of programs): you know who made it."
+            "--trust", help="Load files that may run code (AOTInductor, pickles). Only if you trust their author."
         ),
     ] = False,
     device: Annotated[

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..declare.listing import flattening_list
-from ..model_folder.source import require_transformers
+from ..model_folder.source.find import require_transformers
 from ..terminal.failures import UserError
 from ..terminal.output import say, say_json, table
 from .targets import import_module
@@ -22,11 +22,11 @@ def list_classes(
     kind: Annotated[str, typer.Option(metavar="KIND", help=f"Only one of {', '.join(_KINDS)}.")] = "",
     imports: Annotated[
         list[str] | None,
-        typer.Option("--import", metavar="MODULE", help="Import a module first: its classes are also listed."),
+        typer.Option("--import", metavar="MODULE", help="Import a module first, so that its classes are listed."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """List the classes that are flattened: code, leaves, where registered, by whom.
+    """List the registered classes: code, leaves, and the libraries that know them.
 
     These are the classes of transformers that `register_flattening_functions(patch_transformers=True)` knows. Classes
     of a model are there once its module is imported.

@@ -1,4 +1,4 @@
-"""The help of every command as Markdown, for the guide."""
+"""Write the help of every command as Markdown, for the guide."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ __all__ = ["reference"]
 
 
 def reference(app: typer.Typer) -> str:
-    """Return one section for each command: what it does, its arguments, its options.
-
-    Args:
-        app: all commands.
-    """
+    """Return one section for each command: what it does, its arguments, its options."""
     group: Any = typer.main.get_command(app)
     return "\n".join(_section(name, command) for name, command in group.commands.items() if not command.hidden)
 

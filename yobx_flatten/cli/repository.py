@@ -1,4 +1,4 @@
-"""``yobx-flatten matrix`` and ``bench``: programs of the repository, which the installed package does not hold."""
+"""``yobx-flatten matrix`` and ``bench``: start programs that only a clone of the repository has."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ def _root() -> pathlib.Path:
 
 
 def repository(what: str) -> pathlib.Path:
-    """Return the root of the repository that this package is run from.
-
-    Raises:
-        UserError: when it is an installed copy.
-    """
+    """Return the root of the repository that this package is run from."""
     if is_installed_copy():
         raise UserError(
             f"{what} is part of the repository, not of the installed package: clone it, and run "
@@ -55,7 +51,7 @@ def bench(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="One of them; without a name they are listed.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the names as JSON.")] = False,
 ) -> int:
-    """Run a benchmark: a table, side by side with what else answers its question.
+    """Run a benchmark, and print a table with its alternatives side by side.
 
     Only in a clone of the repository.
     """

@@ -1,4 +1,4 @@
-"""What a name on the command line stands for: an object of a module, called if it is a function."""
+"""Resolve ``module:name`` on the command line to an object; a function is called."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ def is_object_name(text: str) -> bool:
 
 
 def import_module(name: str) -> Any:
-    """Import a module; those of the current folder are found, as with ``python -m``.
-
-    Raises:
-        UserError: when it cannot be imported.
-    """
+    """Import a module; those of the current folder are found, as with ``python -m``."""
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
@@ -43,14 +39,8 @@ def import_module(name: str) -> Any:
 
 
 def object_of(name: str) -> Any:
-    """Import an object, and call it if it is a function or a class.
-
-    Args:
-        name: ``module:name``; modules of the current folder are found.
-
-    Raises:
-        UserError: when there is no such module or name, or the call fails.
-    """
+    """Import an object, and call it if it is a function or a class."""
+    # name: `module:name`; modules of the current folder are found
     module_name, _, path = name.partition(":")
     found = import_module(module_name)
     for part in path.split("."):
@@ -68,11 +58,8 @@ def object_of(name: str) -> Any:
 
 
 def call_of(returned: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]] | None:
-    """Return the module, the arguments and the keyword arguments of a call, ``None`` of anything else.
-
-    Args:
-        returned: ``(module, kwargs)`` or ``(module, args, kwargs)``.
-    """
+    """Return the module, the arguments and the keyword arguments of a call, ``None`` of anything else."""
+    # returned: `(module, kwargs)` or `(module, args, kwargs)`
     import torch
 
     if not isinstance(returned, tuple) or not returned or not isinstance(returned[0], torch.nn.Module):

@@ -20,7 +20,7 @@ def verify(
     trust: Annotated[
         bool,
         typer.Option(
-            "--trust", help="Load what may run code (AOTInductor, pickles of programs): you know who made it."
+            "--trust", help="Load files that may run code (AOTInductor, pickles). Only if you trust their author."
         ),
     ] = False,
     device: Annotated[
@@ -28,7 +28,7 @@ def verify(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Replay the cases that are stored in an exported folder, and generate with its files.
+    """Check an exported folder: replay its stored cases, and generate with its files.
 
     The model is not needed: its outputs, and its tokens, are stored next to the files. Exit status: 0 all are as they
     were; 1 one differs.

@@ -1,4 +1,4 @@
-"""What users call to register classes: functions, the context manager, decorators, classes of other libraries."""
+"""Register classes: functions, the context manager, decorators, and classes of other libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JAX's ways of writing a node, for torch: in functions, in methods of the class, in the fields of a dataclass.
+"""Register a class as a node with JAX's decorators, for torch and the other libraries.
 
 What is written once reaches torch (Python, C++ and ``fx``), optree and JAX. Neither of the last two is imported for
 it: a library that is imported already is notified now, another one when it is imported.

@@ -1,4 +1,4 @@
-"""The Flattening List: every known class, its leaves, its static data, and where it is registered by which library."""
+"""The Flattening List: every known class, its leaves, its static data, and the libraries that know it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mirror registrations of other libraries: classes of flax and equinox for torch, and back.
+"""Copy registrations between libraries: classes of flax and equinox to torch, and back.
 
 The source is asked for one level at a time: children, their keys, the static part. A tree definition of JAX would do
 for a round trip, but could not be stored; the static part of one level is plain data, which ``torch.export.save``

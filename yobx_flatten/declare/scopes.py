@@ -1,4 +1,4 @@
-"""The documented functions: register one class, register the known classes, and the context manager that undoes it."""
+"""Register one class or all known classes, and undo it at the end of a block."""
 
 from __future__ import annotations
 

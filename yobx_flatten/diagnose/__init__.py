@@ -1,4 +1,4 @@
-"""What is wrong with an object, an example, a message or a recipe: nothing here changes anything."""
+"""Explain objects, examples, error messages and recipes, without changing anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare what was found with what was expected: structure, classes, types, and the difference of the numbers.
+"""Compare two nested values: structure, classes, types, and the largest difference.
 
 The one comparison of this package. Two leaves are as far apart as their worst element is; what no number can say,
 another shape, another type, ``None`` for a tensor, is an error.
@@ -23,20 +23,9 @@ _NUMBERS = (bool, int, float, complex)
 
 
 def compare_outputs(expected: PyTree, found: PyTree, names: Sequence[str]) -> dict[str, float]:
-    """Compare nested outputs: their structure with all classes and static parts, then leaf by leaf.
-
-    Args:
-        expected: nested outputs.
-        found: nested outputs, of the same kind: numbers are numbers, and no tensors.
-        names: one for each leaf of ``expected``.
-
-    Returns:
-        By name, the largest difference; nothing for text, ``None`` and other leaves that are not numbers, where they
-        are equal.
-
-    Raises:
-        ReplayError: when something is incomparable, or has no number to state how far it is apart; it names the output.
-    """
+    """Compare nested outputs: their structure with all classes and static parts, then leaf by leaf."""
+    # returns: by name, the largest difference; nothing for text, `None` and other leaves that are not numbers, where
+    # they are equal
     leaves, spec = pytree.tree_flatten(expected)
     other_leaves, other_spec = pytree.tree_flatten(found)
     if spec != other_spec:
@@ -59,23 +48,14 @@ def compare_outputs(expected: PyTree, found: PyTree, names: Sequence[str]) -> di
 def largest_difference(expected: object, found: object) -> float:
     """Compare two leaves: tensors, arrays, numbers, text, ``None``.
 
-    Args:
-        expected: a leaf. A number has no type of its own, so a tensor without axes may be found in its place.
-        found: a leaf.
-
-    Returns:
-        The largest absolute difference of real and imaginary parts, infinite where one of them is NaN and the other is
-        not. Integers are compared exactly, whatever their size.
-
-    Raises:
-        ReplayError: when one is a tensor or a number and the other is not, when shapes or types of elements differ, or
-            text does.
-
     >>> largest_difference(torch.tensor([1, 2**60]), torch.tensor([1, 2**60 + 1]))
     1.0
     >>> largest_difference(torch.tensor([1 + 2j]), torch.tensor([1 + 0j]))
     2.0
     """
+    # expected: a leaf. A number has no type of its own, so a tensor without axes may be found in its place.
+    # returns: the largest absolute difference of real and imaginary parts, infinite where one of them is NaN and the
+    # other is not. Integers are compared exactly, whatever their size.
     if is_text(expected) or is_text(found):
         return _same_text(expected, found)
     if isinstance(expected, _NUMBERS) and isinstance(found, _NUMBERS):
@@ -96,12 +76,7 @@ def largest_difference(expected: object, found: object) -> float:
 
 
 def shares_of_nan(expected: PyTree, names: Sequence[str]) -> dict[str, float]:
-    """Return :func:`share_of_nan` of every output that has elements.
-
-    Args:
-        expected: nested outputs.
-        names: one for each leaf of ``expected``.
-    """
+    """Return :func:`share_of_nan` of every output that has elements."""
     shares = zip(names, map(share_of_nan, pytree.tree_leaves(expected)), strict=True)
     return {name: share for name, share in shares if share is not None}
 
@@ -109,15 +84,11 @@ def shares_of_nan(expected: PyTree, names: Sequence[str]) -> dict[str, float]:
 def share_of_nan(expected: object) -> float | None:
     """Return how much of a leaf no comparison can show: NaN equals NaN, whatever was computed before it.
 
-    Args:
-        expected: a leaf.
-
-    Returns:
-        The share of its elements that are NaN; 1.0 where no element is finite; ``None`` for a leaf without elements.
-
     >>> share_of_nan(torch.tensor([1.0, math.nan])), share_of_nan(torch.tensor([math.nan, math.inf])), share_of_nan(3)
     (0.5, 1.0, 0.0)
     """
+    # returns: the share of its elements that are NaN; 1.0 where no element is finite; `None` for a leaf without
+    # elements
     if is_text(expected) or not _is_data(expected):
         return None
     if isinstance(expected, int):  # of any size

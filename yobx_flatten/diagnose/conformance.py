@@ -42,11 +42,7 @@ def check_recipe(cls: type, sample: object) -> None:
 
 
 def recipe_of(cls: type) -> Recipe:
-    """Return the registered functions of a class, ours or another library's.
-
-    Raises:
-        NotRegisteredError: when there are none.
-    """
+    """Return the registered functions of a class, ours or another library's."""
     ours = REGISTRY.recipe_in_force(cls)
     if ours is not None:
         return ours

@@ -1,4 +1,4 @@
-"""What any object holds, read without running a line of its class.
+"""List what an object holds without running code of its class.
 
 ``getattr`` runs properties and ``__getattr__``, ``isinstance`` reads ``__class__``, ``len`` and ``iter`` are the
 class's own. Here an attribute is read where Python keeps it: the instance's ``__dict__`` and the slots, each by its

@@ -1,4 +1,4 @@
-"""What an error means, and the rows of the tables that find it out: words of a message, and who explains them."""
+"""Explanations of error messages, and tables that map the words of a message to its explanation."""
 
 from __future__ import annotations
 
@@ -38,23 +38,14 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """An error, with what was exported or called.
+    """An error, with what was exported or called."""
 
-    Attributes:
-        error: the exception that was raised.
-        message: the text of the error.
-        module: the module or program; ``None`` where it is not known.
-        args: positional arguments of the export or the call.
-        kwargs: keyword arguments of the export or the call.
-        dynamic_shapes: the shapes as passed to ``torch.export.export``.
-    """
-
-    error: BaseException
-    message: str
-    module: torch.nn.Module | ExportedProgram | None
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    dynamic_shapes: Any
+    error: BaseException  # the exception that was raised
+    message: str  # the text of the error
+    module: torch.nn.Module | ExportedProgram | None  # the module or program; `None` where it is not known
+    args: tuple[Any, ...]  # positional arguments of the export or the call
+    kwargs: Mapping[str, Any]  # keyword arguments of the export or the call
+    dynamic_shapes: Any  # the shapes as passed to `torch.export.export`
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments by parameter name."""

@@ -1,4 +1,4 @@
-"""Explain messages of ``torch.export``: what they mean, where they come from, what to type: :func:`explain_error`.
+"""Explain error messages of ``torch.export``: cause, place, and the line to type (:func:`explain_error`).
 
 Each row of the table reads one kind of message. torch words some of them differently with ``strict=True``, and has
 reworded most of them once or twice; a row looks for the words that stayed. A message without a row is unknown.
@@ -22,11 +22,11 @@ from ..recipe.aliases import DynamicShapes
 from ..trees.walk import class_name, torch_leaves
 from .contents import Layouts
 from .explanation import Explanation, Failure, Row
-from .other_messages import OTHER_ROWS
 from .places import place_of
 from .program_errors import PROGRAM_ROWS, explain_guards
 from .remedies import Remedy, remedy_for
 from .size_errors import SIZE_ROWS, explain_misfit, misfit_in_our_words
+from .tool_messages import OTHER_ROWS
 
 __all__ = ["Explanation", "explain_error"]
 

@@ -1,4 +1,4 @@
-"""Objects that hold tensors and that torch does not flatten: where they are, and the line to type.
+"""Find objects that hold tensors and that torch does not flatten, with the line to type for each.
 
 ::
 
@@ -17,8 +17,8 @@ from ..errors.messages import format_bytes
 from ..recipe.aliases import PyTree
 from ..trees.walk import class_name, torch_leaves
 from .contents import Layouts
-from .inside import Holder, holders_in
 from .remedies import Remedy, registers_what_is_inside, remedy_for
+from .tensors_inside import Holder, holders_in
 
 __all__ = [
     "Unregistered",

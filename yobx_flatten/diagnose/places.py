@@ -1,4 +1,4 @@
-"""The line of a module's own code in which an error began, below that of torch and of this package."""
+"""Find the line of the user's own code in which an error began."""
 
 from __future__ import annotations
 
@@ -15,14 +15,8 @@ _OURS = os.path.dirname(os.path.dirname(__file__))
 
 
 def place_of(error: BaseException) -> str:
-    """Return ``" in forward, model.py:12: x + y"`` for the innermost line of the code of a model.
-
-    Args:
-        error: the exception.
-
-    Returns:
-        ``""`` where the code that called torch or this package is all that is known.
-    """
+    """Return ``" in forward, model.py:12: x + y"`` for the innermost line of the code of a model."""
+    # returns: `""` where the code that called torch or this package is all that is known
     rows = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     inside = [number for number, (code, _) in enumerate(rows) if code.co_filename.startswith((_TORCH, _OURS))]
     # what is above the first of them is the program that was to be exported from

@@ -1,4 +1,4 @@
-"""Explain messages of a program that refuses its inputs: their structure, their keywords, its guards."""
+"""Explain errors of a program that refuses its inputs: structure, keywords, guards."""
 
 from __future__ import annotations
 

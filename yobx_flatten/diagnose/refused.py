@@ -14,15 +14,8 @@ __all__ = ["explain_leaf"]
 
 
 def explain_leaf(inputs: Mapping[str, Any], refusal: str) -> NotRegisteredError | None:
-    """Say where among the inputs the object is that torch refuses, and the line that registers its class.
-
-    Args:
-        inputs: the inputs by parameter name.
-        refusal: what ``torch.export`` states, which names the class and neither place nor remedy.
-
-    Returns:
-        The error to raise; ``None`` if no input is of the class that torch names.
-    """
+    """Say where among the inputs the object is that torch refuses, and the line that registers its class."""
+    # refusal: what `torch.export` states, which names the class and neither place nor remedy
     layouts = Layouts()
     for name, value in inputs.items():
         for path, leaf in torch_leaves(value, name):

@@ -1,4 +1,4 @@
-"""The line to type for an object of a class that is not registered."""
+"""Write the line that registers the class of an object."""
 
 from __future__ import annotations
 
@@ -32,16 +32,7 @@ _CONSTANTS = (type, slice, range, types.FunctionType, types.BuiltinFunctionType)
 
 
 def remedy_for(cls: type, obj: object, layouts: Layouts) -> Remedy:
-    """Return what registers a class, or avoids the need to.
-
-    Args:
-        cls: the class.
-        obj: an instance, whose attributes are children or static data.
-        layouts: where instances keep what they hold.
-
-    Returns:
-        The advice and the line to type.
-    """
+    """Return what registers a class, or avoids the need to."""
     if issubclass(cls, torch.nn.Module):
         return Remedy("A module is not an input: make it a submodule of the one that uses it", "self.part = part")
     if is_constant_class(cls) or issubclass(cls, _CONSTANTS):

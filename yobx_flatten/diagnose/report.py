@@ -1,4 +1,4 @@
-"""A report on what was compared: whether it is within its tolerance, the largest difference, and a table of it."""
+"""Report a comparison: the largest difference, the tolerance, and a table."""
 
 from __future__ import annotations
 

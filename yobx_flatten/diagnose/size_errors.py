@@ -1,4 +1,4 @@
-"""Explain messages on sizes: those that were to vary, and ``dynamic_shapes`` that do not fit the inputs."""
+"""Explain errors about sizes: fixed dynamic axes, and ``dynamic_shapes`` that do not match the inputs."""
 
 from __future__ import annotations
 
@@ -102,13 +102,8 @@ def misfit_in_our_words(failure: Failure) -> str:
 
 
 def explain_misfit(failure: Failure, text: str, paths: tuple[str, ...]) -> Explanation:
-    """Explain that ``dynamic_shapes`` does not fit, with the line that writes it.
-
-    Args:
-        failure: the error.
-        text: what does not fit.
-        paths: the entries of ``dynamic_shapes`` that the error names.
-    """
+    """Explain that ``dynamic_shapes`` does not fit, with the line that writes it."""
+    # paths: the entries of `dynamic_shapes` that the error names
     line = "export_program(module, args, kwargs)  # writes them"
     if not failure.args or not failure.kwargs:
         line = f"dynamic_shapes=dynamic_shapes({'kwargs' if failure.kwargs else 'args'})"

@@ -1,4 +1,4 @@
-"""Compare two structures: key paths with both values, instead of two walls of text."""
+"""Compare two tree specs, and list the key paths that differ with both values."""
 
 from __future__ import annotations
 
@@ -74,16 +74,7 @@ def compare_specs(
 
 
 def compare_spec_texts(first: str, second: str, names: tuple[str, str]) -> list[Difference] | None:
-    """Compare two specs as torch prints them into a message; ``None`` if they cannot be read.
-
-    Args:
-        first: a spec as torch prints it.
-        second: another one.
-        names: what the two are called in the result.
-
-    Returns:
-        The differences; ``None`` if one of them cannot be read.
-    """
+    """Compare two specs as torch prints them into a message; ``None`` if they cannot be read."""
     try:
         left, right = _parse(first), _parse(second)
     except (ValueError, IndexError):

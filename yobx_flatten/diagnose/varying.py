@@ -25,12 +25,7 @@ class Axis(NamedTuple):
 
 
 def varying_axes(inputs: Mapping[str, Any], shapes: Mapping[str, Any]) -> Iterator[Axis]:
-    """Yield the axes that may vary, in the order of the leaves.
-
-    Args:
-        inputs: the inputs by parameter name.
-        shapes: a specification that fits them.
-    """
+    """Yield the axes that may vary, in the order of the leaves."""
     for name, value in inputs.items():
         places = leaf_places(value, own_children, name)
         for place, entries in zip(places, shapes_of_leaves(value, shapes[name]), strict=True):

@@ -1,4 +1,4 @@
-"""Every exception a user can meet. Each message names the place, the class, what was found, and the line to type."""
+"""All exceptions of the package. Each message names the place, the class, what was found, and the line to type."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class ReplayError(VersionDependentError, FlattenError, ValueError):
     """An exported program does not return what the eager model returns. ``report`` holds every case.
 
     Attributes:
-        report: the :class:`~yobx_flatten.export.report.ExportReport` of the export, or ``None``.
+        report: the :class:`~yobx_flatten.export.proof.report.ExportReport` of the export, or ``None``.
     """
 
     def __init__(self, message: str, report: object = None) -> None:

@@ -1,4 +1,4 @@
-"""Which optional libraries are installed, and the line that installs one that is missing."""
+"""Check which optional libraries are installed, and name the line that installs a missing one."""
 
 from __future__ import annotations
 
@@ -24,14 +24,6 @@ def is_installed(library: str) -> bool:
 def require(*libraries: str, purpose: str, extra: str | None = None) -> None:
     """Raise an error with the line to type if a library is not installed. Nothing is imported.
 
-    Args:
-        libraries: names by which the libraries are imported and installed.
-        purpose: what needs them: a function, an option, a feature.
-        extra: extra of this package that installs them, several with commas; ``None`` if they are installed by name.
-
-    Raises:
-        MissingDependencyError: when one of them is not installed.
-
     >>> require("torch", purpose="export_program")
     >>> require("no_such_library", purpose="a picture")
     Traceback (most recent call last):
@@ -39,6 +31,7 @@ def require(*libraries: str, purpose: str, extra: str | None = None) -> None:
     yobx_flatten.errors.MissingDependencyError: a picture needs no_such_library, which is not installed:
         pip install no_such_library
     """
+    # extra: extra of this package that installs them, several with commas; `None` if they are installed by name
     missing = [library for library in libraries if not is_installed(library)]
     if missing:
         line = " ".join(missing) if extra is None else f"'yobx-flatten[{extra}]'"

@@ -18,13 +18,10 @@ _U = TypeVar("_U")
 def result_or(run: Callable[[], _T], otherwise: Callable[[Exception], _U]) -> _T | _U:
     """Return what a function returns, or what stands for the error that it raises.
 
-    Args:
-        run: calls code of a user, or of another library.
-        otherwise: returns the result for an error; it states why no error has to come out.
-
     >>> result_or(lambda: repr(3), lambda error: "?"), result_or(lambda: 1 // 0, lambda error: -1)
     ('3', -1)
     """
+    # otherwise: returns the result for an error; it states why no error has to come out
     try:
         return run()
     except Exception as error:  # reported by the caller, in the result
@@ -34,13 +31,6 @@ def result_or(run: Callable[[], _T], otherwise: Callable[[Exception], _U]) -> _T
 @contextlib.contextmanager
 def raised_as(error_of: Callable[[Exception], Exception], *own: type[Exception]) -> Iterator[None]:
     """Raise an error of ours, with the cause, for whatever a block raises.
-
-    Args:
-        error_of: makes it, with the place and the line to type.
-        own: classes that come out as they are.
-
-    Returns:
-        A context manager.
 
     >>> with raised_as(lambda error: ValueError(f"not a number: {error}")):
     ...     int("three")
@@ -58,12 +48,6 @@ def raised_as(error_of: Callable[[Exception], Exception], *own: type[Exception])
 @contextlib.contextmanager
 def undone_on_failure(undo: Callable[[], object]) -> Iterator[None]:
     """Undo what was begun where a block does not come to its end, also after Ctrl-C; the error comes out.
-
-    Args:
-        undo: brings back what was there before.
-
-    Returns:
-        A context manager.
 
     >>> with undone_on_failure(lambda: print("undone")):
     ...     raise ValueError("no")

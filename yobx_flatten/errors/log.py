@@ -1,4 +1,4 @@
-"""Logging to logger ``yobx_flatten``, and ``verbose=``, which is a level for one call and its thread."""
+"""Log to ``yobx_flatten``; ``verbose=`` raises the level for one call and its thread."""
 
 from __future__ import annotations
 

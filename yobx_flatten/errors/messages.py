@@ -1,4 +1,4 @@
-"""Parts of messages: an error in one line, a number of bytes, a table."""
+"""Format parts of messages: an error in one line, a number of bytes, a table."""
 
 from __future__ import annotations
 
@@ -32,16 +32,6 @@ def format_bytes(count: float) -> str:
 def table(rows: Iterable[Sequence[str]], *, align: str = "", indent: str = "  ", width: int | None = None) -> list[str]:
     """Align rows of cells in columns.
 
-    Args:
-        rows: the cells of each row; the first row can be a header. The last cell of a row is as long as it is, so a row
-            can end early with a sentence.
-        align: one sign per column, ``"<"`` for the left and ``">"`` for the right. Default: all to the left.
-        indent: what every line begins with; two spaces by default.
-        width: most characters of a line, for which the first cells are shortened at their start. Default: no limit.
-
-    Returns:
-        The lines.
-
     >>> for line in table([["case", "steps", "worst"], ["batch 3", "2", "logits"], ["batch 12", "why"]], indent="| "):
     ...     print(line)
     | case      steps  worst
@@ -52,6 +42,11 @@ def table(rows: Iterable[Sequence[str]], *, align: str = "", indent: str = "  ",
     | ...yers.0     9 MB
     | head       12.5 MB
     """
+    # rows: the cells of each row; the first row can be a header. The last cell of a row is as long as it is, so a row
+    # can end early with a sentence.
+    # align: one sign per column, `"<"` for the left and `">"` for the right. Default: all to the left.
+    # indent: what every line begins with; two spaces by default
+    # width: most characters of a line, for which the first cells are shortened at their start. Default: no limit.
     cells = [list(row) for row in rows]
     signs = align.ljust(max(map(len, cells), default=0), "<")
     widths = [0] * len(signs)

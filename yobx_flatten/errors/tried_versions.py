@@ -1,4 +1,4 @@
-"""The newest versions that were tried, and what to state where a newer one is installed.
+"""Name the newest tried versions of libraries in errors, where a newer one is installed.
 
 This is the one place of these versions. A test compares them with ``constraints.txt`` and with what `make newest` has
 recorded; CONTRIBUTING.md ("Renewing the versions") states how they are renewed.

@@ -1,14 +1,14 @@
-"""A program or an ONNX file, replayed next to the eager module before it is handed out."""
+"""Export a module to a program or an ONNX file, and replay it next to the eager module."""
 
 from __future__ import annotations
 
-from .given_program import prove_program
+from .foreign_program import prove_program
 from .onnx_export import export_onnx
-from .program import ExportedModel, export_program
-from .quality import Quality
-from .quantization import Quantization
-from .replay import Case, CaseResult
-from .report import ExportReport
+from .program_export import ExportedModel, export_program
+from .proof.quality import Quality
+from .proof.replay import Case, CaseResult
+from .proof.report import ExportReport
+from .quantization.options import Quantization
 
 __all__ = [
     "Case",

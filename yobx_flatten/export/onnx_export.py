@@ -1,4 +1,4 @@
-"""Export with proof to an ONNX file: the program of :mod:`.program`, converted, and replayed in onnxruntime."""
+"""Export a module to an ONNX file, and replay it in onnxruntime."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ..errors.dependencies import require
 from ..recipe.aliases import DynamicShapes
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
-from .allowed import Allowed
-from .example import make_example
-from .kernels import check_kernels
-from .onnx_attempts import write_proven
-from .onnx_file import check_opset, check_translations, unproven_file
-from .onnx_quantized import quantize_file
-from .program import ExportedModel, cases_of, finish, replay_program, traced_example
-from .proof import Proof, choose_proof
-from .quantization import Quantization, WeightBits, choose_quantization
-from .replay import Case, check_cases
-from .report import ExportReport
-from .room import check_room
-from .runtimes import Source
-from .text_cases import check_text
-from .without_counter import without_counter
+from .example.example import make_example
+from .free_space import check_room
+from .onnx.attempts import write_proven
+from .onnx.file import check_opset, check_translations, unproven_file
+from .onnx.kernels import check_kernels
+from .onnx.quantized import quantize_file
+from .program_export import ExportedModel, cases_of, finish, replay_program, traced_example
+from .proof.levels import Proof, choose_proof
+from .proof.replay import Case, check_cases
+from .proof.report import ExportReport
+from .quantization.options import Quantization, WeightBits, choose_quantization
+from .quantization.text_cases import check_text
+from .runtimes.without_counter import without_counter
+from .runtimes.write import Source
+from .tolerance import Allowed
 
 __all__ = ["export_onnx"]
 

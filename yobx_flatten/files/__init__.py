@@ -1,1 +1,1 @@
-"""Files and folders: written whole or not at all, and read as what a stranger may have made."""
+"""Write files and folders whole or not at all, and read them as untrusted."""

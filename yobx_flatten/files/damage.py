@@ -1,4 +1,4 @@
-"""What the wrong contents of a file raise, as one error that names the file."""
+"""Turn the errors of a damaged file into one that names the file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ __all__ = ["damage_as", "is_failure"]
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether an error is of a library that reads something, and not Ctrl-C or the end of the process.
-
-    Args:
-        error: a panic of a library in Rust is no ``Exception``, and its class cannot be imported.
-    """
+    """Whether an error is of a library that reads something, and not Ctrl-C or the end of the process."""
+    # error: a panic of a library in Rust is no `Exception`, and its class cannot be imported
     return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
 
 
@@ -26,14 +23,6 @@ def damage_as(failure: type[Exception], where: str, *own: type[Exception]) -> It
 
     Documents are checked by their form first. This is for the rest: safetensors, protobuf and torch raise
     errors of many classes for data that do not fit together.
-
-    Args:
-        failure: class of the error.
-        where: the file, for the message.
-        own: errors that come out as they are, next to ours and those of the system.
-
-    Returns:
-        A context manager.
     """
     try:
         yield

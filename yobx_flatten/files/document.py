@@ -1,4 +1,4 @@
-"""Documents of JSON that a stranger may have made: of the stated form, or an error that names the place."""
+"""Read untrusted JSON of a stated form; errors name the place in the document."""
 
 from __future__ import annotations
 
@@ -19,22 +19,9 @@ _LARGEST = 2**30  # bytes; a timeline of days has less
 def read_document(
     path: pathlib.Path, form: type[T], *, failure: type[Exception], remedy: str = "", finite: bool = True
 ) -> T:
-    """Read a file of JSON.
-
-    Args:
-        path: the file.
-        form: what it holds: a dataclass, whose fields have types, or a type such as ``dict[str, float]``.
-        failure: class of the error.
-        remedy: the end of the message: what to do.
-        finite: whether ``Infinity`` and ``NaN`` are refused, which configurations of transformers may hold.
-
-    Returns:
-        The document.
-
-    Raises:
-        Exception: of the class ``failure``, when it is not a regular file, too large, not JSON, or of another form.
-        OSError: when the file cannot be read.
-    """
+    """Read a file of JSON."""
+    # form: what it holds: a dataclass, whose fields have types, or a type such as `dict[str, float]`
+    # finite: whether `Infinity` and `NaN` are refused, which configurations of transformers may hold
     check_regular(path, failure, _LARGEST)
     return parse_document(path.read_bytes(), form, str(path), failure=failure, remedy=remedy, finite=finite)
 
@@ -51,15 +38,8 @@ def parse_document(
     """Parse JSON as :func:`read_document` does.
 
     What is nested deeper than Python calls itself is refused.
-
-    Args:
-        text: the JSON.
-        form: what it holds.
-        where: what it is called in messages.
-        failure: class of the error.
-        remedy: the end of the message.
-        finite: whether ``Infinity`` and ``NaN`` are refused.
     """
+    # finite: whether `Infinity` and `NaN` are refused
     import msgspec
 
     try:
@@ -84,16 +64,7 @@ def _finite(number: str) -> float:
 
 
 def inside(folder: pathlib.Path, name: object, failure: type[Exception]) -> pathlib.Path:
-    """Return the path of a file that a document names, in the folder of the document or below.
-
-    Args:
-        folder: the folder.
-        name: what the document has, with slashes.
-        failure: class of the error.
-
-    Raises:
-        Exception: of the class ``failure``, when the name leads anywhere else, or to no regular file.
-    """
+    """Return the path of a file that a document names, in the folder of the document or below."""
     parts = pathlib.PurePosixPath(name).parts if isinstance(name, str) else ()
     # a backslash or a drive leads elsewhere on Windows, and no system has a zero in a name
     if not parts or parts[0] == "/" or ".." in parts or any(sign in part for part in parts for sign in "\\:\0"):
@@ -110,16 +81,8 @@ def check_regular(path: pathlib.Path, failure: type[Exception], most: int | None
     """Refuse what is not a file on a disk: a folder, a device without an end, a pipe without a writer.
 
     Links to files are followed, as the caches of hubs are made of them.
-
-    Args:
-        path: the file.
-        failure: class of the error.
-        most: the largest number of bytes; any by default.
-
-    Raises:
-        Exception: of the class ``failure``, when it is something else, or larger.
-        OSError: when there is no such file.
     """
+    # most: the largest number of bytes; any by default
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
         raise failure(f"{path} is not a file on a disk.")

@@ -1,4 +1,4 @@
-"""Wait until files are on the disk: without it, a crash of the machine may leave a name without contents."""
+"""Wait until files are on the disk. Otherwise a crash may leave names without contents."""
 
 from __future__ import annotations
 
@@ -32,11 +32,7 @@ def flush_folder(folder: pathlib.Path) -> None:
 
 
 class opened_folder(contextlib.AbstractContextManager["opened_folder"]):  # noqa: N801 # used like a function
-    """A folder whose names can be flushed later, when no file can be opened any more.
-
-    Args:
-        folder: the folder.
-    """
+    """A folder whose names can be flushed later, when no file can be opened any more."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         # Windows opens no folders

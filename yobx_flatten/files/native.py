@@ -1,4 +1,4 @@
-"""A file for torch's writer of archives, which ends the process where a write fails: on a full disk, say.
+"""Guard torch's archive writer, which ends the process when a write fails, for example on a full disk.
 
 Its destructor writes the end of the archive, and an error there is thrown where C++ allows none.
 """
@@ -16,14 +16,7 @@ __all__ = ["file_for_torch"]
 
 @contextlib.contextmanager
 def file_for_torch(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a new file whose writes never fail; what failed is raised at the end.
-
-    Args:
-        path: the file.
-
-    Raises:
-        OSError: when it cannot be made, or a write has failed.
-    """
+    """Yield a new file whose writes never fail; what failed is raised at the end."""
     with _Lenient(path, "wb") as file:
         try:
             yield file

@@ -1,4 +1,4 @@
-"""Which files of data an ONNX file refers to."""
+"""List the external data files of an ONNX file."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ __all__ = ["data_files_of"]
 
 
 def data_files_of(path: pathlib.Path) -> set[str]:
-    """Return the names of files of data that an ONNX file refers to, if they are as this package gives them.
-
-    Args:
-        path: the file; one that is not there, or no ONNX file, refers to nothing.
-    """
+    """Return the names of files of data that an ONNX file refers to, if they are as this package gives them."""
+    # path: the file; one that is not there, or no ONNX file, refers to nothing
     if not path.is_file():
         return set()
     import onnx

@@ -1,4 +1,4 @@
-"""Write a file or a folder under a hidden name, and give it its own when it is complete.
+"""Write a file or folder under a hidden name, and rename it when it is complete.
 
 ::
 
@@ -53,14 +53,8 @@ _NEW, _OLD, _OTHERS, _STALE = "new", "old", "others", "stale"
 
 @contextlib.contextmanager
 def scratch_for(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield an empty hidden folder on the disk of the target, which is gone afterwards.
-
-    Args:
-        target: the file or folder that is written. What other processes left of it is settled first.
-
-    Raises:
-        OSError: when the folder cannot be made.
-    """
+    """Yield an empty hidden folder on the disk of the target, which is gone afterwards."""
+    # target: the file or folder that is written. What other processes left of it is settled first.
     target.parent.mkdir(parents=True, exist_ok=True)
     settle(target)
     folder, lock = _locked_folder(target)
@@ -77,10 +71,6 @@ def data_path(written: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
     """Return where data go that a file refers to: ``NAME.data`` for the first file of a name, then another each time.
 
     So a reader that finds a file finds its data, and not those of the file before or after it.
-
-    Args:
-        written: the file in its hidden folder.
-        target: the path it is to have.
     """
     name = f"{target.name}.data"
     if target.exists() or (target.parent / name).exists():
@@ -94,12 +84,7 @@ def is_data_of(name: str, target: pathlib.Path) -> bool:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file of text, in UTF-8, that is there whole or not at all.
-
-    Args:
-        path: the file.
-        text: what is to be in it.
-    """
+    """Write a file of text, in UTF-8, that is there whole or not at all."""
     target = pathlib.Path(path)
     if target.exists() and not target.is_file():  # /dev/stdout, a pipe: no name to give, and a folder is refused
         target.write_text(text, encoding="utf-8")
@@ -110,16 +95,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def publish_files(new: pathlib.Path, target: pathlib.Path, stale: Collection[str] = ()) -> None:
-    """Give files their names: all others first, that of the target then, and remove what is stale last.
-
-    Args:
-        new: the folder that :func:`scratch_for` yielded.
-        target: the file; others get their places next to it.
-        stale: names of files next to the target that nothing refers to afterwards.
-
-    Raises:
-        OSError: when a file cannot be moved. Then the target is the old one.
-    """
+    """Give files their names: all others first, that of the target then, and remove what is stale last."""
+    # target: the file; others get their places next to it
     others = [file.name for file in sorted(new.iterdir()) if file.name != target.name]
     for name, files in ((_OTHERS, others), (_STALE, stale)):
         (new.parent / name).write_text("\n".join(files), encoding="utf-8")
@@ -139,16 +116,7 @@ def publish_files(new: pathlib.Path, target: pathlib.Path, stale: Collection[str
 
 
 def publish_folder(new: pathlib.Path, target: pathlib.Path) -> None:
-    """Give a folder its name, in place of a folder of that name.
-
-    Args:
-        new: the folder that :func:`scratch_for` yielded.
-        target: its path.
-
-    Raises:
-        OSError: when it cannot be moved. Then the old folder is under its name; where that also fails, the message
-            has the name it is under until :func:`settle`.
-    """
+    """Give a folder its name, in place of a folder of that name."""
     flush_tree(new.parent)
     old = new.parent / _OLD
     with opened_folder(target.parent) as flush:
@@ -172,14 +140,7 @@ def move_in(new: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def settle(target: pathlib.Path) -> None:
-    """Finish or remove what killed processes left of a file or folder; leave alone what is being written.
-
-    Args:
-        target: its path.
-
-    Raises:
-        OSError: when the folder that had the name cannot get it back, as on a disk that is read-only.
-    """
+    """Finish or remove what killed processes left of a file or folder; leave alone what is being written."""
     for left in _left_of(target):
         try:
             lock = _lock_of(left)
@@ -195,14 +156,7 @@ def settle(target: pathlib.Path) -> None:
 
 
 def is_folder(path: pathlib.Path) -> bool:
-    """Whether there is a folder, also one that a killed process was about to replace.
-
-    Args:
-        path: its path.
-
-    Raises:
-        StoredFileError: when it is being replaced, or cannot get its name back.
-    """
+    """Whether there is a folder, also one that a killed process was about to replace."""
     if not path.exists() and path.name:
         reason = ""
         try:

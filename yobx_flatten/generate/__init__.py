@@ -1,4 +1,4 @@
-"""Text from exported files: a loop that hands the cache from one call to the next, without copying it."""
+"""Generate text with exported files. The cache passes from call to call without a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search: several continuations of each row, of which the best are kept after every token.
+"""Beam search: keep the best continuations of each row after every token.
 
 .. code-block:: text
 
@@ -25,24 +25,15 @@ _NEVER = -1e9  # of a sum: chosen after all others
 
 @dataclasses.dataclass(frozen=True)
 class BeamSettings:
-    """How many continuations of a row are kept, and when they are good enough. The defaults keep the likeliest token.
+    """How many continuations of a row are kept, and when they are good enough; by default the likeliest token."""
 
-    Attributes:
-        num_beams: continuations per row.
-        length_penalty: exponent of the length by which the sum of log-probabilities is divided: above 0 longer
-            sequences are preferred.
-        early_stopping: ``True`` ends a row when it has ``num_beams`` that ended; ``False`` when none of the same length
-            could be better; ``"never"`` when none of any length could.
-        num_return_sequences: sequences returned per row, the best first.
-
-    Raises:
-        InvalidArgumentError: when a value is out of its range.
-    """
-
-    num_beams: int = 1
+    num_beams: int = 1  # continuations per row
+    # exponent of the length by which the sum of log-probabilities is divided: above 0 longer sequences are preferred
     length_penalty: float = 1.0
+    # `True` ends a row when it has `num_beams` that ended; `False` when none of the same length could be better;
+    # `"never"` when none of any length could
     early_stopping: bool | Literal["never"] = False
-    num_return_sequences: int = 1
+    num_return_sequences: int = 1  # sequences returned per row, the best first
 
     def __post_init__(self) -> None:
         for name in ("num_beams", "num_return_sequences"):
@@ -61,15 +52,10 @@ class BeamSettings:
 
 
 class BeamSearch:
-    """The beams of all rows.
+    """The beams of all rows."""
 
-    Args:
-        prompt: tokens, int64 of shape (batch, length).
-        settings: how many beams, and when they are good enough.
-        longest: tokens of a row at most.
-        ends: tokens that end a row; empty for none.
-        fill: token after the end of a row.
-    """
+    # prompt: tokens, int64 of shape (batch, length)
+    # settings: how many beams, and when they are good enough
 
     def __init__(
         self, prompt: torch.Tensor, settings: BeamSettings, longest: int, ends: tuple[int, ...], fill: int
@@ -104,14 +90,9 @@ class BeamSearch:
         return self._best[:, :wanted, :length].flatten(0, 1)
 
     def step(self, scores: torch.Tensor) -> torch.Tensor:
-        """Continue every beam by one token.
-
-        Args:
-            scores: log-probabilities, float32 of shape (batch * num_beams, vocabulary).
-
-        Returns:
-            For each beam that goes on, the place of the one it continues, int64 of shape (batch * num_beams).
-        """
+        """Continue every beam by one token."""
+        # scores: log-probabilities, float32 of shape (batch * num_beams, vocabulary)
+        # returns: for each beam that goes on, the place of the one it continues, int64 of shape (batch * num_beams)
         batch, beams, _ = self._running.shape
         vocabulary = scores.shape[-1]
         sums = (scores.view(batch, beams, vocabulary) + self._sums[:, :, None]).flatten(1)

@@ -1,4 +1,4 @@
-"""The two configurations of a model, as they are written."""
+"""The two configurations of a model, as its folder has them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,10 @@ _OF_SPEECH = ("lang_to_id", "no_timestamps_token_id")
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """What ``config.json`` and ``generation_config.json`` hold.
+    """What ``config.json`` and ``generation_config.json`` hold."""
 
-    Attributes:
-        config: the configuration of the model.
-        generation: the configuration of its generation; empty where there is none.
-    """
-
-    config: Mapping[str, Any] = dataclasses.field(repr=False)
+    config: Mapping[str, Any] = dataclasses.field(repr=False)  # the configuration of the model
+    # the configuration of its generation; empty where there is none
     generation: Mapping[str, Any] = dataclasses.field(repr=False)
 
     @property

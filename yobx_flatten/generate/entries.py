@@ -1,4 +1,4 @@
-"""The entries of a configuration that generation computes with, and their types."""
+"""The entries of a configuration that generation reads, with their types."""
 
 from __future__ import annotations
 

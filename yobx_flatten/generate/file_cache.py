@@ -23,11 +23,7 @@ __all__ = ["FileCache"]
 
 
 class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
-    """What files have read so far; loops of transformers reorder its rows and take its last tokens back.
-
-    Args:
-        steps: the files.
-    """
+    """What files have read so far; loops of transformers reorder its rows and take its last tokens back."""
 
     def __init__(self, steps: Steps) -> None:
         super().__init__(layers=[])
@@ -113,11 +109,8 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
             self._held = None
 
     def crop(self, tokens: int) -> None:
-        """Take tokens back.
-
-        Args:
-            tokens: how many to take back, as a negative number; a positive one is how many to keep.
-        """
+        """Take tokens back."""
+        # tokens: how many to take back, as a negative number; a positive one is how many to keep
         kept = tokens if tokens > 0 else self.seen + tokens
         state = self.state
         if state is None or kept >= self.seen:

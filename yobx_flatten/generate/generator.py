@@ -1,4 +1,4 @@
-"""The loop: read the prompt, choose a token, feed it with the returned cache, again and again."""
+"""The generation loop: read the prompt, choose a token, feed it with the cache."""
 
 from __future__ import annotations
 

@@ -25,36 +25,19 @@ __all__ = ["Grids", "image_positions"]
 
 @dataclasses.dataclass(frozen=True)
 class Grids:
-    """The sizes of all pictures of a prompt, or of all its videos.
+    """The sizes of all pictures of a prompt, or of all its videos."""
 
-    Attributes:
-        word: ``"image"`` or ``"video"``.
-        token_id: the token that they replace.
-        sizes: patches of each in time, height and width: integers of shape (count, 3), in the order of their tokens.
-        spacing: positions from one frame to the next, a number for each; 1 for all by default.
-    """
-
-    word: str
-    token_id: int | None
+    word: str  # `"image"` or `"video"`
+    token_id: int | None  # the token that they replace
+    # patches of each in time, height and width: integers of shape (count, 3), in the order of their tokens
     sizes: torch.Tensor
-    spacing: Sequence[Any] = ()
+    spacing: Sequence[Any] = ()  # positions from one frame to the next, a number for each; 1 for all by default
 
 
 def image_positions(tokens: torch.Tensor, mask: torch.Tensor, given: Sequence[Grids], merge: int) -> torch.Tensor:
-    """Return the positions of a prompt.
-
-    Args:
-        tokens: integers of shape (batch, length).
-        mask: integers of the same shape, 0 where a row is padded.
-        given: pictures and videos; empty without them.
-        merge: patches per token, along each side.
-
-    Returns:
-        int64 of shape (3, batch, length); 0 where a row is padded.
-
-    Raises:
-        InvalidArgumentError: when the tokens of a picture are not as many as its grid states.
-    """
+    """Return the positions of a prompt."""
+    # mask: integers of the same shape, 0 where a row is padded
+    # given: pictures and videos; empty without them
     positions = torch.zeros(3, *tokens.shape, dtype=torch.int64)
     left = {grids.token_id: _Left(grids, merge) for grids in given}
     for row, shown in enumerate(mask.bool()):

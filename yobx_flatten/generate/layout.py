@@ -1,4 +1,4 @@
-"""Which files make one model. The names are those of optimum and transformers.js.
+"""Name the files of one model, as optimum and transformers.js do.
 
 =====================  =========================================================================================
 decoder                ``model``
@@ -35,18 +35,7 @@ LAYOUTS: tuple[dict[str, str], ...] = (
 
 
 def located(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """Return where a file of a folder is: in the folder, or where transformers.js looks for it.
-
-    Args:
-        folder: the folder.
-        name: its name, ``model.onnx``.
-
-    Returns:
-        Its path; that in the folder itself, where there is no such file.
-
-    Raises:
-        GenerationError: when there are several of it, with weights of other types.
-    """
+    """Return where a file of a folder is: in the folder, or where transformers.js looks for it."""
     if (folder / name).is_file():
         return folder / name
     stem, dot, suffix = name.rpartition(".")
@@ -61,19 +50,8 @@ def located(folder: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] | None) -> dict[str, pathlib.Path]:
-    """Find the files of a model.
-
-    Args:
-        path: a folder, or the file of a decoder.
-        suffix: ``".onnx"`` or ``".pt2"``.
-        prefill: the file of the first call, where ``path`` is a file.
-
-    Returns:
-        Part to path.
-
-    Raises:
-        GenerationError: when there is no such folder or file, or it holds no model.
-    """
+    """Find the files of a model."""
+    # prefill: the file of the first call, where `path` is a file
     if not path.exists():
         raise GenerationError(f"There is no {path}.")
     if not is_folder(path):
@@ -92,11 +70,8 @@ def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] 
 
 
 def folder_of(file: pathlib.Path) -> pathlib.Path:
-    """Return the folder that a file is of, where its configurations are.
-
-    Args:
-        file: a file, which may be where transformers.js looks for it.
-    """
+    """Return the folder that a file is of, where its configurations are."""
+    # file: a file, which may be where transformers.js looks for it
     parent = file.parent
     above = (
         parent.name == SUBFOLDER

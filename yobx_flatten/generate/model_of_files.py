@@ -44,11 +44,7 @@ _PICTURES = (
 
 
 class EncoderOfFiles(torch.nn.Module):
-    """What an encoder-decoder model's encoder is asked for.
-
-    Args:
-        steps: the files.
-    """
+    """What an encoder-decoder model's encoder is asked for."""
 
     def __init__(self, steps: Steps) -> None:
         super().__init__()
@@ -77,23 +73,14 @@ class EncoderOfFiles(torch.nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """The pictures of a prompt, which transformers' loops hand on as they are.
+    """The pictures of a prompt, which transformers' loops hand on as they are."""
 
-    Attributes:
-        pictures: pictures and videos.
-        rows: number of rows of the prompt, before a loop lets each stand for several.
-    """
-
-    pictures: Sequence[Pictures]
-    rows: int
+    pictures: Sequence[Pictures]  # pictures and videos
+    rows: int  # number of rows of the prompt, before a loop lets each stand for several
 
 
 class FileModel(ModelWithoutWeights):
-    """Not one weight: ``generate`` is transformers' own, ``forward`` runs the files.
-
-    Args:
-        steps: the files.
-    """
+    """Not one weight: ``generate`` is transformers' own, ``forward`` runs the files."""
 
     _is_stateful = False
 
@@ -121,19 +108,8 @@ class FileModel(ModelWithoutWeights):
         return self.model.encoder if hasattr(self, "model") else self.encoder
 
     def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Generate as ``model.generate`` of the exported model does.
-
-        Args:
-            inputs: the prompt, or what an encoder reads.
-            *args: see ``GenerationMixin.generate``.
-            **kwargs: every keyword of ``GenerationMixin.generate``, and what the model's processor returns.
-
-        Returns:
-            What ``model.generate`` returns.
-
-        Raises:
-            InvalidArgumentError: when weights of attention or hidden states are asked for, which files do not return.
-        """
+        """Generate as ``model.generate`` of the exported model does."""
+        # kwargs: every keyword of `GenerationMixin.generate`, and what the model's processor returns
         for name in ("output_attentions", "output_hidden_states", "return_token_timestamps"):
             stated = kwargs.get("generation_config")
             if kwargs.get(name) or getattr(stated, name, False):
@@ -386,11 +362,7 @@ class FileModel(ModelWithoutWeights):
 
 
 def config_of(steps: Steps) -> Any:
-    """Return the configuration of a model: of its own class where transformers has one, and never code of a folder.
-
-    Args:
-        steps: the files.
-    """
+    """Return the configuration of a model: of its own class where transformers has one, and never code of a folder."""
     documents, encoder = steps.settings.documents, steps.parts.encoder is not None
     stated = {} if documents is None else copy.deepcopy(dict(documents.config))
     return read_config(stated, encoder=encoder)
@@ -400,10 +372,6 @@ def model_of_files(steps: Steps, bases: tuple[type, ...] = ()) -> Any:
     """Return a model of transformers over files.
 
     Its class has the name of the exported one, since transformers' pipelines go by it.
-
-    Args:
-        steps: the files.
-        bases: further classes that it is of.
     """
     documents = steps.settings.documents
     stated: Mapping[str, Any] = {} if documents is None else documents.config

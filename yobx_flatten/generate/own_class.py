@@ -29,22 +29,14 @@ _SETTINGS = {
 
 
 class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers is untyped
-    """A model of transformers whose calls run files, wherever these compute.
-
-    Args:
-        config: its configuration.
-    """
+    """A model of transformers whose calls run files, wherever these compute."""
 
     def __init__(self, config: Any) -> None:
         PreTrainedModel.__init__(self, config)
         self.anchor = torch.nn.Parameter(torch.zeros(()), requires_grad=False)  # states device and type
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse another device: tensors come from and go to the host.
-
-        Raises:
-            InvalidArgumentError: with the argument that chooses where files compute.
-        """
+        """Refuse another device: tensors come from and go to the host."""
         moved = super().to(*args, **kwargs)
         if self.anchor.device.type != "cpu":
             found, self.anchor = self.anchor.device, torch.nn.Parameter(torch.zeros(()), requires_grad=False)
@@ -55,21 +47,13 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         return moved
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse: the files are where they are.
-
-        Raises:
-            InvalidArgumentError: always.
-        """
+        """Refuse: the files are where they are."""
         raise InvalidArgumentError("A model of exported files is its folder: copy that, with shutil.copytree(a, b).")
 
 
 def read_config(stated: dict[str, Any], *, encoder: bool) -> Any:
-    """Return a configuration as an object.
-
-    Args:
-        stated: what ``config.json`` holds.
-        encoder: whether the model is an encoder-decoder, where the document does not state it.
-    """
+    """Return a configuration as an object."""
+    # encoder: whether the model is an encoder-decoder, where the document does not state it
     kind = stated.get("model_type")
     made: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else PretrainedConfig  # noqa: SIM401 # its `get` imports nothing
     with damage_as(GenerationError, "config.json"):
@@ -80,15 +64,7 @@ def read_config(stated: dict[str, Any], *, encoder: bool) -> Any:
 
 
 def generation_of(settings: GenerationSettings, config: Any) -> Any:
-    """Return how a model generates: what is written next to it, but for what the settings were changed to.
-
-    Args:
-        settings: the settings.
-        config: the configuration of the model.
-
-    Raises:
-        InvalidArgumentError: when the settings have rules of their own.
-    """
+    """Return how a model generates: what is written next to it, but for what the settings were changed to."""
     documents = settings.documents or Documents({}, {})
     own = settings_of(documents.config, documents.generation)
     with damage_as(GenerationError, "generation_config.json"):
@@ -111,21 +87,12 @@ def generation_of(settings: GenerationSettings, config: Any) -> Any:
 
 
 def named_class(stated: Mapping[str, Any], bases: tuple[Any, ...]) -> Any:
-    """Make a class with the name of the exported one.
-
-    Args:
-        stated: what ``config.json`` holds.
-        bases: its bases.
-    """
+    """Make a class with the name of the exported one."""
     return type(class_name_of(stated) or bases[0].__name__, bases, {"__module__": __name__})
 
 
 def class_name_of(stated: Mapping[str, Any]) -> str:
-    """Return the class that a configuration names; empty where transformers has no model of that name.
-
-    Args:
-        stated: what ``config.json`` holds.
-    """
+    """Return the class that a configuration names; empty where transformers has no model of that name."""
     names = stated.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     return name if isinstance(name, str) and name in _model_names() else ""

@@ -1,4 +1,4 @@
-"""Pictures and videos of a prompt: what a processor returns of them, and the features that replace their tokens."""
+"""Pictures and videos of a prompt: the processor's tensors, and the features that replace their tokens."""
 
 from __future__ import annotations
 
@@ -19,43 +19,29 @@ __all__ = ["Pictures", "Seen"]
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What a vision file made of all pictures, or all videos, of a prompt.
+    """What a vision file made of all pictures, or all videos, of a prompt."""
 
-    Attributes:
-        token_id: the token that they replace.
-        features: features of shape (tokens, hidden size).
-        between: features that layers add, of shape (tokens, layers, hidden size); ``None`` without them.
-    """
-
-    token_id: int
-    features: torch.Tensor
+    token_id: int  # the token that they replace
+    features: torch.Tensor  # features of shape (tokens, hidden size)
+    # features that layers add, of shape (tokens, layers, hidden size); `None` without them
     between: torch.Tensor | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Pictures:
-    """All pictures, or all videos, of a prompt, as the processor of a model returns them.
+    """All pictures, or all videos, of a prompt, as the processor of a model returns them."""
 
-    Attributes:
-        word: ``"image"`` or ``"video"``.
-        pixels: pictures of shape (count, channels, height, width), or (rows, count, channels, height, width), where
-            pictures of zeros pad rows that have fewer; or patches of shape (patches, values); ``None`` for
-            none.
-        sizes: patches of each in time, height and width, of shape (count, 3); height and width of each, of shape
-            (count, 2), where they are cut into tiles; ``None`` where all are of one size.
-        token_id: the token that they replace; ``None`` for a model without one.
-        spacing: positions from one frame to the next, a number for each; 1 for all by default.
-        tiles: how they are cut, for a model that cuts them; ``None`` by default.
-        together: the number of pictures of each prompt; ``None``, the default, for one each.
-    """
-
-    word: str
+    word: str  # `"image"` or `"video"`
+    # pictures of shape (count, channels, height, width), or (rows, count, channels, height, width), where pictures of
+    # zeros pad rows that have fewer; or patches of shape (patches, values); `None` for none
     pixels: torch.Tensor | None
+    # patches of each in time, height and width, of shape (count, 3); height and width of each, of shape (count, 2),
+    # where they are cut into tiles; `None` where all are of one size
     sizes: torch.Tensor | None
-    token_id: int | None
-    spacing: Sequence[Any] = ()
-    tiles: Tiles | None = None
-    together: torch.Tensor | None = None
+    token_id: int | None  # the token that they replace; `None` for a model without one
+    spacing: Sequence[Any] = ()  # positions from one frame to the next, a number for each; 1 for all by default
+    tiles: Tiles | None = None  # how they are cut, for a model that cuts them; `None` by default
+    together: torch.Tensor | None = None  # the number of pictures of each prompt; `None`, the default, for one each
 
     @property
     def grids(self) -> list[Grids]:
@@ -65,16 +51,8 @@ class Pictures:
         return [Grids(self.word, self.token_id, self.sizes, self.spacing)]
 
     def seen_by(self, vision: Runner | None, decoder: Runner, tokens: torch.Tensor) -> list[Seen]:
-        """Return their features, as many as the prompt has tokens for them; none of no pictures.
-
-        Args:
-            vision: the file from pictures to features; ``None`` for a model without one.
-            decoder: the file that takes them, for messages.
-            tokens: the prompt.
-
-        Raises:
-            InvalidArgumentError: when the pictures do not fit the file, or the prompt.
-        """
+        """Return their features, as many as the prompt has tokens for them; none of no pictures."""
+        # vision: the file from pictures to features; `None` for a model without one
         if self.pixels is None:
             return []
         if vision is None:

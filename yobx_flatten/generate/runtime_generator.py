@@ -19,20 +19,10 @@ __all__ = ["RuntimeGenerator", "generator_for"]
 
 
 class RuntimeGenerator(Generator):
-    """Generates tokens with files of one runtime. The loop is that of all generators.
+    """Generates tokens with files of one runtime. The loop is that of all generators."""
 
-    Args:
-        model: a folder as :func:`export_folder` writes it, or the file of a decoder.
-        runtime: the library that runs the files, one of :data:`.open.RUNTIMES`.
-        settings: special tokens; by default read from ``config.json`` and ``generation_config.json`` next to the file.
-        trust: whether the caller knows who wrote the files; see :func:`.open.open_runner`. ``False`` by default.
-
-    Raises:
-        InvalidArgumentError: when there is no such runtime.
-        GenerationError: when a file is missing, cannot be loaded, or is not made for generation.
-        MissingDependencyError: when the runtime is not installed.
-        StoredFileError: when a file is damaged, of another program, or holds code that is not trusted.
-    """
+    # settings: special tokens; by default read from `config.json` and `generation_config.json` next to the file
+    # trust: whether the caller knows who wrote the files; see `open.open_runner`. `False` by default.
 
     def __init__(
         self,
@@ -61,20 +51,11 @@ def generator_for(
     device: str | None = None,
     providers: Providers | None = None,
 ) -> Generator:
-    """Open files for generation with the generator of their runtime.
-
-    Args:
-        model: see :class:`RuntimeGenerator`.
-        runtime: the library that runs the files, one of :data:`.open.RUNTIMES`.
-        threads: see :class:`.OnnxGenerator`; of onnxruntime only.
-        pack: see :class:`.OnnxGenerator`; of onnxruntime only.
-        trust: see :class:`RuntimeGenerator`.
-        device: see :class:`.OnnxGenerator`; of onnxruntime only.
-        providers: see :class:`.OnnxGenerator`; of onnxruntime only.
-
-    Returns:
-        An :class:`.OnnxGenerator`, a :class:`.ProgramGenerator` or a :class:`RuntimeGenerator`.
-    """
+    """Open files for generation with the generator of their runtime."""
+    # threads: see `OnnxGenerator`; of onnxruntime only
+    # pack: see `OnnxGenerator`; of onnxruntime only
+    # device: see `OnnxGenerator`; of onnxruntime only
+    # providers: see `OnnxGenerator`; of onnxruntime only
     only_for_onnxruntime(runtime, device, providers)
     if runtime == "onnxruntime":
         return OnnxGenerator(model, threads=threads, pack=pack, device=device, providers=providers)

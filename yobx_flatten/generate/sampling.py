@@ -1,4 +1,4 @@
-"""Choose the next token: the likeliest one, or one that is drawn."""
+"""Choose the next token: the likeliest one, or a sampled one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of a ``generation_config.json`` that change the scores before a token is chosen."""
+"""Rules of ``generation_config.json`` that change the scores before a token is chosen."""
 
 from __future__ import annotations
 
@@ -23,33 +23,23 @@ ScoreProcessor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class GenerationCall:
-    """What a rule may ask of the call that it is used in.
+    """What a rule may ask of the call that it is used in."""
 
-    Attributes:
-        start: tokens of a row before the first new one.
-        longest: tokens of a row at most, with the new ones.
-        eos_token_ids: a row ends with one of these.
-        mask: the mask of the start, 0 where a row is padded; ``None`` where nothing is known of it.
-        source: the tokens that an encoder read, or the prompt of a decoder; ``None`` where there are none.
-        first: the token after a single first one, such as a language; ``None`` for any.
-    """
-
-    start: int = 1
-    longest: int = 1 << 30
-    eos_token_ids: tuple[int, ...] = ()
+    start: int = 1  # tokens of a row before the first new one
+    longest: int = 1 << 30  # tokens of a row at most, with the new ones
+    eos_token_ids: tuple[int, ...] = ()  # a row ends with one of these
+    # the mask of the start, 0 where a row is padded; `None` where nothing is known of it
     mask: torch.Tensor | None = None
+    # the tokens that an encoder read, or the prompt of a decoder; `None` where there are none
     source: torch.Tensor | None = None
-    first: int | None = None
+    first: int | None = None  # the token after a single first one, such as a language; `None` for any
 
 
 @dataclasses.dataclass(frozen=True)
 class RuleOfCall:
-    """A rule that depends on the call, as the last token does on how many there will be.
+    """A rule that depends on the call, as the last token does on how many there will be."""
 
-    Attributes:
-        make: returns the rule for a call, ``None`` where it states nothing of it.
-    """
-
+    # returns the rule for a call, `None` where it states nothing of it
     make: Callable[[GenerationCall], ScoreProcessor | None]
 
     def __call__(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -59,29 +49,15 @@ class RuleOfCall:
 
 
 def score_rules(generation: Mapping[str, Any]) -> tuple[ScoreProcessor, ...]:
-    """Return the rules of a configuration, in the order in which transformers applies them, but for forced tokens.
-
-    Args:
-        generation: what ``generation_config.json`` holds.
-
-    Raises:
-        GenerationError: when a rule is none of those that are known here, or transformers is not installed.
-    """
+    """Return the rules of a configuration, in the order in which transformers applies them, but for forced tokens."""
     check_known(generation)
     made = (make(generation) for make in _RULES)
     return tuple(rule for rule in made if rule is not None)
 
 
 def forced_tokens(call: GenerationCall, last: tuple[int, ...]) -> list[ScoreProcessor]:
-    """Return the rules that leave no choice, which come after all others.
-
-    Args:
-        call: the call whose tokens are chosen.
-        last: one of these is the last token where the longest row ends; empty for any.
-
-    Returns:
-        The rules in order; none where nothing is forced.
-    """
+    """Return the rules that leave no choice, which come after all others."""
+    # last: one of these is the last token where the longest row ends; empty for any
     made: list[ScoreProcessor] = []
     first = () if call.first is None else (call.first,)
     if first:

@@ -1,4 +1,4 @@
-"""What a generation loop needs to know of its model: special tokens, and what changes the scores before the choice."""
+"""What a generation loop knows of its model: special tokens and score rules."""
 
 from __future__ import annotations
 
@@ -157,11 +157,7 @@ class GenerationSettings:
 
 
 def read_settings(folder: pathlib.Path) -> GenerationSettings:
-    """Read ``config.json`` and ``generation_config.json`` of a folder, as far as they are there.
-
-    Raises:
-        GenerationError: when one of them is damaged.
-    """
+    """Read ``config.json`` and ``generation_config.json`` of a folder, as far as they are there."""
     found: list[Mapping[str, Any]] = []
     for name, entries in (("config.json", Entries), ("generation_config.json", Choices)):
         path, form = folder / name, dict[str, Any]
@@ -188,16 +184,6 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
 
     Where the second one holds anything, transformers generates by it alone, also without an end: ``config.json`` stands
     in where there is no ``generation_config.json``.
-
-    Args:
-        config: the configuration of the model.
-        generation: the configuration of its generation.
-
-    Returns:
-        The settings.
-
-    Raises:
-        GenerationError: when the configuration asks for what generation from files does not do.
 
     >>> found = settings_of({"eos_token_id": 1, "pad_token_id": 0}, {"eos_token_id": [2, 3], "max_new_tokens": 5})
     >>> found.eos_token_ids, found.pad_token_id, found.max_new_tokens

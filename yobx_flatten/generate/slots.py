@@ -1,4 +1,4 @@
-"""What a generation loop asks of the inputs of a file, and the cache that has seen no token."""
+"""The inputs that a generation loop feeds to a file, and an empty cache for it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,8 @@ _EMPTY_AT_FIRST = {"key", "value", "length", "position", "conv_states", "recurre
 
 
 def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tensor]:
-    """Make the cache that has seen no token, by name of the input.
-
-    Args:
-        slots: the leaves.
-        batch: number of rows.
-
-    Returns:
-        Zeros by name of the input; axes that vary have size 0, the first one the batch size.
-
-    Raises:
-        GenerationError: when a leaf has no empty value, as the states of linear attention.
-    """
+    """Make the cache that has seen no token, by name of the input."""
+    # returns: zeros by name of the input; axes that vary have size 0, the first one the batch size
     made = {}
     for slot in slots:
         name, shape, dtype = slot.port
@@ -50,16 +40,7 @@ def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tenso
 
 
 def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> None:
-    """Check that a generation loop has everything that a file takes.
-
-    Args:
-        ports: the inputs that are not the cache, by name.
-        known: names of what the loop has.
-        where: name of the file.
-
-    Raises:
-        GenerationError: naming the inputs that the loop does not have, or has in another form.
-    """
+    """Check that a generation loop has everything that a file takes."""
     unknown = [name for name in ports if name not in set(known)]
     if unknown:
         raise GenerationError(
@@ -72,10 +53,5 @@ def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> 
 
 
 def typed(runner: Runner, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what a file takes of what there is, with elements of the type that it takes.
-
-    Args:
-        runner: the file.
-        made: tensors by name.
-    """
+    """Return what a file takes of what there is, with elements of the type that it takes."""
     return {name: made[name].to(port.dtype) for name, port in runner.ports.items() if name in made}

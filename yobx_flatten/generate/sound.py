@@ -1,4 +1,4 @@
-"""Sound as long as the window that an encoder reads."""
+"""Pad sound by zeros to the window that an encoder reads."""
 
 from __future__ import annotations
 
@@ -11,15 +11,8 @@ __all__ = ["padded_sound"]
 
 
 def padded_sound(encoder: Runner, sound: torch.Tensor) -> torch.Tensor:
-    """Return sound as long as the window that an encoder reads: a shorter one is padded by zeros, as Whisper pads it.
-
-    Args:
-        encoder: the file.
-        sound: features of shape (batch, bins, frames).
-
-    Raises:
-        InvalidArgumentError: when the sound is longer, or has other bins.
-    """
+    """Pad sound by zeros to the window that an encoder reads, as Whisper pads it."""
+    # sound: features of shape (batch, bins, frames)
     _, bins, frames = encoder.ports["input_features"].shape
     if bins is not None and sound.shape[1] != bins:
         raise InvalidArgumentError(

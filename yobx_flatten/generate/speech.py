@@ -1,4 +1,4 @@
-"""Transcribe with the files of Whisper: transformers' own ``generate`` of the model, whose calls run the files."""
+"""Transcribe with the files of Whisper through transformers' own ``generate``."""
 
 from __future__ import annotations
 
@@ -19,17 +19,12 @@ __all__ = ["SpeechCall", "refusals_named", "transcribe"]
 
 @dataclasses.dataclass(frozen=True)
 class SpeechCall:
-    """What a call asks of the loop, in addition to the sound.
+    """What a call asks of the loop, in addition to the sound."""
 
-    Attributes:
-        language: spoken language, as ``"de"``; one for each row, or one for all; ``None`` to detect it.
-        task: ``"transcribe"`` or ``"translate"``; ``None`` for what the model does by itself.
-        return_timestamps: whether tokens of times stand around each segment; ``None`` for as configured.
-    """
-
+    # spoken language, as `"de"`; one for each row, or one for all; `None` to detect it
     language: str | list[str] | None = None
-    task: str | None = None
-    return_timestamps: bool | None = None
+    task: str | None = None  # `"transcribe"` or `"translate"`; `None` for what the model does by itself
+    return_timestamps: bool | None = None  # whether tokens of times stand around each segment; `None` for as configured
 
     def __post_init__(self) -> None:
         if self.return_timestamps not in (None, True, False):
@@ -53,20 +48,11 @@ def transcribe(
     sampling: Sampling | None,
     options: Mapping[str, Any],
 ) -> torch.Tensor:
-    """Return the tokens of ``model.generate``, without those that begin every text.
-
-    Args:
-        steps: the files.
-        sound: features of shape (batch, bins, frames), of any number of frames.
-        mask: a mask of (batch, frames), 0 where a row is padded; ``None`` without padding.
-        call: language, task and times.
-        sampling: how tokens are drawn; ``None`` for the likeliest.
-        options: further arguments of ``model.generate``.
-
-    Raises:
-        InvalidArgumentError: when Whisper's loop refuses the call.
-        GenerationError: when a file fails.
-    """
+    """Return the tokens of ``model.generate``, without those that begin every text."""
+    # sound: features of shape (batch, bins, frames), of any number of frames
+    # mask: a mask of (batch, frames), 0 where a row is padded; `None` without padding
+    # sampling: how tokens are drawn; `None` for the likeliest
+    # options: further arguments of `model.generate`
     require("transformers", purpose="transcription", extra="transformers")
     asked: dict[str, Any] = {**dataclasses.asdict(call), **options, "attention_mask": mask}
     draws = sampling is not None and sampling.do_sample
@@ -87,15 +73,7 @@ def transcribe(
 
 
 def refusals_named(what: str, call: Callable[[], Any]) -> Any:
-    """Return what a call of transformers returns, with its refusals as errors of this package.
-
-    Args:
-        what: what is called, for the message.
-        call: the call.
-
-    Raises:
-        InvalidArgumentError: when transformers refuses an argument: a language, a length, a keyword that there is not.
-    """
+    """Return what a call of transformers returns, with its refusals as errors of this package."""
     try:
         return call()
     except FlattenError:

@@ -1,4 +1,4 @@
-"""How a ``generation_config.json`` asks for tokens to be chosen: drawn, or by a search; and what files do not do."""
+"""How ``generation_config.json`` chooses tokens: sampling or a search; refuse what files cannot do."""
 
 from __future__ import annotations
 
@@ -38,14 +38,7 @@ _TOP_K = 50  # transformers' default, also in a file that does not state it
 
 
 def check_known(generation: Mapping[str, Any]) -> None:
-    """Raise where a configuration asks for what generation from files does not do.
-
-    Args:
-        generation: what ``generation_config.json`` holds.
-
-    Raises:
-        GenerationError: naming the entries.
-    """
+    """Raise where a configuration asks for what generation from files does not do."""
     looked_at = {**_UNKNOWN, **(_UNKNOWN_OF_DRAWS if generation.get("do_sample") else {})}
     unknown = [name for name, plain in looked_at.items() if generation.get(name) not in plain]
     if unknown:
@@ -56,11 +49,7 @@ def check_known(generation: Mapping[str, Any]) -> None:
 
 
 def sampling_of(generation: Mapping[str, Any]) -> Sampling:
-    """Return how tokens are drawn, with transformers' defaults; the likeliest are taken where nothing is drawn.
-
-    Raises:
-        GenerationError: when a number is out of its range.
-    """
+    """Return how tokens are drawn, with transformers' defaults; the likeliest are taken where nothing is drawn."""
     if not generation.get("do_sample"):
         return Sampling()
     top_k = generation.get("top_k")
@@ -76,11 +65,7 @@ def sampling_of(generation: Mapping[str, Any]) -> Sampling:
 
 
 def beams_of(generation: Mapping[str, Any]) -> BeamSettings:
-    """Return what a search keeps.
-
-    Raises:
-        GenerationError: when a number is out of its range.
-    """
+    """Return what a search keeps."""
     names = ("num_beams", "length_penalty", "early_stopping", "num_return_sequences")
     given = {name: generation[name] for name in names if generation.get(name) is not None}
     try:

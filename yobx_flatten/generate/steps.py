@@ -1,4 +1,4 @@
-"""One call of the files: read a prompt, or the token after it, with the cache that the call before returned."""
+"""Call the files once: read a prompt, or one token, with the cache of the call before."""
 
 from __future__ import annotations
 
@@ -33,22 +33,14 @@ _SOURCES = ("input_ids", *_READ, "attention_mask")
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The files of one model.
+    """The files of one model."""
 
-    Attributes:
-        decoder: the file that takes tokens and a cache, and returns scores and the cache.
-        prefill: the file for the first call, without a cache among its inputs; ``None`` where ``decoder`` takes an
-            empty one.
-        encoder: the encoder of an encoder-decoder model.
-        embed: the file from tokens to embeddings, where ``decoder`` takes those.
-        vision: the file from images to the features that replace image tokens.
-    """
-
-    decoder: Runner
+    decoder: Runner  # the file that takes tokens and a cache, and returns scores and the cache
+    # the file for the first call, without a cache among its inputs; `None` where `decoder` takes an empty one
     prefill: Runner | None = None
-    encoder: Runner | None = None
-    embed: Runner | None = None
-    vision: Runner | None = None
+    encoder: Runner | None = None  # the encoder of an encoder-decoder model
+    embed: Runner | None = None  # the file from tokens to embeddings, where `decoder` takes those
+    vision: Runner | None = None  # the file from images to the features that replace image tokens
 
 
 @dataclasses.dataclass
@@ -97,12 +89,7 @@ class TextState:
 
 
 class Steps:
-    """The files of one model, called step by step.
-
-    Args:
-        parts: the files.
-        settings: what is known of the model.
-    """
+    """The files of one model, called step by step."""
 
     def __init__(self, parts: Parts, settings: GenerationSettings) -> None:
         self.parts, self.settings = parts, settings

@@ -1,4 +1,4 @@
-"""What a loop does where its text passes the length from which a model turns positions by other angles."""
+"""Handle a text that passes the length from which a model changes its rotary angles."""
 
 from __future__ import annotations
 
@@ -17,26 +17,15 @@ __all__ = ["Switch", "read_switch"]
 
 @dataclasses.dataclass(frozen=True)
 class Switch:
-    """A length, and what the model does there.
+    """A length, and what the model does there."""
 
-    Attributes:
-        length: number of tokens, see :func:`.position_switch.switch_of`.
-        rereads: whether ``model.generate`` drops its cache there and reads all tokens again, as Phi-3 does; ``None``
-            where that is not known.
-    """
-
-    length: int
+    length: int  # number of tokens, see `.position_switch.switch_of`
+    # whether `model.generate` drops its cache there and reads all tokens again, as Phi-3 does; `None` where that is not
+    # known
     rereads: bool | None = None
 
     def passed_at(self, length: int) -> bool:
-        """Return whether a loop has to read all tokens again before it goes on.
-
-        Args:
-            length: number of tokens, with the one that is read next.
-
-        Raises:
-            GenerationError: when it is not known whether the model does.
-        """
+        """Return whether a loop has to read all tokens again before it goes on."""
         if length != self.length + 1 or self.rereads is False:
             return False
         if self.rereads is None:
@@ -56,15 +45,7 @@ class _Stated:
 
 
 def read_switch(folder: pathlib.Path, config: Mapping[str, Any]) -> Switch | None:
-    """Return where the positions of a model change, and what its folder states of that; ``None`` where they do not.
-
-    Args:
-        folder: the folder of its files.
-        config: the configuration of its decoder.
-
-    Raises:
-        GenerationError: when the description of the folder is damaged.
-    """
+    """Return where the positions of a model change, and what its folder states of that; ``None`` where they do not."""
     length, path = switch_of(config), folder / MANIFEST
     if length is None:
         return None

@@ -1,4 +1,4 @@
-"""Pictures cut into tiles: which features of the tiles stand in a prompt, in transformers' own order (LLaVA-NeXT).
+"""Order the features of tiles in a prompt as transformers does (LLaVA-NeXT).
 
 .. code-block:: text
 
@@ -35,36 +35,22 @@ _OF_THE_CALL = ("self", "image_features", "image_sizes", "image_newline")
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How a model cuts pictures and packs their features.
+    """How a model cuts pictures and packs their features."""
 
-    Attributes:
-        config: the configuration of the model, as it is written.
-    """
-
-    config: Mapping[str, Any] = dataclasses.field(repr=False)
+    config: Mapping[str, Any] = dataclasses.field(repr=False)  # the configuration of the model, as it is written
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Tiles | None:
-        """Return those of a configuration; ``None`` for a model whose pictures are not cut.
-
-        Args:
-            config: the configuration of a model.
-        """
+        """Return those of a configuration; ``None`` for a model whose pictures are not cut."""
         return Tiles(config) if config.get("model_type") in TILED else None
 
     def split(
         self, pixels: torch.Tensor, sizes: torch.Tensor | None, together: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """Return the tiles of each picture, without those that pad.
-
-        Args:
-            pixels: tiles of shape (images, tiles, channels, height, width), or (tiles, channels, height, width).
-            sizes: height and width of each picture before it was cut, integers of shape (images, 2).
-            together: the number of pictures of each prompt, where that is known: of several none is cut.
-
-        Raises:
-            InvalidArgumentError: when the numbers do not fit each other.
-        """
+        """Return the tiles of each picture, without those that pad."""
+        # pixels: tiles of shape (images, tiles, channels, height, width), or (tiles, channels, height, width)
+        # sizes: height and width of each picture before it was cut, integers of shape (images, 2)
+        # together: the number of pictures of each prompt, where that is known: of several none is cut
         if sizes is None or sizes.ndim != 2 or sizes.shape[1] != 2:
             raise InvalidArgumentError(
                 "This model cuts pictures into tiles. Pass image_sizes of shape (images, 2), height and width of each, "
@@ -81,21 +67,14 @@ class Tiles:
         )
 
     def count(self, sizes: torch.Tensor) -> int:
-        """Return the number of tiles of some pictures, each alone in its prompt.
-
-        Args:
-            sizes: height and width of each, integers of shape (images, 2).
-        """
+        """Return the number of tiles of some pictures, each alone in its prompt."""
+        # sizes: height and width of each, integers of shape (images, 2)
         return sum(self._counts(sizes, None))
 
     def packed(self, features: Sequence[torch.Tensor], newline: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """Return features as they stand in prompts, of shape (tokens, hidden size).
-
-        Args:
-            features: features of each picture, of shape (tiles, tokens, hidden size).
-            newline: what ends each row, of shape (hidden size,).
-            sizes: height and width of each picture.
-        """
+        """Return features as they stand in prompts, of shape (tokens, hidden size)."""
+        # features: features of each picture, of shape (tiles, tokens, hidden size)
+        # newline: what ends each row, of shape (hidden size,)
         owner, config, pack = self._classes()
         names = [name for name in inspect.signature(pack).parameters if name not in _OF_THE_CALL]
         stated = {name: getattr(config, name) for name in names}

@@ -1,4 +1,4 @@
-"""Caches and outputs of Hugging Face models: how they are flattened, and how they are traced."""
+"""Flatten and trace caches and outputs of Hugging Face models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make caches of given tensors, layer by layer: for examples, tests and the inputs of an export."""
+"""Build caches from given tensors, layer by layer."""
 
 from __future__ import annotations
 

@@ -58,9 +58,6 @@ _SIDES = ({"key", "value"}, {"decoder", "encoder"})
 def is_cache(value: object) -> bool:
     """Return whether a value is a cache: an object of a cache class, or a list with the keys and values of each layer.
 
-    Args:
-        value: anything.
-
     >>> is_cache([{"key": 1, "value": 2}]), is_cache([1, 2]), is_cache({"a": 1})
     (True, False, False)
     """
@@ -75,13 +72,11 @@ def is_cache(value: object) -> bool:
 def name_in(values: object) -> str | None:
     """Return which entry of a call's arguments, or of an output, is the cache.
 
-    Args:
-        values: a mapping by name, or an output of a model; anything else has no such entry. An entry that is ``None``
-            counts: it is where the cache would be.
-
     >>> name_in({"input_ids": 1, "cache_params": None}), name_in({"cache": {"a": 1}})
     ('cache_params', None)
     """
+    # values: a mapping by name, or an output of a model; anything else has no such entry. An entry that is `None`
+    # counts: it is where the cache would be.
     if not isinstance(values, Mapping):
         return None
     # the keys themselves: an output of transformers 5.24 also answers to the older words
@@ -93,21 +88,13 @@ def name_in(values: object) -> str | None:
 
 
 def cache_of(values: ModelOutput) -> TransformersCache:
-    """Return the cache among a call's arguments, or of an output; ``None`` where there is none.
-
-    Args:
-        values: see :func:`name_in`.
-    """
+    """Return the cache among a call's arguments, or of an output; ``None`` where there is none."""
     name = name_in(values)
     return None if name is None else values[name]
 
 
 def forward_of(model: TransformersModel) -> Callable[..., Any]:
-    """Return the forward that names its arguments: of a wrapper that hands all of them on, that of what it wraps.
-
-    Args:
-        model: a module.
-    """
+    """Return the forward that names its arguments: of a wrapper that hands all of them on, that of what it wraps."""
     forward: Callable[..., Any] = model.forward
     base = getattr(model, "get_base_model", None)  # PEFT's models take *args and **kwargs
     if argument_of(forward) is None and callable(base) and base() is not model:
@@ -118,16 +105,11 @@ def forward_of(model: TransformersModel) -> Callable[..., Any]:
 def argument_of(function: Callable[..., Any]) -> str | None:
     """Return which parameter of a function is the cache.
 
-    Args:
-        function: a forward, a function that makes masks, or a part of a model that reads the cache.
-
-    Returns:
-        Its name. ``None`` where no parameter has a known word or the type of a cache.
-
     >>> def forward(input_ids, past_key_values=None): ...
     >>> argument_of(forward)
     'past_key_values'
     """
+    # returns: its name. `None` where no parameter has a known word or the type of a cache.
     parameters = _parameters(function)
     if parameters is None:
         return None
@@ -158,13 +140,6 @@ def _may_be_a_cache(parameter: inspect.Parameter) -> bool:
 def named_for(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments with the cache under the name that a function has for it.
 
-    Args:
-        function: what is called with them.
-        kwargs: keyword arguments, the cache under any of the known names.
-
-    Returns:
-        The same entries in the same order.
-
     >>> def forward(input_ids, cache: "Cache"): ...
     >>> named_for(forward, {"input_ids": 1, "past_key_values": None})
     {'input_ids': 1, 'cache': None}
@@ -178,13 +153,10 @@ def named_for(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[s
 def named_as(names: Collection[str], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments with the cache under the one of some names that is a word for it.
 
-    Args:
-        names: names of arguments. Where the cache's name is one of them, or none is a word for it, nothing changes.
-        kwargs: keyword arguments, the cache under any of the known names.
-
     >>> named_as(["input_ids", "past_key_values"], {"input_ids": 1, "cache": [{"key": 2, "value": 3}]})
     {'input_ids': 1, 'past_key_values': [{'key': 2, 'value': 3}]}
     """
+    # names: names of arguments. Where the cache's name is one of them, or none is a word for it, nothing changes.
     given, wanted = name_in(kwargs), next((word for word in _WORDS if word in names), None)
     if given is None or wanted is None or given in names:
         return dict(kwargs)
@@ -209,11 +181,6 @@ def installed_name() -> str:
 def word_in_files(name: str, value: object, word: str = CACHE) -> str:
     """Return what a file calls an entry of the inputs, or of the outputs: one word for the cache.
 
-    Args:
-        name: the entry.
-        value: what stands there.
-        word: :data:`CACHE`, the default, or :data:`PRESENT`.
-
     >>> word_in_files("cache_params", None), word_in_files("input_ids", 1)
     ('past_key_values', 'input_ids')
     """
@@ -224,9 +191,6 @@ def word_in_files(name: str, value: object, word: str = CACHE) -> str:
 def spellings_of(path: str) -> list[str]:
     """Return the path of a leaf with each known word for the cache in front; none for a leaf of another entry.
 
-    Args:
-        path: keys with dots between them, as :func:`torch.export.export` names inputs.
-
     >>> spellings_of("cache_params.key_0"), spellings_of("input_ids")
     (['cache.key_0', 'past_key_values.key_0', 'cache_params.key_0'], [])
     """
@@ -236,9 +200,6 @@ def spellings_of(path: str) -> list[str]:
 
 def after_cache(name: str) -> str | None:
     """Return what follows the word for the cache in the name of a file's input; ``None`` for any other input.
-
-    Args:
-        name: the input of a file, also of one that was written with another word.
 
     >>> after_cache("past_key_values.0.key"), after_cache("cache_params.0.state"), after_cache("input_ids")
     ('.0.key', '.0.state', None)

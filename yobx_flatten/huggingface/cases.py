@@ -1,4 +1,4 @@
-"""Decode inputs of other sizes for a transformers model: caches made by running it, and the next step of a loop."""
+"""Make decode inputs of other sizes for a transformers model, with caches made by running it."""
 
 from __future__ import annotations
 
@@ -73,12 +73,7 @@ class DecodeSizes:
 
 
 def why_not_resizable(model: TransformersModel, kwargs: Mapping[str, Any]) -> str | None:
-    """Return why the inputs of a model cannot be made in other sizes; ``None`` when they can.
-
-    Args:
-        model: the module that is exported.
-        kwargs: its example keyword arguments.
-    """
+    """Return why the inputs of a model cannot be made in other sizes; ``None`` when they can."""
     if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
         return f"{type(model).__qualname__} is not a transformers model"
     if "encoder_outputs" in kwargs and not _encoder_reads_tokens(model):
@@ -120,14 +115,8 @@ def default_sizes(model: TransformersModel, longest: int = 1024) -> tuple[list[D
     """Choose sizes that are hard: below, at and past the smallest window, one and several tokens, a padded row.
 
     Where positions change with the length (longrope, dynamic), two more pass that length.
-
-    Args:
-        model: a transformers model.
-        longest: the longest past worth a replay.
-
-    Returns:
-        The sizes, and a remark when a window, or the length where positions change, is too long to be passed.
     """
+    # returns: the sizes, and a remark when a window, or the length where positions change, is too long to be passed
     config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     room = getattr(config, "max_position_embeddings", None) or longest
@@ -267,16 +256,8 @@ def decode_inputs(
 
 
 def next_inputs(kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any] | None:
-    """Make the inputs of the next decode call: the returned caches, as many new tokens, a longer mask.
-
-    Args:
-        kwargs: the inputs of the last call.
-        outputs: what it returned.
-        seed: seed of the random tokens; 0 by default.
-
-    Returns:
-        Keyword arguments, or ``None`` when there is no cache to continue with.
-    """
+    """Make the inputs of the next decode call: the returned caches, as many new tokens, a longer mask."""
+    # seed: seed of the random tokens; 0 by default
     cache_is, cache = name_in(kwargs), cache_of(outputs)
     if cache_is is None or cache is None or kwargs[cache_is] is None:
         return None
@@ -319,20 +300,13 @@ def _usual_inputs(model: TransformersModel, encoder_decoder: bool) -> tuple[str,
 
 
 def slides(config: TransformersConfig) -> bool:
-    """Return whether a model of this configuration makes a cache of which a layer keeps the last tokens only.
-
-    Args:
-        config: the configuration of the decoder.
-    """
+    """Return whether a model of this configuration makes a cache of which a layer keeps the last tokens only."""
     return any(getattr(layer, "is_sliding", False) for layer in new_dynamic_cache(config).layers)
 
 
 def keeps_all(cache: TransformersCache) -> bool:
-    """Return whether every layer of a ``DynamicCache`` keeps all tokens.
-
-    Args:
-        cache: the cache, possibly without layers yet.
-    """
+    """Return whether every layer of a ``DynamicCache`` keeps all tokens."""
+    # cache: the cache, possibly without layers yet
     return all(type(layer).__name__ == "DynamicLayer" for layer in cache.layers)
 
 

@@ -1,4 +1,4 @@
-"""Inputs whose tensors are contiguous, down to the layers of their caches."""
+"""Make all tensors of the inputs contiguous, including those in cache layers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ def contiguous(value: PyTree) -> PyTree:
 
     A slice (``ids[:, 5:]``, the keys of a layer past its window) has strides that other tensors do not have, and code
     that was compiled for one of the two reads the other one wrongly.
-
-    Args:
-        value: a tensor, or lists, tuples, dicts and objects of transformers that hold some. What is held twice stays
-            one tensor.
     """
+    # value: a tensor, or lists, tuples, dicts and objects of transformers that hold some. What is held twice stays one
+    # tensor.
     return _contiguous(value, {})
 
 

@@ -1,4 +1,4 @@
-"""Outputs of diffusers as nodes: the fields that are set, each with its key (``['sample']``); their names are static.
+"""Flatten outputs of diffusers: one child per field that is set; the field names are static.
 
 diffusers registers its outputs with torch without keys, so that an exported program cannot name what it returns.
 Recipes here add the keys. Names and static parts are stored as diffusers' registration stores them: a program that was

@@ -1,4 +1,4 @@
-"""Weights that are in memory only while the layer they belong to is called.
+"""Hold the weights of a layer in memory only while it is called.
 
 .. code-block:: text
 
@@ -34,12 +34,9 @@ Reader = Callable[[], torch.Tensor]
 
 
 class _LayerWeights:
-    """The weights of one layer, brought before it is called and dropped after.
+    """The weights of one layer, brought before it is called and dropped after."""
 
-    Args:
-        layer: the module.
-        readers: a reader for each name of a weight in the layer.
-    """
+    # readers: a reader for each name of a weight in the layer
 
     def __init__(self, layer: torch.nn.Module, readers: Mapping[str, Reader]) -> None:
         self.readers = readers
@@ -81,10 +78,6 @@ def stream_layers(module: torch.nn.Module, readers: Mapping[str, Reader]) -> Non
     """Let the layers of a module bring their weights when they are called.
 
     A layer is an entry of a ``ModuleList`` or ``ModuleDict``; elsewhere each module brings its own parameters.
-
-    Args:
-        module: its parameters are on ``meta``.
-        readers: one for each name of a parameter.
     """
     layers: dict[str, dict[str, Reader]] = {}
     for name, reader in readers.items():
@@ -110,11 +103,7 @@ def _layer_of(module: torch.nn.Module, name: str) -> str:
 
 
 def streamed_readers(module: torch.nn.Module) -> dict[str, Reader]:
-    """Return the readers of :func:`stream_layers`, by the name of the parameter.
-
-    Args:
-        module: the module that was prepared, a part of it, or a module that holds it.
-    """
+    """Return the readers of :func:`stream_layers`, by the name of the parameter."""
     named = [(name, _LAYERS.get(part)) for name, part in module.named_modules(remove_duplicate=False)]
     return {
         f"{name}.{own}".lstrip("."): reader

@@ -1,4 +1,4 @@
-"""Classes of the models of transformers that are imported so far. Nothing is imported to find them."""
+"""List the model classes of transformers that are imported so far, without importing any."""
 
 from __future__ import annotations
 

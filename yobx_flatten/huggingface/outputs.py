@@ -1,4 +1,4 @@
-"""Outputs and containers as nodes: what models and pipelines return, and what tokenizers and processors hand over.
+"""Flatten outputs of models and pipelines, and containers of tokenizers and processors.
 
 ========================  =======================  =========================  ===================================
 class                     children                 keys                       static
@@ -103,14 +103,7 @@ def unflatten_base_model_output(
 
 
 def output_recipes(remedy: str) -> dict[type, Recipe | None]:
-    """Recipes of the outputs and containers of transformers that are defined so far.
-
-    Args:
-        remedy: the line that registers them.
-
-    Returns:
-        By class; ``None`` where the present registration is right and stays.
-    """
+    """Recipes of the outputs and containers of transformers that are defined so far."""
     recipes: dict[type, Recipe | None] = {}
     # not imported, no instance of it: nothing to register, and importing it would register 70 classes for good
     modeling_outputs = sys.modules.get("transformers.modeling_outputs")

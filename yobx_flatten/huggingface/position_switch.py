@@ -1,4 +1,4 @@
-"""The length from which a model turns its positions by other angles: what rotary embeddings of some kinds do."""
+"""Find the length from which a model's rotary embeddings use other frequencies."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ __all__ = ["rereads_at_switch", "switch_of", "switch_of_kind"]
 
 def switch_of(config: Mapping[str, Any]) -> int | None:
     """Return the number of tokens up to which positions are turned by the first angles; ``None`` where all are.
-
-    Args:
-        config: the configuration of a decoder, as a dictionary.
 
     >>> switch_of({"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 4096})
     4096
@@ -38,12 +35,7 @@ def _kinds(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def switch_of_kind(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
-    """Return the length up to which one kind of rotary embedding has its first angles; ``None`` where it has no others.
-
-    Args:
-        rope: what the configuration states of it.
-        config: the configuration of the decoder.
-    """
+    """Return the length up to which rotary embeddings have their first angles; ``None`` where there are no others."""
     kind, longest = rope.get("rope_type", rope.get("type")), config.get("max_position_embeddings")
     if kind in ("longrope", "su"):
         places = (rope, config)
@@ -57,13 +49,6 @@ def rereads_at_switch(model: TransformersModel, switch: int) -> bool | None:
 
     Phi-3 does, since its keys were turned by the short factors. It is asked for the inputs of three calls: the last one
     before the switch, the one that passes it, and the one after that.
-
-    Args:
-        model: a model of transformers that generates.
-        switch: the number of tokens, see :func:`switch_of`.
-
-    Returns:
-        ``None`` where it does something else, or cannot be asked.
     """
     try:
         read = [_reads(model, length) for length in (switch, switch + 1, switch + 2)]

@@ -1,4 +1,4 @@
-"""Classes that ``patch_transformers=True`` registers, and registrations of other libraries that it suspends."""
+"""List the classes that ``patch_transformers=True`` registers, and the registrations that it suspends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decoder of which every layer slides, with the inputs that tools for generation feed, and no counter among them.
+"""Wrap a decoder whose layers all slide, so that it has the inputs that generation tools feed.
 
 .. code-block:: text
 
@@ -38,12 +38,7 @@ def counts_by_itself(cache: TransformersCache) -> bool:
 
 
 def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> str | None:
-    """Return why a model whose cache has a counter cannot be fed without it; ``None`` when it can.
-
-    Args:
-        model: the module that is exported.
-        kwargs: its example keyword arguments, with a cache that :func:`counts_by_itself`.
-    """
+    """Return why a model whose cache has a counter cannot be fed without it; ``None`` when it can."""
     takes = inspect.signature(model.forward).parameters
     lacking = [name for name in _FED if name not in takes]
     lacking += ["cache"] if argument_of(model.forward) is None else []
@@ -60,13 +55,10 @@ def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> str | 
 
 
 class SlidingDecoder(torch.nn.Module):
-    """A decoder of which every layer slides, without the counter among its inputs that no other tool feeds.
+    """A decoder of which every layer slides, without the counter among its inputs that no other tool feeds."""
 
-    Args:
-        model: a model of transformers.
-        kwargs: example keyword arguments of it. The classes and windows of the cache's layers are kept, and what is
-            not a tensor is handed to the model at each call.
-    """
+    # kwargs: example keyword arguments of it. The classes and windows of the cache's layers are kept, and what is not a
+    # tensor is handed to the model at each call.
 
     def __init__(self, model: TransformersModel, kwargs: Mapping[str, Any]) -> None:
         super().__init__()
@@ -88,12 +80,9 @@ class SlidingDecoder(torch.nn.Module):
         }
 
     def inputs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Make inputs of this module from those of the model.
-
-        Args:
-            kwargs: the arguments of the model. Without a mask nothing is padded; without positions they are counted as
-                the model counts them, from the number of tokens seen on.
-        """
+        """Make inputs of this module from those of the model."""
+        # kwargs: the arguments of the model. Without a mask nothing is padded; without positions they are counted as
+        # the model counts them, from the number of tokens seen on.
         ids, cache = kwargs["input_ids"], cache_of(kwargs)
         batch, new = ids.shape[:2]
         past = cache.layers[0].cumulative_length

@@ -1,4 +1,4 @@
-"""A decoder that goes on from states alone, with the inputs of the decoders that have attention.
+"""Wrap a decoder that has only states, so that it has the inputs of decoders with attention.
 
 .. code-block:: text
 
@@ -21,11 +21,7 @@ __all__ = ["StateDecoder", "has_states_alone", "new_dynamic_cache"]
 
 
 def new_dynamic_cache(config: TransformersConfig) -> TransformersCache:
-    """Return an empty ``DynamicCache`` with the layers that a configuration asks for.
-
-    Args:
-        config: the configuration of the decoder.
-    """
+    """Return an empty ``DynamicCache`` with the layers that a configuration asks for."""
     from transformers.cache_utils import DynamicCache
 
     takes_config = "config" in inspect.signature(DynamicCache.__init__).parameters  # not before 4.57
@@ -37,9 +33,6 @@ def has_states_alone(model: TransformersModel) -> bool:
 
     The kinds of its layers state it. A model with a cache class of its own (xLSTM, and Mamba before transformers 5)
     is one if that class counts no tokens.
-
-    Args:
-        model: a model of transformers.
     """
     name = argument_of(forward_of(model))
     if name is None:
@@ -58,11 +51,7 @@ def _is_state(layer: CacheLayer) -> bool:
 
 
 class StateDecoder(torch.nn.Module):
-    """A model such as Mamba, which is given the mask of all tokens.
-
-    Args:
-        model: a model of transformers of which :meth:`fits` is true.
-    """
+    """A model such as Mamba, which is given the mask of all tokens."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""A model as a folder of exported files, with its configuration, its tokenizer, and cases that prove it."""
+"""Export a model to a folder: files, configuration, tokenizer, and cases that prove it."""
 
 from __future__ import annotations
 
+from .generators import open_generator
 from .manifest import FolderManifest
 from .model_classes import (
     OnnxForAudioClassification,
@@ -23,7 +24,6 @@ from .model_classes import (
     OnnxForZeroShotImageClassification,
     open_model,
 )
-from .opened import open_generator
 from .verify import FolderCheck, FolderReport, verify_folder
 from .write import ExportedFolder, export_folder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Mapping
 
-from ..export.quality import Quality
+from ..export.proof.quality import Quality
 from .verify_tokens import TokenCount
 
 __all__ = ["write_card"]
@@ -16,15 +16,8 @@ _CARD = "README.md"
 def write_card(
     folder: pathlib.Path, name: str, text: str, qualities: Mapping[str, Quality], tokens: Mapping[str, TokenCount]
 ) -> None:
-    """Write ``README.md``; a file of that name is left as it is.
-
-    Args:
-        folder: the folder.
-        name: class of the model.
-        text: what the perplexity was measured on.
-        qualities: how far each file is from the model, by its name.
-        tokens: how many of the model's greedy tokens the files choose, by name of a case.
-    """
+    """Write ``README.md``; a file of that name is left as it is."""
+    # qualities: how far each file is from the model, by its name
     if (folder / _CARD).exists():
         return
     rows = []

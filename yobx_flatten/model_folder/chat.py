@@ -1,4 +1,4 @@
-"""Conversations with an exported folder: messages in, text out, by the chat template of its tokenizer."""
+"""Chat with an exported folder: messages in, text out, by its tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ..errors import DamagedFileError, InvalidArgumentError, describe_class
 from ..errors.messages import first_line
 from ..files.damage import is_failure
-from .tokenizer_files import open_tokenizer
+from .source.tokenizer_files import open_tokenizer
 
 __all__ = ["chat_text", "chat_tokenizer", "message_tokens", "reply", "text_pieces"]
 
@@ -20,60 +20,30 @@ _INCOMPLETE = "�"  # what a tokenizer returns while the bytes of a character a
 
 
 def chat_tokenizer(folder: pathlib.Path) -> Any:
-    """Return the tokenizer of a folder.
-
-    Args:
-        folder: an exported folder.
-
-    Raises:
-        InvalidArgumentError: when it has no chat template.
-        DamagedFileError: when there is no tokenizer, or it cannot be read.
-    """
+    """Return the tokenizer of a folder."""
     tokenizer = open_tokenizer(folder, failure=DamagedFileError, padding_side="left")
     _check_template(tokenizer, folder)
     return tokenizer
 
 
 def message_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, torch.Tensor]:
-    """Return the tokens of a conversation up to the reply, and their mask, int64 of shape (1, length).
-
-    Args:
-        tokenizer: see :func:`chat_tokenizer`.
-        messages: ``{"role": "user", "content": "..."}`` and others, in order.
-        **options: further arguments of ``apply_chat_template``, such as ``tools``.
-
-    Raises:
-        InvalidArgumentError: when a message is not one, or the template refuses them.
-    """
+    """Return the tokens of a conversation up to the reply, and their mask, int64 of shape (1, length)."""
+    # messages: `{"role": "user", "content": "..."}` and others, in order
+    # options: further arguments of `apply_chat_template`, such as `tools`
     text = _written(tokenizer, messages, **options)
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]], dtype=torch.int64)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def chat_text(tokenizer: Any, folder: pathlib.Path, message: str) -> str:
-    """Return the text that a reply to one message continues.
-
-    Args:
-        tokenizer: the tokenizer of a folder.
-        folder: the folder, for the message of an error.
-        message: what the user writes.
-
-    Raises:
-        InvalidArgumentError: when the tokenizer has no chat template.
-    """
+    """Return the text that a reply to one message continues."""
     _check_template(tokenizer, folder)
     return _written(tokenizer, [{"role": "user", "content": message}])
 
 
 def reply(model: Any, tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Return what a model replies.
-
-    Args:
-        model: a model of transformers.
-        tokenizer: see :func:`chat_tokenizer`.
-        messages: see :func:`message_tokens`.
-        **options: keywords of ``generate``; ``tools`` and ``documents`` are for the template.
-    """
+    """Return what a model replies."""
+    # options: keywords of `generate`; `tools` and `documents` are for the template
     of_template = {name: options.pop(name) for name in ("tools", "documents") if name in options}
     prompt = message_tokens(tokenizer, messages, **of_template)
     found = model.generate(**prompt, **options)
@@ -82,13 +52,7 @@ def reply(model: Any, tokenizer: Any, messages: Sequence[Mapping[str, Any]], **o
 
 
 def text_pieces(tokenizer: Any, tokens: Iterable[torch.Tensor], made: list[torch.Tensor]) -> Iterator[str]:
-    """Yield text as it grows, whole characters only.
-
-    Args:
-        tokenizer: a tokenizer.
-        tokens: the new tokens, each of shape (1,).
-        made: gets all of them.
-    """
+    """Yield text as it grows, whole characters only."""
     shown = ""
     for new in tokens:
         made.append(new)

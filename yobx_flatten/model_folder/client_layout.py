@@ -1,4 +1,4 @@
-"""Where the files of a folder are, and under which names: flat, or as transformers.js looks for them.
+"""Lay out a folder's files where transformers.js looks for them.
 
 .. code-block:: text
 
@@ -19,8 +19,8 @@ from typing import Any, Literal
 from ..errors import InvalidArgumentError, ModelSourceError
 from ..files.document import read_document
 from ..generate.layout import SUBFOLDER
-from .pieces import encoder_decoder_pieces
-from .tasks import TASKS
+from .pieces.tasks import TASKS
+from .pieces.text import encoder_decoder_pieces
 
 __all__ = ["LAYOUTS", "Layout", "apply_layout", "check_layout"]
 
@@ -39,18 +39,8 @@ _TYPES = {
 
 
 def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str) -> None:
-    """Refuse a layout that its client would not open.
-
-    Args:
-        layout: one of :data:`LAYOUTS`.
-        form: the format of the files.
-        task: the task of the model.
-        bits: the weights in few bits; ``None`` without.
-        dtype: the type of the others.
-
-    Raises:
-        InvalidArgumentError: with what works.
-    """
+    """Refuse a layout that its client would not open."""
+    # bits: the weights in few bits; `None` without
     if layout not in LAYOUTS:
         raise InvalidArgumentError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; found {layout!r}.")
     if layout == "flat":
@@ -70,17 +60,8 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
 
 
 def apply_layout(folder: pathlib.Path, names: Sequence[str], bits: str | None, dtype: str) -> list[str]:
-    """Give the files of a folder the places in which transformers.js looks for them.
-
-    Args:
-        folder: a flat folder, that no one else reads.
-        names: names of its ONNX files.
-        bits: the weights in few bits; ``None`` without.
-        dtype: the type of the others.
-
-    Returns:
-        The new names, with the folder in front.
-    """
+    """Give the files of a folder the places in which transformers.js looks for them."""
+    # bits: the weights in few bits; `None` without
     kind, end = _TYPES[bits, dtype]
     (folder / SUBFOLDER).mkdir()
     made, data = [], {}

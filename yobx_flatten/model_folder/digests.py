@@ -1,4 +1,4 @@
-"""Digests of the files of a folder: what is damaged, or was exchanged by mistake, is found before it is opened.
+"""Record and check SHA-256 digests of the files of a folder.
 
 A digest does not prove who wrote a file, since the author of the file can also write the manifest. So it does not stand
 for trust.
@@ -17,12 +17,7 @@ __all__ = ["check_digests", "digests"]
 
 
 def digests(folder: pathlib.Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 of files by name, in hexadecimal digits.
-
-    Args:
-        folder: the folder of the files.
-        names: their names.
-    """
+    """Return the SHA-256 of files by name, in hexadecimal digits."""
     found = {}
     for name in names:
         with (folder / name).open("rb") as file:
@@ -31,15 +26,7 @@ def digests(folder: pathlib.Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def check_digests(folder: pathlib.Path, expected: Mapping[str, str]) -> None:
-    """Check that files are those that were exported.
-
-    Args:
-        folder: the folder of the files.
-        expected: SHA-256 by name.
-
-    Raises:
-        DamagedFileError: naming the first that is missing or another one.
-    """
+    """Check that files are those that were exported."""
     for name, digest in expected.items():
         inside(folder, name, DamagedFileError)
         if digests(folder, [name]) != {name: digest}:

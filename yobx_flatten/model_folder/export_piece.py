@@ -10,13 +10,13 @@ from typing import Any
 from ..errors import FlattenError, GenerationError, InvalidArgumentError
 from ..errors.log import STEP
 from ..errors.messages import first_line
-from ..export.bounds import Bounds
+from ..export.example.bounds import Bounds
 from ..export.onnx_export import export_onnx
-from ..export.program import export_program
-from ..export.report import ExportReport
+from ..export.program_export import export_program
+from ..export.proof.report import ExportReport
 from ..recipe.aliases import TransformersModel
 from ..trees.shapes import dynamic_shapes
-from .pieces import Piece
+from .pieces.text import Piece
 from .targets import fitting_cases, write_piece
 
 __all__ = ["export_piece"]
@@ -33,23 +33,8 @@ def export_piece(
     runtime: str,
     bounds: Bounds | None,
 ) -> ExportReport:
-    """Export a piece, with pictures of one size where those of others do not become a file.
-
-    Args:
-        model: what it is of, for messages.
-        piece: the file to be.
-        path: where to write it.
-        batch: a fixed batch size; ``None`` for any.
-        options: options of the export.
-        runtime: the runtime of the file.
-        bounds: the largest sizes; ``None`` without them.
-
-    Returns:
-        The report of the file.
-
-    Raises:
-        FlattenError: see :func:`export_folder`.
-    """
+    """Export a piece, with pictures of one size where those of others do not become a file."""
+    # bounds: the largest sizes; `None` without them
     logger.info("exporting %s", path.name, extra=STEP)
     if piece.narrower is not None:
         try:

@@ -8,8 +8,8 @@ import math
 import pathlib
 
 from ..errors import DamagedFileError, ForeignFileError
-from ..export.quality import Quality
-from ..export.report import TOLERANCES
+from ..export.proof.quality import Quality
+from ..export.proof.report import TOLERANCES
 from ..files.document import read_document
 from ..generate.layout import MANIFEST
 from ..runners.open import RUNTIMES
@@ -69,23 +69,13 @@ class FolderManifest:
 
 
 def write_manifest(folder: pathlib.Path, manifest: FolderManifest) -> None:
-    """Write the file.
-
-    Args:
-        folder: the exported folder.
-        manifest: its description.
-    """
+    """Write the file."""
     text = json.dumps({"format_version": _VERSION, **dataclasses.asdict(manifest)}, indent=2)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: pathlib.Path) -> FolderManifest:
-    """Read the file of a folder.
-
-    Raises:
-        ForeignFileError: when it has none, or that of a newer version.
-        DamagedFileError: when it cannot be read.
-    """
+    """Read the file of a folder."""
     path = folder / MANIFEST
     if not path.exists():
         raise ForeignFileError(

@@ -1,4 +1,4 @@
-"""Classes over exported folders that code written for transformers takes: ``pipeline``, loops, ``generate``.
+"""Open exported folders as models of transformers: ``pipeline``, ``generate``, own loops.
 
 ``from_pretrained`` returns a ``PreTrainedModel`` whose class is derived from the one here, and has the name of the
 exported one: transformers' pipelines go by it. Nothing here imports transformers before a folder is opened.
@@ -19,9 +19,9 @@ from ..runners.devices import Providers, choose_providers, only_for_onnxruntime
 from ..runners.open import RUNTIMES, check_runtime, open_runner
 from .chat import chat_tokenizer, reply
 from .digests import check_digests
+from .generators import open_generator, runtime_of_folder
 from .manifest import read_manifest
-from .opened import open_generator, runtime_of_folder
-from .tasks import GENERATES
+from .pieces.tasks import GENERATES
 
 __all__ = [
     "FolderModel",

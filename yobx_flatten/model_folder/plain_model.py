@@ -1,4 +1,4 @@
-"""A model of transformers whose forward is one call of one file: encoders, and what is on top of them.
+"""Open a folder of one file as a model of transformers: encoders and their heads.
 
 Imports transformers.
 """
@@ -26,12 +26,7 @@ _MASKS = ("attention_mask", "pixel_mask")
 
 
 class PlainFileModel(ModelWithoutWeights):
-    """Not one weight: ``forward`` runs a file.
-
-    Args:
-        runner: the file.
-        stated: what ``config.json`` holds.
-    """
+    """Not one weight: ``forward`` runs a file."""
 
     def __init__(self, runner: Runner, stated: dict[str, Any]) -> None:
         super().__init__(read_config(stated, encoder=False))
@@ -40,18 +35,8 @@ class PlainFileModel(ModelWithoutWeights):
         self.eval()
 
     def forward(self, *args: Any, **given: Any) -> Any:
-        """Run the file on what the model's tokenizer or processor returns.
-
-        Args:
-            *args: inputs in the order of the file.
-            **given: inputs by name.
-
-        Returns:
-            A ``ModelOutput`` with the outputs of the file, under the names that the model has for them.
-
-        Raises:
-            InvalidArgumentError: when an input is missing, or the file does not take it and it is not needless.
-        """
+        """Run the file on what the model's tokenizer or processor returns."""
+        # returns: A `ModelOutput` with the outputs of the file, under the names that the model has for them
         ports = self.runner.ports
         given = {**dict(zip(ports, args, strict=False)), **given}
         feeds = {name: given.pop(name) for name in list(given) if name in ports and given[name] is not None}
@@ -81,12 +66,6 @@ class PlainFileModel(ModelWithoutWeights):
 
 
 def plain_model(runner: Runner, folder: pathlib.Path, base: type) -> Any:
-    """Return a model of transformers over one file.
-
-    Args:
-        runner: the file.
-        folder: where its configuration is.
-        base: the class that is asked for.
-    """
+    """Return a model of transformers over one file."""
     stated = read_document(folder / "config.json", dict[str, Any], failure=GenerationError, finite=False)
     return named_class(stated, (base, PlainFileModel))(runner, stated)

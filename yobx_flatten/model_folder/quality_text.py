@@ -1,4 +1,4 @@
-"""A text for the perplexity of a language model: the user's prompts, or the source of modules of Python."""
+"""Provide a text for the perplexity of a language model that is on every machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ..errors import ModelSourceError
 from ..files.document import check_regular
 from ..recipe.aliases import TransformersModel
-from .tokenizer_files import open_tokenizer
+from .source.tokenizer_files import open_tokenizer
 
 __all__ = ["LENGTH", "python_text", "read_prompts"]
 
@@ -25,12 +25,7 @@ _MODULES = ("textwrap", "heapq", "statistics")  # half of each is English
 
 
 def read_prompts(file: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Return the prompts of a file, one in each line.
-
-    Raises:
-        ModelSourceError: when it is not a text in UTF-8, or holds none.
-        OSError: when it cannot be read.
-    """
+    """Return the prompts of a file, one in each line."""
     path = pathlib.Path(file)
     check_regular(path, ModelSourceError, _LARGEST)
     try:
@@ -48,17 +43,10 @@ def read_prompts(file: str | os.PathLike[str]) -> tuple[str, ...]:
 def python_text(
     model: TransformersModel, source: pathlib.Path | None, rows: int, text: str = ""
 ) -> torch.Tensor | None:
-    """Return a text in the tokens of a model, int64 of shape (rows, length).
-
-    Args:
-        model: a model of transformers.
-        source: the folder of its tokenizer; ``None`` for a model that reads bytes, as those without a folder do.
-        rows: the number of rows.
-        text: the text; by default the source of modules of Python.
-
-    Returns:
-        ``None`` where there is no tokenizer, its tokens are not the model's, or the model has no room for 16.
-    """
+    """Return a text in the tokens of a model, int64 of shape (rows, length)."""
+    # source: the folder of its tokenizer; `None` for a model that reads bytes, as those without a folder do
+    # text: the text; by default the source of modules of Python
+    # returns: `None` where there is no tokenizer, its tokens are not the model's, or the model has no room for 16
     config = model.config.get_text_config(decoder=True)
     room = getattr(config, "max_position_embeddings", None) or LENGTH
     tokens = _tokens(source, text or _source())

@@ -1,4 +1,4 @@
-"""What a folder of sentence-transformers does after its model: pooling, dense layers, normalisation.
+"""Export what sentence-transformers does after the model: pooling, dense layers, normalisation.
 
 .. code-block:: text
 
@@ -24,7 +24,7 @@ from ..errors import ModelSourceError
 from ..files.damage import damage_as
 from ..files.document import check_regular, inside, read_document
 from ..recipe.aliases import TransformersModel
-from .pieces import Piece
+from .pieces.text import Piece
 
 __all__ = ["EMBEDDING", "SentenceModel", "SentenceModules", "copy_modules", "pools", "read_modules", "with_embedding"]
 
@@ -66,23 +66,17 @@ class _Dense:
 
 @dataclasses.dataclass(frozen=True)
 class SentenceModules:
-    """The modules after the first one.
+    """The modules after the first one."""
 
-    Attributes:
-        layers: what makes the embedding of hidden states and a mask; empty where a module is unknown.
-        why_not: what is not in the file, for the report; ``None`` where everything is.
-    """
-
+    # what makes the embedding of hidden states and a mask; empty where a module is unknown
     layers: Sequence[torch.nn.Module]
-    why_not: str | None = None
+    why_not: str | None = None  # what is not in the file, for the report; `None` where everything is
 
 
 class Pooling(torch.nn.Module):
-    """One vector for each row.
+    """One vector for each row."""
 
-    Args:
-        modes: keys of :data:`_MODES`, whose vectors are joined in this order.
-    """
+    # modes: keys of `_MODES`, whose vectors are joined in this order
 
     def __init__(self, modes: Sequence[str]) -> None:
         super().__init__()
@@ -102,12 +96,7 @@ class Normalize(torch.nn.Module):
 
 
 class SentenceModel(torch.nn.Module):
-    """A model with an output for each row.
-
-    Args:
-        model: a model of transformers that returns hidden states.
-        layers: see :class:`SentenceModules`.
-    """
+    """A model with an output for each row."""
 
     def __init__(self, model: TransformersModel, layers: Sequence[torch.nn.Module]) -> None:
         super().__init__()
@@ -130,17 +119,8 @@ class SentenceModel(torch.nn.Module):
 
 
 def read_modules(folder: pathlib.Path | None) -> SentenceModules | None:
-    """Return what a folder does after its model.
-
-    Args:
-        folder: the folder that the model is from; ``None`` where it is not known.
-
-    Returns:
-        ``None`` where it is not of sentence-transformers, or ends with its model.
-
-    Raises:
-        ModelSourceError: when it is damaged.
-    """
+    """Return what a folder does after its model."""
+    # folder: the folder that the model is from; `None` where it is not known
     if folder is None or not (folder / MODULES).is_file():
         return None
     _, *modules = _listed(folder)
@@ -160,36 +140,22 @@ def read_modules(folder: pathlib.Path | None) -> SentenceModules | None:
 
 
 def pools(folder: pathlib.Path | None) -> bool:
-    """Return whether a folder pools what its model returns: the model is then the base, whatever class was trained.
-
-    Args:
-        folder: the folder; ``None`` where there is none.
-    """
+    """Return whether a folder pools what its model returns: the model is then the base, whatever class was trained."""
+    # folder: the folder; `None` where there is none
     if folder is None or not (folder / MODULES).is_file():
         return False
     return any(module.type.rpartition(".")[2] == "Pooling" for module in _listed(folder)[1:])
 
 
 def with_embedding(pieces: list[Piece], model: TransformersModel, modules: SentenceModules) -> list[Piece]:
-    """Return the file of a model with an output for each row.
-
-    Args:
-        pieces: the file to be.
-        model: what it is of.
-        modules: what comes after the model.
-    """
+    """Return the file of a model with an output for each row."""
     if not modules.layers:
         return pieces
     return [dataclasses.replace(piece, module=SentenceModel(model, modules.layers).eval()) for piece in pieces]
 
 
 def copy_modules(source: pathlib.Path, folder: pathlib.Path) -> None:
-    """Copy the folders of modules after the first one: ``1_Pooling`` and others.
-
-    Args:
-        source: a folder of sentence-transformers, or any other, of which nothing is copied.
-        folder: where to.
-    """
+    """Copy the folders of modules after the first one: ``1_Pooling`` and others."""
     if not (source / MODULES).is_file():
         return
     for module in _listed(source)[1:]:

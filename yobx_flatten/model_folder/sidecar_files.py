@@ -1,4 +1,4 @@
-"""The files that tools expect next to the model: configurations, the tokenizer, and onnxruntime-genai's own file."""
+"""Write the files that tools expect next to the model: configurations, tokenizer, onnxruntime-genai's."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..errors import ModelSourceError
 from ..files.document import check_regular, read_document
 from ..huggingface.cache_names import CACHE, PRESENT
 from ..recipe.aliases import TransformersModel
-from .adapter import ADAPTER
-from .gguf_file import gguf_tokenizer
 from .sentence import copy_modules
+from .source.adapter import ADAPTER
+from .source.gguf_file import gguf_tokenizer
 
 __all__ = ["TOKENIZER_INPUTS", "genai_config", "state_tokenizer_inputs", "write_companions", "write_genai_config"]
 
@@ -30,16 +30,11 @@ _WRITTEN_ANEW = {"config.json", "generation_config.json", ADAPTER}
 def write_companions(
     folder: pathlib.Path, model: TransformersModel, source: pathlib.Path | None, *, reads_bytes: bool = False
 ) -> None:
-    """Write what belongs next to the files of a model.
-
-    Args:
-        folder: where they are.
-        model: a model of transformers.
-        source: the folder it is from, whose tokenizer and processor are copied, or its GGUF file; ``None`` where it is
-            not known.
-        reads_bytes: whether a model without a folder gets a tokenizer of bytes: one with random weights, which were
-            trained on no other.
-    """
+    """Write what belongs next to the files of a model."""
+    # source: the folder it is from, whose tokenizer and processor are copied, or its GGUF file; `None` where it is not
+    # known
+    # reads_bytes: whether a model without a folder gets a tokenizer of bytes: one with random weights, which were
+    # trained on no other
     model.config.architectures = model.config.architectures or [type(model).__name__]
     model.config.save_pretrained(folder)
     _without_code(folder / "config.json")
@@ -62,12 +57,7 @@ def write_companions(
 
 
 def state_tokenizer_inputs(folder: pathlib.Path, names: Collection[str]) -> None:
-    """Let the tokenizer of a folder return what its file takes, and nothing else; no tokenizer is made.
-
-    Args:
-        folder: an exported folder.
-        names: the inputs of its file.
-    """
+    """Let the tokenizer of a folder return what its file takes, and nothing else; no tokenizer is made."""
     path = folder / "tokenizer_config.json"
     if "input_ids" not in names or not path.exists():
         return
@@ -100,18 +90,11 @@ def _check_own(path: pathlib.Path) -> None:
 def genai_config(
     model: TransformersModel, inputs: Sequence[str], *, shared: Collection[str] = ()
 ) -> dict[str, Any] | None:
-    """Return the contents of ``genai_config.json``, which onnxruntime-genai reads.
-
-    Args:
-        model: a decoder of transformers.
-        inputs: names of the inputs of ``model.onnx``.
-        shared: those whose memory may be that of an output; none by default. The library writes into one piece of
-            memory where these are all of the cache.
-
-    Returns:
-        ``None`` for a model that onnxruntime-genai 0.18 cannot run: it knows keys and values, and no other leaves; and
-        it provides memory for as many keys as there are tokens, which a layer that slides does not fill.
-    """
+    """Return the contents of ``genai_config.json``, which onnxruntime-genai reads."""
+    # shared: those whose memory may be that of an output; none by default. The library writes into one piece of memory
+    # where these are all of the cache.
+    # returns: `None` for a model that onnxruntime-genai 0.18 cannot run: it knows keys and values, and no other leaves;
+    # and it provides memory for as many keys as there are tokens, which a layer that slides does not fill
     config = model.config
     layers = config.num_hidden_layers
     fed = {f"{CACHE}.{index}.{part}" for index in range(layers) for part in ("key", "value")}

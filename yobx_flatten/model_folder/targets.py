@@ -1,4 +1,4 @@
-"""What a folder is for: the runtime, its files, and the largest sizes where the runtime needs them."""
+"""The runtime of a folder, its file names, and the largest sizes where the runtime needs them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, Literal
 import torch
 
 from ..errors import InvalidArgumentError
-from ..export.bounds import Bounds
-from ..export.program import export_program, left_out, shortened, source_of
-from ..export.proof import sampled
-from ..export.quantization import Quantization
-from ..export.replay import Case
-from ..export.report import ExportReport
-from ..export.runtimes import check_libraries, write_for
+from ..export.example.bounds import Bounds
+from ..export.program_export import export_program, left_out, shortened, source_of
+from ..export.proof.levels import sampled
+from ..export.proof.replay import Case
+from ..export.proof.report import ExportReport
+from ..export.quantization.options import Quantization
+from ..export.runtimes.write import check_libraries, write_for
 from ..runners.open import check_runtime
 from ..trees.shapes import dynamic_shapes
-from .pieces import Piece
+from .pieces.text import Piece
 
 __all__ = [
     "FORMATS",
@@ -48,15 +48,9 @@ _PROMPT = 9  # tokens of the prompt that is generated from
 
 
 def choose_bounds(given: Mapping[str, int] | None, rows: int | None) -> Bounds | None:
-    """Return the bounds of a folder, with 4 rows by default.
-
-    Args:
-        given: ``{"batch": 4, "length": 512}``, and ``"new"`` if it is less than the length; ``None`` without bounds.
-        rows: a fixed number of rows; ``None`` for several.
-
-    Raises:
-        InvalidArgumentError: when a name is unknown, or a bound is too small for the calls that prove the folder.
-    """
+    """Return the bounds of a folder, with 4 rows by default."""
+    # given: `{"batch": 4, "length": 512}`, and `"new"` if it is less than the length; `None` without bounds
+    # rows: a fixed number of rows; `None` for several
     if given is None:
         return None
     found = Bounds.of({"batch": rows or 4, **given})
@@ -73,40 +67,25 @@ def choose_bounds(given: Mapping[str, int] | None, rows: int | None) -> Bounds |
 
 
 def room_for_tokens(bounds: Bounds | None, wanted: int) -> int:
-    """Return how many new tokens a case for generation has room for.
-
-    Args:
-        bounds: the largest sizes; ``None`` without them.
-        wanted: number of tokens.
-    """
+    """Return how many new tokens a case for generation has room for."""
+    # bounds: the largest sizes; `None` without them
     return wanted if bounds is None or bounds.length is None else min(wanted, bounds.length - _PROMPT - 3)
 
 
 def fitting_text(tokens: torch.Tensor | None, bounds: Bounds | None) -> torch.Tensor | None:
-    """Return a text whose rows are within the bounds: its first token is in the cache, all others in one call.
-
-    Args:
-        tokens: the text, int64 of shape (texts, length); ``None`` without one.
-        bounds: the largest sizes; ``None`` without them.
-    """
+    """Return a text whose rows are within the bounds: its first token is in the cache, all others in one call."""
+    # tokens: the text, int64 of shape (texts, length); `None` without one
+    # bounds: the largest sizes; `None` without them
     if tokens is None or bounds is None or bounds.length is None or bounds.new is None:
         return tokens
     return tokens[:, : min(bounds.length, bounds.new + 1)]
 
 
 def choose_target(to: str, target: str | None, bounds: Mapping[str, int] | None, rows: int | None) -> str:
-    """Return the runtime of a folder.
-
-    Args:
-        to: ``"onnx"`` or ``"program"``.
-        target: the runtime; ``None`` for that of ``to``.
-        bounds: the largest sizes; ``None`` without them.
-        rows: a fixed number of rows; ``None`` for several.
-
-    Raises:
-        InvalidArgumentError: when there is no such runtime, or bounds are missing or do not belong to it.
-        MissingDependencyError: when a library or a compiler is missing.
-    """
+    """Return the runtime of a folder."""
+    # target: the runtime; `None` for that of `to`
+    # bounds: the largest sizes; `None` without them
+    # rows: a fixed number of rows; `None` for several
     if to not in ("onnx", "program"):
         raise InvalidArgumentError(f'to must be "onnx" or "program", found {to!r}.')
     runtime = {"onnx": "onnxruntime", "program": "torch"}[to] if target is None else target
@@ -133,23 +112,10 @@ def write_piece(
     proof: str,
     quantize: Quantization | None = None,
 ) -> ExportReport:
-    """Export a piece and write its file.
-
-    Args:
-        runtime: AOTInductor, ExecuTorch or OpenVINO.
-        piece: the file to be.
-        path: where to write it.
-        shapes: its dynamic shapes.
-        bounds: the largest sizes; ``None`` without them.
-        proof: what is replayed: ``"full"``, ``"sample"`` or ``"none"``.
-        quantize: weights in fewer bits; ``None``, the default, for none.
-
-    Returns:
-        The report of the file.
-
-    Raises:
-        DynamicShapesError: when the model itself bounds a size in another way.
-    """
+    """Export a piece and write its file."""
+    # bounds: the largest sizes; `None` without them
+    # proof: what is replayed: `"full"`, `"sample"` or `"none"`
+    # quantize: weights in fewer bits; `None`, the default, for none
     exported = export_program(
         piece.module,
         (),
@@ -169,12 +135,8 @@ def write_piece(
 
 
 def fitting_cases(piece: Piece, bounds: Bounds | None) -> Sequence[Case]:
-    """Return the cases of a piece that are within the bounds.
-
-    Args:
-        piece: the file to be.
-        bounds: the largest sizes; ``None`` without them.
-    """
+    """Return the cases of a piece that are within the bounds."""
+    # bounds: the largest sizes; `None` without them
     shapes: Any = piece.dynamic_shapes
     if bounds is None or shapes is None:
         return piece.cases

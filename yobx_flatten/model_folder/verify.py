@@ -1,4 +1,4 @@
-"""Verify a folder with the cases stored in it. The model is not needed, and transformers only for programs."""
+"""Verify a folder with its stored cases. The model is not needed, and transformers only for programs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from ..diagnose.report import Report
 from ..errors import DamagedFileError, FlattenError, ForeignFileError, ReplayError
 from ..errors.messages import first_line, table
-from ..export.quality import Quality
-from ..export.quantization import CHAT_SHARES, TOKEN_SHARES
-from ..export.yardstick import explained
+from ..export.proof.quality import Quality
+from ..export.proof.yardstick import explained
+from ..export.quantization.options import CHAT_SHARES, TOKEN_SHARES
 from ..files.document import inside
 from ..files.scratch import is_folder
 from ..generate.layout import SUBFOLDER, located
@@ -27,7 +27,7 @@ from ..runners.open import open_runner
 from ..runners.runner import Runner
 from ..storage.cases import StoredCase, load_case
 from ..storage.replay import OutputDifference, run_case
-from .chats import CHATS
+from .chat_prompts import CHATS
 from .digests import check_digests
 from .manifest import FolderManifest, read_manifest
 from .verify_quality import measure_again

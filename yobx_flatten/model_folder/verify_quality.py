@@ -1,4 +1,4 @@
-"""Measure again how far the quantised file of a folder is from the model, with the cases that are stored in it."""
+"""Measure again how far the quantised file of a folder is from the model, on its stored cases."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import ReplayError
-from ..export.padding import Padding
-from ..export.quality import SCORES, Distance, Quality, text_losses
+from ..export.proof.padding import Padding
+from ..export.proof.quality import SCORES, Distance, Quality, text_losses
 from ..runners.runner import Runner
 from ..storage.cases import StoredCase
 
@@ -17,16 +17,8 @@ __all__ = ["measure_again"]
 
 
 def measure_again(stored: Quality, cases: Iterable[StoredCase], runner: Runner) -> Quality:
-    """Return the quality of a file.
-
-    Args:
-        stored: what was measured when it was exported.
-        cases: calls of the model, and texts with the model's losses.
-        runner: the file.
-
-    Raises:
-        ReplayError: when the file fails on a case, or has no such output.
-    """
+    """Return the quality of a file."""
+    # stored: what was measured when it was exported
     distance = Distance()
     for case in cases:
         outputs = runner.run({name: case.inputs[name] for name in runner.ports})

@@ -1,4 +1,4 @@
-"""Count how many of the model's greedy tokens the files of a folder choose, alone and on the model's own text."""
+"""Count how many of the model's greedy tokens the files of a folder choose."""
 
 from __future__ import annotations
 
@@ -17,23 +17,18 @@ __all__ = ["TokenCount", "count_tokens"]
 
 @dataclasses.dataclass(frozen=True)
 class TokenCount:
-    """How the tokens of a loop compare with those of the model.
+    """How the tokens of a loop compare with those of the model."""
 
-    Attributes:
-        tokens: number of new tokens of the model, up to the end of each row.
-        different: how many of them differ when the files generate on their own: after a first one the rest of its row
-            continues another text.
-        excused: how many of these follow a tie: two scores of the model that are closer than the rounding of its type.
-        agreed: share of the tokens that the files choose after the model's own text; ``None`` where the weights are
-            those of the model.
-        allowed: smallest such share; ``None`` where no token may differ.
-    """
-
-    tokens: int
+    tokens: int  # number of new tokens of the model, up to the end of each row
+    # how many of them differ when the files generate on their own: after a first one the rest of its row continues
+    # another text
     different: int
+    # how many of these follow a tie: two scores of the model that are closer than the rounding of its type
     excused: int
+    # share of the tokens that the files choose after the model's own text; `None` where the weights are those of the
+    # model
     agreed: float | None = None
-    allowed: float | None = None
+    allowed: float | None = None  # smallest such share; `None` where no token may differ
 
     @property
     def ok(self) -> bool:
@@ -55,15 +50,9 @@ class TokenCount:
 
 
 def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share: float | None = None) -> TokenCount:
-    """Let files generate, and compare with what the model did.
-
-    Args:
-        generator: the files, open.
-        case: a prompt, and what the model made of it.
-        tolerance: how far a score may be off by the rounding of the model's own type.
-        share: share of the tokens that have to agree after the model's own text; ``None``, the default, where the
-            weights are those of the model, and all have to.
-    """
+    """Let files generate, and compare with what the model did."""
+    # share: share of the tokens that have to agree after the model's own text; `None`, the default, where the weights
+    # are those of the model, and all have to
     expected: torch.Tensor = case.outputs["sequences"]
     margins: torch.Tensor | None = case.outputs.get("margins")  # a folder of an earlier version has none
     read = _read(generator, case)

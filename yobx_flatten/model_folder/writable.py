@@ -1,4 +1,4 @@
-"""Check that a folder can be written, before hours are spent on what belongs there."""
+"""Check that a folder can be written, before the export begins."""
 
 from __future__ import annotations
 
@@ -15,14 +15,8 @@ def check_writable(folder: str | os.PathLike[str], *, in_parent: bool = False) -
 
     A folder is made where this one, or the nearest that is there above it, stands, and taken away again: permissions
     alone state nothing of a disk that is read-only.
-
-    Args:
-        folder: the folder that was asked for, which the error names.
-        in_parent: check the folder that holds it, where it is made under another name first.
-
-    Raises:
-        OSError: naming the folder and the reason.
     """
+    # in_parent: check the folder that holds it, where it is made under another name first
     path = pathlib.Path(folder)
     wanted = path.absolute().parent if in_parent else path.absolute()
     there = next(place for place in (wanted, *wanted.parents) if os.path.lexists(place))

@@ -21,17 +21,17 @@ import torch
 from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
 from ..errors.dependencies import is_installed
 from ..errors.log import STEP
-from ..export.kernels import has_kernels
-from ..export.onnx_file import check_opset
-from ..export.onnx_shared_cache import shared_inputs
-from ..export.proof import Proof, choose_proof, sampled
-from ..export.quality import SCORES, text_losses
-from ..export.quantization import Quantization, WeightBits, choose_quantization, has_projections
-from ..export.replay import Case
-from ..export.report import TOLERANCES, ExportReport
-from ..export.room import check_room
-from ..export.text_cases import text_cases
-from ..export.undisturbed import undisturbed
+from ..export.free_space import check_room
+from ..export.onnx.file import check_opset
+from ..export.onnx.kernels import has_kernels
+from ..export.onnx.rewrite.group_query_attention import shared_inputs
+from ..export.proof.levels import Proof, choose_proof, sampled
+from ..export.proof.module_state import undisturbed
+from ..export.proof.quality import SCORES, text_losses
+from ..export.proof.replay import Case
+from ..export.proof.report import TOLERANCES, ExportReport
+from ..export.quantization.options import Quantization, WeightBits, choose_quantization, has_projections
+from ..export.quantization.text_cases import text_cases
 from ..files.scratch import publish_folder, scratch_for, settle
 from ..generate.settings import settings_of
 from ..huggingface.position_switch import rereads_at_switch, switch_of
@@ -39,17 +39,14 @@ from ..recipe.aliases import TransformersModel
 from ..runners.open import RUNTIMES
 from ..storage.cases import save_case
 from .card import write_card
-from .chats import CHAT_TOKENS, CHATS, chat_prompts
-from .classes import without_peft
+from .chat_prompts import CHAT_TOKENS, CHATS, chat_prompts
 from .client_layout import Layout, apply_layout, check_layout
 from .digests import digests
 from .export_piece import export_piece
-from .loading import OpenedModel, WeightsIn, open_model
 from .manifest import FolderManifest, write_manifest
-from .origin import origin_of, reader_of
-from .pieces import Piece, keeps_more
-from .positions import positions_of
-from .proofs import PROMPT, SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
+from .pieces.positions import positions_of
+from .pieces.tasks import GENERATES, pieces_for, task_of
+from .pieces.text import Piece, keeps_more
 from .quality_text import python_text, read_prompts
 from .sentence import read_modules, with_embedding
 from .sidecar_files import (
@@ -59,8 +56,12 @@ from .sidecar_files import (
     write_companions,
     write_genai_config,
 )
-from .source import FoundModel, find_model, require_transformers
-from .stored_weights import UnmatchedWeights, check_unmatched
+from .source.classes import without_peft
+from .source.find import FoundModel, find_model, require_transformers
+from .source.open import OpenedModel, WeightsIn, open_model
+from .source.origin import origin_of, reader_of
+from .source.stored_weights import UnmatchedWeights, check_unmatched
+from .stored_cases import PROMPT, SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
 from .targets import (
     FORMATS,
     Target,
@@ -70,7 +71,6 @@ from .targets import (
     fitting_text,
     room_for_tokens,
 )
-from .tasks import GENERATES, pieces_for, task_of
 from .verify import FolderReport, verify_folder
 from .writable import check_writable
 
@@ -381,12 +381,7 @@ def _open(
 
 
 def check_target(folder: pathlib.Path, overwrite: bool) -> None:
-    """Check that a folder is empty or may be replaced, and can be written.
-
-    Raises:
-        FolderExistsError: naming it.
-        OSError: naming it, and the reason.
-    """
+    """Check that a folder is empty or may be replaced, and can be written."""
     settle(folder)  # what a killed export was about to replace is there again
     if folder.exists() and not folder.is_dir():
         raise FolderExistsError(f"{folder} is a file. Name a folder that is new or empty.")

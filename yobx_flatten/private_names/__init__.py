@@ -1,1 +1,1 @@
-"""Names that other libraries keep to themselves and this project needs: one file per library imports them, no other."""
+"""Import private names of other libraries: one file per library, and no other place."""

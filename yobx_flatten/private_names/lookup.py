@@ -1,4 +1,4 @@
-"""Private names are looked up when they are first used, and a release without one is named."""
+"""Look up a private name on first use, and name it in the error of a release without it."""
 
 from __future__ import annotations
 
@@ -12,30 +12,18 @@ __all__ = ["Private", "lookup_in"]
 
 
 class Private(NamedTuple):
-    """Where a private name stands.
-
-    Attributes:
-        module: the module that has it.
-        name: its name there, with dots for an attribute of a class.
-        instead: what to use where a release has it no more.
-    """
+    """Where a private name stands."""
 
     module: str
-    name: str
-    instead: str
+    name: str  # its name there, with dots for an attribute of a class
+    instead: str  # what to use where a release has it no more
 
 
 def lookup_in(library: str, names: Mapping[str, Private]) -> Callable[[str], Any]:
-    """Make the ``__getattr__`` of a module that hands out private names of a library.
-
-    Args:
-        library: the name of its distribution.
-        names: where each name stands, by the name that is handed out.
-
-    Returns:
-        The function; it raises ``AttributeError`` for any other name, and ``ImportError`` with the version, the place
-        and what to use instead where a release has not got the name.
-    """
+    """Make the ``__getattr__`` of a module that hands out private names of a library."""
+    # names: where each name stands, by the name that is handed out
+    # returns: the function; it raises `AttributeError` for any other name, and `ImportError` with the version, the
+    # place and what to use instead where a release has not got the name
 
     @functools.cache
     def find(name: str) -> Any:

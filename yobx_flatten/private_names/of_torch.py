@@ -1,4 +1,4 @@
-"""Private names of torch. Those that bring dynamo, sympy or inductor along are imported when they are used."""
+"""Private names of torch. Those that import dynamo, sympy or inductor are imported on use."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How a class is flattened and rebuilt: plain data, known to no library."""
+"""Describe how a class is flattened and rebuilt, without notifying any library."""

@@ -1,4 +1,4 @@
-"""Names of types in signatures, where the class is up to the user or to a library that is not required."""
+"""Aliases for types in signatures, where the class is the user's or of an optional library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flatten functions as generated source, the way :mod:`dataclasses` writes ``__init__``.
+"""Generate flatten functions as source, the way :mod:`dataclasses` writes ``__init__``.
 
 A loop over field names costs several times what the attributes themselves cost. The source written here names every
 attribute once; a traceback shows it, and so does :func:`inspect.getsource`::
@@ -144,9 +144,6 @@ def checked(value: Static, where: str) -> Static:
 
     A list, dict or set is returned as a copy: a program keeps what it is given here and compares with it at every call,
     and a caller that appends to a list of its own does not change a program.
-
-    Raises:
-        StaticDataError: see :func:`~yobx_flatten.recipe.static_codec.check_static`.
     """
     if type(value) in _FIT:
         return value
@@ -216,11 +213,7 @@ def _items_of(cls: Any) -> _Items | None:
 
 
 def require_content(cls: type, caller: str) -> None:
-    """Refuse a class whose built-in base holds what neither attributes nor items state: text, a number, a set.
-
-    Raises:
-        InvalidRegistrationError: with the call that takes functions written by hand.
-    """
+    """Refuse a class whose built-in base holds what neither attributes nor items state: text, a number, a set."""
     base = builtin_base(cls)
     if base not in (object, types.SimpleNamespace, *_CONTAINERS):
         raise InvalidRegistrationError(
@@ -313,13 +306,9 @@ def _plain_setattr(cls: type) -> bool:
 
 
 def run_source(start: str, source: str, scope: dict[str, Any]) -> None:
-    """Define the functions of a source in a scope.
-
-    Args:
-        start: how the file name begins that tracebacks find the lines by, such as ``"<functions of module.Class"``.
-        source: what to run.
-        scope: the names that the source uses; those that it defines are added to them.
-    """
+    """Define the functions of a source in a scope."""
+    # start: how the file name begins that tracebacks find the lines by, such as `"<functions of module.Class"`
+    # scope: the names that the source uses; those that it defines are added to them
     # no `__name__` in the scope: dynamo would look its names up in the module of that name
     exec(compile(source, _remember(start, source), "exec"), scope)
 

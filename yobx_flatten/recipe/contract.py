@@ -1,4 +1,4 @@
-"""The functions that flatten and unflatten a class. No library is notified here."""
+"""The functions that flatten and unflatten a class."""
 
 from __future__ import annotations
 
@@ -32,30 +32,21 @@ Unflatten: TypeAlias = Callable[[Iterable[Any], Any], Any]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """How instances of one class are flattened and unflattened.
+    """How instances of one class are flattened and unflattened."""
 
-    Attributes:
-        cls: the class, exactly: subclasses need a recipe of their own.
-        flatten: ``obj -> (children, static)``.
-        unflatten: ``(children, static) -> obj``.
-        flatten_with_keys: ``obj -> ([(key, child), ...], static)``.
-        name: the name stored in saved programs; unique and stable across versions.
-        remedy: the line a user types to have the class registered; part of error messages.
-        axes: ``key -> {axis: meaning}`` of a leaf, for the axes that vary between calls (``{0: "batch"}``); ``None``
-            when nothing is known, and every axis may vary.
-        label: ``(key, name of what is below it) -> name`` of a leaf in an exported graph; ``None`` joins them by dots.
-        plain_static: whether the static part is stored as torch stores it by itself, as the suspended registration
-            does, so that a program that was saved under one of them loads under the other.
-    """
-
-    cls: type
-    flatten: Flatten
-    unflatten: Unflatten
-    flatten_with_keys: FlattenWithKeys
-    name: str
-    remedy: str
+    cls: type  # the class, exactly: subclasses need a recipe of their own
+    flatten: Flatten  # `obj -> (children, static)`
+    unflatten: Unflatten  # `(children, static) -> obj`
+    flatten_with_keys: FlattenWithKeys  # `obj -> ([(key, child), ...], static)`
+    name: str  # the name stored in saved programs; unique and stable across versions
+    remedy: str  # the line a user types to have the class registered; part of error messages
+    # `key -> {axis: meaning}` of a leaf, for the axes that vary between calls (`{0: "batch"}`); `None` when nothing is
+    # known, and every axis may vary
     axes: Callable[[str], dict[int, str] | None] | None = None
+    # `(key, name of what is below it) -> name` of a leaf in an exported graph; `None` joins them by dots
     label: Callable[[str, str], str] | None = None
+    # whether the static part is stored as torch stores it by itself, as the suspended registration does, so that a
+    # program that was saved under one of them loads under the other
     plain_static: bool = False
 
     @classmethod
@@ -69,11 +60,7 @@ class Recipe:
         name: str | None = None,
         remedy: str | None = None,
     ) -> Recipe:
-        """Check the functions a user gave and make a recipe of them.
-
-        Raises:
-            InvalidRegistrationError: when ``target`` is not a class, or a function cannot be called as needed.
-        """
+        """Check the functions a user gave and make a recipe of them."""
         require_class(target)
         require_callable(target, "f_flatten", flatten, 1)
         require_callable(target, "f_unflatten", unflatten, 2)
@@ -114,11 +101,7 @@ def require_class(target: object, function: str = "register_class_flattening") -
 
 
 def require_node(target: object, function: str) -> None:
-    """Refuse what is not a class, and classes that are nodes, or never are, whatever is registered.
-
-    Raises:
-        InvalidRegistrationError: with what to do instead.
-    """
+    """Refuse what is not a class, and classes that are nodes, or never are, whatever is registered."""
     require_class(target, function)
     cls: Any = target
     start = f"{function}: {describe_class(cls)} is "

@@ -41,22 +41,12 @@ _Functions = tuple[Flatten, FlattenWithKeys, Unflatten]
 def functions_of(
     cls: type, caller: str = "make_flattening_function_for_dataclass"
 ) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
-    """Make the flatten, keyed flatten and unflatten functions of a class that states by itself what it holds.
-
-    Args:
-        cls: a dataclass (flax, chex and equinox also write dataclasses), an attrs class, a pydantic model, a class with
-            ``keys()`` and ``values()`` (a ``dict`` subclass, a ``ModelOutput``), one with JAX's ``tree_flatten()`` and
-            ``tree_unflatten()``, or one with nothing but ``__slots__``. A field declared with
-            ``metadata={"static": True}`` becomes static data. What an instance holds in addition to its fields does not
-            come back; no constructor is called.
-        caller: the function that the user called, for the messages.
-
-    Returns:
-        The three functions, named ``flatten_<class>``, ``flatten_with_keys_<class>`` and ``unflatten_<class>``.
-
-    Raises:
-        InvalidRegistrationError: for any other class.
-    """
+    """Make the flatten, keyed flatten and unflatten functions of a class that states by itself what it holds."""
+    # cls: a dataclass (flax, chex and equinox also write dataclasses), an attrs class, a pydantic model, a class with
+    # `keys()` and `values()` (a `dict` subclass, a `ModelOutput`), one with JAX's `tree_flatten()` and
+    # `tree_unflatten()`, or one with nothing but `__slots__`. A field declared with `metadata={"static": True}` becomes
+    # static data. What an instance holds in addition to its fields does not come back; no constructor is called.
+    # returns: the three functions, named `flatten_<class>`, `flatten_with_keys_<class>` and `unflatten_<class>`
     require_node(cls, caller)
     for fits, read in _READERS:
         if fits(cls):

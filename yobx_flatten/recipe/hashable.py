@@ -1,4 +1,4 @@
-"""Static data as a cache key: JAX hashes and compares it at every call of a compiled function.
+"""Make static data hashable and comparable: JAX does both at every call of a compiled function.
 
 Lists and dicts are not hashable, and a caller that changes one later would change a key that is in use. So they travel
 as a copy inside :class:`HeldStatic`, and are returned as a copy. A hashable value stays as it is.
@@ -37,20 +37,12 @@ class HeldStatic:
 def hashable(static: Static) -> Static:
     """Return static data in a form that hashes and compares.
 
-    Args:
-        static: what a flatten function returned.
-
-    Returns:
-        ``static`` itself where it hashes, else a :class:`HeldStatic` that holds a copy of it.
-
-    Raises:
-        StaticDataError: naming the class of what neither hashes nor is a list, dict, set or slice.
-
     >>> hashable("relu"), hash(hashable(["relu", 3])) == hash(hashable(["relu", 3]))
     ('relu', True)
     >>> original(hashable({"name": [1, 2]}))
     {'name': [1, 2]}
     """
+    # returns: `static` itself where it hashes, else a `HeldStatic` that holds a copy of it
     try:
         hash(static)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Keys of children: every library has classes of its own for them; torch's are the ones that recipes speak."""
+"""Convert keys of children between libraries. Recipes use torch's classes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ _TORCH = (GetAttrKey, MappingKey, SequenceKey)
 def torch_key(key: object) -> KeyEntry:
     """Translate a key of JAX (or any other that states what it holds) to torch's.
 
-    Args:
-        key: ``GetAttrKey``, ``DictKey``, ``SequenceKey`` or ``FlattenedIndexKey`` of ``jax.tree_util``, a key of torch,
-            or a bare key: an integer is a position, everything else a key of a mapping.
-
     >>> torch_key("a"), torch_key(0)
     (MappingKey(key='a'), SequenceKey(idx=0))
     """
+    # key: `GetAttrKey`, `DictKey`, `SequenceKey` or `FlattenedIndexKey` of `jax.tree_util`, a key of torch, or a bare
+    # key: an integer is a position, everything else a key of a mapping
     if isinstance(key, _TORCH):
         return key
     # by attribute, not by class: JAX is not imported for this

@@ -1,4 +1,4 @@
-"""Flatten functions of classes that list their content by ``keys()`` and ``values()``: its values are the children.
+"""Make flatten functions for classes with ``keys()`` and ``values()``.
 
 An instance is rebuilt by its constructor, which can do more than keep items (``self.__dict__ = self``), or less.
 So what items do not state is refused, and what a constructor made of them is compared::
@@ -44,12 +44,9 @@ def is_mapping(cls: type) -> bool:
 
 
 def mapping_functions(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
-    """Return flatten, keyed flatten and unflatten of a class for which :func:`is_mapping` holds.
-
-    Returns:
-        The three functions. Flatten raises :class:`~yobx_flatten.errors.RoundTripError` for an instance of a ``dict``
-        or ``UserDict`` that holds what no item does, and unflatten when the constructor made other items.
-    """
+    """Return flatten, keyed flatten and unflatten of a class for which :func:`is_mapping` holds."""
+    # returns: the three functions. Flatten raises `yobx_flatten.errors.RoundTripError` for an instance of a `dict` or
+    # `UserDict` that holds what no item does, and unflatten when the constructor made other items.
     check_items = _check_of(cls)
     rebuild = _rebuilding(cls)
 

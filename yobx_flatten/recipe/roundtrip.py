@@ -24,15 +24,8 @@ __all__ = ["CHECKS", "check_round_trip"]
 
 
 def check_round_trip(recipe: Recipe, sample: object) -> None:
-    """Flatten, unflatten and flatten again, with every function of the recipe.
-
-    Args:
-        recipe: the recipe to check; it must be registered.
-        sample: an instance of its class.
-
-    Raises:
-        RoundTripError: naming the class, the function and the difference.
-    """
+    """Flatten, unflatten and flatten again, with every function of the recipe."""
+    # recipe: the recipe to check; it must be registered
     name = recipe.cls.__qualname__
     if type(sample) is not recipe.cls:
         raise RoundTripError(f"f_check of {name} returned a {type(sample).__qualname__}; return an instance of {name}.")

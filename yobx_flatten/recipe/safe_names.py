@@ -1,4 +1,4 @@
-"""What a name in a file stands for, found without importing or calling what the file chose.
+"""Resolve a name in a file without importing or calling what the file chose.
 
 A file can come from anywhere. Static data name enums, dataclasses, configurations and functions as ``module:name``, and
 to look a name up could be to import its module. So a name is looked up in modules that the program has imported
@@ -39,11 +39,7 @@ def may_be_imported(module: str) -> bool:
 
 
 def import_known(module: str) -> None:
-    """Import a module of the fixed table; do nothing for any other.
-
-    Raises:
-        NotRegisteredError: when the library is not installed, or does not have the module.
-    """
+    """Import a module of the fixed table; do nothing for any other."""
     if module in sys.modules or not may_be_imported(module):
         return
     try:
@@ -56,20 +52,9 @@ def import_known(module: str) -> None:
 
 
 def find_named(name: object, kind: str) -> Any:
-    """Find what a name in a file stands for.
-
-    Args:
-        name: ``module:qualified.name``.
-        kind: what it has to be: ``"class"``, ``"enum"``, ``"flag"``, ``"namedtuple"``, ``"dataclass"``, ``"config"``,
-            ``"function"``, ``"constant"`` or ``"numpy scalar"``.
-
-    Returns:
-        The class, function or object. Nothing of it is called.
-
-    Raises:
-        NotRegisteredError: when its module is not imported; the message has the line to type.
-        StaticDataError: when it is something else.
-    """
+    """Find what a name in a file stands for."""
+    # kind: what it has to be: `"class"`, `"enum"`, `"flag"`, `"namedtuple"`, `"dataclass"`, `"config"`, `"function"`,
+    # `"constant"` or `"numpy scalar"`
     if not isinstance(name, str):
         raise StaticDataError(f"A file names {describe_class(name)} where it should name a {kind}.")
     module, _, qualified = name.partition(":")

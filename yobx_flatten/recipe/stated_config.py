@@ -1,4 +1,4 @@
-"""What a configuration of transformers states, looked at before transformers makes an object of it.
+"""Check a transformers configuration before transformers makes an object of it.
 
 Making one already costs what it states: a name for each label, a kind for each layer. And one that names a kernel of
 the hub makes transformers download and run it.

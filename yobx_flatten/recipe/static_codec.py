@@ -1,4 +1,4 @@
-"""The static part of a node (torch: *context*, JAX *aux*) to JSON and back, without loss.
+"""Convert the static part of a node (torch: *context*, JAX: *aux*) to JSON and back, without loss.
 
 JSON turns tuples into lists and integer keys into strings. A tree spec that went through plain JSON (as in
 ``torch.export.save``) then differs from the live one, and the loaded program refuses its own inputs. What plain JSON
@@ -46,24 +46,15 @@ def is_array(value: object) -> bool:
 def dump_static(value: Static, *, where: str = "") -> Any:
     """Turn static data into what :mod:`json` can write.
 
-    Args:
-        value: strings, numbers, ``None``, lists, tuples, named tuples, dicts with any of these as keys, sets, enums,
-            dataclasses, dtypes, devices, sizes, slices, ranges, bytes, scalars and dtypes of NumPy, and classes,
-            functions and constants that a module has by name, nested at will.
-        where: what the value is, for messages: ``"State.window"``.
-
-    Returns:
-        Lists, dicts with string keys, strings, numbers and ``None``.
-
-    Raises:
-        StaticDataError: for anything else, a tensor first of all: tensors are children, not static data. The message
-            states where it stands: ``static['a'][0]``.
-
     >>> dump_static(["key_0", ("relu", None)])
     ['key_0', {'!tuple': ['relu', None]}]
     >>> load_static(dump_static({1: (2, torch.float16)}))
     {1: (2, torch.float16)}
     """
+    # value: strings, numbers, `None`, lists, tuples, named tuples, dicts with any of these as keys, sets, enums,
+    # dataclasses, dtypes, devices, sizes, slices, ranges, bytes, scalars and dtypes of NumPy, and classes, functions
+    # and constants that a module has by name, nested at will
+    # where: what the value is, for messages: `"State.window"`
     if type(value) in _PLAIN:
         return value
 
@@ -95,17 +86,7 @@ def dump_static(value: Static, *, where: str = "") -> Any:
 
 
 def load_static(data: Static) -> Static:
-    """Bring back what :func:`dump_static` was given.
-
-    Args:
-        data: what :func:`dump_static` returned, possibly after a trip through :mod:`json`.
-
-    Returns:
-        Static data that compares equal to the original.
-
-    Raises:
-        StaticDataError: when the data was written by a newer version.
-    """
+    """Bring back what :func:`dump_static` was given."""
     if isinstance(data, list):
         return [load_static(x) for x in data]
     if not isinstance(data, dict):
@@ -126,18 +107,12 @@ def load_static(data: Static) -> Static:
 def check_static(value: Static, *, where: str = "") -> None:
     """Refuse static data that cannot be stored, or that does not compare to a bool.
 
-    Args:
-        value: the static part of a node, or one attribute of it.
-        where: what the value is, for the message: ``"State.window"``.
-
-    Raises:
-        StaticDataError: naming what was found and where it stands.
-
     >>> check_static({"sizes": (2, 3)})
     >>> check_static({"sizes": [torch.zeros(2)]}, where="State.config")
     Traceback (most recent call last):
     yobx_flatten.errors.StaticDataError: Static data holds the Tensor tensor([0., 0.]) at State.config['sizes'][0], ...
     """
+    # where: what the value is, for the message: `"State.window"`
     try:
         # in a list, where NaN equals NaN if both are the one that all code uses
         fits = [load_static(dump_static(value, where=where))] == [value]

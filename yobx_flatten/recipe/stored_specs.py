@@ -1,4 +1,4 @@
-"""Tree specs of a stranger, checked before torch reads them: it imports the modules that some of them name."""
+"""Check untrusted tree specs before torch reads them: it imports the modules that they name."""
 
 from __future__ import annotations
 
@@ -17,15 +17,7 @@ _NOT_PLAIN = re.compile(r"""['"\\\x00-\x1f]""")
 
 
 def check_spec(text: str) -> None:
-    """Refuse a spec for which torch would import a module: one with an enum, or a function that fills a dict.
-
-    Args:
-        text: what ``treespec_dumps`` returned.
-
-    Raises:
-        StaticDataError: when it names something else than an enum or a built-in type.
-        NotRegisteredError: when it names an enum of a module that is not imported.
-    """
+    """Refuse a spec for which torch would import a module: one with an enum, or a function that fills a dict."""
     for node in _dicts(_parsed(text)):
         context = node.get("context")
         if node.get("type") == "collections.defaultdict" and not _is_built_in(context):

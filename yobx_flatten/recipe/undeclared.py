@@ -1,4 +1,4 @@
-"""Refuse an instance that holds an attribute which its recipe does not name: flatten would drop it.
+"""Refuse an instance with an attribute that its recipe does not name: flatten would drop it.
 
 .. code-block:: text
 
@@ -64,10 +64,6 @@ def undeclared_check(cls: type, declared: Collection[str]) -> tuple[str, dict[st
     """Return the condition, as source, in which ``undeclared(obj)`` is called, and the names that it uses.
 
     It costs a tenth of a microsecond per object. An empty condition: instances hold nothing more.
-
-    Args:
-        cls: the class.
-        declared: the names of the attributes that are children or static data.
     """
     more_slots = set(slots_of(cls)) - set(declared)
     if cls.__dictoffset__ == 0 and not more_slots:

@@ -1,4 +1,4 @@
-"""Record the calls of a running model, and read an export's example and dynamic shapes off them."""
+"""Record the calls of a running model, and derive an export's example and dynamic shapes from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sizes vary between calls, under which name, and how the names are related.
+"""Find the sizes that vary between calls, name them, and relate them to each other.
 
 A *place* is one axis of one tensor, or an integer itself. Its sizes over the calls are compared with what is known::
 
@@ -29,30 +29,18 @@ _Sizes = dict[int, int]  # by the index of the call
 
 @dataclasses.dataclass
 class Axes:
-    """What varies.
+    """What varies."""
 
-    Attributes:
-        names: the name of the size at each place that varies. A place that is not there is fixed.
-        sizes: the sizes under each name, by the index of the call.
-        relations: how the names are related: ``total = past + new``.
-        remarks: what was taken for granted, since the calls do not show it.
-    """
-
+    # the name of the size at each place that varies. A place that is not there is fixed.
     names: dict[Place, str] = dataclasses.field(default_factory=dict)
+    # the sizes under each name, by the index of the call
     sizes: dict[str, _Sizes] = dataclasses.field(default_factory=dict)
-    relations: list[str] = dataclasses.field(default_factory=list)
+    relations: list[str] = dataclasses.field(default_factory=list)  # how the names are related: `total = past + new`
+    # what was taken for granted, since the calls do not show it
     remarks: list[str] = dataclasses.field(default_factory=list)
 
     def seen(self, name: str, calls: Iterable[Call]) -> list[int]:
-        """The different sizes under a name in some calls.
-
-        Args:
-            name: the name of the size.
-            calls: some of the recorded calls.
-
-        Returns:
-            The sizes in ascending order, each once.
-        """
+        """The different sizes under a name in some calls."""
         return sorted({self.sizes[name][call.index] for call in calls if call.index in self.sizes[name]})
 
 

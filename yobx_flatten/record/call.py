@@ -80,23 +80,14 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """Facts of a call that are stored next to its parts; see :class:`Call`.
+    """Facts of a call that are stored next to its parts; see :class:`Call`."""
 
-    Attributes:
-        index: the number of the call.
-        kind: its kind.
-        past: tokens that were in the cache before it; ``None`` without a cache.
-        new: tokens that it read; ``None`` where it reads none.
-        label: name of what was called.
-        names: its parameters and their kinds, as static data are stored.
-    """
-
-    index: int
+    index: int  # the number of the call
     kind: str
-    past: int | None
-    new: int | None
-    label: str
-    names: Any
+    past: int | None  # tokens that were in the cache before it; `None` without a cache
+    new: int | None  # tokens that it read; `None` where it reads none
+    label: str  # name of what was called
+    names: Any  # its parameters and their kinds, as static data are stored
 
 
 def about_call(call: Call) -> About:

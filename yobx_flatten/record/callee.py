@@ -1,4 +1,4 @@
-"""What is recorded: one method of one object, its arguments by name, and a module that takes the varying ones only."""
+"""The recorded method: its arguments by name, and a module that takes only the varying ones."""
 
 from __future__ import annotations
 
@@ -18,30 +18,15 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 @dataclasses.dataclass(frozen=True)
 class Callee:
-    """One method of one object.
+    """One method of one object."""
 
-    Attributes:
-        label: class and method, for messages.
-        owner: the object; ``None`` for calls read from a folder without their model.
-        method: the name of the method.
-        signature: the signature of the bound method.
-    """
-
-    label: str
-    owner: Any
-    method: str
-    signature: inspect.Signature
+    label: str  # class and method, for messages
+    owner: Any  # the object; `None` for calls read from a folder without their model
+    method: str  # the name of the method
+    signature: inspect.Signature  # the signature of the bound method
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """All arguments by name, in the order of the parameters; ``None`` if the method does not take them.
-
-        Args:
-            args: positional arguments of a call.
-            kwargs: its keyword arguments.
-
-        Returns:
-            The arguments by name; ``None`` if the method does not take them.
-        """
+        """All arguments by name, in the order of the parameters; ``None`` if the method does not take them."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError:  # the call itself will state it
@@ -79,18 +64,8 @@ class Callee:
 
 
 def callee_of(target: object, method: str | None) -> Callee:
-    """Find out what is to be recorded.
-
-    Args:
-        target: a module, or a method of an object.
-        method: name of the method; ``None`` for ``forward``, or for a target that is a method.
-
-    Returns:
-        The object, its method and the parameters of the method.
-
-    Raises:
-        InvalidArgumentError: when it is neither a module nor a method of an object.
-    """
+    """Find out what is to be recorded."""
+    # method: name of the method; `None` for `forward`, or for a target that is a method
     if inspect.ismethod(target) and method is None:
         method = target.__name__
         target = target.__self__
@@ -128,15 +103,8 @@ def module_of(callee: Callee, names: Iterable[str], constants: Mapping[str, Any]
 
     torch.export writes no dynamic shapes for what ends in ``**kwargs``, and models of transformers take half of their
     arguments there; so ``forward`` of this one names them all.
-
-    Args:
-        callee: what was recorded.
-        names: parameters that ``forward`` of the module has.
-        constants: arguments that it passes at every call.
-
-    Returns:
-        The module, which calls the recorded object.
     """
+    # names: parameters that `forward` of the module has
     names = tuple(names)
 
     def forward(self: _Recorded, *args: Any, **kwargs: Any) -> Any:

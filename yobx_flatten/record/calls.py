@@ -1,4 +1,4 @@
-"""Recorded calls: their inputs, their outputs, and everything an export needs to know of them."""
+"""Recorded calls of a model, and what an export needs to know of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An example to export with, chosen among the calls of a phase, and the dynamic shapes that go with it."""
+"""Choose an example among recorded calls of a phase, and the dynamic shapes for it."""
 
 from __future__ import annotations
 
@@ -37,15 +37,8 @@ def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> d
     A number of new tokens that is 1 in every call of the phase stays 1: that is what a program for decoding is given.
     A model that counts no past has no name for that number, so a size that is 1 here and more elsewhere also stays 1:
     some models take another way with several tokens. An axis of size 0 in every call is one that holds nothing yet.
-
-    Args:
-        calls: the calls of one phase.
-        axes: what varies, over all calls.
-        sizes: sizes that the caller named; they vary.
-
-    Returns:
-        The name of the size by place: path and axis.
     """
+    # sizes: sizes that the caller named; they vary
     paths = {fact.path for fact in calls[0].facts()}
     found = {}
     for (path, axis), name in axes.names.items():
@@ -57,16 +50,7 @@ def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> d
 
 
 def choose_example(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Inputs of the call that suits best, without the constants, resized where torch would fix a size.
-
-    Args:
-        calls: the calls of one phase.
-        axes: what varies, over all calls.
-        sizes: sizes to have instead of the recorded ones, by name.
-
-    Returns:
-        Keyword arguments, which are copies.
-    """
+    """Inputs of the call that suits best, without the constants, resized where torch would fix a size."""
     varying = varying_in(calls, axes, sizes)
     _check_sizes(sizes, set(axes.names.values()))
     names = sorted(set(varying.values()))
@@ -99,16 +83,8 @@ def choose_example(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) 
 
 
 def shapes_of(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """``Dim.AUTO`` where a size varies, in the form that torch wants.
-
-    Args:
-        calls: the calls of one phase.
-        axes: what varies, over all calls.
-        sizes: sizes that the caller named; they vary.
-
-    Returns:
-        The specification by parameter name.
-    """
+    """``Dim.AUTO`` where a size varies, in the form that torch wants."""
+    # sizes: sizes that the caller named; they vary
     varying = varying_in(calls, axes, sizes)
     _check_sizes(sizes, set(axes.names.values()))
     wanted: dict[str, Any] = {}

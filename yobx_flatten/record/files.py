@@ -1,4 +1,4 @@
-"""One recorded call as one file: its tensors as safetensors, its structure as JSON next to them. No pickle.
+"""Store one recorded call: tensors as safetensors, structure as JSON. No pickle.
 
 .. code-block:: text
 
@@ -37,12 +37,7 @@ _KEY, _VERSION, _SUFFIX = "yobx_flatten.call", 1, ".safetensors"
 
 
 def prepare_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
-    """Make the folder that calls are written to.
-
-    Raises:
-        MissingDependencyError: when safetensors is not installed.
-        RecordError: when the folder holds recorded calls already.
-    """
+    """Make the folder that calls are written to."""
     require("safetensors", purpose="record_calls(..., to=...)")
     path = pathlib.Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -57,17 +52,8 @@ def call_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def write_call(folder: pathlib.Path, index: int, parts: Mapping[str, Snapshot], about: About) -> dict[str, Snapshot]:
-    """Write one call to a file, which appears when it is complete.
-
-    Args:
-        folder: where recorded calls are stored.
-        index: number of the call.
-        parts: its inputs, and its outputs where they are recorded.
-        about: what is stored in addition, see :func:`.call.about_call`.
-
-    Returns:
-        The parts, whose tensors are in the file from now on.
-    """
+    """Write one call to a file, which appears when it is complete."""
+    # parts: its inputs, and its outputs where they are recorded
     from safetensors.torch import save_file
 
     path = folder / f"call-{index:05}{_SUFFIX}"
@@ -89,11 +75,7 @@ def write_call(folder: pathlib.Path, index: int, parts: Mapping[str, Snapshot], 
 
 
 def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], About]:
-    """Read what :func:`write_call` wrote; tensors are read when they are asked for.
-
-    Raises:
-        RecordError: when the file is damaged, or of another kind.
-    """
+    """Read what :func:`write_call` wrote; tensors are read when they are asked for."""
     from safetensors import SafetensorError, safe_open
 
     check_regular(path, RecordError)  # a pipe would be waited for

@@ -1,4 +1,4 @@
-"""A method of one object, watched: every call is passed to the observers, and the object is restored afterwards.
+"""Watch a method of one object: pass every call to observers, and restore the object afterwards.
 
 ::
 
@@ -87,19 +87,7 @@ _IN_FORCE: dict[tuple[int, str], _Interception] = {}
 
 @contextlib.contextmanager
 def watching(owner: object, name: str, watcher: Watcher) -> Iterator[None]:
-    """Show every call of ``owner.name`` to a watcher. Several can watch, and leave in any order.
-
-    Args:
-        owner: the object.
-        name: the name of its method.
-        watcher: is shown every call.
-
-    Returns:
-        A context manager.
-
-    Raises:
-        InvalidArgumentError: when the object cannot be watched.
-    """
+    """Show every call of ``owner.name`` to a watcher. Several can watch, and leave in any order."""
     key = (id(owner), name)
     with LOCK:
         found = _IN_FORCE.get(key)

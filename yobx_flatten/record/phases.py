@@ -1,4 +1,4 @@
-"""Separate prefill from decode, and gather calls of one structure: one program serves each group."""
+"""Separate prefill from decode, and group calls of one structure: one program serves each group."""
 
 from __future__ import annotations
 
@@ -32,16 +32,7 @@ def tokens_in(cache: TransformersCache) -> int | None:
 
 
 def kind_of(cache: TransformersCache | None, past: int | None, makes_one: bool) -> str:
-    """Return ``"prefill"``, ``"decode"`` and ``"forward"``.
-
-    Args:
-        cache: the cache among the inputs, before the call.
-        past: the tokens it has seen.
-        makes_one: whether a cache came out.
-
-    Returns:
-        The kind of the call.
-    """
+    """Return ``"prefill"``, ``"decode"`` and ``"forward"``."""
     if cache is None:
         return "prefill" if makes_one else "forward"
     return "decode" if past or any(map(_has_state, getattr(cache, "layers", None) or ())) else "prefill"

@@ -1,4 +1,4 @@
-"""The context manager that records: ``with record_calls(model) as calls: model.generate(...)``."""
+"""Record calls inside a block: ``with record_calls(model) as calls: model.generate(...)``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program run over recorded calls, its outputs compared with the recorded ones."""
+"""Run a program over recorded calls, and compare its outputs with the recorded ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..diagnose.spec_diff import compare_specs
 from ..errors import SpecMismatchError
 from ..errors.failures import result_or
 from ..errors.messages import table
-from ..export.replay import CaseResult
+from ..export.proof.replay import CaseResult
 from ..runners.program_runner import ProgramRunner
 from ..trees.naming import output_names
 from .call import Call
@@ -58,17 +58,8 @@ class RecordReplay(Report):
 def replay_calls(
     calls: Sequence[Call], program: Callable[..., Any], constants: Mapping[str, Any], tolerance: float
 ) -> RecordReplay:
-    """Run a program over recorded calls.
-
-    Args:
-        calls: the calls of one phase.
-        program: see :meth:`.calls.RecordedCalls.replay`.
-        constants: the arguments that never changed, which the program does not take.
-        tolerance: largest absolute difference allowed.
-
-    Returns:
-        One result per call.
-    """
+    """Run a program over recorded calls."""
+    # constants: the arguments that never changed, which the program does not take
     with libraries_in_use(), torch.no_grad():
         run = _call_of(program, constants)
         return RecordReplay(tuple(_replay(call, run) for call in calls), tolerance)

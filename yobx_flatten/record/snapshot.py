@@ -1,4 +1,4 @@
-"""What a nested object was at one moment: its leaves copied, its structure, and what is known of each leaf."""
+"""Copy a nested object as it is at one moment: leaves, structure, and facts about each leaf."""
 
 from __future__ import annotations
 
@@ -22,23 +22,15 @@ __all__ = ["Fact", "Snapshot", "libraries_in_use", "same_value"]
 
 
 class Fact(NamedTuple):
-    """What is known of one leaf without keeping it.
+    """What is known of one leaf without keeping it."""
 
-    Attributes:
-        path: the way to it, with dots: ``cache.key_0``.
-        dtype: the dtype of a tensor, ``None`` for anything else.
-        shape: the shape of a tensor, ``()`` for anything else.
-        device: where the tensor was.
-        axes: what its axes mean, if the registration of its class states it; see :class:`~yobx_flatten.trees.Leaf`.
-        value: the leaf itself, where it is not a tensor.
-    """
-
-    path: str
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
-    device: torch.device | None
+    path: str  # the way to it, with dots: `cache.key_0`
+    dtype: torch.dtype | None  # the dtype of a tensor, `None` for anything else
+    shape: tuple[int, ...]  # the shape of a tensor, `()` for anything else
+    device: torch.device | None  # where the tensor was
+    # what its axes mean, if the registration of its class states it; see `yobx_flatten.trees.Leaf`
     axes: dict[int, str] | None
-    value: Any
+    value: Any  # the leaf itself, where it is not a tensor
 
     @property
     def is_tensor(self) -> bool:
@@ -54,20 +46,8 @@ class Snapshot:
 
     @classmethod
     def take(cls, tree: PyTree, *, name: str, device: torch.device | None) -> Snapshot:
-        """Copy a nested object. The block must be open.
-
-        Args:
-            tree: the object.
-            name: what it is called in messages.
-            device: where to keep the tensors; ``None`` leaves them where they are.
-
-        Returns:
-            The copy.
-
-        Raises:
-            InvalidArgumentError: when an object holds itself.
-            NotRegisteredError: when it holds tensors inside an object of a class that is not registered.
-        """
+        """Copy a nested object. The block must be open."""
+        # device: where to keep the tensors; `None` leaves them where they are
         check_no_cycles(tree, name)
         leaves, spec = pytree.tree_flatten(tree)
         _check_no_hidden_tensors(leaves, tree, name)
@@ -80,11 +60,7 @@ class Snapshot:
         return self._load()
 
     def restore(self, leaves: Sequence[Any] | None = None) -> PyTree:
-        """Make a new object of the copy, its tensors where they were.
-
-        Args:
-            leaves: what to put in the place of the leaves.
-        """
+        """Make a new object of the copy, its tensors where they were."""
         if leaves is None:
             leaves = [_give_out(leaf, fact) for leaf, fact in zip(self.leaves(), self.facts, strict=True)]
         with libraries_in_use():
@@ -92,15 +68,8 @@ class Snapshot:
 
 
 def same_value(one: Fact, other: Fact) -> bool:
-    """Whether two leaves that are not tensors are the same; NaN is the same as NaN.
-
-    Args:
-        one: a leaf that is not a tensor.
-        other: a leaf that is not a tensor.
-
-    Returns:
-        Whether they are the same object, or plain values of one type and text; other objects are not compared.
-    """
+    """Whether two leaves that are not tensors are the same; NaN is the same as NaN."""
+    # returns: whether they are the same object, or plain values of one type and text; other objects are not compared
     if one.value is other.value:
         return True
     plain = isinstance(one.value, _PLAIN) and type(one.value) is type(other.value)

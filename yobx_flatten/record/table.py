@@ -1,4 +1,4 @@
-"""Recorded calls as a table: what each argument was, what varies, and what varies together."""
+"""Show recorded calls as a table: each argument, and what varies together."""
 
 from __future__ import annotations
 
@@ -15,16 +15,7 @@ __all__ = ["table_of"]
 
 
 def table_of(label: str, phases: Mapping[str, Sequence[Call]], axes: Axes) -> str:
-    """Write the table.
-
-    Args:
-        label: what was recorded.
-        phases: the calls, by phase.
-        axes: what varies.
-
-    Returns:
-        The lines as one text.
-    """
+    """Write the table."""
     total = sum(map(len, phases.values()))
     lines = [f"{label}: {total} call{'' if total == 1 else 's'}"]
     calls = [call for part in phases.values() for call in part]

@@ -1,1 +1,1 @@
-"""Which registrations hold which class, and one file per library's table."""
+"""Hold all registrations, with one file per library's table."""

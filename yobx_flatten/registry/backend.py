@@ -1,4 +1,4 @@
-"""The interface of every library's table: read what it holds for a class, write a recipe, restore what was found."""
+"""The interface of a library's table: read a class's entry, write a recipe, restore what was found."""
 
 from __future__ import annotations
 

@@ -64,9 +64,6 @@ class Registry:
     """Claims on classes, per library; a library's first table decides whether it knows a class.
 
     No function of a user runs while the lock is held, so that a flatten function may register classes itself.
-
-    Args:
-        libraries: name -> the tables that are written together.
     """
 
     def __init__(self, libraries: Mapping[str, tuple[Backend, ...]]) -> None:
@@ -96,16 +93,8 @@ class Registry:
             return next((base for base in cls.__mro__[1:] if base in held), None)
 
     def libraries(self, backends: str | Iterable[str], function: str) -> tuple[str, ...]:
-        """Check a user's choice of libraries.
-
-        Args:
-            backends: names, or ``"all"`` for every library there is: one that is not installed is not notified.
-            function: name of the function that the user called, for the messages.
-
-        Raises:
-            InvalidArgumentError: when a name is unknown, or there is none.
-            MissingDependencyError: when a library that the user names is not installed.
-        """
+        """Check a user's choice of libraries."""
+        # backends: names, or `"all"` for every library there is: one that is not installed is not notified
         names = (backends,) if isinstance(backends, str) else tuple(backends)
         unknown = [name for name in names if name != "all" and name not in self._libraries]
         if unknown or not names:
@@ -121,11 +110,8 @@ class Registry:
         return tuple(name for name in self._libraries if name in names or "all" in names)
 
     def claim(self, recipe: Recipe) -> Claim | None:
-        """Claim a class for a block, in torch.
-
-        Returns:
-            The claim, or ``None`` when the user registered the class: the user's functions stay.
-        """
+        """Claim a class for a block, in torch."""
+        # returns: the claim, or `None` when the user registered the class: the user's functions stay
         (library,) = TORCH
         with self._lock:
             slot = self._slots.get((library, recipe.cls))
@@ -144,12 +130,6 @@ class Registry:
         """Claim a class for the user who called :func:`~yobx_flatten.register_class_flattening`.
 
         A library that holds the class already, by us with the same functions or by others, is left as it is.
-
-        Returns:
-            The claim on the other libraries, or ``None`` when none is left.
-
-        Raises:
-            AlreadyRegisteredError: when one of them holds it by us with other functions; nothing changes then.
         """
         with self._lock:
             free, refused = [], None
@@ -171,11 +151,7 @@ class Registry:
                 self._release(library, claim)
 
     def release_user(self, cls: type) -> None:
-        """Give up all that the user claims of a class.
-
-        Raises:
-            NotRegisteredError: when the user claims nothing.
-        """
+        """Give up all that the user claims of a class."""
         with self._lock:
             slots = [self._slots[library, cls] for library in self._libraries if (library, cls) in self._slots]
             claims = [claim for slot in slots for claim in slot.claims if claim.by_user]

@@ -1,4 +1,4 @@
-"""JAX, which never forgets a class: it is notified once, with functions that look up what is registered.
+"""Register classes with JAX, which never forgets one: its functions look up the current registration.
 
 Nothing takes a class back from JAX, or puts another one in its place
 (https://github.com/jax-ml/jax/issues/21666): its compiled functions rely on what was registered.
@@ -55,11 +55,7 @@ class Jax:
         return self.read(recipe.cls) is recipe
 
     def write(self, recipe: Recipe) -> None:
-        """Register the recipe.
-
-        Raises:
-            AlreadyRegisteredError: when another library registered the class with JAX: that cannot be replaced.
-        """
+        """Register the recipe."""
         self.waiting.put(recipe)
 
     def restore(self, recipe: Recipe, found: object) -> None:

@@ -1,4 +1,4 @@
-"""optree, in a namespace of our own: its C++ speed, and key paths, which torch's use of optree does not have.
+"""Register classes with optree, in the namespace ``"yobx_flatten"``.
 
 ``optree.tree_flatten(tree, namespace="yobx_flatten")`` flattens what is registered here, and
 ``optree.tree_accessors(tree, namespace="yobx_flatten")[0].codify("inputs")`` states ``inputs['a'][0].x``.

@@ -1,4 +1,4 @@
-"""optree's table of classes, one namespace at a time: read one entry, bring it back, keep its place."""
+"""Read and restore entries of optree's table of classes, one namespace at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reversible patches of attributes, also of modules that are imported later."""
+"""Patch attributes reversibly, also of modules that are imported later."""
 
 from __future__ import annotations
 
@@ -82,13 +82,7 @@ def tracing_here() -> Iterator[None]:
 
 
 class TracePatch(AttributePatch):
-    """A function, of a module or a class, that is another one for threads in :func:`tracing_here`.
-
-    Args:
-        owner: the module or the class.
-        name: the name of the function.
-        make: makes the traceable version of the function that it is given, or returns that.
-    """
+    """A function, of a module or a class, that is another one for threads in :func:`tracing_here`."""
 
     def __init__(self, owner: object, name: str, make: Callable[[Any], Any]) -> None:
         self._original = vars(owner)[name]
@@ -162,12 +156,9 @@ def _act_after(loader: Any, actions: list[Callable[[ModuleType], None]]) -> None
 
 
 class ImportedPatch:
-    """A patch of a module that may not be imported yet, and is not imported for this.
+    """A patch of a module that may not be imported yet, and is not imported for this."""
 
-    Args:
-        module: its name.
-        make: makes the patch; ``None`` while the module does not define yet what is to be replaced.
-    """
+    # make: makes the patch; `None` while the module does not define yet what is to be replaced
 
     def __init__(self, module: str, make: Callable[[ModuleType], AttributePatch | None]) -> None:
         self._module, self._make = module, make

@@ -1,4 +1,4 @@
-"""``torch.utils._cxx_pytree``: optree's "torch" namespace, and the list of classes that wait for its first import.
+"""Register classes with ``torch.utils._cxx_pytree``: optree's ``"torch"`` namespace and its pending list.
 
 ``torch.compile`` and dynamo import it, usually long after a class was registered. Until then torch keeps the
 registrations in a pending list, which its own deregistration does not touch: a class taken away comes back, and one

@@ -1,4 +1,4 @@
-"""``torch.fx._pytree``: how a graph module flattens its inputs, guided by the spec it was traced with.
+"""Register classes with ``torch.fx._pytree``, by which a graph module flattens its inputs.
 
 Without a rule here fx falls back to the Python pytree and compares whole specs. Another library's rule
 (transformers' executorch registration has one for ``DynamicCache``) would silently flatten our programs' inputs in

@@ -1,4 +1,4 @@
-"""``torch.utils._pytree``: the pytree that ``torch.export`` uses.
+"""Register classes with ``torch.utils._pytree``, which ``torch.export`` uses.
 
 torch's own ``_deregister_pytree_node`` is not enough to go back: it raises ``KeyError`` half-way when two classes were
 registered without a serialised name (they share one key), and it cannot bring an earlier registration back. So the four

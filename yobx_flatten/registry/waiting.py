@@ -1,4 +1,4 @@
-"""Recipes on their way to a library that is not imported yet: it costs nothing until other code imports it."""
+"""Keep recipes for a library until other code imports it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,11 @@ logger = logging.getLogger("yobx_flatten")
 
 
 class Waiting:
-    """What a library gets as soon as it is imported.
+    """What a library gets as soon as it is imported."""
 
-    Args:
-        library: the module's name.
-        deliver: gives the library one recipe; called while :attr:`lock` is held.
-
-    Attributes:
-        lock: guards the recipes that wait. A backend holds it from the question whether the library is there to the
-            last line of what it does then, so that an import in another thread comes before or after, not in between.
-    """
+    # deliver: gives the library one recipe; called while `lock` is held
+    # lock: guards the recipes that wait. A backend holds it from the question whether the library is there to the last
+    # line of what it does then, so that an import in another thread comes before or after, not in between.
 
     def __init__(self, library: str, deliver: Callable[[Recipe], None]) -> None:
         self._library, self._deliver = library, deliver
@@ -50,11 +45,7 @@ class Waiting:
             return True
 
     def put(self, recipe: Recipe) -> None:
-        """Notify the library now, or as soon as it is imported.
-
-        Raises:
-            Exception: what the library has against it, if it is there.
-        """
+        """Notify the library now, or as soon as it is imported."""
         with self.lock:
             if self.library_is_there():
                 self._deliver(recipe)

@@ -1,1 +1,1 @@
-"""Exported things, opened and called: a file or a program takes inputs by name and returns outputs by name."""
+"""Open and call exported files: inputs by name in, outputs by name out."""

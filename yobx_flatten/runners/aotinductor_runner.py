@@ -1,4 +1,4 @@
-"""A package of AOTInductor: machine code, which is loaded only for a caller that trusts the file."""
+"""Run an AOTInductor package. It is machine code, so it is loaded only if the caller trusts it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,9 @@ _LARGEST = 2**20  # bytes of metadata
 
 
 class AOTInductorRunner(CheckedRunner):
-    """One package, open; a :class:`.runner.Runner`.
+    """One package, open; a :class:`.runner.Runner`."""
 
-    Args:
-        package: a ``torch._inductor.package.AOTICompiledModel``.
-        signature: what it takes and returns.
-        name: name of the file, for messages.
-    """
+    # package: a `torch._inductor.package.AOTICompiledModel`
 
     runtime: ClassVar[str] = "aotinductor"
 
@@ -55,18 +51,7 @@ def is_package(path: pathlib.Path) -> bool:
 
 
 def read_package(path: pathlib.Path) -> tuple[Signature, Mapping[str, Any]]:
-    """Read what a package states about itself, without loading any of its code.
-
-    Args:
-        path: the file.
-
-    Returns:
-        Its signature, and its metadata.
-
-    Raises:
-        ForeignFileError: when ``to_aotinductor`` did not write it, or it is for another machine or another torch.
-        DamagedFileError: when it cannot be read.
-    """
+    """Read what a package states about itself, without loading any of its code."""
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
@@ -89,22 +74,8 @@ def read_package(path: pathlib.Path) -> tuple[Signature, Mapping[str, Any]]:
 
 
 def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]) -> AOTInductorRunner:
-    """Open a package: its shared library becomes part of this process.
-
-    Args:
-        path: the file.
-        trust: whether the caller knows who wrote it.
-        failure: class of the error where there is no such file, or torch cannot load it.
-
-    Returns:
-        The open file.
-
-    Raises:
-        UntrustedFileError: when ``trust`` is ``False``.
-        ForeignFileError: see :func:`read_package`.
-        DamagedFileError: see :func:`read_package`.
-        FlattenError: of the class ``failure``.
-    """
+    """Open a package: its shared library becomes part of this process."""
+    # failure: class of the error where there is no such file, or torch cannot load it
     if not path.is_file():
         raise failure(f"There is no file {path}.")
     signature, _ = read_package(path)

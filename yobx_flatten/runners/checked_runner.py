@@ -1,4 +1,4 @@
-"""A file whose library takes tensors in order: called by name, after a check of what is passed."""
+"""Check inputs and call a library that takes tensors in order."""
 
 from __future__ import annotations
 
@@ -16,15 +16,7 @@ __all__ = ["CheckedRunner"]
 
 
 class CheckedRunner:
-    """One file, open; a :class:`.runner.Runner` whose subclasses only call the library.
-
-    Args:
-        signature: what the file takes and returns.
-        name: name of the file, for messages.
-
-    Attributes:
-        signature: what the file takes and returns.
-    """
+    """One file, open; a :class:`.runner.Runner` whose subclasses only call the library."""
 
     runtime: ClassVar[str]
 

@@ -31,19 +31,12 @@ DEVICES = {
 def choose_providers(device: str | None, providers: Providers | None) -> list[str | tuple[str, dict[str, Any]]]:
     """Return the providers of a session, the CPU last: it runs what the others do not.
 
-    Args:
-        device: a key of :data:`DEVICES`, with an option after a colon: ``"cuda:1"``, ``"openvino:GPU"``; ``None`` for
-            the CPU, or for ``providers``.
-        providers: execution providers, as ``onnxruntime.InferenceSession`` takes them; ``None`` for those of
-            ``device``.
-
-    Raises:
-        InvalidArgumentError: when there is no such device, or both are passed.
-        MissingDependencyError: when the installed onnxruntime does not have the provider.
-
     >>> choose_providers(None, None)
     ['CPUExecutionProvider']
     """
+    # device: a key of `DEVICES`, with an option after a colon: `"cuda:1"`, `"openvino:GPU"`; `None` for the CPU, or for
+    # `providers`
+    # providers: execution providers, as `onnxruntime.InferenceSession` takes them; `None` for those of `device`
     if device is not None and providers is not None:
         raise InvalidArgumentError(f"device={device!r} stands for providers: pass one of device and providers.")
     if providers is not None:
@@ -58,26 +51,12 @@ def choose_providers(device: str | None, providers: Providers | None) -> list[st
 
 
 def is_on_cpu(providers: Providers) -> bool:
-    """Return whether nothing but the CPU of onnxruntime computes.
-
-    Args:
-        providers: what :func:`choose_providers` returned.
-    """
+    """Return whether nothing but the CPU of onnxruntime computes."""
     return [_name(one) for one in providers] == [CPU]
 
 
 def check_runs_on(session: Any, providers: Providers, file: str, failure: type[FlattenError] = GenerationError) -> None:
-    """Refuse a session whose provider did not start: onnxruntime goes on with the next one, and warns in its log.
-
-    Args:
-        session: an ``onnxruntime.InferenceSession``.
-        providers: what was asked for.
-        file: what it runs.
-        failure: class of the error.
-
-    Raises:
-        FlattenError: of the class ``failure``, naming the providers.
-    """
+    """Refuse a session whose provider did not start: onnxruntime goes on with the next one, and warns in its log."""
     lost = [_name(one) for one in providers if _name(one) not in session.get_providers()]
     if lost:
         raise failure(
@@ -87,16 +66,7 @@ def check_runs_on(session: Any, providers: Providers, file: str, failure: type[F
 
 
 def only_for_onnxruntime(runtime: str, device: str | None, providers: Providers | None) -> None:
-    """Refuse a device for another runtime.
-
-    Args:
-        runtime: the runtime of the files.
-        device: the device; ``None`` for none.
-        providers: the providers; ``None`` for none.
-
-    Raises:
-        InvalidArgumentError: with what there is.
-    """
+    """Refuse a device for another runtime."""
     if runtime != "onnxruntime" and (device not in (None, "cpu") or providers is not None):
         raise InvalidArgumentError(
             f"device= and providers= are of onnxruntime, and these files run with {runtime} on the CPU. Export ONNX "

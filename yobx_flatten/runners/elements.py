@@ -1,4 +1,4 @@
-"""How the elements of a tensor are stored in ONNX, by the name that torch and NumPy share: ``"bfloat16"``.
+"""Map element types between torch, NumPy and ONNX.
 
 A file must run in onnxruntime and in ``onnx.reference``, and what Python gets from a run are NumPy arrays. So
 
@@ -22,32 +22,16 @@ __all__ = ["BOOL", "DOUBLE", "ELEMENTS", "INT64", "STRING", "UINT8", "Element", 
 
 
 class Element(NamedTuple):
-    """How one type of elements is stored.
+    """How one type of elements is stored."""
 
-    Attributes:
-        code: the type of the initializer, a value of ``onnx.TensorProto.DataType``.
-        pair: whether each element is stored as two numbers, in an axis of its own after the others.
-        cast: whether the graph returns float32 in its place.
-        opset: the first version of ONNX's operators whose ``Cast`` knows the type.
-        packed: how many numbers are stored in a byte; arrays of NumPy have each in a byte of its own then.
-    """
-
-    code: int
-    pair: bool = False
-    cast: bool = False
-    opset: int = 18
-    packed: int = 1
+    code: int  # the type of the initializer, a value of `onnx.TensorProto.DataType`
+    pair: bool = False  # whether each element is stored as two numbers, in an axis of its own after the others
+    cast: bool = False  # whether the graph returns float32 in its place
+    opset: int = 18  # the first version of ONNX's operators whose `Cast` knows the type
+    packed: int = 1  # how many numbers are stored in a byte; arrays of NumPy have each in a byte of its own then
 
     def nbytes(self, count: int, itemsize: int) -> int:
-        """The size of so many elements, whose size in memory is given.
-
-        Args:
-            count: number of elements.
-            itemsize: size of one in memory, in bytes.
-
-        Returns:
-            The size in bytes.
-        """
+        """The size of so many elements, whose size in memory is given."""
         return count * itemsize if self.packed == 1 else -(-count // self.packed)
 
 
@@ -87,17 +71,11 @@ ELEMENTS: dict[str, Element] = {
 def pack(codes: Any, packed: int) -> Any:
     """Put several numbers into a byte, the first one lowest, as ONNX has them.
 
-    Args:
-        codes: a flat array of bytes, one number in each.
-        packed: how many go into one.
-
-    Returns:
-        A flat array of bytes.
-
     >>> import numpy
     >>> pack(numpy.array([1, 2, 15], numpy.uint8), 2).tolist()
     [33, 15]
     """
+    # codes: a flat array of bytes, one number in each
     import numpy
 
     bits = 8 // packed
@@ -107,16 +85,7 @@ def pack(codes: Any, packed: int) -> Any:
 
 
 def unpack(data: Any, packed: int, count: int) -> Any:
-    """Take out what :func:`pack` put in: a flat array of ``count`` bytes.
-
-    Args:
-        data: a flat array of bytes.
-        packed: how many numbers are in one.
-        count: how many numbers there are in all.
-
-    Returns:
-        A flat array of bytes, one number in each.
-    """
+    """Take out what :func:`pack` put in: a flat array of ``count`` bytes."""
     import numpy
 
     bits = 8 // packed
@@ -125,14 +94,7 @@ def unpack(data: Any, packed: int, count: int) -> Any:
 
 
 def require_onnx(function: str) -> Any:
-    """Import onnx, or raise with the line that installs it.
-
-    Args:
-        function: what the user called.
-
-    Raises:
-        MissingDependencyError: when onnx is not installed.
-    """
+    """Import onnx, or raise with the line that installs it."""
     require("onnx", purpose=function, extra="onnx")
     import onnx
 

@@ -1,4 +1,4 @@
-"""A file of ExecuTorch, run by the runtime that phones have, with memory that was planned when the file was made."""
+"""Run an ExecuTorch file with the runtime that phones have."""
 
 from __future__ import annotations
 
@@ -29,13 +29,7 @@ _FITS = {"2.13": "1.5"}  # minor versions of torch and executorch that were trie
 
 
 class ExecuTorchRunner(CheckedRunner):
-    """One file, open; a :class:`.runner.Runner`.
-
-    Args:
-        program: an ``executorch.runtime.Program``.
-        signature: what it takes and returns.
-        name: name of the file, for messages.
-    """
+    """One file, open; a :class:`.runner.Runner`."""
 
     runtime: ClassVar[str] = "executorch"
 
@@ -50,14 +44,7 @@ class ExecuTorchRunner(CheckedRunner):
 
 
 def require_executorch(caller: str) -> None:
-    """Import ExecuTorch.
-
-    Args:
-        caller: the function that the user called, for the message.
-
-    Raises:
-        MissingDependencyError: when it is not installed, or does not fit the installed torch.
-    """
+    """Import ExecuTorch."""
     require("executorch", purpose=caller, extra="executorch")
     try:
         importlib.import_module("executorch.runtime")
@@ -71,22 +58,8 @@ def require_executorch(caller: str) -> None:
 
 
 def open_pte(path: pathlib.Path, *, caller: str, failure: type[FlattenError]) -> ExecuTorchRunner:
-    """Open a file. It is data: ExecuTorch runs operators of its own, and checks the file before it reads it.
-
-    Args:
-        path: the file.
-        caller: the function that the user called, for messages.
-        failure: class of the error where there is no such file.
-
-    Returns:
-        The open file.
-
-    Raises:
-        MissingDependencyError: when ExecuTorch is not installed, or does not fit.
-        DamagedFileError: when it is truncated.
-        ForeignFileError: when it is of another format, or ``to_executorch`` did not write it.
-        FlattenError: of the class ``failure``.
-    """
+    """Open a file. It is data: ExecuTorch runs operators of its own, and checks the file before it reads it."""
+    # failure: class of the error where there is no such file
     require_executorch(caller)
     from executorch.runtime import Runtime, Verification
 

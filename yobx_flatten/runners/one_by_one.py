@@ -1,4 +1,4 @@
-"""Several tokens of several rows after others, which ``GroupQueryAttention`` refuses, as several calls.
+"""Run several new tokens of several rows as several calls, which ``GroupQueryAttention`` needs.
 
 .. code-block:: text
 
@@ -17,21 +17,15 @@ _TOKENS = ("input_ids", "inputs_embeds")
 
 
 def is_refused(inputs: Mapping[str, Any]) -> bool:
-    """Return whether ``GroupQueryAttention`` refuses a call: several tokens after others are for one row only.
-
-    Args:
-        inputs: the inputs of the call by name, with tokens or embeddings, and ``attention_mask`` over them
-            and what is in the cache.
-    """
+    """Return whether ``GroupQueryAttention`` refuses a call: several tokens after others are for one row only."""
+    # inputs: the inputs of the call by name, with tokens or embeddings, and `attention_mask` over them and what is in
+    # the cache
     tokens = _tokens(inputs)
     return bool(min(tokens.shape[:2]) > 1 and inputs["attention_mask"].shape[1] > tokens.shape[1])
 
 
 def one_by_one(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the inputs of one call per token; those that are not cut are handed on as they are.
-
-    Args:
-        inputs: see :func:`is_refused`.
 
     >>> import torch
     >>> given = {"input_ids": torch.tensor([[7, 8], [5, 6]]), "attention_mask": torch.ones(2, 4)}
@@ -53,9 +47,6 @@ def one_by_one(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def row_by_row(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the inputs of one call per row, with its part of the cache.
-
-    Args:
-        inputs: all inputs of a call.
 
     >>> import torch
     >>> given = {"input_ids": torch.tensor([[7, 8], [5, 6]]), "past_key_values.0.key": torch.zeros(2, 1, 3, 4)}

@@ -1,4 +1,4 @@
-"""The cache of a loop in memory that is bound once, into which onnxruntime writes the keys and values of each step.
+"""Bind the cache of a loop once, so that onnxruntime writes keys and values in place.
 
 .. code-block:: text
 
@@ -24,12 +24,9 @@ class BufferedCache(dict[str, Any]):
     """The cache by name of the input, ``onnxruntime.OrtValue``s, and the binding that they are part of.
 
     A step changes it: earlier states are gone.
-
-    Args:
-        session: an ``onnxruntime.InferenceSession``.
-        values: the cache.
-        presents: for each input whose memory is that of an output, the name of that output.
     """
+
+    # presents: for each input whose memory is that of an output, the name of that output
 
     def __init__(self, session: Any, values: Mapping[str, Any], presents: Mapping[str, str]) -> None:
         super().__init__(values)
@@ -40,12 +37,7 @@ class BufferedCache(dict[str, Any]):
         self._seen = 0
 
     def reserve(self, total: int, new: int) -> None:
-        """Have memory for a step.
-
-        Args:
-            total: number of tokens after the step.
-            new: number of tokens of the step.
-        """
+        """Have memory for a step."""
         self._seen = total
         if total <= self.capacity:
             return
@@ -55,11 +47,8 @@ class BufferedCache(dict[str, Any]):
             self._move(name, old[:, :, : total - new])
 
     def select_rows(self, rows: Any) -> None:
-        """Have other rows.
-
-        Args:
-            rows: for each new row the place of an old one.
-        """
+        """Have other rows."""
+        # rows: for each new row the place of an old one
         for name, array in self._arrays.items():
             found = array[:, :, : self._seen][rows.numpy()]
             if len(rows) == len(array):

@@ -1,4 +1,4 @@
-"""An ONNX file in onnxruntime: called by name, or as a step of a loop that hands memory on without a copy.
+"""Run an ONNX file in onnxruntime: one call, or a step of a loop without copies.
 
 .. code-block:: text
 
@@ -27,15 +27,9 @@ __all__ = ["OnnxRunner"]
 
 
 class OnnxRunner:
-    """One ONNX file, open; a :class:`.runner.Runner`.
+    """One ONNX file, open; a :class:`.runner.Runner`."""
 
-    Args:
-        session: an ``onnxruntime.InferenceSession``; see :func:`.onnx_session.open_session`.
-        name: the name of the file, for messages.
-
-    Attributes:
-        shared: the inputs of the cache whose memory may be that of an output, and the names of these outputs.
-    """
+    # session: an `onnxruntime.InferenceSession`; see `onnx_session.open_session`
 
     runtime: ClassVar[str] = "onnxruntime"
 
@@ -73,19 +67,11 @@ class OnnxRunner:
             raise ReplayError(f"onnxruntime fails on the inputs of the case: {first_line(error)}") from error
 
     def refuses(self, inputs: Mapping[str, Any]) -> bool:
-        """Return whether the file refuses a call: several tokens of several rows after others.
-
-        Args:
-            inputs: the inputs that are not the cache, or all of them.
-        """
+        """Return whether the file refuses a call: several tokens of several rows after others."""
         return bool(self.shared) and is_refused(inputs)
 
     def run_in_parts(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run a call that the file :meth:`refuses` as several: row by row, or token by token where rows are fixed.
-
-        Args:
-            inputs: see :meth:`run`.
-        """
+        """Run a call that the file :meth:`refuses` as several: row by row, or token by token where rows are fixed."""
         given = {name: inputs[name] for name in self.ports}
         if all(port.shape[0] is None for port in self.ports.values() if port.shape):
             rows = [self.run(feeds) for feeds in row_by_row(given)]

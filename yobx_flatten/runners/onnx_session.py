@@ -16,17 +16,7 @@ __all__ = ["has_mapped_weights", "mapped_options", "open_session", "require_onnx
 
 
 def require_onnxruntime(caller: str) -> Any:
-    """Import onnxruntime.
-
-    Args:
-        caller: the function that the user called, for the message.
-
-    Returns:
-        The module.
-
-    Raises:
-        MissingDependencyError: when it is not installed; the message names the line that installs it.
-    """
+    """Import onnxruntime."""
     require("onnxruntime", purpose=caller, extra="onnx")
     import onnxruntime
 
@@ -34,25 +24,15 @@ def require_onnxruntime(caller: str) -> Any:
 
 
 def has_mapped_weights(path: str | os.PathLike[str]) -> bool:
-    """Return whether the weights of an ONNX file are in a second file next to it, as those of 256 MB and more are.
-
-    Args:
-        path: the ONNX file.
-    """
+    """Return whether the weights of an ONNX file are in a second file next to it, as those of 256 MB and more are."""
     return any(os.path.isfile(os.fspath(path) + end) for end in (".data", "_data"))  # ours, and that of transformers.js
 
 
 def session_options(*, threads: int | None = None, pack: bool = True) -> Any:
-    """Make the options of a session.
-
-    Args:
-        threads: number of threads that one operator can use; ``None`` for onnxruntime's own choice.
-        pack: whether onnxruntime copies the weights into the order in which its kernels read them, ``True`` by default.
-            Without, it computes with the file as it is mapped into memory, more slowly.
-
-    Returns:
-        An ``onnxruntime.SessionOptions``.
-    """
+    """Make the options of a session."""
+    # threads: number of threads that one operator can use; `None` for onnxruntime's own choice
+    # pack: whether onnxruntime copies the weights into the order in which its kernels read them, `True` by default.
+    # Without, it computes with the file as it is mapped into memory, more slowly.
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -70,14 +50,8 @@ def mapped_options(path: str | os.PathLike[str], *, threads: int | None = None) 
     onnxruntime multiplies in single precision on the CPU. Weights of half precision are converted when the file is
     loaded, and take twice their size in memory. Where that is more than there is, each is converted when it is
     multiplied with, at every call.
-
-    Args:
-        path: the ONNX file.
-        threads: number of threads that one operator can use; ``None`` for onnxruntime's own choice.
-
-    Returns:
-        An ``onnxruntime.SessionOptions``.
     """
+    # threads: number of threads that one operator can use; `None` for onnxruntime's own choice
     import onnxruntime
     import psutil
 
@@ -109,22 +83,11 @@ def open_session(
     providers: Sequence[Any] = ("CPUExecutionProvider",),
     failure: type[FlattenError] = ReplayError,
 ) -> Any:
-    """Open an ONNX file, or a model in memory.
-
-    Args:
-        model: the path, or the bytes of a model.
-        caller: the function that the user called, for the message where onnxruntime is missing.
-        options: an ``onnxruntime.SessionOptions``; by default those of :func:`session_options`.
-        providers: execution providers, as ``onnxruntime.InferenceSession`` takes them; the CPU by default.
-        failure: class of the error where there is no such file, or onnxruntime cannot load it.
-
-    Returns:
-        An ``onnxruntime.InferenceSession``.
-
-    Raises:
-        MissingDependencyError: when onnxruntime is not installed.
-        FlattenError: of the class ``failure``; its cause is onnxruntime's own error.
-    """
+    """Open an ONNX file, or a model in memory."""
+    # caller: the function that the user called, for the message where onnxruntime is missing
+    # options: an `onnxruntime.SessionOptions`; by default those of `session_options`
+    # providers: execution providers, as `onnxruntime.InferenceSession` takes them; the CPU by default
+    # failure: class of the error where there is no such file, or onnxruntime cannot load it
     runtime = require_onnxruntime(caller)
     shown = "the model" if isinstance(model, bytes) else os.fspath(model)
     if not isinstance(model, bytes) and not os.path.isfile(model):

@@ -1,4 +1,4 @@
-"""Pass tensors of all types to onnxruntime and back: types that NumPy does not have are passed as bytes."""
+"""Pass tensors of all types to onnxruntime and back; types unknown to NumPy as bytes."""
 
 from __future__ import annotations
 
@@ -20,24 +20,15 @@ _AS_BYTES = {element.code: name for name, element in ELEMENTS.items() if element
 
 
 class ValueType(NamedTuple):
-    """The type of the elements of an input or output.
+    """The type of the elements of an input or output."""
 
-    Attributes:
-        name: as torch and NumPy call it; ``"str"`` for text.
-        dtype: as torch has it; ``None`` for text and others that torch does not have.
-        code: its number in ONNX, where NumPy does not have it; ``None`` where it does.
-    """
-
-    name: str
-    dtype: torch.dtype | None
-    code: int | None
+    name: str  # as torch and NumPy call it; `"str"` for text
+    dtype: torch.dtype | None  # as torch has it; `None` for text and others that torch does not have
+    code: int | None  # its number in ONNX, where NumPy does not have it; `None` where it does
 
 
 def value_type(kind: str) -> ValueType:
     """Read the type of an input or output.
-
-    Args:
-        kind: as onnxruntime spells it.
 
     >>> value_type("tensor(float)")
     ValueType(name='float32', dtype=torch.float32, code=None)
@@ -53,19 +44,8 @@ def value_type(kind: str) -> ValueType:
 
 
 def to_value(name: str, kind: ValueType, leaf: Any) -> Any:
-    """Return an input as onnxruntime takes it.
-
-    Args:
-        name: the name of the input.
-        kind: its type.
-        leaf: a tensor, an array, a number, a text.
-
-    Returns:
-        An ``onnxruntime.OrtValue``, which shares the memory of ``leaf`` where it can; an array of text for text.
-
-    Raises:
-        ReplayError: when it has elements of another type.
-    """
+    """Return an input as onnxruntime takes it."""
+    # returns: an `onnxruntime.OrtValue`, which shares the memory of `leaf` where it can; an array of text for text
     from onnxruntime import OrtValue
 
     if isinstance(leaf, torch.Tensor):
@@ -90,14 +70,8 @@ def to_value(name: str, kind: ValueType, leaf: Any) -> Any:
 
 
 def from_value(value: Any) -> Any:
-    """Return an output of onnxruntime.
-
-    Args:
-        value: an ``onnxruntime.OrtValue``, or an array.
-
-    Returns:
-        A tensor on the CPU; an array of text as it is.
-    """
+    """Return an output of onnxruntime."""
+    # value: an `onnxruntime.OrtValue`, or an array
     name = _AS_BYTES.get(value.element_type()) if hasattr(value, "element_type") else None
     if name is None:
         array = value.numpy() if hasattr(value, "numpy") else value

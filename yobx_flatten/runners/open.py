@@ -1,4 +1,4 @@
-"""Open an exported file by its suffix, or with the runtime that is asked for."""
+"""Open an exported file by its suffix, or with a given runtime."""
 
 from __future__ import annotations
 
@@ -59,27 +59,13 @@ RUNTIMES: Mapping[str, tuple[str, ...]] = {
 
 
 def check_runtime(runtime: str) -> None:
-    """Refuse a runtime that is not known.
-
-    Args:
-        runtime: its name.
-
-    Raises:
-        InvalidArgumentError: with those that are.
-    """
+    """Refuse a runtime that is not known."""
     if runtime not in RUNTIMES:
         raise InvalidArgumentError(f"There is no runtime {runtime!r}. There are {', '.join(RUNTIMES)}.")
 
 
 def runtime_of(path: pathlib.Path) -> str:
-    """Return the runtime of a file: by its suffix, and for ``.pt2`` by what it holds.
-
-    Args:
-        path: the file.
-
-    Raises:
-        InvalidArgumentError: when no library is known for the suffix.
-    """
+    """Return the runtime of a file: by its suffix, and for ``.pt2`` by what it holds."""
     if path.suffix == ".pt2" and is_package(path):
         return "aotinductor"
     found = next((runtime for runtime, suffixes in RUNTIMES.items() if suffixes[0] == path.suffix), None)
@@ -98,28 +84,14 @@ def open_runner(
     failure: type[FlattenError] = GenerationError,
     **options: Any,
 ) -> Runner:
-    """Open an exported file.
-
-    Args:
-        path: the file.
-        runtime: the library that runs it, one of :data:`RUNTIMES`; ``None``, the default, for that of the file.
-        trust: whether the caller knows who wrote the file; asked for a package of AOTInductor, which holds machine
-            code, and for a program whose pickle holds more than registered classes. ``False`` by default.
-        caller: the function that the user called, for the message where the library is missing.
-        failure: class of the error where there is no such file, or it cannot be loaded.
-        **options: options of the library: for an ONNX file in onnxruntime ``options`` and ``providers``, see
-            :func:`.onnx_session.open_session`.
-
-    Returns:
-        The open file.
-
-    Raises:
-        InvalidArgumentError: when no library is known for the suffix, or there is no such runtime.
-        MissingDependencyError: when the library is not installed.
-        UntrustedFileError: when the file holds machine code, and ``trust`` is not passed.
-        StoredFileError: when it is damaged, or of another program.
-        FlattenError: of the class ``failure``.
-    """
+    """Open an exported file."""
+    # runtime: the library that runs it, one of `RUNTIMES`; `None`, the default, for that of the file
+    # trust: whether the caller knows who wrote the file; asked for a package of AOTInductor, which holds machine code,
+    # and for a program whose pickle holds more than registered classes. `False` by default.
+    # caller: the function that the user called, for the message where the library is missing
+    # failure: class of the error where there is no such file, or it cannot be loaded
+    # options: options of the library: for an ONNX file in onnxruntime `options` and `providers`, see
+    # `onnx_session.open_session`
     file = pathlib.Path(path)
     if runtime is not None:
         check_runtime(runtime)

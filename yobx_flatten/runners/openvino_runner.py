@@ -1,4 +1,4 @@
-"""A model in OpenVINO: its own files, or an ONNX file, computed in float32 on the CPU.
+"""Run OpenVINO or ONNX files in OpenVINO, in float32 on the CPU.
 
 OpenVINO computes in bfloat16 where a processor has it, and states it nowhere: scores of a small model were off by 0.5.
 So the precision is asked for here.
@@ -40,9 +40,6 @@ def import_openvino() -> Any:
 
     The import sends an event over the network from a process that it forks, and a fork of a process with threads (of
     torch, of JAX) may hang. OpenVINO itself does without the package that sends where it is not installed.
-
-    Returns:
-        The module, imported by the caller's program before or imported here.
     """
     sender = "openvino_telemetry"
     if "openvino" in sys.modules or sender in sys.modules:
@@ -55,13 +52,7 @@ def import_openvino() -> Any:
 
 
 class OpenVINORunner(CheckedRunner):
-    """One model, open; a :class:`.runner.Runner`.
-
-    Args:
-        compiled: an ``openvino.CompiledModel``.
-        signature: what it takes and returns.
-        name: name of the file, for messages.
-    """
+    """One model, open; a :class:`.runner.Runner`."""
 
     runtime: ClassVar[str] = "openvino"
 
@@ -79,17 +70,8 @@ class OpenVINORunner(CheckedRunner):
 
 
 def read_model(path: pathlib.Path) -> Any:
-    """Read a model of OpenVINO, or an ONNX file.
-
-    Args:
-        path: the ``.xml`` file, with the weights in a ``.bin`` file of the same name next to it; or an ``.onnx`` file.
-
-    Returns:
-        An ``openvino.Model``.
-
-    Raises:
-        DamagedFileError: when OpenVINO cannot read it.
-    """
+    """Read a model of OpenVINO, or an ONNX file."""
+    # path: the `.xml` file, with the weights in a `.bin` file of the same name next to it; or an `.onnx` file
     openvino = import_openvino()
     try:
         return openvino.Core().read_model(str(path))
@@ -98,22 +80,8 @@ def read_model(path: pathlib.Path) -> Any:
 
 
 def open_openvino(path: pathlib.Path, *, caller: str, failure: type[FlattenError]) -> OpenVINORunner:
-    """Open a model. It is data: OpenVINO runs operators of its own.
-
-    Args:
-        path: see :func:`read_model`.
-        caller: the function that the user called, for messages.
-        failure: class of the error where there is no such file, or OpenVINO cannot compile it.
-
-    Returns:
-        The open model.
-
-    Raises:
-        MissingDependencyError: when OpenVINO is not installed.
-        DamagedFileError: when it cannot be read.
-        ForeignFileError: when an input has no name, or a type that is not known here.
-        FlattenError: of the class ``failure``.
-    """
+    """Open a model. It is data: OpenVINO runs operators of its own."""
+    # failure: class of the error where there is no such file, or OpenVINO cannot compile it
     require("openvino", purpose=caller, extra="openvino")
     openvino = import_openvino()
     if not path.is_file():

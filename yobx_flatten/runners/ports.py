@@ -1,4 +1,4 @@
-"""What an exported file takes and returns, by name: which inputs are the cache, and which output each becomes.
+"""The inputs and outputs of an exported file by name, and which output each cache input becomes.
 
 .. code-block:: text
 
@@ -39,30 +39,19 @@ _NAMES = (
 
 
 class Port(NamedTuple):
-    """One input of a program.
+    """One input of a program."""
 
-    Attributes:
-        name: the name of the input.
-        shape: ``None`` for a size that varies.
-        dtype: the dtype of its elements; ``None`` for text and other types that torch does not have.
-    """
-
-    name: str
-    shape: tuple[int | None, ...]
-    dtype: torch.dtype | None
+    name: str  # the name of the input
+    shape: tuple[int | None, ...]  # `None` for a size that varies
+    dtype: torch.dtype | None  # the dtype of its elements; `None` for text and other types that torch does not have
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheSlot:
-    """One leaf of the cache.
+    """One leaf of the cache."""
 
-    Attributes:
-        port: the input.
-        present: the output that takes its place in the next call; ``None`` where the leaf stays as it is.
-    """
-
-    port: Port
-    present: str | None
+    port: Port  # the input
+    present: str | None  # the output that takes its place in the next call; `None` where the leaf stays as it is
 
 
 def present_of(name: str) -> str | None:
@@ -86,19 +75,11 @@ def check_cache_outputs(
 ) -> None:
     """Refuse what takes a cache that grows, and does not return all of it.
 
-    Args:
-        inputs: names of the inputs.
-        outputs: names of the outputs.
-        where: name of the file, or what was exported, for the message.
-        of: name of the file that takes the inputs, where that is another one; ``None``, the default, for the same.
-        remedy: what to do about it; by default for a file that exists.
-        failure: class of the error; ``GenerationError`` by default.
-
-    Raises:
-        FlattenError: of the class ``failure``, naming the inputs without an output.
-
     >>> check_cache_outputs(["past_key_values.0.key"], ["logits", "present.0.key"], "model.onnx")
     """
+    # of: name of the file that takes the inputs, where that is another one; `None`, the default, for the same
+    # remedy: what to do about it; by default for a file that exists
+    # failure: class of the error; `GenerationError` by default
     lost = {name: present for name in inputs if (present := _grown(name)) is not None and present not in outputs}
     if lost:
         name, present = next(iter(lost.items()))
@@ -117,14 +98,6 @@ def _grown(name: str) -> str | None:
 
 def cache_slots(ports: Iterable[Port], outputs: Collection[str], where: str) -> list[CacheSlot]:
     """Find the inputs that are the cache.
-
-    Args:
-        ports: the inputs.
-        outputs: names of the outputs.
-        where: name of the file, for messages.
-
-    Raises:
-        GenerationError: when a part of the cache that grows is not returned.
 
     >>> counter = Port("past_key_values.length", (), torch.int64)
     >>> cache_slots([Port("input_ids", (None, None), torch.int64), counter], ["logits", "present.length"], "model.onnx")
@@ -150,19 +123,13 @@ def split_cache(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Separate the outputs of a step from the cache of the next one.
 
-    Args:
-        found: all outputs by name.
-        slots: the inputs that are the cache; none for the file of a first call, whose outputs are the cache of another.
-        cache: what the step was given.
-
-    Returns:
-        The outputs that are not part of the cache, by name, and the cache by name of the input (of the output, where
-        there are no slots).
-
     >>> slots = [CacheSlot(Port("past_key_values.length", (), torch.int64), "present.length")]
     >>> split_cache({"logits": 1, "present.length": 4}, slots, {"past_key_values.length": 3})
     ({'logits': 1}, {'past_key_values.length': 4})
     """
+    # slots: the inputs that are the cache; none for the file of a first call, whose outputs are the cache of another
+    # returns: the outputs that are not part of the cache, by name, and the cache by name of the input (of the output,
+    # where there are no slots)
     following = {
         slot.port.name: cache[slot.port.name] if slot.present is None else found[slot.present] for slot in slots
     }
@@ -173,11 +140,8 @@ def split_cache(
 def with_rows(leaf: Any, rows: torch.Tensor) -> Any:
     """Return a leaf of a cache with other rows; one that all rows share, as the number of tokens seen, stays.
 
-    Args:
-        leaf: a tensor, or a number.
-        rows: for each new row the place of an old one.
-
     >>> with_rows(torch.tensor([[1, 2], [3, 4]]), torch.tensor([1, 1, 0])).tolist()
     [[3, 4], [3, 4], [1, 2]]
     """
+    # rows: for each new row the place of an old one
     return leaf[rows] if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 else leaf

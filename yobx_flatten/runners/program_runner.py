@@ -1,4 +1,4 @@
-"""A program of ``torch.export``: called as the module was, or with leaves by name, whatever they are nested in."""
+"""Run a program of ``torch.export``, called as its module or with leaves by name."""
 
 from __future__ import annotations
 
@@ -35,22 +35,11 @@ __all__ = ["ProgramRunner", "open_program"]
 def open_program(
     path: str | os.PathLike[str], *, trust: bool = False, failure: type[FlattenError] = GenerationError
 ) -> ExportedProgram:
-    """Load a program that ``ExportedModel.save`` stored.
-
-    Args:
-        path: the file.
-        trust: whether the caller knows who wrote the file: torch's reader runs its pickles, and texts in it as code.
-            ``False`` by default; then the pickles may hold tensors, containers and registered classes, and the program
-            what ``torch.export`` writes, with operators of torch.
-        failure: class of the error where there is no such file, or it is damaged.
-
-    Returns:
-        The program.
-
-    Raises:
-        UntrustedFileError: when the file holds anything else, and ``trust`` is not passed.
-        FlattenError: of the class ``failure``; its cause is torch's own error.
-    """
+    """Load a program that ``ExportedModel.save`` stored."""
+    # trust: whether the caller knows who wrote the file: torch's reader runs its pickles, and texts in it as code.
+    # `False` by default; then the pickles may hold tensors, containers and registered classes, and the program what
+    # `torch.export` writes, with operators of torch.
+    # failure: class of the error where there is no such file, or it is damaged
     if not os.path.isfile(path):
         raise failure(f"There is no file {os.fspath(path)}.")
     if is_installed("transformers"):
@@ -71,14 +60,11 @@ def open_program(
 
 
 class ProgramRunner:
-    """One program, open; a :class:`.runner.Runner`.
+    """One program, open; a :class:`.runner.Runner`."""
 
-    Args:
-        program: the program. Only one that was exported with keyword arguments is run by name.
-        name: the name of the program, for messages.
-        options: the options of ``register_flattening_functions``; by default for the libraries that this process has
-            imported.
-    """
+    # program: the program. Only one that was exported with keyword arguments is run by name.
+    # options: the options of `register_flattening_functions`; by default for the libraries that this process has
+    # imported
 
     runtime: ClassVar[str] = "torch.export"
 
@@ -95,15 +81,7 @@ class ProgramRunner:
         return register_flattening_functions(**self._options)
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call the program as the module was called.
-
-        Args:
-            args: nested positional arguments.
-            kwargs: nested keyword arguments.
-
-        Returns:
-            Nested outputs.
-        """
+        """Call the program as the module was called."""
         with self._block():
             return self.module(*args, **kwargs)
 

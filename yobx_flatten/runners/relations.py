@@ -1,4 +1,4 @@
-"""What a program asserts of the sizes of its inputs, stored as data: nested tuples, of which nothing is executed.
+"""Store what a program asserts about the sizes of its inputs as data: nested tuples, never executed.
 
 .. code-block:: text
 
@@ -51,15 +51,7 @@ def names_in(found: Expression) -> set[str]:
 
 
 def value_of(found: Expression, sizes: Mapping[str, int]) -> int:
-    """Return the value of an expression that is a number.
-
-    Args:
-        found: the expression.
-        sizes: the size of every name in it.
-
-    Raises:
-        ZeroDivisionError: when it divides by a size of 0.
-    """
+    """Return the value of an expression that is a number."""
     if isinstance(found, tuple):
         return FUNCTIONS[found[0]]([value_of(part, sizes) for part in found[1:]])
     return sizes[found] if isinstance(found, str) else found
@@ -67,10 +59,6 @@ def value_of(found: Expression, sizes: Mapping[str, int]) -> int:
 
 def holds(relation: Expression, sizes: Mapping[str, int]) -> bool:
     """Return whether a comparison holds for given sizes.
-
-    Args:
-        relation: a comparison.
-        sizes: the size of every name in it.
 
     >>> holds(("==", ("+", "s1", "s2"), "s3"), {"s1": 2, "s2": 5, "s3": 6})
     False
@@ -84,10 +72,6 @@ def holds(relation: Expression, sizes: Mapping[str, int]) -> bool:
 
 def format_expression(found: Expression, shown: Mapping[str, Any]) -> str:
     """Return an expression as a line of text.
-
-    Args:
-        found: the expression.
-        shown: what stands for each name.
 
     >>> format_expression(("==", ("+", "s1", ("*", 2, ("max", 1, "s2"))), "s3"), {"s1": "a", "s2": "b", "s3": 7})
     'a + 2 * max(1, b) == 7'
@@ -105,15 +89,8 @@ def format_expression(found: Expression, shown: Mapping[str, Any]) -> str:
 
 
 def from_lists(found: Any, *, top: bool = True) -> Expression:
-    """Read a comparison from JSON's lists.
-
-    Args:
-        found: what JSON returned.
-        top: whether it has to be a comparison, ``True`` by default; a number otherwise.
-
-    Raises:
-        ValueError: when it is anything else.
-    """
+    """Read a comparison from JSON's lists."""
+    # top: whether it has to be a comparison, `True` by default; a number otherwise
     if not top and (type(found) is int or isinstance(found, str)):
         return found
     if not isinstance(found, list) or len(found) < 2 or not isinstance(found[0], str):

@@ -21,23 +21,14 @@ __all__ = ["cache_tensors", "cropped", "held_before", "rewound"]
 
 
 def cache_tensors(cache: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the leaves of a cache as tensors, by name of the input.
-
-    Args:
-        cache: what a runner's ``cache`` or ``step`` returned.
-    """
+    """Return the leaves of a cache as tensors, by name of the input."""
+    # cache: what a runner's `cache` or `step` returned
     return {name: value if isinstance(value, torch.Tensor) else from_value(value) for name, value in cache.items()}
 
 
 def cropped(runner: Runner, cache: Mapping[str, Any], seen: int, kept: int) -> dict[str, Any] | None:
-    """Return a cache without its last tokens; ``None`` where a leaf does not hold every token on its own.
-
-    Args:
-        runner: what returned the cache.
-        cache: the cache; it may not be used any more.
-        seen: number of its tokens.
-        kept: number of those that stay.
-    """
+    """Return a cache without its last tokens; ``None`` where a leaf does not hold every token on its own."""
+    # cache: the cache; it may not be used any more
     bound = cache.presents if isinstance(cache, BufferedCache) else {}
     others = {name: value for name, value in cache.items() if name not in bound and ".encoder." not in name}
     for name in others:
@@ -55,22 +46,14 @@ def cropped(runner: Runner, cache: Mapping[str, Any], seen: int, kept: int) -> d
 
 
 def held_before(cache: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must be held of a cache during a call so that :func:`rewound` can go back to it.
-
-    Args:
-        cache: the cache before the call.
-    """
+    """Return what must be held of a cache during a call so that :func:`rewound` can go back to it."""
     bound = cache.presents if isinstance(cache, BufferedCache) else {}
     return {name: value for name, value in cache.items() if name not in bound}
 
 
 def rewound(cache: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cache that was there before a call.
-
-    Args:
-        cache: the cache after the call; it may not be used any more.
-        held: what :func:`held_before` returned.
-    """
+    """Return the cache that was there before a call."""
+    # cache: the cache after the call; it may not be used any more
     if not isinstance(cache, BufferedCache):
         return dict(held)
     cache.update({name: value for name, value in held.items() if name not in cache.presents})

@@ -1,8 +1,8 @@
-"""What is asked of an exported file or program once it is open: inputs by name in, outputs by name out.
+"""The protocol of an opened file or program: inputs and outputs by name.
 
 A library that runs exported models is one file in this folder with a class of this protocol. Replays
-(:mod:`yobx_flatten.export.sides`), stored cases (:mod:`yobx_flatten.storage.replay`) and the generation loop
-(:mod:`yobx_flatten.generate.generator`) run whatever has it.
+(:mod:`yobx_flatten.export.proof.exported_call`), stored cases (:mod:`yobx_flatten.storage.replay`) and the generation
+loop (:mod:`yobx_flatten.generate.generator`) run whatever has it.
 
 .. code-block:: text
 
@@ -23,18 +23,10 @@ __all__ = ["Runner"]
 
 
 class Runner(Protocol):
-    """One exported file or program, open.
+    """One exported file or program, open."""
 
-    Attributes:
-        runtime: name of the library that runs it, for reports.
-        name: the name of the file or program, for messages.
-        ports: inputs by name, in order.
-        outputs: names of the outputs, in order.
-        slots: the inputs that are the cache, with the outputs that take their places.
-    """
-
-    runtime: ClassVar[str]
-    name: str
+    runtime: ClassVar[str]  # name of the library that runs it, for reports
+    name: str  # the name of the file or program, for messages
 
     @property
     def ports(self) -> Mapping[str, Port]: ...  # noqa: D102 # see the class
@@ -46,50 +38,24 @@ class Runner(Protocol):
     def slots(self) -> Sequence[CacheSlot]: ...  # noqa: D102 # see the class
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one call.
-
-        Args:
-            inputs: one value for every input: a tensor, an array, a number or a text. Other entries are left out.
-
-        Returns:
-            Every output, the cache among them: tensors, or arrays of text.
-
-        Raises:
-            ReplayError: when an input has elements of another type, or the library raises.
-        """
+        """Run one call."""
+        # inputs: one value for every input: a tensor, an array, a number or a text. Other entries are left out.
         ...
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return a cache for :meth:`step`.
-
-        Args:
-            tensors: the tensors, by name of the input.
-        """
+        """Return a cache for :meth:`step`."""
         ...
 
     def step(
         self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any]
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Run one call of a loop.
-
-        Args:
-            feeds: the inputs that are not the cache, of the types of their ports.
-            cache: what :meth:`cache`, or the step before, returned.
-
-        Returns:
-            The outputs that are not part of the cache, and the cache for the next step. The tensors of ``cache`` that
-            have a successor are released as soon as nothing else holds them.
-
-        Raises:
-            GenerationError: when the library raises.
-        """
+        """Run one call of a loop."""
+        # returns: the outputs that are not part of the cache, and the cache for the next step. The tensors of `cache`
+        # that have a successor are released as soon as nothing else holds them.
         ...
 
     def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-        """Return the cache whose rows are those of another, as a beam search needs it.
-
-        Args:
-            cache: what :meth:`cache` or :meth:`step` returned; it may not be used any more.
-            rows: for each new row the place of an old one, int64; there may be more or fewer than before.
-        """
+        """Return the cache whose rows are those of another, as a beam search needs it."""
+        # cache: what `cache` or `step` returned; it may not be used any more
+        # rows: for each new row the place of an old one, int64; there may be more or fewer than before
         ...

@@ -1,4 +1,4 @@
-"""The interface of a file for a runtime that does not check it: names, types, sizes and how sizes depend on each other.
+"""Check inputs for runtimes that do not: names, types, sizes, and relations between sizes.
 
 Compiled code reads memory by the sizes and strides that it was made for. So what a call passes is checked here first:
 
@@ -36,26 +36,22 @@ Size = int | Mapping[str, int] | None
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What a file takes and returns.
+    """What a file takes and returns."""
 
-    Attributes:
-        inputs: name, type of the elements and sizes of every input, in order.
-        outputs: names of the outputs, in order.
-        largest: the largest value of each size that varies, where it has one.
-        smallest: its smallest value, where that is more than 2, or 1 where the program refuses 0.
-        versions: versions of the libraries that made the file, by name.
-        rows: for an input that is looked up in a table, tokens among them: the number of rows of the table. OpenVINO
-            returns numbers for rows that are not there.
-        kept: for an input that holds the last tokens, along axis 2, of all that were seen: how many at most. Those that
-            were seen are the columns of ``attention_mask`` without those of ``input_ids``.
-    """
-
+    # name, type of the elements and sizes of every input, in order
     inputs: Sequence[tuple[str, torch.dtype, tuple[Size, ...]]]
-    outputs: Sequence[str]
+    outputs: Sequence[str]  # names of the outputs, in order
+    # the largest value of each size that varies, where it has one
     largest: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    # its smallest value, where that is more than 2, or 1 where the program refuses 0
     smallest: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    # versions of the libraries that made the file, by name
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # for an input that is looked up in a table, tokens among them: the number of rows of the table. OpenVINO returns
+    # numbers for rows that are not there.
     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    # for an input that holds the last tokens, along axis 2, of all that were seen: how many at most. Those that were
+    # seen are the columns of `attention_mask` without those of `input_ids`.
     kept: Mapping[str, int] = dataclasses.field(default_factory=dict)
     relations: Sequence[Expression] = ()
 
@@ -68,19 +64,7 @@ class Signature:
         }
 
     def bind(self, values: Mapping[str, Any], failure: type[FlattenError], where: str) -> list[torch.Tensor]:
-        """Return the inputs in order, contiguous, after their types and sizes are checked.
-
-        Args:
-            values: a tensor, an array or a number for every input.
-            failure: class of the error.
-            where: name of the file, for messages.
-
-        Returns:
-            Tensors on the CPU.
-
-        Raises:
-            FlattenError: of the class ``failure``, naming the input, what it is and what the file takes.
-        """
+        """Return the inputs in order, contiguous, after their types and sizes are checked."""
         found = [as_tensor(name, dtype, values.get(name), failure, where) for name, dtype, _ in self.inputs]
         for (name, _, _), tensor in zip(self.inputs, found, strict=True):
             if name in self.rows and tensor.numel():
@@ -93,16 +77,7 @@ class Signature:
         return found
 
     def check_sizes(self, shapes: Mapping[str, tuple[int, ...]], failure: type[FlattenError], where: str) -> None:
-        """Refuse inputs whose sizes do not fit the file, or each other.
-
-        Args:
-            shapes: the shape of every input.
-            failure: class of the error.
-            where: name of the file, for messages.
-
-        Raises:
-            FlattenError: of the class ``failure``, naming the input, what it is and what the file takes.
-        """
+        """Refuse inputs whose sizes do not fit the file, or each other."""
         for name, _, sizes in self.inputs:
             if len(sizes) != len(shapes[name]):
                 raise failure(f"{where} takes {name} with {len(sizes)} axes, found the shape {shapes[name]}.")
@@ -155,16 +130,7 @@ class Signature:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Signature:
-        """Read what :meth:`to_json` wrote; nothing in it is evaluated.
-
-        Args:
-            text: JSON.
-            where: name of the file, for messages.
-
-        Raises:
-            ForeignFileError: when it is of a newer version.
-            DamagedFileError: when it is anything else.
-        """
+        """Read what :meth:`to_json` wrote; nothing in it is evaluated."""
         found = parse_document(text, dict[str, Any], f"The signature in {where}", failure=DamagedFileError)
         try:
             if found["format"] > _FORMAT:
@@ -184,18 +150,7 @@ class Signature:
 
 
 def as_tensor(name: str, dtype: torch.dtype, value: Any, failure: type[FlattenError], where: str) -> torch.Tensor:
-    """Return an input as a contiguous tensor on the CPU.
-
-    Args:
-        name: name of the input.
-        dtype: type of its elements in the file.
-        value: a tensor, an array or a number.
-        failure: class of the error.
-        where: name of the file, for messages.
-
-    Raises:
-        FlattenError: of the class ``failure``, when it is missing or has elements of another type.
-    """
+    """Return an input as a contiguous tensor on the CPU."""
     if value is None:
         raise failure(f"{where} takes {name}, which is missing.")
     if isinstance(value, (bool, int, float)):  # a number has no type of its own
@@ -213,11 +168,7 @@ def _alone(size: Size) -> str | None:
 
 
 def place_of_sizes(signature: Signature) -> dict[str, tuple[str, int]]:
-    """Return for the name of each size the first input and axis where it stands alone.
-
-    Args:
-        signature: what a file takes.
-    """
+    """Return for the name of each size the first input and axis where it stands alone."""
     found: dict[str, tuple[str, int]] = {}
     for name, _, sizes in signature.inputs:
         for axis, size in enumerate(sizes):

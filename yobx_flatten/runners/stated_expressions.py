@@ -1,4 +1,4 @@
-"""Expressions that a stored program states as text, which torch has Python evaluate: sizes, and conditions on inputs.
+"""Check the expressions of a stored program, which torch evaluates as Python: sizes and guards.
 
     Add(Mul(Integer(16), Symbol('s15', positive=True, integer=True)), Integer(1))       parsed by sympy, by `eval`
     (L['x'].size()[0] % 2) == 0                                                         compiled to a function

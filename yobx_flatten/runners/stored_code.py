@@ -1,4 +1,4 @@
-"""What a stored program makes torch run, checked before torch reads it: only what ``torch.export.save`` itself writes.
+"""Check what a stored program would make torch run: only what ``torch.export.save`` writes passes.
 
 torch's reader is not made for files of strangers. Next to its pickles, which :mod:`.stored_pickles` is about, it
 
@@ -64,17 +64,7 @@ _ARITHMETIC = re.compile(
 
 
 def check_archive(path: str | os.PathLike[str]) -> None:
-    """Refuse a program for which torch would run more than operators on tensors.
-
-    Args:
-        path: the file.
-
-    Raises:
-        UntrustedFileError: naming what it would run.
-        DamagedFileError: when it takes more memory than it has bytes.
-        NotRegisteredError: when a tree spec names an enum of a module that is not imported.
-        Exception: whatever torch raises for another file than an archive.
-    """
+    """Refuse a program for which torch would run more than operators on tensors."""
     from torch.export.pt2_archive import PT2ArchiveReader  # with sympy, which takes long
 
     shown = os.fspath(path)
@@ -95,15 +85,7 @@ def check_archive(path: str | os.PathLike[str]) -> None:
 
 
 def check_keys(program: torch.export.ExportedProgram, path: str | os.PathLike[str]) -> None:
-    """Refuse example inputs under keys that would be code in the conditions on them.
-
-    Args:
-        program: a program that was loaded from a file of a stranger.
-        path: the file.
-
-    Raises:
-        UntrustedFileError: naming the key.
-    """
+    """Refuse example inputs under keys that would be code in the conditions on them."""
     for keys, _ in pytree.tree_flatten_with_path(program.example_inputs)[0]:
         for key in keys:
             name = getattr(key, "key", getattr(key, "name", getattr(key, "idx", None)))

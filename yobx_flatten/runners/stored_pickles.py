@@ -1,4 +1,4 @@
-"""What a stored program keeps as a pickle: its example inputs, and tensors of subclasses. A stranger's runs code.
+"""Restrict the pickles of a stored program: example inputs, and tensor subclasses.
 
 torch reads it with its restricted unpickler first, and with the whole of ``pickle`` where that refuses, as it does a
 cache. For a file that is not trusted the second is left out, and the first also knows the classes that are registered.
@@ -36,11 +36,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 @contextlib.contextmanager
 def known_pickles_only() -> Iterator[None]:
-    """Let ``torch.load`` read tensors, containers and registered classes only, in this thread.
-
-    Raises:
-        UntrustedFileError: from the loading inside, when a pickle holds anything else.
-    """
+    """Let ``torch.load`` read tensors, containers and registered classes only, in this thread."""
     with _ONE_AT_A_TIME:
         patch = AttributePatch(torch, "load", _restricted(torch.load))
         patch.acquire()

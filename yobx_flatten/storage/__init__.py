@@ -1,4 +1,4 @@
-"""Nested values in ONNX files: stored, read back, replayed against a model."""
+"""Store nested values in ONNX files, read them back, and replay them against a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documented names: ``MiniOnnxBuilder`` and the two functions between nested inputs and an ``onnx.ModelProto``.
+"""``MiniOnnxBuilder`` and the two functions between nested inputs and an ``onnx.ModelProto``.
 
 They make and read what :mod:`.nested` stores, in memory.
 """

@@ -1,4 +1,4 @@
-"""Inputs with the outputs that belong to them, in one file."""
+"""Store inputs with their expected outputs in one file."""
 
 from __future__ import annotations
 

@@ -36,13 +36,6 @@ def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str,
     where the leaves that are left have none (entries of a tuple, or one value alone), or where not one of the graph's
     names was found (``torch.onnx.export`` calls outputs ``linear_14``).
 
-    Args:
-        graph: names of the graph's inputs, or of its outputs.
-        spellings: the names that each leaf may go by.
-
-    Returns:
-        The position of a leaf by the graph's name. A name without a leaf is not there.
-
     >>> match(["x", "cache_key_0"], [["past_key_values.0.key", "cache.key_0"], ["x"]])
     {'x': 1, 'cache_key_0': 0}
     >>> match(["a", "b"], [["0"], ["1"]])
@@ -50,6 +43,7 @@ def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str,
     >>> match(["a", "b"], [["a"], ["y"]])
     {'a': 0}
     """
+    # returns: the position of a leaf by the graph's name. A name without a leaf is not there.
     found: dict[str, int] = {}
     for spell in (str, _plain):
         # the first leaf of a name has it

@@ -107,17 +107,8 @@ def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expecte
 def read(
     given: str | os.PathLike[str] | onnx.ModelProto, function: str, *, device: Device, content: str | None
 ) -> PyTree:
-    """Read a file, or a model in memory, from its initializers.
-
-    Args:
-        given: a path, or an ``onnx.ModelProto``.
-        function: name of the function that the user called, for messages.
-        device: device of the tensors.
-        content: what it should hold; ``None`` for whatever it is.
-
-    Returns:
-        The nested value.
-    """
+    """Read a file, or a model in memory, from its initializers."""
+    # content: what it should hold; `None` for whatever it is
     model, folder = open_model(given, function)
     name = "The model" if folder is None else os.fspath(given)
     structure = structure_of(model, name, content)

@@ -1,4 +1,4 @@
-"""A file, or a model in memory, as the source of its initializers; nothing in it is taken on trust."""
+"""Read initializers from an untrusted ONNX file or model."""
 
 from __future__ import annotations
 
@@ -25,18 +25,7 @@ _KNOWN_VERSION = 1
 
 
 def open_model(given: object, function: str) -> tuple[Any, pathlib.Path | None]:
-    """Read a file without its external data, or take a model as it is.
-
-    Args:
-        given: a path, or an ``onnx.ModelProto``.
-        function: what the user called, for messages.
-
-    Returns:
-        The ``onnx.ModelProto`` and the folder it is in.
-
-    Raises:
-        DamagedFileError: when the file cannot be read as ONNX.
-    """
+    """Read a file without its external data, or take a model as it is."""
     onnx = require_onnx(function)
     from google.protobuf.message import DecodeError  # which onnx brings along
 
@@ -58,20 +47,8 @@ def open_model(given: object, function: str) -> tuple[Any, pathlib.Path | None]:
 
 
 def structure_of(model: onnx.ModelProto, name: str, content: str | None = None) -> Any:
-    """Return the structure that a model's metadata hold, once they are checked.
-
-    Args:
-        model: the ``onnx.ModelProto``.
-        name: what it is called in messages.
-        content: what it should hold; ``None`` for whatever it is.
-
-    Returns:
-        The structure, as JSON is read.
-
-    Raises:
-        ForeignFileError: when another program wrote it, or a newer version of this package, or it holds something else.
-        DamagedFileError: when the structure is not the one that was written.
-    """
+    """Return the structure that a model's metadata hold, once they are checked."""
+    # content: what it should hold; `None` for whatever it is
     # protobuf gives bytes for a text that is none
     found = {entry.key: entry.value for entry in model.metadata_props if isinstance(entry.value, str)}
     if found.get(FORMAT) != "nested-values":
@@ -97,13 +74,9 @@ def structure_of(model: onnx.ModelProto, name: str, content: str | None = None) 
 
 
 class Initializers:
-    """The initializers of a model, read one at a time; a :class:`.values.Source`.
+    """The initializers of a model, read one at a time; a :class:`.values.Source`."""
 
-    Args:
-        model: the ``onnx.ModelProto``.
-        folder: where its external data are, ``None`` if it has none.
-        name: what it is called in messages.
-    """
+    # folder: where its external data are, `None` if it has none
 
     def __init__(self, model: onnx.ModelProto, folder: pathlib.Path | None, name: str) -> None:
         self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -111,17 +84,7 @@ class Initializers:
         self._sizes: dict[str, int] = {}
 
     def check(self, record: dict[str, Any], element: Element, dims: tuple[int, ...], nbytes: int) -> None:
-        """Refuse a record that does not fit what is stored, before memory is allocated for it.
-
-        Args:
-            record: what the metadata state about the leaf.
-            element: type of its elements.
-            dims: its shape.
-            nbytes: its size in bytes.
-
-        Raises:
-            DamagedFileError: when type, shape or size is another, or the initializer is missing.
-        """
+        """Refuse a record that does not fit what is stored, before memory is allocated for it."""
         tensor = self._tensor(record)
         if tensor.data_type != element.code or tuple(tensor.dims) != dims or min(dims, default=0) < 0:
             raise self._damaged(record, "has another type or shape than its metadata say")
@@ -139,16 +102,7 @@ class Initializers:
             raise self._damaged(record, f"has {len(tensor.raw_data)} bytes instead of {nbytes}")
 
     def fill(self, record: dict[str, Any], element: Element, view: memoryview) -> None:
-        """Put the bytes of an initializer into memory.
-
-        Args:
-            record: what the metadata state about the leaf.
-            element: type of its elements.
-            view: the memory, of the size of the leaf.
-
-        Raises:
-            DamagedFileError: when the bytes are not those that were written.
-        """
+        """Put the bytes of an initializer into memory."""
         tensor = self._tensor(record)
         if tensor.HasField("data_location") and tensor.data_location == 1:
             path, start, _ = self._place(record, tensor)

@@ -1,4 +1,4 @@
-"""Payloads to an ONNX graph without nodes, as far as possible: an initializer that is an output comes out of a run."""
+"""Write payloads to an ONNX graph of initializers, with as few nodes as possible."""
 
 from __future__ import annotations
 
@@ -33,15 +33,10 @@ _PIECE = 16 * 2**20  # bytes written at once
 
 
 class OnnxWriter:
-    """Collects initializers and the nodes after them, then makes a model of it.
+    """Collects initializers and the nodes after them, then makes a model of it."""
 
-    Args:
-        function: what the user called, for the message that onnx is missing.
-        opset: the version of ONNX's operators; a type of elements can ask for a newer one.
-        ir_version: the version of the file format of ONNX.
-        external: where the data go, ``None`` for into the model.
-        location: the name of that file, as the model knows it.
-    """
+    # opset: the version of ONNX's operators; a type of elements can ask for a newer one
+    # external: where the data go, `None` for into the model
 
     def __init__(
         self,
@@ -73,12 +68,8 @@ class OnnxWriter:
             self.add_output(record["name"], _FLOAT if first.element.cast else first.element.code, first.dims)
 
     def add(self, payload: Payload, *, output: bool = True) -> None:
-        """Add one initializer, or the node that draws numbers in its place.
-
-        Args:
-            payload: the data of one leaf.
-            output: whether the graph returns it; ``True`` by default.
-        """
+        """Add one initializer, or the node that draws numbers in its place."""
+        # output: whether the graph returns it; `True` by default
         name, element = payload.record["name"], payload.element
         self._payloads[name] = payload
         self._taken.add(name)
@@ -97,12 +88,7 @@ class OnnxWriter:
             self.add_output(name, code, payload.dims)
 
     def add_sequence(self, name: str, payloads: Sequence[Payload]) -> None:
-        """Make a sequence of several initializers an output.
-
-        Args:
-            name: the name of the output.
-            payloads: the data of its elements.
-        """
+        """Make a sequence of several initializers an output."""
         for payload in payloads:
             if payload.record["name"] not in self._payloads:
                 self.add(payload, output=False)
@@ -112,39 +98,20 @@ class OnnxWriter:
         self.add_output(name, _FLOAT if first.cast else first.code, None, sequence=True)
 
     def add_node(self, operator: str, inputs: Sequence[str], output: str, **attributes: Any) -> None:
-        """Add a node of one output.
-
-        Args:
-            operator: its type.
-            inputs: names of its inputs.
-            output: name of its output.
-            **attributes: its attributes.
-        """
+        """Add a node of one output."""
         self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), [output], **attributes))
 
     def add_output(self, name: str, code: int, dims: Sequence[int] | None, *, sequence: bool = False) -> None:
-        """Make something an output of the graph.
-
-        Args:
-            name: the name of the value.
-            code: type of its elements, a value of ``onnx.TensorProto.DataType``.
-            dims: its shape; ``None`` for any.
-            sequence: whether it is a sequence of tensors; ``False`` by default.
-        """
+        """Make something an output of the graph."""
+        # code: type of its elements, a value of `onnx.TensorProto.DataType`
+        # sequence: whether it is a sequence of tensors; `False` by default
         helper = self._onnx.helper
         make = helper.make_tensor_sequence_value_info if sequence else helper.make_tensor_value_info
         self._outputs.append(make(name, code, dims))
 
     def model(self, json_: dict[str, Any] | None, content: str) -> onnx.ModelProto:
-        """Return the ``onnx.ModelProto``.
-
-        Args:
-            json_: the structure, for the metadata; ``None`` without one.
-            content: what the model holds, for the metadata.
-
-        Returns:
-            The model.
-        """
+        """Return the ``onnx.ModelProto``."""
+        # json_: the structure, for the metadata; `None` without one
         if not self._outputs:  # onnxruntime loads no graph without outputs
             record = {"name": unique("nothing", self._taken)}
             self.add(Payload(record, UINT8, (0,), 0, lambda: memoryview(b"")))
@@ -208,17 +175,9 @@ def save(
     """Write a structure to a file, and to a second one next to it if there is much of it.
 
     Both are written in a hidden folder, and moved when they are complete.
-
-    Args:
-        path: the file. The second one is ``<path>.data``, or ``<path>.1f0e3dad.data`` over an existing file.
-        structure: what to store.
-        function: what the user called, for messages.
-        content: what the file holds, for the reader.
-        external_data: whether to use a second file; ``None`` to decide by size.
-
-    Returns:
-        The bytes written.
     """
+    # path: the file. The second one is `<path>.data`, or `<path>.1f0e3dad.data` over an existing file.
+    # external_data: whether to use a second file; `None` to decide by size
     path = pathlib.Path(path)
     total = sum(payload.nbytes for payload in structure.payloads)
     if external_data is None:
@@ -239,16 +198,7 @@ def save(
 
 
 def check_size(nbytes: int, function: str, remedy: str) -> None:
-    """Refuse what does not fit into one file.
-
-    Args:
-        nbytes: size of the data.
-        function: name of the function that the user called, for the message.
-        remedy: the end of the message: what to do.
-
-    Raises:
-        InvalidArgumentError: when it is too much for protobuf.
-    """
+    """Refuse what does not fit into one file."""
     if nbytes > _LARGEST:
         raise InvalidArgumentError(
             f"{function}: {nbytes / 1e9:.1f} GB do not fit into one ONNX file, which ends at 2 GB; {remedy}."

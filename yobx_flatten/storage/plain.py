@@ -1,4 +1,4 @@
-"""Whether a tensor has plain data, all that it holds in one piece of memory; and what to store of one that has none."""
+"""Check whether a tensor has plain data in one piece of memory, and choose what to store if not."""
 
 from __future__ import annotations
 
@@ -12,15 +12,10 @@ __all__ = ["Obstacle", "obstacle_of"]
 
 
 class Obstacle(NamedTuple):
-    """Why a tensor is not stored as it is.
+    """Why a tensor is not stored as it is."""
 
-    Attributes:
-        what: what it is, and why that is not stored, in words.
-        line: what to store instead.
-    """
-
-    what: str
-    line: str
+    what: str  # what it is, and why that is not stored, in words
+    line: str  # what to store instead
 
 
 def obstacle_of(tensor: torch.Tensor) -> Obstacle | None:

@@ -1,4 +1,4 @@
-"""Replay a stored case with a model file in onnxruntime, and compare its outputs with the expected ones."""
+"""Replay a stored case with a model file in onnxruntime, and compare the outputs."""
 
 from __future__ import annotations
 
@@ -143,19 +143,7 @@ def replay_case(
 
 
 def run_case(case: StoredCase, runner: Runner, *, tolerance: float) -> CaseReport:
-    """Run an open file or program on the inputs of a case, and compare what it returns with the outputs of the case.
-
-    Args:
-        case: inputs and expected outputs.
-        runner: what is run.
-        tolerance: largest absolute difference allowed.
-
-    Returns:
-        The difference of every output; see :func:`replay_case`.
-
-    Raises:
-        ReplayError: when an input is missing, or has another type, or the runner fails.
-    """
+    """Run an open file or program on the inputs of a case, and compare what it returns with the outputs of the case."""
     inputs, unused = _inputs(runner, case.inputs)
     start = time.perf_counter()
     results = runner.run(inputs)

@@ -1,4 +1,4 @@
-"""The outputs of a run as the source of leaves: what onnxruntime or ``onnx.reference`` make of a file."""
+"""Read leaves from the outputs of a run in onnxruntime or ``onnx.reference``."""
 
 from __future__ import annotations
 
@@ -21,19 +21,11 @@ _ENGINES = ("onnx", "onnxruntime", "ReferenceEvaluator")
 
 
 class RunOutputs:
-    """The outputs of a model without inputs; a :class:`.values.Source`.
+    """The outputs of a model without inputs; a :class:`.values.Source`."""
 
-    Args:
-        model: the ``onnx.ModelProto``.
-        path: the file it is from; ``None`` for a model in memory.
-        engine: ``"onnxruntime"`` or ``"ReferenceEvaluator"``.
-        sep: what stands between the name of a dict and ``keys`` or ``values``, see :class:`.builder.MiniOnnxBuilder`.
-
-    Raises:
-        InvalidArgumentError: when the engine is another one.
-        MissingDependencyError: when it is not installed.
-        StoredFileError: when onnxruntime cannot load the model.
-    """
+    # path: the file it is from; `None` for a model in memory
+    # engine: `"onnxruntime"` or `"ReferenceEvaluator"`
+    # sep: what stands between the name of a dict and `keys` or `values`, see `builder.MiniOnnxBuilder`
 
     def __init__(self, model: onnx.ModelProto, path: str | os.PathLike[str] | None, engine: str, sep: str) -> None:
         # onnx-diagnostic calls its own evaluator, which runs what the reference of ONNX runs, the second
@@ -62,29 +54,13 @@ class RunOutputs:
                 self._outputs.update({f"{base}.{key}": value for key, value in zip(keys, values, strict=True)})
 
     def check(self, record: dict[str, Any], element: Element, dims: tuple[int, ...], nbytes: int) -> None:
-        """Refuse an output of another shape.
-
-        Args:
-            record: what the metadata state about the leaf.
-            element: type of its elements.
-            dims: its shape.
-            nbytes: its size in bytes.
-
-        Raises:
-            DamagedFileError: when the model returns no such output.
-        """
+        """Refuse an output of another shape."""
         found = self._outputs.get(record["name"])
         if found is None or found.shape != dims:
             raise DamagedFileError(f"The model returns no {record['name']!r} of shape {dims}.")
 
     def fill(self, record: dict[str, Any], element: Element, view: memoryview) -> None:
-        """Put the bytes of an output into memory; what the graph cast to float32 is cast back.
-
-        Args:
-            record: what the metadata state about the leaf.
-            element: type of its elements.
-            view: the memory, of the size of the leaf.
-        """
+        """Put the bytes of an output into memory; what the graph cast to float32 is cast back."""
         import numpy
 
         array = numpy.ascontiguousarray(self._outputs[record["name"]])

@@ -1,4 +1,4 @@
-"""Static data of a file: read as it is written, and damaged where it is anything else."""
+"""Read static data from an untrusted file, and refuse anything else as damage."""
 
 from __future__ import annotations
 
@@ -11,15 +11,7 @@ __all__ = ["load_trusted"]
 
 
 def load_trusted(data: Static) -> Static:
-    """Bring static data back, as :func:`.load_static` does.
-
-    Args:
-        data: what :func:`yobx_flatten.recipe.static_codec.dump_static` returned, from a file.
-
-    Raises:
-        NotRegisteredError: when it names something in a module that is not imported.
-        DamagedFileError: when it is not what ``dump_static`` writes, or names something that a file may not name.
-    """
+    """Bring static data back, as :func:`.load_static` does."""
     with raised_as(_damaged, NotRegisteredError):
         return load_static(data)
 

@@ -30,28 +30,15 @@ __all__ = ["Structure", "flatten_tree", "unflatten_tree", "unique"]
 
 
 class Structure(NamedTuple):
-    """A nested object, flattened.
+    """A nested object, flattened."""
 
-    Attributes:
-        json: what the metadata state; the records of the payloads are parts of it.
-        payloads: what the initializers are made of, in the order of the leaves.
-        again: the records of tensors that stand in a second place.
-    """
-
-    json: dict[str, Any]
-    payloads: list[Payload]
-    again: list[dict[str, Any]]
+    json: dict[str, Any]  # what the metadata state; the records of the payloads are parts of it
+    payloads: list[Payload]  # what the initializers are made of, in the order of the leaves
+    again: list[dict[str, Any]]  # the records of tensors that stand in a second place
 
 
 def flatten_tree(tree: PyTree) -> Structure:
-    """Flatten a nested object by its registrations, or by those of our block outside of it.
-
-    Args:
-        tree: anything that is made of nodes and of what :func:`.values.write_leaf` takes.
-
-    Raises:
-        FlattenError: see :func:`.values.write_leaf`.
-    """
+    """Flatten a nested object by its registrations, or by those of our block outside of it."""
     check_no_cycles(tree, "values")
     taken: set[str] = set()
     names = iter([unique(name or "value", taken) for name in leaf_names(tree)])
@@ -85,20 +72,7 @@ def flatten_tree(tree: PyTree) -> Structure:
 
 
 def unflatten_tree(json: dict[str, Any], source: Source, device: Device) -> PyTree:
-    """Rebuild what :func:`flatten_tree` was given.
-
-    Args:
-        json: that of the structure.
-        source: where the data of the leaves are.
-        device: where tensors go.
-
-    Returns:
-        The nested value.
-
-    Raises:
-        NotRegisteredError: when a class is not registered, or its module not imported.
-        DamagedFileError: when something does not fit together.
-    """
+    """Rebuild what :func:`flatten_tree` was given."""
     read: dict[str, Any] = {}
 
     def visit(part: dict[str, Any]) -> Any:
@@ -127,17 +101,11 @@ def unflatten_tree(json: dict[str, Any], source: Source, device: Device) -> PyTr
 def unique(name: str, taken: set[str]) -> str:
     """Give a name that nothing else in the graph has, and that protobuf can store.
 
-    Args:
-        name: what it should be.
-        taken: names that are in use; the new one is added.
-
-    Returns:
-        The name, with a number where it is taken.
-
     >>> taken = set()
     >>> unique("a.b", taken), unique("a.b", taken)
     ('a.b', 'a.b#2')
     """
+    # taken: names that are in use; the new one is added
     name = name.encode("utf-8", "replace").decode()
     found, count = name, 1
     while found in taken:

@@ -35,46 +35,24 @@ _DRAWN = 10**9  # bytes; random numbers take no place in a file, so nothing else
 
 @dataclasses.dataclass(frozen=True)
 class Payload:
-    """What an initializer is made of.
+    """What an initializer is made of."""
 
-    Attributes:
-        record: what the metadata state of the leaf; the writer adds a checksum.
-        element: the type of the elements.
-        dims: the shape of the initializer.
-        nbytes: the size of the data; 0 for strings.
-        data: gives the bytes; can copy the leaf.
-        strings: the elements, for strings, ``None`` otherwise.
-    """
-
-    record: Record
-    element: Element
-    dims: tuple[int, ...]
-    nbytes: int
-    data: Callable[[], memoryview]
-    strings: Sequence[bytes] | None = None
+    record: Record  # what the metadata state of the leaf; the writer adds a checksum
+    element: Element  # the type of the elements
+    dims: tuple[int, ...]  # the shape of the initializer
+    nbytes: int  # the size of the data; 0 for strings
+    data: Callable[[], memoryview]  # gives the bytes; can copy the leaf
+    strings: Sequence[bytes] | None = None  # the elements, for strings, `None` otherwise
 
 
 class Source(Protocol):
     """Where the data of the initializers are read."""
 
     def check(self, record: Record, element: Element, dims: tuple[int, ...], nbytes: int) -> None:
-        """Refuse a record that does not fit what is stored, before memory is allocated for it.
-
-        Args:
-            record: what the metadata state about the leaf.
-            element: type of its elements.
-            dims: its shape.
-            nbytes: its size in bytes.
-        """
+        """Refuse a record that does not fit what is stored, before memory is allocated for it."""
 
     def fill(self, record: Record, element: Element, view: memoryview) -> None:
-        """Put the bytes of an initializer into memory.
-
-        Args:
-            record: what the metadata state about the leaf.
-            element: type of its elements.
-            view: the memory, of the size of the leaf.
-        """
+        """Put the bytes of an initializer into memory."""
 
     def strings(self, record: Record) -> list[bytes]:
         """Return the elements of an initializer that holds strings."""
@@ -84,23 +62,9 @@ class Source(Protocol):
 
 
 def write_leaf(leaf: object, name: str, *, where: str) -> tuple[Record, Payload | None]:
-    """Say how a leaf is stored.
-
-    Args:
-        leaf: a tensor, a NumPy array or number, a Python number, text, bytes, or what static data may be: ``None``,
-            enums, dtypes, slices, sets.
-        name: what its output of the graph is called.
-        where: where it stands, for messages.
-
-    Returns:
-        The record, and the payload unless everything is in the record.
-
-    Raises:
-        NotRegisteredError: for an object of a class that is not registered.
-        InvalidArgumentError: for a tensor or an array without plain data: sparse, on the meta device, quantized; and
-            for one of another class than torch's own, which would come back as a plain tensor.
-        StaticDataError: for anything else.
-    """
+    """Say how a leaf is stored."""
+    # leaf: a tensor, a NumPy array or number, a Python number, text, bytes, or what static data may be: `None`, enums,
+    # dtypes, slices, sets
     if isinstance(leaf, torch.Tensor):
         return _write_tensor(leaf, name, where)
     numpy = sys.modules.get("numpy")
@@ -235,19 +199,7 @@ def _nothing() -> memoryview:
 
 
 def read_leaf(record: Record, source: Source, device: Device) -> Any:
-    """Bring back what :func:`write_leaf` was given.
-
-    Args:
-        record: what the metadata state of the leaf.
-        source: where the data are.
-        device: where tensors go.
-
-    Returns:
-        The leaf.
-
-    Raises:
-        DamagedFileError: when record and data do not fit together.
-    """
+    """Bring back what :func:`write_leaf` was given."""
     kind = record["leaf"]
     if kind == "static":
         return load_trusted(record["value"])

@@ -1,1 +1,1 @@
-"""What both command lines print with: tables, progress, errors as a line."""
+"""Print for both command lines: tables, progress, and errors as one line."""

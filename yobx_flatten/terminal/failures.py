@@ -1,4 +1,4 @@
-"""An error as one line and an exit status.
+"""Turn an error into one line and an exit status.
 
 ======  =================================================================
 0       all went well
@@ -39,15 +39,10 @@ def explain_failure(
     expected: tuple[type[Exception], ...] = (FlattenError,),
     is_reporter: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Print what went wrong on stderr, and return the exit status.
-
-    Args:
-        error: whatever ended the command. A ``KeyboardInterrupt`` with a text reports what was written by then.
-        debug: whether to print the stack trace; its notes are printed in any case.
-        program: what the command is called.
-        expected: errors whose message states all that a user needs; others are shown with their class.
-        is_reporter: whether this process prints the line: of several that do one thing together, one does.
-    """
+    """Print what went wrong on stderr, and return the exit status."""
+    # error: whatever ended the command. A `KeyboardInterrupt` with a text reports what was written by then.
+    # debug: whether to print the stack trace; its notes are printed in any case
+    # expected: errors whose message states all that a user needs; others are shown with their class
     if debug:
         traceback.print_exception(error)
     status, text = _status_and_text(error, expected)

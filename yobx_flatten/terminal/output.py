@@ -1,4 +1,4 @@
-"""What the terminal shows: plain lines, tables, JSON, and a bar while something takes long."""
+"""Print lines, tables, JSON and progress bars."""
 
 from __future__ import annotations
 
@@ -35,9 +35,6 @@ def console(*, stderr: bool = False) -> Console:
 def printable(text: str) -> str:
     r"""Return text with its control characters spelled out, for a terminal that would obey them.
 
-    Args:
-        text: text, of a file or a model for example.
-
     >>> print(printable("a\x1b[2Jb"))
     a\x1b[2Jb
     """
@@ -45,14 +42,7 @@ def printable(text: str) -> str:
 
 
 def say(text: str = "", *, end: str = "\n", is_result: bool = False) -> None:
-    """Print text at once, with its control characters spelled out.
-
-    Args:
-        text: what is printed.
-        end: what follows it.
-        is_result: whether it is what the command was asked for, such as the text of a model: a file or another command
-            gets that as it is.
-    """
+    """Print text at once, with its control characters spelled out."""
     sys.stdout.write((text if is_result and not sys.stdout.isatty() else printable(text)) + end)
     sys.stdout.flush()
 
@@ -81,11 +71,8 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; cells are text, whatever brackets they hold. No word is broken.
 
     Where the longest words of all columns do not fit next to each other, a row takes several lines.
-
-    Args:
-        headings: the headings of the columns.
-        rows: their cells; the first two name the row.
     """
+    # rows: their cells; the first two name the row
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -131,10 +118,8 @@ def progress(first: str) -> Iterator[Any]:
     """Show on stderr what is being done: next to a bar on a terminal, elsewhere a line for each stage.
 
     While a stage is logged with what is ``done`` of a ``total``, the bar shows that, and an estimate of what is left.
-
-    Yields:
-        A function that shows another stage; what the package logs of an export is shown by itself.
     """
+    # yields: A function that shows another stage; what the package logs of an export is shown by itself
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     shown_on = console(stderr=True)

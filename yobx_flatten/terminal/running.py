@@ -1,4 +1,4 @@
-"""Start a command line, and end it with a status in every case."""
+"""Start a command line, and return an exit status in every case."""
 
 from __future__ import annotations
 
@@ -23,16 +23,8 @@ __all__ = ["has_libraries", "reflow_help", "run_app", "starting"]
 def starting(
     program: str, start: Callable[[], Callable[[Sequence[str] | None], int]], argv: Sequence[str] | None
 ) -> int:
-    """Import a command line, which takes seconds, and run it.
-
-    Args:
-        program: what the command is called.
-        start: imports it and returns the function that runs it.
-        argv: the arguments; ``None`` for those of the process.
-
-    Returns:
-        The exit status.
-    """
+    """Import a command line, which takes seconds, and run it."""
+    # argv: the arguments; `None` for those of the process
     if not has_libraries(program):
         return 2
     with terminable():
@@ -44,11 +36,7 @@ def starting(
 
 
 def has_libraries(program: str) -> bool:
-    """Return whether what a command line is made with is installed; if not, print the line that installs it.
-
-    Args:
-        program: what the command is called.
-    """
+    """Return whether what a command line is made with is installed; if not, print the line that installs it."""
     missing = [name for name in ("typer", "rich") if not is_installed(name)]
     if missing:
         wanted = " and ".join(missing)
@@ -57,11 +45,7 @@ def has_libraries(program: str) -> bool:
 
 
 def reflow_help(app: typer.Typer) -> None:
-    """Let the terminal break the lines of the help; those of the docstrings that it is would stay, each with a rest.
-
-    Args:
-        app: all commands, of typer.
-    """
+    """Let the terminal break the lines of the help; those of the docstrings that it is would stay, each with a rest."""
     for command in (app.registered_callback, *app.registered_commands):
         paragraphs = inspect.cleandoc(command.callback.__doc__ or "").split("\n\n")
         command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
@@ -94,14 +78,9 @@ def run_app(
     """Run one command and return its exit status. What was typed is the command's ``context.obj``.
 
     A reader that ends, as of ``| head``, does not end the command, whose status is that of its work.
-
-    Args:
-        app: all commands, of typer.
-        argv: the arguments; by default those of the process.
-        program: what the command is called.
-        expected: errors whose message states all that a user needs; others are shown with their class.
-        is_reporter: whether this process prints an error: of several that do one thing together, one does.
     """
+    # argv: the arguments; by default those of the process
+    # expected: errors whose message states all that a user needs; others are shown with their class
     with lasting_streams(), terminable():
         return _run(app, argv, program, expected, is_reporter)
 

@@ -1,4 +1,4 @@
-"""What a command prints to may end before the command does, or lack characters; neither ends what is being done."""
+"""Survive an output stream that closes early or lacks characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGTERM, by which systems end a process in order, ends a command as Ctrl-C does: nothing half-written stays."""
+"""Handle SIGTERM as Ctrl-C, so that nothing half-written stays."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ class Terminated(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """A block in which SIGTERM raises :class:`Terminated`, unless the process handles it in a way of its own.
-
-    Returns:
-        A context manager. Outside of the main thread, the only one that gets signals, it does nothing.
-    """
+    """A block in which SIGTERM raises :class:`Terminated`, unless the process handles it in a way of its own."""
+    # returns: A context manager. Outside of the main thread, the only one that gets signals, it does nothing.
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

@@ -1,1 +1,1 @@
-"""What happens around ``torch.export`` and ``torch.onnx.export`` while a block is open."""
+"""Wrap ``torch.export`` and ``torch.onnx.export`` while a block is open."""

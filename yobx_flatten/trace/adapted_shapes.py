@@ -1,4 +1,4 @@
-"""``dynamic_shapes`` that were written for another registration of a cache, as ours wants them.
+"""Adapt ``dynamic_shapes`` that were written for another registration of a cache.
 
 ``torch.export`` wants one entry for each child of a node, so a specification of a cache fits the registration that it
 was written for. Inside the context manager another one is registered than outside. What is
@@ -40,15 +40,9 @@ def adapted_shapes(
     shapes: DynamicShapes,
     recipe_of: _RecipeOf,
 ) -> DynamicShapes:
-    """Return ``dynamic_shapes`` with the entries of caches in our order.
-
-    Args:
-        module: what is exported.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        shapes: as ``torch.export.export`` was given them.
-        recipe_of: our recipe of a class, ``None`` for a class that is not ours.
-    """
+    """Return ``dynamic_shapes`` with the entries of caches in our order."""
+    # shapes: as `torch.export.export` was given them
+    # recipe_of: our recipe of a class, `None` for a class that is not ours
     from ..private_names.of_torch import combine_args
 
     by_tensor = isinstance(shapes, ShapesCollection)

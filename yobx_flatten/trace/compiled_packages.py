@@ -1,4 +1,4 @@
-"""Packages of AOTInductor: what the compiled code takes for contiguous is made so when it is called.
+"""Make the inputs of AOTInductor packages contiguous where the compiled code expects it.
 
 The code reads an input with the strides that the example had, and does not ask whether it has them
 (https://github.com/pytorch/pytorch/issues/122784). A slice, such as ``ids[:, 5:]``, then gives other numbers without a

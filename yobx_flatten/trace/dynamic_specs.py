@@ -70,17 +70,9 @@ def refuse_specs_of_keys(
     """Refuse a specification for ``torch.export.export`` itself that has entries for an object known by its keys.
 
     torch finds what an ``ObjectSpec`` speaks of by names of attributes. The children of caches have keys.
-
-    Args:
-        module: what is exported.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        spec: as ``torch.export.export`` was given it; anything but a specification is left alone.
-        recipe_of: our recipe of a class, ``None`` for a class that is not ours.
-
-    Raises:
-        DynamicShapesError: naming the argument, and what takes it.
     """
+    # spec: as `torch.export.export` was given it; anything but a specification is left alone
+    # recipe_of: our recipe of a class, `None` for a class that is not ours
     from ..private_names.of_torch import combine_args  # imports much
 
     classes = spec_classes()

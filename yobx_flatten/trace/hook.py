@@ -1,4 +1,4 @@
-"""What happens around every ``torch.export`` call inside a block, and to the programs that are made there.
+"""Wrap every ``torch.export`` call inside a block, and the programs that it returns.
 
 * Dimensions that happen to be equal in the example stay apart (duck shapes off), and slices are made whole.
 * Model libraries put their traceable versions in place (see :mod:`yobx_flatten.huggingface.tracing.support`).
@@ -443,11 +443,7 @@ def _require_before_call(classes: tuple[type, ...], module: torch.nn.Module, arg
 
 
 def require_registered(classes: tuple[type, ...], subject: str) -> None:
-    """Say which classes are not registered, and the line that registers them.
-
-    Raises:
-        NotRegisteredError: when one of them is not.
-    """
+    """Say which classes are not registered, and the line that registers them."""
     missing = [cls for cls in classes if cls not in pytree.SUPPORTED_NODES]
     if missing:
         names = ", ".join(cls.__qualname__ for cls in missing)

@@ -1,4 +1,4 @@
-"""Inputs that were ``None`` when a program was exported: it has no such input, and would ignore what stands there now.
+"""Refuse a value for an input that was ``None`` at export: the program would ignore it.
 
 ``torch.export`` writes a guard for a number among the inputs and none for ``None``: a program that was exported without
 a mask takes a mask, and computes as if there were none.
@@ -23,12 +23,9 @@ _Hook = Callable[[torch.nn.Module, tuple[Any, ...], Mapping[str, Any]], None]
 
 
 def refusal_of_ignored_inputs(program: ExportedProgram) -> _Hook | None:
-    """Make a hook that looks over the inputs of a call before the program's module takes it.
-
-    Returns:
-        The hook, for ``register_forward_pre_hook(with_kwargs=True)``; it raises
-        :class:`~yobx_flatten.errors.SpecMismatchError`. ``None`` where no input was ``None``.
-    """
+    """Make a hook that looks over the inputs of a call before the program's module takes it."""
+    # returns: the hook, for `register_forward_pre_hook(with_kwargs=True)`; it raises
+    # `yobx_flatten.errors.SpecMismatchError`. `None` where no input was `None`.
     given = [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     places = [i for i, arg in enumerate(given) if isinstance(arg, ConstantArgument) and arg.value is None]
     spec = program.call_spec.in_spec

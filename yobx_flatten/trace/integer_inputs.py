@@ -1,4 +1,4 @@
-"""Programs that take an integer where a tensor is flattened now: those that an earlier version exported.
+"""Call older programs that take an integer where a tensor is flattened now.
 
 The number of tokens that a cache of sliding layers has seen was an integer among the inputs. Such a program is called
 with a copy of the cache that holds a :class:`StoredInteger`, which is flattened to an integer.
@@ -25,11 +25,8 @@ class StoredInteger(int):
 
 
 def with_integers(program: ExportedProgram) -> _Hook | None:
-    """Make a hook that gives a program integers where it takes them.
-
-    Returns:
-        The hook, for ``register_forward_pre_hook(with_kwargs=True)``; ``None`` where the program takes none.
-    """
+    """Make a hook that gives a program integers where it takes them."""
+    # returns: the hook, for `register_forward_pre_hook(with_kwargs=True)`; `None` where the program takes none
     given = [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     places = {index for index, arg in enumerate(given) if isinstance(arg, SymIntArgument)}
     spec = program.call_spec.in_spec

@@ -1,4 +1,4 @@
-"""Assertions of a program that hold for all sizes: taken out, with the sizes that are computed for them only.
+"""Remove assertions that hold for all sizes, and the sizes computed only for them.
 
 ``torch.export`` asks about the strides of repeated heads, and writes down what it could not answer at once::
 
@@ -20,14 +20,7 @@ __all__ = ["without_needless_assertions"]
 
 
 def without_needless_assertions(program: ExportedProgram) -> ExportedProgram:
-    """Take assertions out of a new program that hold for all sizes.
-
-    Args:
-        program: the program, which is changed.
-
-    Returns:
-        The program.
-    """
+    """Take assertions out of a new program that hold for all sizes."""
     graph = program.graph_module.graph
     assertion = torch.ops.aten._assert_scalar.default
     needless = {node for node in graph.nodes if node.target is assertion and _always_holds(node.args[0])}

@@ -1,4 +1,4 @@
-"""Nested values that a ``forward`` takes in its ``**kwargs``: torch exports them, and the program cannot be called.
+"""Refuse nested values in ``**kwargs``: torch exports them, and the program cannot be called.
 
 torch 2.14 and 2.15 write the guards of such a program with names that are not there (docs/dev/upstream.md):
 
@@ -29,17 +29,8 @@ __all__ = ["check_nested_kwargs"]
 def check_nested_kwargs(
     export: Callable[..., Any], module: torch.nn.Module, kwargs: Mapping[str, Any] | None, shapes: DynamicShapes
 ) -> None:
-    """Refuse an export whose program would end in a ``NameError`` at every call.
-
-    Args:
-        export: torch's function, as it is asked whether it still has the defect.
-        module: what is exported.
-        kwargs: its keyword arguments.
-        shapes: its dynamic shapes; without any there are no such guards.
-
-    Raises:
-        InvalidArgumentError: naming the argument, and the signature to write.
-    """
+    """Refuse an export whose program would end in a ``NameError`` at every call."""
+    # shapes: its dynamic shapes; without any there are no such guards
     parameters = inspect.signature(module.forward).parameters
     takes_more = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     if shapes is None or not takes_more:

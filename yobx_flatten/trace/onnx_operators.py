@@ -1,4 +1,4 @@
-"""Operators that torch's ONNX exporter does not know although models use them: what stands in for them.
+"""Translations for operators that torch's ONNX exporter lacks.
 
 * ``unsqueeze`` of complex numbers (rotary embeddings of Llama 4 and DeepSeek V2).
 * ``_is_all_true`` (the checks of ProphetNet).
@@ -22,29 +22,16 @@ __all__ = ["ERFINV_CENTRE", "ERFINV_TAIL", "TRANSLATIONS", "Translation", "add_t
 
 
 class Translation(NamedTuple):
-    """One operator in ONNX.
+    """One operator in ONNX."""
 
-    Attributes:
-        operator: an operator of PyTorch.
-        function: builds it from ONNX operators, called with the values of its arguments.
-        is_complex: it is the operator's form for complex numbers, which ONNX holds as an axis of two more.
-        opset: the first version of ONNX's operators for which it is used; 18 by default.
-    """
-
-    operator: Any
-    function: Callable[..., Any]
-    is_complex: bool = False
-    opset: int = 18
+    operator: Any  # an operator of PyTorch
+    function: Callable[..., Any]  # builds it from ONNX operators, called with the values of its arguments
+    is_complex: bool = False  # it is the operator's form for complex numbers, which ONNX holds as an axis of two more
+    opset: int = 18  # the first version of ONNX's operators for which it is used; 18 by default
 
 
 def add_translation(registry: Any, module: ModuleType, translation: Translation) -> None:
-    """Add a translation to a registry of torch's exporter, in front of those of the same operator.
-
-    Args:
-        registry: an ``ONNXRegistry``.
-        module: the module that defines it.
-        translation: what to add.
-    """
+    """Add a translation to a registry of torch's exporter, in front of those of the same operator."""
     if registry.opset_version < translation.opset:
         return
     # `register_op` would ask the function for a signature, and print on the terminal that a plain function has none

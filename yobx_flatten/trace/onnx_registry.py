@@ -1,4 +1,4 @@
-"""The exporter's tables of translations and decompositions, read once per process instead of at each conversion.
+"""Read the ONNX exporter's tables once per process instead of at each conversion.
 
 torch's ONNX exporter fills a new ``ONNXRegistry`` for every conversion, and parses the source of some 500 functions of
 onnxscript for it: half a second, more than the conversion of a small module takes. The decompositions of all other
@@ -23,14 +23,8 @@ _TABLES: dict[Any, tuple[Any, Any]] = {}
 
 
 def filled_registry(read: classmethod[Any, Any, Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return an ``ONNXRegistry`` that the caller may add to.
-
-    Args:
-        read: the classmethod ``from_torchlib`` as it was found.
-        cls: the class on which it is called.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-    """
+    """Return an ``ONNXRegistry`` that the caller may add to."""
+    # read: the classmethod `from_torchlib` as it was found
     asked = read, cls, args, tuple(sorted(kwargs.items()))
     with LOCK:
         given_for, table = _TABLES.get(asked, (None, None))
@@ -45,11 +39,7 @@ def filled_registry(read: classmethod[Any, Any, Any], cls: type, args: tuple[Any
 
 
 def remembering_decompositions(original: Callable[[Any], dict[Any, Any]]) -> Callable[[Any], dict[Any, Any]]:
-    """Return ``create_onnx_friendly_decomposition_table`` that makes a table once for the same operators.
-
-    Args:
-        original: the function as it was found.
-    """
+    """Return ``create_onnx_friendly_decomposition_table`` that makes a table once for the same operators."""
 
     @functools.wraps(original)
     def create(onnx_registered_ops: Iterable[Any]) -> dict[Any, Any]:

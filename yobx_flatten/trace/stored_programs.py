@@ -1,4 +1,4 @@
-"""Loading a stored program: where its classes are not imported yet, and in half of the time.
+"""Load stored programs faster, also before their classes are imported.
 
 What torch works out again for each record is worked out once. Each of thousands of records asks for the types of its
 fields, which Python reads from the annotations of its class. The sizes of each tensor are texts that sympy parses, and
@@ -27,10 +27,6 @@ def importing_classes(read: Callable[..., Any], libraries: Callable[[], Collecti
     """Return a reader of stored tree specs that first imports the modules of classes which are not registered.
 
     Only modules of some libraries are imported, which register their classes then: a file chooses no other.
-
-    Args:
-        read: torch's reader, which takes a specification as it was stored.
-        libraries: returns the names of their packages.
     """
 
     @functools.wraps(read)
@@ -56,11 +52,7 @@ def _names_of_classes(schema: object) -> Iterator[str]:
 
 
 def remembering_hints(typing: ModuleType) -> types.SimpleNamespace:
-    """Return a ``typing`` for the module that reads programs, whose ``get_type_hints`` reads a class once.
-
-    Args:
-        typing: the module as it was found.
-    """
+    """Return a ``typing`` for the module that reads programs, whose ``get_type_hints`` reads a class once."""
 
     @functools.wraps(typing.get_type_hints)
     def get_type_hints(
@@ -82,9 +74,6 @@ def remembering_expressions(parse: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``GraphModuleDeserializer._parse_sym_expr`` that parses the same text with the same example size once.
 
     What it does besides, to the symbols of the program, has the same effect the second time.
-
-    Args:
-        parse: the method as it was found.
     """
 
     @functools.wraps(parse)

@@ -1,4 +1,4 @@
-"""The exporter's pass that inserts casts where types differ, without computing every value again.
+"""Insert casts where types differ, without computing every value again as the exporter does.
 
 The pass interprets the graph: it runs each operator on fake tensors, a third of what a trace costs, to know the types
 of its arguments. They are in the graph already.
@@ -19,9 +19,6 @@ def without_running(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``_TypePromotionInterpreter.run_node`` that takes the value of a node from the graph, where it is there.
 
     A node whose arguments are cast is run by the pass, which stores the new value.
-
-    Args:
-        original: the method.
     """
     from ..private_names.of_torch import type_promotion_rule
 

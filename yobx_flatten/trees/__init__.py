@@ -1,4 +1,4 @@
-"""Any nested object: one level of it, its leaves, their names and dynamic shapes, the whole in a line."""
+"""Walk nested objects: one level, all leaves, their names and dynamic shapes."""
 
 from __future__ import annotations
 

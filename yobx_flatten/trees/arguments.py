@@ -29,9 +29,6 @@ def check_arguments(module: object, args: object, kwargs: object) -> None:
     """Refuse what is not a module, and arguments that its ``forward`` or any program cannot take.
 
     The latter hold themselves, or are nested tensors.
-
-    Raises:
-        InvalidArgumentError: naming the argument, what was found and the line to type.
     """
     owner = getattr(module, "__self__", None)
     if inspect.ismethod(module) and isinstance(owner, torch.nn.Module):
@@ -94,12 +91,9 @@ def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
 
 
 def inputs_by_name(module: object, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """All inputs by the name that ``forward`` gives them, in the order of its parameters.
-
-    Returns:
-        ``args`` and ``kwargs`` themselves, under these names, where the names of ``forward`` are not known or do not
-        fit.
-    """
+    """All inputs by the name that ``forward`` gives them, in the order of its parameters."""
+    # returns: `args` and `kwargs` themselves, under these names, where the names of `forward` are not known or do not
+    # fit
     kwargs = kwargs or {}
     if isinstance(module, torch.nn.Module):
         try:
@@ -114,15 +108,8 @@ def inputs_by_name(module: object, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def shapes_by_name(inputs: Mapping[str, Any], shapes: DynamicShapes) -> dict[str, Any]:
-    """Give every input its entry of ``dynamic_shapes``, ``None`` where it has none.
-
-    Args:
-        inputs: the inputs by parameter name.
-        shapes: a dict by parameter name, or a list in the order of the inputs.
-
-    Raises:
-        DynamicShapesError: when it is something else, or longer than the inputs.
-    """
+    """Give every input its entry of ``dynamic_shapes``, ``None`` where it has none."""
+    # shapes: a dict by parameter name, or a list in the order of the inputs
     if isinstance(shapes, (tuple, list)):
         if len(shapes) > len(inputs):
             raise DynamicShapesError(
@@ -139,11 +126,7 @@ def shapes_by_name(inputs: Mapping[str, Any], shapes: DynamicShapes) -> dict[str
 
 
 def check_no_modules(inputs: Mapping[str, Any]) -> None:
-    """Refuse modules among the inputs, which torch does not flatten: it ends in "expected 0 shapes, got 1".
-
-    Raises:
-        NotRegisteredError: naming the place, and both remedies.
-    """
+    """Refuse modules among the inputs, which torch does not flatten: it ends in "expected 0 shapes, got 1"."""
     for name, value in inputs.items():
         for path, leaf in torch_leaves(value, name):
             if isinstance(leaf, torch.nn.Module):

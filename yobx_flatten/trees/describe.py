@@ -1,4 +1,4 @@
-"""Describe what a nested object is made of, in one line: :func:`string_type`.
+"""Describe a nested object in one line: :func:`string_type`.
 
 The text grows from a table: the name of a class, looked up along the bases of the object's type, gives the
 small function that writes it. Names instead of classes, because NumPy and transformers must not be imported.

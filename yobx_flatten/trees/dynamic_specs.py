@@ -1,4 +1,4 @@
-"""Shapes as ``torch.fx.experimental.dynamic_spec`` states them, in the form of ``dynamic_shapes``.
+"""Convert shapes of ``torch.fx.experimental.dynamic_spec`` to ``dynamic_shapes``.
 
 .. code-block:: text
 
@@ -11,7 +11,7 @@
 
 torch 2.15 itself makes sizes without a value of them, with which few models can be traced ("Could not guard on
 data-dependent expression u1 > 1"), and it takes none for a cache. Here the sizes have the values of the example. What
-the expressions state is asserted in the trace (see :mod:`yobx_flatten.export.stated_sizes`).
+the expressions state is asserted in the trace (see :mod:`yobx_flatten.export.example.stated_sizes`).
 """
 
 from __future__ import annotations
@@ -37,23 +37,14 @@ __all__ = ["Size", "Stated", "by_parameter", "without_specs"]
 
 
 class Size(NamedTuple):
-    """A size that a specification speaks of.
+    """A size that a specification speaks of."""
 
-    Attributes:
-        leaf: the number of the leaf, in the order of the inputs.
-        axis: the axis; ``None`` for a number.
-        path: the place, for messages.
-        value: its value in the example.
-        expression: what it is, in sympy's symbols.
-        variable: the variable, where it is one by itself.
-    """
-
-    leaf: int
-    axis: int | None
-    path: str
-    value: int
-    expression: Any
-    variable: Any
+    leaf: int  # the number of the leaf, in the order of the inputs
+    axis: int | None  # the axis; `None` for a number
+    path: str  # the place, for messages
+    value: int  # its value in the example
+    expression: Any  # what it is, in sympy's symbols
+    variable: Any  # the variable, where it is one by itself
 
     @property
     def place(self) -> str:
@@ -62,28 +53,18 @@ class Size(NamedTuple):
 
 
 class Stated(NamedTuple):
-    """A specification in the form of ``dynamic_shapes``.
+    """A specification in the form of ``dynamic_shapes``."""
 
-    Attributes:
-        shapes: entries by parameter name.
-        sizes: the sizes that vary.
-        assumptions: what holds of them, each an expression of sympy.
-    """
-
-    shapes: dict[str, Any]
-    sizes: tuple[Size, ...]
-    assumptions: tuple[Any, ...]
+    shapes: dict[str, Any]  # entries by parameter name
+    sizes: tuple[Size, ...]  # the sizes that vary
+    assumptions: tuple[Any, ...]  # what holds of them, each an expression of sympy
 
 
 def by_parameter(forward: Callable[..., Any], shapes: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:
-    """Return what a specification states of each input by its name, and its assumptions.
-
-    Args:
-        forward: the function that is called with the inputs.
-        shapes: a ``ShapesSpec``, a ``ParamsSpec``, or a dict of the same form: the entries of ``"*args"`` and of
-            ``"**kwargs"``, which may also be called as the function calls them, get the names of the inputs. Anything
-            else is returned as it is.
-    """
+    """Return what a specification states of each input by its name, and its assumptions."""
+    # shapes: a `ShapesSpec`, a `ParamsSpec`, or a dict of the same form: the entries of `"*args"` and of `"**kwargs"`,
+    # which may also be called as the function calls them, get the names of the inputs. Anything else is returned as it
+    # is.
     shapes, assumptions = opened_spec(shapes)
     if not isinstance(shapes, Mapping):
         return shapes, assumptions
@@ -104,16 +85,8 @@ def by_parameter(forward: Callable[..., Any], shapes: DynamicShapes) -> tuple[An
 
 
 def without_specs(inputs: Mapping[str, Any], shapes: Mapping[str, Any], assumptions: tuple[Any, ...] = ()) -> Stated:
-    """Write the entries of a specification as ``dynamic_shapes``; others stay as they are.
-
-    Args:
-        inputs: the inputs by parameter name.
-        shapes: an entry for each of them.
-        assumptions: see :func:`by_parameter`; none by default.
-
-    Raises:
-        DynamicShapesError: when a specification does not fit the inputs, or their sizes.
-    """
+    """Write the entries of a specification as ``dynamic_shapes``; others stay as they are."""
+    # assumptions: see `by_parameter`; none by default
     classes = spec_classes()
     if classes is None:  # none can have been made
         return Stated(dict(shapes), (), ())

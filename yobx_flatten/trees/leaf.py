@@ -1,4 +1,4 @@
-"""The leaves of any nested object: the key path of each, and the meaning of its axes where its class states it."""
+"""List the leaves of a nested object with their key paths, and the meaning of their axes where known."""
 
 from __future__ import annotations
 

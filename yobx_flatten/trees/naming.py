@@ -1,4 +1,4 @@
-"""Readable names for the leaves of nested inputs and outputs: ``past_key_values.0.key``, ``present.length``."""
+"""Name the leaves of nested inputs and outputs: ``past_key_values.0.key``, ``present.length``."""
 
 from __future__ import annotations
 
@@ -14,19 +14,14 @@ __all__ = ["leaf_names", "output_names"]
 def leaf_names(tree: PyTree, *, cache: str = CACHE) -> list[str]:
     """Name every leaf by the way to it.
 
-    Args:
-        tree: nested inputs or outputs.
-        cache: the word for an entry of the first level that is a model's cache, whatever the model calls it: by
-            default the one that tools for generation expect of inputs.
-
-    Returns:
-        One name per leaf, in the order of ``torch.utils._pytree.tree_leaves`` inside the block.
-
     >>> leaf_names({"input_ids": 1, "extra": [2, {"a": 3}]})
     ['input_ids', 'extra.0', 'extra.1.a']
     >>> leaf_names({"cache": [{"key": 1, "value": 2}]})
     ['past_key_values.0.key', 'past_key_values.0.value']
     """
+    # cache: the word for an entry of the first level that is a model's cache, whatever the model calls it: by default
+    # the one that tools for generation expect of inputs
+    # returns: one name per leaf, in the order of `torch.utils._pytree.tree_leaves` inside the block
     return _leaf_names(tree, cache)
 
 
@@ -50,16 +45,13 @@ def _leaf_names(tree: PyTree, cache: str | None) -> list[str]:
 def output_names(outputs: PyTree, taken: Collection[str] = ()) -> list[str]:
     """Name every leaf of a module's outputs.
 
-    Args:
-        outputs: nested outputs.
-        taken: names of inputs. An output of the same name is called ``output.<name>``, since a name means one thing in
-            an ONNX graph (Qwen2Audio returns the attention mask that it was given).
-
     >>> output_names(3), output_names((1, 2)), output_names({"logits": 1, "cache": [{"key": 2, "value": 3}]})
     (['output'], ['output.0', 'output.1'], ['logits', 'present.0.key', 'present.0.value'])
     >>> output_names({"logits": 1, "attention_mask": 2}, ["input_ids", "attention_mask"])
     ['logits', 'output.attention_mask']
     """
+    # taken: names of inputs. An output of the same name is called `output.<name>`, since a name means one thing in an
+    # ONNX graph (Qwen2Audio returns the attention mask that it was given).
     # what tools for generation call the cache that comes out
     names = leaf_names(outputs, cache=PRESENT)
     if isinstance(outputs, (tuple, list)):

@@ -1,4 +1,4 @@
-"""One level of any nested object: its children and keys, as torch flattens it or would inside our context manager."""
+"""Flatten one level of a nested object, as torch does it or would inside the context manager."""
 
 from __future__ import annotations
 
@@ -35,14 +35,8 @@ class Node(NamedTuple):
 
 
 def node_of(obj: object) -> Node | None:
-    """Flatten one level of an object.
-
-    Args:
-        obj: anything. Classes that ``patch_transformers=True`` knows are also flattened outside the context manager.
-
-    Returns:
-        Keys and children, or ``None`` for a leaf.
-    """
+    """Flatten one level of an object."""
+    # obj: anything. Classes that `patch_transformers=True` knows are also flattened outside the context manager.
     recipe = recipe_for(type(obj))
     if recipe is not None:
         pairs, _ = recipe.flatten_with_keys(obj)
@@ -68,16 +62,8 @@ def own_children(obj: object, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any
 
 
 def leaf_places(tree: PyTree, children: Children, name: str = "tree") -> Iterator[Place]:
-    """Yield the leaves of a nested object.
-
-    Args:
-        tree: anything.
-        children: what is below an object.
-        name: what the object is called in the error; ``"tree"`` by default.
-
-    Raises:
-        InvalidArgumentError: when an object holds itself.
-    """
+    """Yield the leaves of a nested object."""
+    # name: what the object is called in the error; `"tree"` by default
     for place in walk(tree, children):
         if place.outer is not None:
             inner, outer = format_path(name, place.keys), format_path(name, place.outer)
@@ -99,19 +85,14 @@ def recipe_for(cls: type) -> Recipe | None:
 def find_cycle(tree: PyTree, name: str = "tree") -> tuple[str, str] | None:
     """Find an object that holds itself, directly or further down; a walk from there never ends.
 
-    Args:
-        tree: anything.
-        name: what it is called; the paths begin with it.
-
-    Returns:
-        The path at which an object stands that holds this very place, and the path of that object; ``None`` if there
-        is none.
-
     >>> batch = {"x": [1]}
     >>> batch["x"].append(batch)
     >>> find_cycle(batch, "batch")
     ("batch['x'][1]", 'batch')
     """
+    # name: what it is called; the paths begin with it
+    # returns: the path at which an object stands that holds this very place, and the path of that object; `None` if
+    # there is none
     for place in walk(tree, own_children):
         if place.outer is not None:
             return format_path(name, place.keys), format_path(name, place.outer)
@@ -119,16 +100,8 @@ def find_cycle(tree: PyTree, name: str = "tree") -> tuple[str, str] | None:
 
 
 def check_no_cycles(tree: PyTree, name: str, *, caller: str = "") -> None:
-    """Refuse an object that holds itself.
-
-    Args:
-        tree: anything.
-        name: what it is called.
-        caller: the function that the user called, where the name alone does not state it.
-
-    Raises:
-        InvalidArgumentError: naming the place and what stands there.
-    """
+    """Refuse an object that holds itself."""
+    # caller: the function that the user called, where the name alone does not state it
     cycle = find_cycle(tree, name)
     if cycle is not None:
         raise InvalidArgumentError(f"{f'{caller}: ' if caller else ''}{format_cycle(*cycle)}\n    {cycle[0]} = None")

@@ -1,4 +1,4 @@
-"""``dynamic_shapes`` for nested inputs: written from the inputs themselves, and checked before torch sees them.
+"""Write ``dynamic_shapes`` from nested inputs, and check them before torch sees them.
 
 torch wants a tree of the shape of the inputs, in which a registered class is a *list* with one entry per child.
 For caches it is known what varies (batch and length, not heads and head size); of a plain tensor every axis may vary,
@@ -162,15 +162,9 @@ def without_names(shapes: DynamicShapes) -> DynamicShapes:
 
 
 def shapes_of_leaves(inputs: PyTree, shapes: DynamicShapes) -> list[dict[int, Any] | None]:
-    """List the entries of a specification, one for each leaf.
-
-    Args:
-        inputs: nested inputs.
-        shapes: a specification that fits them; ``None`` above a leaf stands for all below it.
-
-    Returns:
-        For every leaf a dict by axis; ``None`` where nothing varies, and for a number.
-    """
+    """List the entries of a specification, one for each leaf."""
+    # shapes: a specification that fits them; `None` above a leaf stands for all below it
+    # returns: for every leaf a dict by axis; `None` where nothing varies, and for a number
     node = node_of(inputs)
     if node is None:
         entries = dict(enumerate(shapes)) if isinstance(shapes, (list, tuple)) else shapes

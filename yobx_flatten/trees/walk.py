@@ -1,4 +1,4 @@
-"""The one walk over a nested object, and the leaves that torch's pytree sees, with the way to each as Python."""
+"""The one walk over a nested object, and its leaves as torch sees them."""
 
 from __future__ import annotations
 
@@ -31,20 +31,13 @@ _QUALNAME: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 
 
 class Place(NamedTuple):
-    """One object of a walk.
+    """One object of a walk."""
 
-    Attributes:
-        keys: the keys on the way to it.
-        obj: the object.
-        parent: the object that holds it; ``None`` for the one that the walk began with.
-        is_leaf: whether it has no children because it is not a node.
-        outer: the keys on the way to the same object further up, where an object holds itself; else ``None``.
-    """
-
-    keys: tuple[Any, ...]
+    keys: tuple[Any, ...]  # the keys on the way to it
     obj: Any
-    parent: Any
-    is_leaf: bool
+    parent: Any  # the object that holds it; `None` for the one that the walk began with
+    is_leaf: bool  # whether it has no children because it is not a node
+    # the keys on the way to the same object further up, where an object holds itself; else `None`
     outer: tuple[Any, ...] | None = None
 
 
@@ -55,18 +48,13 @@ Children = Callable[[Any, tuple[Any, ...]], Sequence[tuple[Any, Any]] | None]
 def walk(tree: PyTree, children: Children) -> Iterator[Place]:
     """Walk over a nested object from above to below, in the order of its leaves.
 
-    Args:
-        tree: anything.
-        children: what is below an object.
-
-    Returns:
-        An iterator over the object and everything below it. What is below an object that holds itself comes once.
-
     >>> tree = {"x": [1]}
     >>> tree["x"].append(tree)
     >>> [(format_path("tree", p.keys), p.is_leaf, p.outer) for p in walk(tree, torch_children("tree"))]
     [('tree', False, None), ("tree['x']", False, None), ("tree['x'][0]", True, None), ("tree['x'][1]", False, ())]
     """
+    # returns: an iterator over the object and everything below it. What is below an object that holds itself comes
+    # once.
     above: dict[int, tuple[Any, ...]] = {}
     # an entry without keys states that its object has been left; it also keeps the object, and so its id, alive
     stack: list[tuple[tuple[Any, ...] | None, Any, Any]] = [((), tree, None)]
@@ -87,23 +75,15 @@ def walk(tree: PyTree, children: Children) -> Iterator[Place]:
 
 
 def torch_leaves(tree: PyTree, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves that torch's pytree sees, with the way to each; an object that holds itself ends the way.
-
-    Args:
-        tree: anything.
-        name: what it is called; the paths begin with it.
-    """
+    """Yield the leaves that torch's pytree sees, with the way to each; an object that holds itself ends the way."""
+    # name: what it is called; the paths begin with it
     for place in walk(tree, torch_children(name)):
         if place.is_leaf:
             yield format_path(name, place.keys), place.obj
 
 
 def torch_children(name: str) -> Children:
-    """Return what :func:`walk` asks for the children that torch's pytree sees.
-
-    Args:
-        name: what the object is called, for the notes of errors.
-    """
+    """Return what :func:`walk` asks for the children that torch's pytree sees."""
 
     def children(obj: object, keys: tuple[Any, ...]) -> list[tuple[Any, Any]] | None:
         node = pytree.SUPPORTED_NODES.get(get_node_type(obj))
@@ -113,14 +93,8 @@ def torch_children(name: str) -> Children:
 
 
 def children_of(node: pytree.NodeDef, obj: object, name: str, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
-    """Return the children of a registered object with their keys.
-
-    Args:
-        node: its registration with torch.
-        obj: the object.
-        name: what the walk began with, for the note of an error.
-        keys: the keys on the way from there to the object; none by default.
-    """
+    """Return the children of a registered object with their keys."""
+    # keys: the keys on the way from there to the object; none by default
     try:
         if node.flatten_with_keys_fn is not None:
             return list(node.flatten_with_keys_fn(obj)[0])
@@ -132,10 +106,6 @@ def children_of(node: pytree.NodeDef, obj: object, name: str, keys: tuple[Any, .
 
 def format_path(name: str, keys: Iterable[Any]) -> str:
     """Write the way to an object as Python.
-
-    Args:
-        name: what the way begins with.
-        keys: the keys on the way.
 
     >>> format_path("batch", [pytree.MappingKey("x"), pytree.SequenceKey(1)])
     "batch['x'][1]"

@@ -1,4 +1,4 @@
-"""Where the weights of a module are: on which device, with or without data, or offloaded until they are needed."""
+"""Find where the weights of a module are: device, ``meta``, or offloaded."""
 
 from __future__ import annotations
 
@@ -14,13 +14,8 @@ __all__ = ["about_devices", "check_not_offloaded", "has_no_data", "on_other_devi
 
 
 def has_no_data(module: torch.nn.Module, leaves: Iterable[Any], brought: Collection[str] = ()) -> str:
-    """Return why a module cannot be run: it, or an input, has shapes and no data. Empty where it can.
-
-    Args:
-        module: the module.
-        leaves: the leaves of its inputs.
-        brought: names of weights that are brought when a layer is called; none by default.
-    """
+    """Return why a module cannot be run: it, or an input, has shapes and no data. Empty where it can."""
+    # brought: names of weights that are brought when a layer is called; none by default
     from ..private_names.of_torch import FakeTensor
 
     weights = [(name, tensor) for name, tensor in _state(module) if name not in brought]
@@ -33,11 +28,7 @@ def has_no_data(module: torch.nn.Module, leaves: Iterable[Any], brought: Collect
 
 
 def check_not_offloaded(module: torch.nn.Module) -> None:
-    """Refuse a module whose weights accelerate brings when a layer is called: a trace has none of them.
-
-    Raises:
-        InvalidArgumentError: naming the layer, and the line that brings them back.
-    """
+    """Refuse a module whose weights accelerate brings when a layer is called: a trace has none of them."""
     for name, part in module.named_modules():
         hook = getattr(part, "_hf_hook", None)
         if any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ()))):

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
-from roundpipe_runtime.distributed.pipelining import DistributedPipeline
+from roundpipe_runtime.distributed.stages.pipeline import DistributedPipeline
 from yobx_flatten import pytree_dataclass, static_field
 
 

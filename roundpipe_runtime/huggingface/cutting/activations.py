@@ -143,13 +143,7 @@ def _read_by(piece: nn.Module, call_log: CallLog, held: Mapping[Any, torch.Tenso
 
 
 class _Names:
-    """Names the tensors that pass, by the arguments of the layers that take them.
-
-    Args:
-        program: plan of the cut.
-        call_log: log of the example, with all its calls.
-        layers: layers by name.
-    """
+    """Names the tensors that pass, by the arguments of the layers that take them."""
 
     def __init__(self, program: CutPlan, call_log: CallLog, layers: Mapping[str, nn.Module]) -> None:
         self._program = program
@@ -177,13 +171,7 @@ class _Names:
         return name or (f"output {key.leaf}" if self._program.is_extra(*key) else "hidden_states")
 
     def kind(self, key: Any, read: tuple[int, ...], made: int) -> str:
-        """Return the kind of a tensor.
-
-        Args:
-            key: key of the tensor.
-            read: indices of the pieces that read it.
-            made: index of the piece that made it.
-        """
+        """Return the kind of a tensor."""
         if key in self._captured:
             return "captured"
         if isinstance(key, Key) and key.call < 0:

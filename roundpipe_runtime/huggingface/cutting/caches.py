@@ -50,11 +50,7 @@ __all__ = [
 
 
 class HeldCache(Static):
-    """The cache of a microbatch, which stays on the host while the rest of the state passes between devices.
-
-    Args:
-        cache: cache, which is not changed.
-    """
+    """The cache of a microbatch, which stays on the host while the rest of the state passes between devices."""
 
     __slots__ = ("_held",)
 
@@ -84,11 +80,8 @@ class HeldCache(Static):
 
     @contextlib.contextmanager
     def opened(self, device: torch.device) -> Iterator[Any]:
-        """Open the cache for a layer in the block.
-
-        Yields:
-            A cache whose entries are copied to the device when they are read, and back at the end of the block.
-        """
+        """Open the cache for a layer in the block."""
+        # yields: A cache whose entries are copied to the device when they are read, and back at the end of the block
         cache, changed, read = self._held()
         entries = [_Entries(part.layers, device) for part in parts_of(self.after())]
         view = with_layers(cache, entries, read)
@@ -135,13 +128,7 @@ def parts_of(cache: Any) -> list[Any]:
 
 
 def with_layers(cache: Any, lists: Sequence[Any], read: Mapping[int, bool] | None = None) -> Any:
-    """Return a copy of a cache with other lists of layers.
-
-    Args:
-        cache: cache.
-        lists: lists, one for each of its parts.
-        read: layers that have read the encoder, in addition to those of the cache.
-    """
+    """Return a copy of a cache with other lists of layers."""
     made = copy.copy(cache)
     if _is_pair(cache):
         made.self_attention_cache, made.cross_attention_cache = (
@@ -186,16 +173,8 @@ def is_held(value: Any) -> TypeGuard[HeldCache]:
 def open_caches(
     args: tuple[Any, ...], kwargs: Kwargs, device: torch.device
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], dict[int, Any]]]:
-    """Open the held caches among arguments in the block.
-
-    Args:
-        args: positional arguments of a layer or model.
-        kwargs: its keyword arguments.
-        device: device that it runs on.
-
-    Yields:
-        The arguments with open caches, and the held cache of each open one by the id of the open one.
-    """
+    """Open the held caches among arguments in the block."""
+    # yields: the arguments with open caches, and the held cache of each open one by the id of the open one
     with contextlib.ExitStack() as stack:
         held = {id(value): value for value in (*args, *kwargs.values()) if is_held(value)}
         opened = {key: stack.enter_context(value.opened(device)) for key, value in held.items()}
@@ -213,10 +192,6 @@ def with_own_name(model: nn.Module, kwargs: Kwargs) -> Kwargs:
 
     Another one, such as that of an earlier version of transformers, is a `FutureWarning` at the line of the caller. The
     model's forward runs for each phase and microbatch, so it would warn as often, at a line that is not the caller's.
-
-    Args:
-        model: model of transformers, or PEFT's model around one.
-        kwargs: keyword arguments of a call.
     """
     renamed = named_for(model_inside(model).forward, kwargs)
     given, wanted = name_in(kwargs), name_in(renamed)
@@ -227,14 +202,7 @@ def with_own_name(model: nn.Module, kwargs: Kwargs) -> Kwargs:
 
 
 def home(model: TransformersModel) -> Any:
-    """Return the empty cache that a model makes when it is called without one.
-
-    Args:
-        model: model of transformers.
-
-    Returns:
-        The cache; ``None`` if the model makes caches of another class, or none.
-    """
+    """Return the empty cache that a model makes when it is called without one."""
     makes = getattr(model, "_supports_default_dynamic_cache", None)
     if makes is None or not makes() or cache_argument(model) is None:
         return None
@@ -247,15 +215,7 @@ def home(model: TransformersModel) -> Any:
 
 
 def swapped(values: Any, pairs: Mapping[int, Any]) -> Any:
-    """Replace items of a tuple or a mapping.
-
-    Args:
-        values: output of a model, or its arguments.
-        pairs: replacement of an item by the id of that item.
-
-    Returns:
-        A new tuple; the same mapping, changed in place; any other value unchanged.
-    """
+    """Replace items of a tuple or a mapping."""
     if type(values) is tuple:
         return tuple(pairs.get(id(value), value) for value in values)
     if isinstance(values, dict):
@@ -269,14 +229,8 @@ def swapped(values: Any, pairs: Mapping[int, Any]) -> Any:
 
 
 def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a split function for a call with a held cache among its keyword arguments.
-
-    Args:
-        cut: split function for the other arguments; ``None`` for the default.
-
-    Returns:
-        The split function.
-    """
+    """Return a split function for a call with a held cache among its keyword arguments."""
+    # cut: split function for the other arguments; `None` for the default
 
     def split_input(args: Any, kwargs: Kwargs, num_microbatch: int) -> tuple[list[Any], list[Any]]:
         name, cache = next((name, value) for name, value in kwargs.items() if is_held(value))
@@ -311,13 +265,7 @@ def _cut_cache(held: HeldCache, rows: Sequence[int]) -> list[HeldCache]:
 
 
 def join_held(cache: Any, parts: Sequence[HeldCache], rows: Sequence[int]) -> None:
-    """Join the caches of the microbatches in the caller's cache.
-
-    Args:
-        cache: cache of the caller, which is changed.
-        parts: held cache of each microbatch.
-        rows: number of rows of each microbatch.
-    """
+    """Join the caches of the microbatches in the caller's cache."""
     made = [part.after() for part in parts]
     if len(made) > 1:
         with register_flattening_functions(patch_transformers=True):

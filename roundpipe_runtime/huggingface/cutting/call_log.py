@@ -32,15 +32,11 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tree:
-    """A nested value in which keys stand for tensors.
+    """A nested value in which keys stand for tensors."""
 
-    Attributes:
-        spec: Structure.
-        leaves: A `Key` for each tensor, a `BoxUse` for each box, an `EmptyCache` or a `MadeCache` for each cache; else
-            the value itself.
-    """
-
-    spec: pytree.TreeSpec
+    spec: pytree.TreeSpec  # structure
+    # A `Key` for each tensor, a `BoxUse` for each box, an `EmptyCache` or a `MadeCache` for each cache; else the value
+    # itself
     leaves: tuple[Any, ...]
 
     def keys(self) -> set[Key]:
@@ -54,18 +50,7 @@ class Tree:
         return found
 
     def build(self, values: Mapping[Key, Any], boxes: Mapping[int, Any]) -> PyTree:
-        """Return the nested value with its tensors and boxes.
-
-        Args:
-            values: tensors by key.
-            boxes: boxes by number.
-
-        Returns:
-            The value.
-
-        Raises:
-            KeyError: a tensor or a box is not there.
-        """
+        """Return the nested value with its tensors and boxes."""
         found = []
         for leaf in self.leaves:
             if isinstance(leaf, Key):
@@ -83,42 +68,28 @@ class Tree:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BoxUse:
-    """A box among the arguments of a call: a dictionary or list that layers read and write.
+    """A box among the arguments of a call: a dictionary or list that layers read and write."""
 
-    Attributes:
-        number: Number of the box in its microbatch.
-        kind: Class of the box.
-        content: Content that the model's own code put into it before this call; ``None`` if it is as the layers left
-            it.
-    """
-
-    number: int
-    kind: type
+    number: int  # number of the box in its microbatch
+    kind: type  # class of the box
+    # content that the model's own code put into it before this call; `None` if it is as the layers left it
     content: Tree | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EmptyCache:
-    """An empty cache among the arguments of a call. Each call gets a copy, as no other layer reads what it writes.
+    """An empty cache among the arguments of a call. Each call gets a copy, as no other layer reads what it writes."""
 
-    Attributes:
-        empty: Cache to copy.
-    """
-
-    empty: Any
+    empty: Any  # cache to copy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallSpec:
-    """A recorded call of a layer.
+    """A recorded call of a layer."""
 
-    Attributes:
-        arguments: Arguments of the call, ``(args, kwargs)``.
-        collect: Names of the outputs that the model captures by hooks inside of layers, each with the number that was
-            captured before this call.
-    """
-
-    arguments: Tree
+    arguments: Tree  # arguments of the call, `(args, kwargs)`
+    # names of the outputs that the model captures by hooks inside of layers, each with the number that was captured
+    # before this call
     collect: tuple[tuple[str, int], ...] = ()
 
     def boxes(self) -> list[BoxUse]:
@@ -132,55 +103,37 @@ class CallSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Embedded:
-    """The output of an embedding in phase 0.
+    """The output of an embedding in phase 0."""
 
-    Attributes:
-        key: Key of the tensor.
-        shape: Shape of the tensor.
-        dtype: Dtype of the tensor.
-    """
-
-    key: Key
-    shape: torch.Size
-    dtype: torch.dtype
+    key: Key  # key of the tensor
+    shape: torch.Size  # shape of the tensor
+    dtype: torch.dtype  # dtype of the tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class CallLog(Static):
-    """The calls of a microbatch.
+    """The calls of a microbatch."""
 
-    Attributes:
-        calls: Recorded calls by their place in the plan.
-        needed: Keys of the tensors without which a phase could not continue, and which the next phase reads.
-        last_use: Place of the last recorded call that takes each tensor.
-        results: Structure of the output of each completed call.
-        captured: Structure of the outputs that hooks captured in each completed call, ``{name: list}``.
-        embedded: Outputs of each embedding that only phase 0 computes, call by call.
-        keep: Outputs of layers that are kept to the end because the model returns them: ``"none"`` (default),
-            ``"extras"`` (all but hidden states) or ``"all"``.
-        is_of_others: Whether layers were called with other rows, or other masks of them, than the last phase is: for
-            some rows a mask is left out, for example. Default: ``False``.
-    """
-
-    calls: Mapping[int, CallSpec] = dataclasses.field(default_factory=dict)
+    calls: Mapping[int, CallSpec] = dataclasses.field(default_factory=dict)  # recorded calls by their place in the plan
+    # keys of the tensors without which a phase could not continue, and which the next phase reads
     needed: frozenset[Key] = frozenset()
+    # place of the last recorded call that takes each tensor
     last_use: Mapping[Key, int] = dataclasses.field(default_factory=dict)
+    # structure of the output of each completed call
     results: Mapping[int, Tree] = dataclasses.field(default_factory=dict)
+    # structure of the outputs that hooks captured in each completed call, `{name: list}`
     captured: Mapping[int, Tree] = dataclasses.field(default_factory=dict)
+    # outputs of each embedding that only phase 0 computes, call by call
     embedded: Mapping[str, Sequence[Embedded]] = dataclasses.field(default_factory=dict)
+    # outputs of layers that are kept to the end because the model returns them: `"none"` (default), `"extras"` (all but
+    # hidden states) or `"all"`
     keep: Literal["none", "extras", "all"] = "none"
+    # whether layers were called with other rows, or other masks of them, than the last phase is: for some rows a mask
+    # is left out, for example. Default: `False`.
     is_of_others: bool = False
 
     def record(self, calls: Mapping[int, CallSpec], *needed: Key) -> CallLog:
-        """Return the call log with more calls.
-
-        Args:
-            calls: recorded calls by place.
-            *needed: keys of tensors that the phase after these calls needs.
-
-        Returns:
-            A new call log.
-        """
+        """Return the call log with more calls."""
         last_use = dict(self.last_use)
         for place, call in sorted(calls.items()):
             last_use.update(dict.fromkeys(call.arguments.keys(), place))
@@ -189,16 +142,8 @@ class CallLog(Static):
         )
 
     def made(self, place: int, result: Tree, captured: Tree | None) -> CallLog:
-        """Return the call log after a call.
-
-        Args:
-            place: place of the call.
-            result: structure of its output.
-            captured: structure of the outputs that hooks captured; ``None`` without any.
-
-        Returns:
-            A new call log.
-        """
+        """Return the call log after a call."""
+        # captured: structure of the outputs that hooks captured; `None` without any
         held = self.captured if captured is None else {**self.captured, place: captured}
         return dataclasses.replace(self, results={**self.results, place: result}, captured=held)
 
@@ -206,17 +151,7 @@ class CallLog(Static):
 def live(
     values: Mapping[Key, torch.Tensor], call_log: CallLog, place: int, kept: frozenset[Key]
 ) -> dict[Key, torch.Tensor]:
-    """Return the values that are needed after a call.
-
-    Args:
-        values: tensors by key.
-        call_log: call log after the call.
-        place: place of the call.
-        kept: keys that phases read, by the plan.
-
-    Returns:
-        The values that a later call, a phase or the output of the model needs.
-    """
+    """Return the values that are needed after a call."""
     # What is dropped here is neither copied to the next device nor kept for its backward.
     captured = set().union(*(tree.keys() for tree in call_log.captured.values())) if call_log.captured else frozenset()
     return {
@@ -237,12 +172,7 @@ def box_content(box: Any) -> PyTree:
 
 
 def fill_box(box: Any, content: Any) -> None:
-    """Replace the content of a box.
-
-    Args:
-        box: dictionary or list.
-        content: new content, a dictionary or a list.
-    """
+    """Replace the content of a box."""
     box.clear()
     if isinstance(box, MutableMapping):
         box.update(content)

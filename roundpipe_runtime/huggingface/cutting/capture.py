@@ -53,9 +53,6 @@ def collect_recorded(stand_in: Any) -> None:
 
     Without it, the model would return lists that are too short. With it, code that computes with a captured output ends
     the phase, like code that computes with the output of a layer.
-
-    Args:
-        stand_in: placeholder of the layer.
     """
     collector = _collector()
     held = (collector.get() if collector is not None else None) or {}
@@ -65,11 +62,7 @@ def collect_recorded(stand_in: Any) -> None:
 
 
 def extend_collected(captured: Mapping[str, list[Any]]) -> None:
-    """Append the outputs that hooks captured in a completed call to the lists of the forward of this thread.
-
-    Args:
-        captured: captured outputs of the call, by name.
-    """
+    """Append the outputs that hooks captured in a completed call to the lists of the forward of this thread."""
     collector = _collector()
     held = collector.get() if collector is not None else None
     if not held:
@@ -85,14 +78,7 @@ def extend_collected(captured: Mapping[str, list[Any]]) -> None:
 
 @contextlib.contextmanager
 def collecting(wanted: tuple[tuple[str, int], ...]) -> Iterator[dict[str, list[Any]]]:
-    """Give the hooks of a layer their own collector in the block.
-
-    Args:
-        wanted: result of `collected_so_far` before the layer.
-
-    Yields:
-        The lists that hooks append to, by name.
-    """
+    """Give the hooks of a layer their own collector in the block."""
     collector = _collector()
     if not wanted or collector is None:
         yield {}
@@ -140,15 +126,8 @@ def install_hooks(model: nn.Module) -> None:
 
 
 def asked_for(model: nn.Module, kwargs: Mapping[str, Any]) -> Literal["none", "extras", "all"]:
-    """Return which outputs of layers a call of a model returns.
-
-    Args:
-        model: model, whose configuration has the defaults.
-        kwargs: keyword arguments of the call.
-
-    Returns:
-        ``"all"`` with hidden states; ``"extras"`` with attentions or router logits only; else ``"none"``.
-    """
+    """Return which outputs of layers a call of a model returns."""
+    # returns: `"all"` with hidden states; `"extras"` with attentions or router logits only; else `"none"`
 
     def asked(name: str) -> bool:
         given = kwargs.get(name)

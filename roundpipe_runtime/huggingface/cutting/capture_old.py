@@ -43,11 +43,7 @@ def hook_layers(model: nn.Module) -> None:
 
 
 def collect_on_copy(copied: nn.Module) -> None:
-    """Replace the decorated forwards in a copy by forwards that set a collector.
-
-    Args:
-        copied: copy of a model.
-    """
+    """Replace the decorated forwards in a copy by forwards that set a collector."""
     if is_old():
         for part in _decorated(copied):
             part.__dict__["forward"] = functools.partial(_forward, part)

@@ -36,18 +36,6 @@ def check_equivalence(
 
     It takes memory for the gradients of one piece: those of the reference model are digested as they are computed,
     those of the cut model after each piece, and parameters are not copied. Gradients of the model stay as they are.
-
-    Args:
-        model: model, in evaluation mode.
-        pieces: pieces of the cut model.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        The differences.
-
-    Raises:
-        CutError: they differ by more than rounding.
     """
     with own_gradients(model) as plain, untied(model, plain), torch.enable_grad():
         outputs = model(*args, **kwargs)
@@ -81,15 +69,7 @@ def check_equivalence(
 
 @contextlib.contextmanager
 def engine_on_host(model: nn.Module, pieces: Sequence[nn.Module]) -> Iterator[Engine]:
-    """Return an engine that runs pieces on the host, one after the other, without copies of parameters.
-
-    Args:
-        model: model.
-        pieces: pieces of the cut model.
-
-    Yields:
-        The engine, which is closed afterwards.
-    """
+    """Return an engine that runs pieces on the host, one after the other, without copies of parameters."""
     engine = Engine(model, pieces, [_Host("check")], None, "check")
     try:
         yield engine
@@ -116,18 +96,7 @@ def tolerance(model: nn.Module) -> float:
 
 
 def objective(outputs: PyTree, labels: Any) -> torch.Tensor:
-    """Return a loss that depends on every number in the outputs, so that every gradient is compared.
-
-    Args:
-        outputs: outputs of the model.
-        labels: ignored.
-
-    Returns:
-        The loss, without axes.
-
-    Raises:
-        CutError: no output requires a gradient.
-    """
+    """Return a loss that depends on every number in the outputs, so that every gradient is compared."""
     total: torch.Tensor | None = None
     for tensor in _tensors(outputs).values():
         if tensor.requires_grad:

@@ -145,15 +145,8 @@ def cut(
 
 
 def whole(model: nn.Module, refused: Sequence[tuple[str, str]] = ()) -> Cut:
-    """Return a model as one piece.
-
-    Args:
-        model: a model.
-        refused: reason and message of each cut that was tried before.
-
-    Returns:
-        A cut with the model as its only piece.
-    """
+    """Return a model as one piece."""
+    # refused: reason and message of each cut that was tried before
     report = CutReport(type(model).__name__, (), (type(model).__name__,), (_bytes(model),), None, tuple(refused))
     return Cut(model, [Whole(model)], None, report)
 
@@ -203,16 +196,7 @@ def _try(
 
 
 def pieces_of(model: nn.Module, layers: Mapping[str, nn.Module], program: CutPlan) -> list[nn.Module]:
-    """Return the modules of the pipeline for a plan.
-
-    Args:
-        model: the model.
-        layers: modules that are cut out, by name.
-        program: plan of the cut.
-
-    Returns:
-        The modules, in the order in which they run.
-    """
+    """Return the modules of the pipeline for a plan."""
     pieces: list[nn.Module] = []
     start = 0
     for phase, end in enumerate(program.ends):

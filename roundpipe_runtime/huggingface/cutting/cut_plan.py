@@ -15,23 +15,17 @@ __all__ = ["CutPlan"]
 
 @dataclasses.dataclass(frozen=True)
 class CutPlan:
-    """The pieces of a cut model, in order: phase 0, calls, phase 1, calls, ... and a last phase.
+    """The pieces of a cut model, in order: phase 0, calls, phase 1, calls, ... and a last phase."""
 
-    Attributes:
-        calls: Calls of layers, in order.
-        ends: Place after the last call that each phase records. The last phase records no call.
-        keep: Outputs of layers that phases read.
-        used: Names of the parameters that each phase reads; ``None`` while they are not known.
-        embeddings: Names of the embeddings that only phase 0 computes. Later phases pass their outputs to layers that
-            have run already, so a placeholder is enough there.
-        cache_reads: Entries that each call reads of caches that the model made; ``None`` while they are not known.
-    """
-
-    calls: Sequence[Observed]
-    ends: Sequence[int]
-    keep: frozenset[Key] = frozenset()
+    calls: Sequence[Observed]  # calls of layers, in order
+    ends: Sequence[int]  # place after the last call that each phase records. The last phase records no call.
+    keep: frozenset[Key] = frozenset()  # outputs of layers that phases read
+    # names of the parameters that each phase reads; `None` while they are not known
     used: Sequence[frozenset[str] | None] = ()
+    # names of the embeddings that only phase 0 computes. Later phases pass their outputs to layers that have run
+    # already, so a placeholder is enough there.
     embeddings: frozenset[str] = frozenset()
+    # entries that each call reads of caches that the model made; `None` while they are not known
     cache_reads: Mapping[int, frozenset[Entry]] | None = None
 
     @property
@@ -40,21 +34,12 @@ class CutPlan:
         return len(self.ends)
 
     def is_extra(self, place: int, leaf: int) -> bool:
-        """Report whether an output of a call is not the hidden state, the first output with the form of an input.
-
-        Args:
-            place: place of the call.
-            leaf: number of the output.
-        """
+        """Report whether an output of a call is not the hidden state, the first output with the form of an input."""
         leaves = self.calls[place].form.leaves
         return leaf != next((i for i, like in enumerate(leaves) if isinstance(like, int) and like >= 0), None)
 
     def returned_others(self, results: Mapping[int, Tree]) -> bool:
-        """Report whether calls returned tensors where they returned ``None`` for the example, or the other way round.
-
-        Args:
-            results: results by place of the call.
-        """
+        """Report whether calls returned tensors where the example had ``None``, or the other way round."""
         for place, result in results.items():
             form = self.calls[place].form
             if len(form.leaves) == len(result.leaves):

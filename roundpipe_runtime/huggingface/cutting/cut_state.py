@@ -26,22 +26,17 @@ class CutState:
 
     The engine flattens it between two pieces, to move its tensors to the next device. A piece never changes a state: it
     returns a new one, since the engine may call the same piece with the same state again, to recompute it.
-
-    Attributes:
-        call: Arguments of the model, ``(args, kwargs)``, from which every phase starts.
-        options: Options of the call; ``None`` if the last phase is to return exactly what the model returns.
-        values: Tensors by `Key`, as long as they are needed: those that phases pass to layers, and outputs of layers.
-        boxes: Contents of dictionaries and lists that layers read and write (the shared keys and values of Gemma).
-        call_log: Plan of the calls, without tensors.
-        seed: Seed of the random numbers that the model draws outside of its layers.
     """
 
-    call: tuple[tuple[Any, ...], Kwargs]
+    call: tuple[tuple[Any, ...], Kwargs]  # arguments of the model, `(args, kwargs)`, from which every phase starts
+    # options of the call; `None` if the last phase is to return exactly what the model returns
     options: CallOptions | None
+    # tensors by `Key`, as long as they are needed: those that phases pass to layers, and outputs of layers
     values: dict[Key, torch.Tensor]
+    # contents of dictionaries and lists that layers read and write (the shared keys and values of Gemma)
     boxes: dict[int, Any]
-    call_log: CallLog
-    seed: int
+    call_log: CallLog  # plan of the calls, without tensors
+    seed: int  # seed of the random numbers that the model draws outside of its layers
 
     def restart_noise(self) -> None:
         """Seed the generators as they were when the first phase started: that of the call's device, and the CPU's.
@@ -56,19 +51,7 @@ pytree_dataclass(CutState, backends="torch")
 
 
 def begin(args: tuple[Any, ...], kwargs: Kwargs, model: nn.Module) -> CutState:
-    """Return the state of a microbatch before anything ran.
-
-    Args:
-        args: positional arguments of the model.
-        kwargs: keyword arguments of the model, and the options of the call.
-        model: model, or a copy with stubs.
-
-    Returns:
-        The state, without values.
-
-    Raises:
-        ConfigError: the options are of another class.
-    """
+    """Return the state of a microbatch before anything ran."""
     kwargs, options = split_options(kwargs)
     # where the last layer may be left out, the code after it reads the output of any other one
     keep = "all" if model.training and drops_layers(model) else asked_for(model, kwargs)

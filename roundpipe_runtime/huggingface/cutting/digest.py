@@ -1,4 +1,4 @@
-"""What is kept of a gradient to compare it with another one: all of it, or sixteen sums with random factors.
+"""Keep enough of a gradient to compare it later: all of it, or sixteen random projections.
 
 The gradients of a model take as much memory as the model. So none is kept that is large: as soon as it is there, its
 numbers are added up sixteen times, each time with other factors. The factors are always the same ones, so equal
@@ -28,21 +28,14 @@ _ROWS = 128  # at once: 2 MB of float32, which stay in a cache
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Digest:
-    """What is known of a gradient.
+    """What is known of a gradient."""
 
-    Attributes:
-        shape: the shape of the gradient.
-        values: its numbers, or sums of them with random factors; 0 in place of those that are not finite.
-        is_whole: whether they are the numbers.
-        norm: the norm of these numbers; of a sum of large gradients, an estimate.
-        odd: the same of what stands where a number is not finite: 1 for NaN, 2 and 3 for the infinities; ``None`` where
-            all are finite.
-    """
-
-    shape: torch.Size
-    values: torch.Tensor
-    is_whole: bool
-    norm: float
+    shape: torch.Size  # the shape of the gradient
+    values: torch.Tensor  # its numbers, or sums of them with random factors; 0 in place of those that are not finite
+    is_whole: bool  # whether they are the numbers
+    norm: float  # the norm of these numbers; of a sum of large gradients, an estimate
+    # the same of what stands where a number is not finite: 1 for NaN, 2 and 3 for the infinities; `None` where all are
+    # finite
     odd: Digest | None = None
 
     def __add__(self, other: Digest) -> Digest:
@@ -56,14 +49,11 @@ class Digest:
 def digest(gradient: torch.Tensor, *, whole: int | None = None) -> Digest:
     """Return what is kept of a gradient.
 
-    Args:
-        gradient: a gradient of any dtype and layout.
-        whole: keep all numbers of a gradient of at most so many; ``None``, of every one.
-
     >>> found = digest(torch.tensor([3.0, 4.0, torch.inf]))
     >>> found.norm, found.values.tolist(), found.odd.values.tolist()
     (5.0, [3.0, 4.0, 0.0], [0.0, 0.0, 2.0])
     """
+    # whole: keep all numbers of a gradient of at most so many; `None`, of every one
     gradient = gradient.detach()
     if gradient.layout != torch.strided:
         gradient = gradient.to_dense()
@@ -87,11 +77,6 @@ def distance(one: Digest | None, other: Digest | None, least: float = 0.0) -> fl
     """Return how far a gradient is from another one, relative to that one's norm.
 
     A gradient that one of them lacks is the same as one of zeros.
-
-    Args:
-        one: what is known of the gradient.
-        other: what is known of the one that it should be.
-        least: the root mean square that counts as none: gradients below it are rounding.
 
     >>> distance(digest(torch.tensor([3.0, 4.5])), digest(torch.tensor([3.0, 4.0])))
     0.1

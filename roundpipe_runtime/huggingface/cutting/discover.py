@@ -31,20 +31,7 @@ _MOST_PHASES = 300
 
 
 def discover(model: nn.Module, layers: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: Kwargs) -> CutPlan:
-    """Find the plan of a cut for these layers of a model.
-
-    Args:
-        model: model, in evaluation mode.
-        layers: layers by name.
-        args: positional arguments of the example.
-        kwargs: keyword arguments of the example.
-
-    Returns:
-        The plan.
-
-    Raises:
-        CutError: the layers are not called, or a value between them cannot pass between pieces.
-    """
+    """Find the plan of a cut for these layers of a model."""
     with torch.no_grad():
         calls, _ = observe(dict(layers), lambda: model(*args, **kwargs))
         if not calls:

@@ -22,14 +22,7 @@ _LARGEST_TOKEN = 100  # larger ids are often placeholders of images
 
 
 def example_inputs(model: nn.Module) -> Kwargs:
-    """Return keyword arguments of a model's forward: tokens, and the mask and decoder tokens that it takes.
-
-    Args:
-        model: model of transformers.
-
-    Returns:
-        Two rows of tokens, the first one padded.
-    """
+    """Return keyword arguments of a model's forward: tokens, and the mask and decoder tokens that it takes."""
     vocabulary = getattr(text_config(model), "vocab_size", None) or _LARGEST_TOKEN
     generator = torch.Generator().manual_seed(0)
     high = min(vocabulary, _LARGEST_TOKEN)
@@ -49,15 +42,7 @@ def example_inputs(model: nn.Module) -> Kwargs:
 
 
 def without_cache(model: nn.Module, kwargs: Kwargs) -> Kwargs:
-    """Set ``use_cache=False`` for a model that takes it, unless it is given.
-
-    Args:
-        model: model.
-        kwargs: keyword arguments of a call.
-
-    Returns:
-        A copy of the keyword arguments.
-    """
+    """Set ``use_cache=False`` for a model that takes it, unless it is given."""
     taken = inspect.signature(model_inside(model).forward).parameters
     knows = "use_cache" in taken or (
         any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
@@ -67,11 +52,7 @@ def without_cache(model: nn.Module, kwargs: Kwargs) -> Kwargs:
 
 
 def plain_rows(kwargs: Kwargs) -> Kwargs:
-    """Return keyword arguments in which mappings in lists are dictionaries: those of image processors are objects.
-
-    Args:
-        kwargs: keyword arguments of a call.
-    """
+    """Return keyword arguments in which mappings in lists are dictionaries: those of image processors are objects."""
     return {name: _plain(value) if type(value) is list else value for name, value in kwargs.items()}
 
 

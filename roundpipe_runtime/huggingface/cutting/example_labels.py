@@ -1,4 +1,4 @@
-"""Labels for an example: with them a cut is compared as it will be trained, with the loss and all that adds to it."""
+"""Add labels to an example, so that a cut is checked as it will be trained."""
 
 from __future__ import annotations
 
@@ -28,14 +28,8 @@ def with_labels(model: nn.Module, kwargs: Kwargs) -> Kwargs:
     """Return an example with labels, if the model takes some with which it returns a loss.
 
     Labels are tried: tokens for logits of tokens, classes or numbers for logits of rows.
-
-    Args:
-        model: model, in evaluation mode.
-        kwargs: example without labels.
-
-    Returns:
-        The example with labels; as it was given, if none of those that were tried give a finite loss.
     """
+    # returns: the example with labels; as it was given, if none of those that were tried give a finite loss
     taken = inspect.signature(model_inside(model).forward).parameters
     names = sorted(label_names(model) & set(taken))
     if not names or any(kwargs.get(name) is not None for name in names):

@@ -20,16 +20,9 @@ _WHOLE = 2**10
 
 
 class Gradients:
-    """Digests of the gradients of a model.
+    """Digests of the gradients of a model."""
 
-    Args:
-        model: model.
-
-    Attributes:
-        digests: Digest of each gradient by the name of the parameter.
-        is_small: Whether gradients are kept whole.
-        watched: Ids of parameters with hooks that autograd has to call, as it does in a training.
-    """
+    # digests: Digest of each gradient by the name of the parameter
 
     def __init__(self, model: nn.Module) -> None:
         self.digests: dict[str, Digest] = {}
@@ -38,22 +31,13 @@ class Gradients:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Digest a gradient of a parameter, or a summand of it.
-
-        Args:
-            parameter: parameter.
-            gradient: its gradient, or a summand.
-        """
+        """Digest a gradient of a parameter, or a summand of it."""
         name, found = self._names[id(parameter)], digest(gradient, whole=None if self.is_small else _WHOLE)
         before = self.digests.get(name)
         self.digests[name] = found if before is None else before + found
 
     def offer(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
-        """Digest a summand of a gradient, unless hooks of the parameter need the sum.
-
-        Returns:
-            Whether it was digested.
-        """
+        """Digest a summand of a gradient, unless hooks of the parameter need the sum."""
         if id(parameter) in self.watched:
             return False
         self.add(parameter, gradient)
@@ -62,14 +46,7 @@ class Gradients:
 
 @contextlib.contextmanager
 def own_gradients(model: nn.Module) -> Iterator[Gradients]:
-    """Replace the gradients of a model in the block, and digest those that are computed in it.
-
-    Args:
-        model: model, whose gradients are restored afterwards.
-
-    Yields:
-        The digests, which grow while gradients are computed.
-    """
+    """Replace the gradients of a model in the block, and digest those that are computed in it."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     found = Gradients(model)
     with contextlib.ExitStack() as stack:
@@ -91,10 +68,6 @@ def untied(model: nn.Module, found: Gradients) -> Iterator[None]:
 
     Autograd sums the gradients of an embedding and of the head that is tied to it, which takes three more tensors of
     that size. Digests are summed instead.
-
-    Args:
-        model: model.
-        found: digests that the gradients are added to.
     """
     seen: set[int] = set()
     with contextlib.ExitStack() as stack:

@@ -34,28 +34,16 @@ class CannotJoinError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class RowAxes:
-    """The axis of each tensor in a state that holds the rows of the batch.
+    """The axis of each tensor in a state that holds the rows of the batch."""
 
-    Attributes:
-        values: Axis of each tensor among the values and boxes, in the order of their leaves; ``None`` for one that
-            belongs to all rows.
-        embedded: Axis of each output of an embedding, by the name of the embedding.
-    """
-
+    # axis of each tensor among the values and boxes, in the order of their leaves; `None` for one that belongs to all
+    # rows
     values: tuple[int | None, ...]
-    embedded: Mapping[str, tuple[int | None, ...]]
+    embedded: Mapping[str, tuple[int | None, ...]]  # axis of each output of an embedding, by the name of the embedding
 
     @classmethod
     def of(cls, whole: CutState, part: CutState) -> RowAxes:
-        """Read the axes off two states of the same call, of which one has more rows.
-
-        Args:
-            whole: state of all rows.
-            part: state of some of these rows.
-
-        Raises:
-            CannotJoinError: the shapes do not show the axes.
-        """
+        """Read the axes off two states of the same call, of which one has more rows."""
         (held, spec), (others, other_spec) = _leaves(whole), _leaves(part)
         if spec != other_spec or not _are_alike(held, others):
             raise CannotJoinError("the layers return other tensors for other rows")
@@ -72,17 +60,8 @@ class RowAxes:
 
 
 def join_states(states: Sequence[CutState], axes: RowAxes, args: tuple[Any, ...], kwargs: Kwargs) -> CutState:
-    """Return the state of the whole batch.
-
-    Args:
-        states: states of the microbatches, in the order of the rows.
-        axes: axes of the rows in their tensors.
-        args: positional arguments of the model for the whole batch.
-        kwargs: keyword arguments of the model for the whole batch, and the options of the call.
-
-    Raises:
-        CannotJoinError: something that belongs to all rows differs.
-    """
+    """Return the state of the whole batch."""
+    # states: states of the microbatches, in the order of the rows
     flat = [_leaves(state) for state in states]
     _, spec = flat[0]
     logs = [state.call_log for state in states]
@@ -97,13 +76,7 @@ def join_states(states: Sequence[CutState], axes: RowAxes, args: tuple[Any, ...]
 
 
 def split_state(whole: CutState, states: Sequence[CutState], axes: RowAxes) -> list[CutState]:
-    """Return states of microbatches whose tensors are parts of those of a joined state.
-
-    Args:
-        whole: state of all rows.
-        states: states that it was joined of.
-        axes: axes of the rows in their tensors.
-    """
+    """Return states of microbatches whose tensors are parts of those of a joined state."""
     leaves, spec = _leaves(whole)
     found, starts = [], [0] * len(leaves)
     for state in states:

@@ -19,26 +19,17 @@ __all__ = ["Candidate", "Observed", "OutputSpec", "candidates", "observe"]
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A list of modules that could be layers.
+    """A list of modules that could be layers."""
 
-    Attributes:
-        path: Name of the list in the model.
-        layers: Layers by their name in the model.
-        size: Number of elements in their parameters.
-    """
-
-    path: str
-    layers: dict[str, nn.Module]
-    size: int
+    path: str  # name of the list in the model
+    layers: dict[str, nn.Module]  # layers by their name in the model
+    size: int  # number of elements in their parameters
 
 
 def candidates(model: nn.Module) -> list[Candidate]:
     """Return the outermost lists of modules in a model, largest first.
 
     A list counts if it has at least two elements, all with parameters.
-
-    Returns:
-        The lists.
 
     >>> [found.path for found in candidates(nn.ModuleDict({"h": nn.ModuleList([nn.Linear(2, 2)] * 2)}))]
     ['h']
@@ -70,41 +61,23 @@ def _is_of_layers(module: nn.Module) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class OutputSpec:
-    """The form of the output of a layer.
+    """The form of the output of a layer."""
 
-    Attributes:
-        spec: Structure.
-        leaves: For a tensor, the position of an input tensor with the same shape and dtype, or ``-1``; ``(value,)`` for
-            all else.
-    """
-
-    spec: pytree.TreeSpec
+    spec: pytree.TreeSpec  # structure
+    # for a tensor, the position of an input tensor with the same shape and dtype, or `-1`; `(value,)` for all else
     leaves: tuple[int | tuple[Any], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """One call of a layer in a forward of the model.
+    """One call of a layer in a forward of the model."""
 
-    Attributes:
-        layer: Name of the layer.
-        form: Form of its output.
-    """
-
-    layer: str
+    layer: str  # name of the layer
     form: OutputSpec
 
 
 def observe(layers: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[list[Observed], Any]:
-    """Run a forward and observe which layers it calls.
-
-    Args:
-        layers: layers by name.
-        forward: function that runs the forward.
-
-    Returns:
-        The calls of layers in order, and the result of the forward.
-    """
+    """Run a forward and observe which layers it calls."""
     seen: list[Observed] = []
     names: dict[int, str] = {}
     for name, layer in layers.items():

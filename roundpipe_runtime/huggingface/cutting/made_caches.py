@@ -38,25 +38,16 @@ _Described: TypeAlias = tuple[type, pytree.TreeSpec, tuple[Any, ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MadeCache:
-    """A cache among the arguments of a call, without tensors.
+    """A cache among the arguments of a call, without tensors."""
 
-    Attributes:
-        empty: The cache without entries.
-        entries: Description of each entry, by part; ``None`` for one that the layer does not read.
-    """
-
-    empty: Any
+    empty: Any  # the cache without entries
+    # description of each entry, by part; `None` for one that the layer does not read
     entries: tuple[tuple[_Described | None, ...], ...]
 
     @classmethod
     def of(cls, cache: Any, named: Callable[[Any], Any], read: frozenset[Entry] | None) -> MadeCache:
-        """Describe a cache.
-
-        Args:
-            cache: cache.
-            named: function that returns the key of a tensor, and any other value unchanged.
-            read: entries that the layer reads; ``None`` for all.
-        """
+        """Describe a cache."""
+        # read: entries that the layer reads; `None` for all
         found = []
         for side, part in enumerate(parts_of(cache)):
             described: list[_Described | None] = []
@@ -75,11 +66,7 @@ class MadeCache:
         return {leaf for _, _, leaves in held for leaf in leaves if isinstance(leaf, Key)}
 
     def build(self, values: Mapping[Key, torch.Tensor]) -> Any:
-        """Return the cache, which records which of its entries are read.
-
-        Args:
-            values: tensors by key.
-        """
+        """Return the cache, which records which of its entries are read."""
         return with_layers(self.empty, [_Entries(_entry(one, values) for one in part) for part in self.entries])
 
 
@@ -121,26 +108,14 @@ class _Entries(list[Any]):
 
 
 def entries_read(arguments: PyTree) -> frozenset[Entry]:
-    """Return the entries that a layer has read of the caches among its arguments.
-
-    Args:
-        arguments: arguments that `MadeCache.build` made.
-    """
+    """Return the entries that a layer has read of the caches among its arguments."""
     caches = [leaf for leaf in pytree.tree_leaves(arguments) if is_cache(leaf)]
     lists = [(side, part.layers) for cache in caches for side, part in enumerate(parts_of(cache))]
     return frozenset((side, number) for side, held in lists if isinstance(held, _Entries) for number in held.read)
 
 
 def check_apart(calls: Sequence[str], read: Mapping[int, frozenset[Entry]]) -> None:
-    """Check that no two calls read the same entry of a cache that the model made.
-
-    Args:
-        calls: name of the layer of each call.
-        read: entries that each call reads.
-
-    Raises:
-        CutError: two calls do, so the second one would need what the first one wrote.
-    """
+    """Check that no two calls read the same entry of a cache that the model made."""
     readers: dict[Entry, int] = {}
     for place, entries in sorted(read.items()):
         for entry in sorted(entries):
@@ -154,11 +129,8 @@ def check_apart(calls: Sequence[str], read: Mapping[int, frozenset[Entry]]) -> N
 
 
 def without_caches(output: PyTree) -> PyTree:
-    """Return an output of a model without caches that the call did not ask for.
-
-    Args:
-        output: output of the model; a mapping is changed in place.
-    """
+    """Return an output of a model without caches that the call did not ask for."""
+    # output: output of the model; a mapping is changed in place
     if isinstance(output, dict):
         for name in [name for name, value in output.items() if is_cache(value)]:
             output[name] = None

@@ -13,7 +13,7 @@ from yobx_flatten import find_unregistered
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
-from ...engine.recompute import restart_generators
+from ...engine.recompute.states import restart_generators
 from ..errors import BatchStructureError, CutError, MissingEmbeddingError, changed_results
 from ..loss.call_options import run_with_options, split_options
 from ..loss.weights import rows_of_call
@@ -32,41 +32,23 @@ __all__ = ["Finished", "LayerCall", "MissingValueError", "Paused", "Phase", "Who
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finished:
-    """The result of a forward that came to its end.
+    """The result of a forward that came to its end."""
 
-    Attributes:
-        output: Output of the model.
-    """
-
-    output: PyTree
+    output: PyTree  # output of the model
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Paused:
-    """The result of a forward that needs the output of a layer that has not run.
+    """The result of a forward that needs the output of a layer that has not run."""
 
-    Attributes:
-        state: State for the layers, whose calls are recorded in it.
-        needed: Output without which the forward cannot continue.
-    """
-
-    state: CutState
-    needed: Key
+    state: CutState  # state for the layers, whose calls are recorded in it
+    needed: Key  # output without which the forward cannot continue
 
 
 class Phase(nn.Module):
-    """The model's own code up to the next layers; the last phase returns what the model returns.
+    """The model's own code up to the next layers; the last phase returns what the model returns."""
 
-    Args:
-        program: plan of the cut.
-        number: number of the phase.
-        copy: copy of the model with stubs in place of its layers.
-
-    Attributes:
-        program: Plan of the cut.
-        number: Number of the phase.
-        copy: Copy of the model.
-    """
+    # copy: copy of the model with stubs in place of its layers
 
     def __init__(self, program: CutPlan, number: int, copy: nn.Module) -> None:
         super().__init__()
@@ -75,18 +57,9 @@ class Phase(nn.Module):
         self.number = number
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own code up to the next layers.
-
-        Args:
-            *args: positional arguments of the model, in phase 0; else the state.
-            **kwargs: keyword arguments of the model and the options of the call, in phase 0.
-
-        Returns:
-            The state; from the last phase the output of the model, as the options ask for it.
-
-        Raises:
-            BatchStructureError: the batch takes another path through the model than the example that it was cut with.
-        """
+        """Run the model's own code up to the next layers."""
+        # args: positional arguments of the model, in phase 0; else the state
+        # returns: the state; from the last phase the output of the model, as the options ask for it
         state: CutState = begin(args, kwargs, self.copy) if self.number == 0 else args[0]
         run = functools.partial(self._run, state)
         if not self._is_last:
@@ -114,18 +87,7 @@ class Phase(nn.Module):
         return result.output if isinstance(result, Finished) else result.state
 
     def advance(self, state: CutState) -> Finished | Paused:
-        """Run the model's forward until it needs what a layer has yet to compute.
-
-        Args:
-            state: state of the microbatch.
-
-        Returns:
-            The output of the model, or the new state with the output that the forward needs.
-
-        Raises:
-            MissingValueError: the forward needs an output of an earlier layer that was not kept.
-            MissingEmbeddingError: the forward needs an embedding that only phase 0 computes.
-        """
+        """Run the model's forward until it needs what a layer has yet to compute."""
         session = PhaseSession(self.program, state, self.number)
         args, kwargs = state.call
         kwargs = {name: session.hand_out(value) if is_held(value) else value for name, value in kwargs.items()}
@@ -162,11 +124,7 @@ class Phase(nn.Module):
 
 
 class MissingValueError(BatchStructureError):
-    """A phase reads an output of a layer that was not kept.
-
-    Attributes:
-        key: Key of the output.
-    """
+    """A phase reads an output of a layer that was not kept."""
 
     def __init__(self, key: Key) -> None:
         super().__init__(
@@ -187,26 +145,14 @@ def _missing(key: Key, call_log: CallLog) -> BatchStructureError:
 
 
 class Whole(nn.Module):
-    """A model that was not cut, as the only piece of a pipeline.
-
-    Args:
-        model: model.
-    """
+    """A model that was not cut, as the only piece of a pipeline."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model.
-
-        Args:
-            *args: positional arguments of the model.
-            **kwargs: keyword arguments of the model, and the options of the call.
-
-        Returns:
-            The output of the model, as the options ask for it.
-        """
+        """Run the model."""
         kwargs, options = split_options(kwargs)
         return run_with_options(
             self.model, functools.partial(self._run, args, kwargs), options, rows_of_call(args, kwargs)
@@ -219,18 +165,7 @@ class Whole(nn.Module):
 
 
 class LayerCall(nn.Module):
-    """A call of a layer.
-
-    Args:
-        program: plan of the cut.
-        place: place of the call in the plan.
-        layer: layer.
-
-    Attributes:
-        program: Plan of the cut.
-        place: Place of the call in the plan.
-        layer: Layer.
-    """
+    """A call of a layer."""
 
     def __init__(self, program: CutPlan, place: int, layer: nn.Module) -> None:
         super().__init__()
@@ -239,28 +174,12 @@ class LayerCall(nn.Module):
         self.place = place
 
     def forward(self, state: CutState) -> CutState:
-        """Call the layer as the phase before recorded it.
-
-        Args:
-            state: state of the microbatch.
-
-        Returns:
-            The state after the call; the same state, if this microbatch skips the layer.
-
-        Raises:
-            CutError: an output cannot pass between pieces.
-        """
+        """Call the layer as the phase before recorded it."""
+        # returns: the state after the call; the same state, if this microbatch skips the layer
         return self.observe(state)[0]
 
     def observe(self, state: CutState) -> tuple[CutState, frozenset[Entry]]:
-        """Call the layer, and observe which entries it reads of caches that the model made.
-
-        Args:
-            state: state of the microbatch.
-
-        Returns:
-            The state after the call, and the entries.
-        """
+        """Call the layer, and observe which entries it reads of caches that the model made."""
         spec = state.call_log.calls.get(self.place)
         if spec is None:
             return state, frozenset()

@@ -49,19 +49,12 @@ _ALWAYS = {torch.Tensor.__repr__, torch.Tensor.__hash__, torch.Tensor.__format__
 
 
 class Placeholder(torch.Tensor):
-    """A stand-in for a tensor that is not computed yet.
+    """A stand-in for a tensor that is not computed yet."""
 
-    Args:
-        key: name of the tensor.
-        like: tensor of the same shape, dtype and device; ``None`` if these are not known.
+    # like: tensor of the same shape, dtype and device; `None` if these are not known
 
-    Attributes:
-        key: Name of the tensor.
-        has_form: Whether shape, dtype and device are known.
-    """
-
-    key: Key
-    has_form: bool
+    key: Key  # name of the tensor
+    has_form: bool  # whether shape, dtype and device are known
 
     @staticmethod
     def __new__(cls, key: Key, like: torch.Tensor | None) -> Placeholder:

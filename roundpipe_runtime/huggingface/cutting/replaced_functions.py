@@ -20,12 +20,9 @@ __all__ = ["OtherForward", "own_forward", "rebind_functions"]
 
 
 class OtherForward:
-    """A forward that the pipeline itself sets on a model for a while.
+    """A forward that the pipeline itself sets on a model for a while."""
 
-    Args:
-        forward: function with the arguments of the model's forward.
-        before: function that was set on the model before; ``None`` if there was none.
-    """
+    # before: function that was set on the model before; `None` if there was none
 
     def __init__(self, forward: Callable[..., Any], before: Any) -> None:
         self.forward, self.before = forward, before
@@ -44,12 +41,7 @@ def own_forward(module: nn.Module) -> Any:
 
 
 def rebind_functions(copied: nn.Module, copies: Mapping[int, Any]) -> None:
-    """Let functions that were set on the modules of a copy hold its modules, where they held those of the model.
-
-    Args:
-        copied: copy of a model.
-        copies: modules of the copy, by the ids of those of the model.
-    """
+    """Let functions that were set on the modules of a copy hold its modules, where they held those of the model."""
     made: dict[int, Any] = {}
     for module in copied.modules():
         for name, value in list(module.__dict__.items()):

@@ -37,20 +37,9 @@ class PhaseSession:
                         layers.0     replayed: the output that the state holds
                         layers.1     recorded: arguments by key; placeholders are returned
                         norm(x)      x is a placeholder: the phase ends
-
-    Args:
-        program: plan of the cut.
-        state: state of the microbatch.
-        phase: number of the phase. Calls from place ``program.ends[phase]`` on belong to later phases.
-
-    Attributes:
-        program: Plan of the cut.
-        call_log: Call log of the state.
-        values: Tensors of the state, and those that this phase passes to layers.
-        boxes: Contents of boxes.
-        calls: Calls that were recorded, by place.
-        embedded: Outputs of embeddings in phase 0, call by call.
     """
+
+    # phase: number of the phase. Calls from place `program.ends[phase]` on belong to later phases.
 
     def __init__(self, program: CutPlan, state: CutState, phase: int) -> None:
         self.program = program
@@ -74,61 +63,27 @@ class PhaseSession:
         self._alive: list[Any] = []  # an id is reused once its object is gone, so objects known by id stay referenced
 
     def hand_out(self, held: HeldCache) -> Any:
-        """Return the cache that the model's own code gets in place of a held one.
-
-        Args:
-            held: cache of the microbatch.
-
-        Returns:
-            A cache as it was before this forward, so that masks and positions are the same in every phase.
-        """
+        """Return the cache that the model's own code gets in place of a held one."""
         view = held.before()
         self._alive.append(view)
         self._held[id(view)] = held
         return view
 
     def held_again(self, output: PyTree) -> PyTree:
-        """Return the output of the model, with held caches in place of those that were handed out.
-
-        Args:
-            output: output of the model, or its arguments.
-        """
+        """Return the output of the model, with held caches in place of those that were handed out."""
         return swapped(output, self._held)
 
     def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
-        """Replay or record a call of a layer.
-
-        Args:
-            layer: name of the layer.
-            args: positional arguments of the call.
-            kwargs: keyword arguments of the call.
-
-        Returns:
-            The output of the layer, if the call was completed; placeholders for it otherwise.
-
-        Raises:
-            BatchStructureError: the plan has no such call here.
-            CutError: an argument cannot pass between pieces.
-        """
+        """Replay or record a call of a layer."""
+        # returns: the output of the layer, if the call was completed; placeholders for it otherwise
         self._asked += 1
         if self._asked <= len(self._made):
             return self._replay(self._made[self._asked - 1], layer, args, kwargs)
         return self._record(self._next_place(layer), args, kwargs)
 
     def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> PyTree:
-        """Compute the output of an embedding in phase 0; in later phases, return a stand-in for it.
-
-        Args:
-            name: name of the embedding.
-            run: function that computes the output.
-            device: device of the tokens.
-
-        Returns:
-            The output of the embedding; in later phases a placeholder, or the output if the state holds it.
-
-        Raises:
-            MissingEmbeddingError: phase 0 did not make this call.
-        """
+        """Compute the output of an embedding in phase 0; in later phases, return a stand-in for it."""
+        # returns: the output of the embedding; in later phases a placeholder, or the output if the state holds it
         if self._phase == 0:
             out = run()
             if type(out) is torch.Tensor:

@@ -30,22 +30,10 @@ class Session(Protocol):
     """What answers the calls of stubs."""
 
     def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
-        """Return the output of a layer, or placeholders for it.
-
-        Args:
-            layer: name of the layer.
-            args: positional arguments of the call.
-            kwargs: keyword arguments of the call.
-        """
+        """Return the output of a layer, or placeholders for it."""
 
     def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> PyTree:
-        """Return the output of an embedding, or a placeholder for it.
-
-        Args:
-            name: name of the embedding.
-            run: function that computes the output.
-            device: device of the tokens.
-        """
+        """Return the output of an embedding, or a placeholder for it."""
 
 
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
@@ -60,11 +48,7 @@ _RUNNING = _Running()
 
 @contextlib.contextmanager
 def running(session: Session) -> Iterator[None]:
-    """Let a session answer the stubs that this thread calls in the block.
-
-    Args:
-        session: session of a phase.
-    """
+    """Let a session answer the stubs that this thread calls in the block."""
     before, _RUNNING.session = _RUNNING.session, session
     try:
         yield
@@ -114,19 +98,8 @@ def _stub(layer: nn.Module, name: str) -> nn.Module:
 
 
 def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embeddings: Set[str] = frozenset()) -> nn.Module:
-    """Return a copy of a model in which layers are stubs.
-
-    Args:
-        model: model.
-        layers: layers by name.
-        embeddings: names of modules that ask the session before they compute; none by default.
-
-    Returns:
-        The copy, with the parameters and buffers of the model.
-
-    Raises:
-        CutError: the model cannot be copied.
-    """
+    """Return a copy of a model in which layers are stubs."""
+    # embeddings: names of modules that ask the session before they compute; none by default
     memo: dict[int, Any] = {id(layer): _stub(layer, name) for name, layer in layers.items()}
     inside = {id(module) for layer in layers.values() for module in layer.modules()}
     for module in model.modules():
@@ -159,15 +132,7 @@ def _shared(module: nn.Module) -> Iterator[Any]:
 
 
 def structure_around(model: nn.Module, layers: Set[str]) -> dict[str, tuple[type, object]]:
-    """Return what the modules of a model run, without those inside its layers.
-
-    Args:
-        model: model.
-        layers: names of the layers.
-
-    Returns:
-        The class and a replaced ``forward``, by name of the module.
-    """
+    """Return what the modules of a model run, without those inside its layers."""
     found: dict[str, tuple[type, object]] = {}
     waiting = [("", model)]
     while waiting:
@@ -179,13 +144,8 @@ def structure_around(model: nn.Module, layers: Set[str]) -> dict[str, tuple[type
 
 
 def sync(copied: nn.Module, model: nn.Module, used: Set[str] | None) -> None:
-    """Update a copy from its model: parameters that were replaced, training mode, attributes that are plain data.
-
-    Args:
-        copied: result of `copy_with_stubs`.
-        model: model that it was copied from.
-        used: names of the parameters that the copy gets; ``None`` for all.
-    """
+    """Update a copy from its model: parameters that were replaced, training mode, attributes that are plain data."""
+    # used: names of the parameters that the copy gets; `None` for all
     for path, module in copied.named_modules():
         if "_rp_name" in module.__dict__:
             continue

@@ -43,13 +43,6 @@ class GenerationPath:
     """A path through an encoder-decoder that only generation takes, as a pipeline that is made at the first call.
 
     If the pipeline cannot be made, or its output differs from the model's, the model's own forward runs, on the host.
-
-    Args:
-        model: encoder of a model, or the model itself, which is then given the encoder's output.
-        wrap: function that makes a pipeline of a cut.
-
-    Attributes:
-        model: The encoder or the model.
     """
 
     def __init__(self, model: nn.Module, wrap: Callable[[Cut], Any]) -> None:
@@ -59,15 +52,7 @@ class GenerationPath:
         self._tried = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward.
-
-        Args:
-            *args: positional arguments of the model.
-            **kwargs: keyword arguments of the model.
-
-        Returns:
-            The output of the model.
-        """
+        """Run the forward."""
         with with_own_forwards(self.model):
             bound = inspect.signature(self.model.forward).bind_partial(*args)
             kwargs = {**bound.arguments, **kwargs}
@@ -104,15 +89,7 @@ class GenerationPath:
 
 
 def generation_paths(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[GenerationPath]:
-    """Return the paths on which an encoder-decoder generates: its encoder, then the model itself.
-
-    Args:
-        model: model of transformers, or PEFT's model around one.
-        wrap: function that makes a pipeline of a cut.
-
-    Returns:
-        The paths; an empty list for a model without an encoder.
-    """
+    """Return the paths on which an encoder-decoder generates: its encoder, then the model itself."""
     inner = model_inside(model)
     find = getattr(inner, "get_encoder", None)
     if find is None or not getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
@@ -124,11 +101,7 @@ def generation_paths(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[Gener
 
 @contextlib.contextmanager
 def use_paths(paths: list[GenerationPath]) -> Iterator[None]:
-    """Let ``generate`` call these paths instead of the forwards of their models, in the block.
-
-    Args:
-        paths: result of `generation_paths`.
-    """
+    """Let ``generate`` call these paths instead of the forwards of their models, in the block."""
     with contextlib.ExitStack() as stack:
         for path in paths:
             stack.enter_context(forward_of(path.model, path))

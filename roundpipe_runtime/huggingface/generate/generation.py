@@ -25,12 +25,7 @@ _PROMPT, _PADDING = 5, 2
 
 @contextlib.contextmanager
 def forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward of a model in the block.
-
-    Args:
-        model: model of transformers, or PEFT's model around one.
-        forward: function with the arguments of the model's forward.
-    """
+    """Replace the forward of a model in the block."""
     # `generate` calls the model that it is a method of, so an attribute of that object is the only way in
     inner = model_inside(model)
     held = inner.__dict__
@@ -67,9 +62,6 @@ def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
 
     A prompt of two rows, the first one padded, and one more token run through the pipeline and through the model, each
     with a cache.
-
-    Returns:
-        The reason; ``None`` if the model can generate through the pipeline.
     """
     inner = model_inside(cut.model)
     if cut.report.is_whole:

@@ -29,19 +29,14 @@ class CallOptions:
     """How the last piece computes and returns the loss of a microbatch.
 
     With options, the last piece returns ``(output, items, rows)``; see `with_loss_weight`.
-
-    Attributes:
-        loss_only: Whether only the loss of the output is used, so that logits need not be computed; ``False`` by
-            default.
-        smoothed_loss: Loss that the last piece computes from the logits; ``None`` (default) if the model computes its
-            own, or none.
-        labels: Labels of the smoothed loss, with the rows of the batch; ``None`` by default.
-        weight_by: Proven weights of the losses of microbatches; ``None`` (default) while nothing is proven.
     """
 
+    # whether only the loss of the output is used, so that logits need not be computed; `False` by default
     loss_only: bool = False
+    # loss that the last piece computes from the logits; `None` (default) if the model computes its own, or none
     smoothed_loss: SmoothedLoss | None = None
-    labels: torch.Tensor | None = None
+    labels: torch.Tensor | None = None  # labels of the smoothed loss, with the rows of the batch; `None` by default
+    # proven weights of the losses of microbatches; `None` (default) while nothing is proven
     weight_by: WeightBy | None = None
 
 
@@ -51,18 +46,11 @@ pytree_dataclass(CallOptions, backends="torch")
 def split_options(kwargs: Mapping[str, Any]) -> tuple[Kwargs, CallOptions | None]:
     """Return the keyword arguments of the model, and the options of the call.
 
-    Args:
-        kwargs: keyword arguments of a call, of which one may be ``CALL_OPTIONS``.
-
-    Returns:
-        A copy of the keyword arguments without the options, and the options; ``None`` if there are none.
-
-    Raises:
-        ConfigError: the options are of another class.
-
     >>> split_options({"input_ids": [1], CALL_OPTIONS: CallOptions(loss_only=True)})
     ({'input_ids': [1]}, CallOptions(loss_only=True, smoothed_loss=None, labels=None, weight_by=None))
     """
+    # kwargs: keyword arguments of a call, of which one may be `CALL_OPTIONS`
+    # returns: A copy of the keyword arguments without the options, and the options; `None` if there are none
     given = dict(kwargs)
     options = given.pop(CALL_OPTIONS, None)
     if options is not None and not isinstance(options, CallOptions):
@@ -77,9 +65,6 @@ def gives_share(kwargs: Mapping[str, Any]) -> bool:
     """Report whether a loss that is a sum is a share of that of the batch.
 
     It is, where it was divided by the number of items of the whole batch, or where losses were proven to add up.
-
-    Args:
-        kwargs: keyword arguments of a call.
     """
     options = kwargs.get(CALL_OPTIONS)
     if isinstance(options, CallOptions) and options.weight_by == "sum":
@@ -96,17 +81,8 @@ def is_proven(kwargs: Mapping[str, Any]) -> bool:
 
 
 def run_with_options(model: nn.Module, run: Callable[[], Any], options: CallOptions | None, rows: int) -> PyTree:
-    """Run a forward that ends with the output of a model, and return that output as the options ask for it.
-
-    Args:
-        model: model that has the head.
-        run: function that runs the forward.
-        options: options of the call; ``None`` returns the output alone.
-        rows: number of rows of the microbatch.
-
-    Returns:
-        The output; with options, ``(output, items, rows)``.
-    """
+    """Run a forward that ends with the output of a model, and return that output as the options ask for it."""
+    # options: options of the call; `None` returns the output alone
     if options is None:
         return run()
     loss, labels = options.smoothed_loss, options.labels

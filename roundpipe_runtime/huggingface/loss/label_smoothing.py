@@ -111,11 +111,7 @@ class SmoothedLoss(Static):
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Report whether transformers lists the class of a model among those that predict the next token.
-
-    Args:
-        model: model, or PEFT's model around it.
-    """
+    """Report whether transformers lists the class of a model among those that predict the next token."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return type(model_inside(model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
@@ -124,21 +120,11 @@ def is_causal(model: nn.Module) -> bool:
 def smoothed_call(
     model: nn.Module, loss: SmoothedLoss, kwargs: Mapping[str, Any], label: Any
 ) -> tuple[Kwargs, SmoothedLoss, torch.Tensor]:
-    """Separate the labels of a call from the arguments of the model, which then computes no loss of its own.
-
-    Args:
-        model: model of transformers.
-        loss: loss to compute.
-        kwargs: keyword arguments of its forward. Labels among them are taken out, and an encoder-decoder that is given
-            no inputs of its decoder has those that it makes from them.
-        label: labels; ``None`` where they are among the arguments.
-
-    Returns:
-        The keyword arguments of the model; the loss, which knows whether labels are shifted; and the labels.
-
-    Raises:
-        LossError: there are no labels.
-    """
+    """Separate the labels of a call from the arguments of the model, which then computes no loss of its own."""
+    # kwargs: keyword arguments of its forward. Labels among them are taken out, and an encoder-decoder that is given no
+    # inputs of its decoder has those that it makes from them.
+    # label: labels; `None` where they are among the arguments
+    # returns: the keyword arguments of the model; the loss, which knows whether labels are shifted; and the labels
     made = dict(kwargs)
     among = made.pop("labels", None)
     labels = among if label is None else label
@@ -154,16 +140,7 @@ def smoothed_call(
 
 
 def with_smoothed_loss(output: PyTree, loss: SmoothedLoss, labels: torch.Tensor) -> PyTree:
-    """Return the output of a model with a smoothed loss in it.
-
-    Args:
-        output: output of the model, which holds logits and no loss.
-        loss: loss to compute.
-        labels: labels of these rows.
-
-    Returns:
-        The output with its loss.
-    """
+    """Return the output of a model with a smoothed loss in it."""
     value = loss.of_logits(_logits(output), labels)
     return (value, *output) if isinstance(output, tuple) else with_loss(output, value)
 

@@ -235,11 +235,8 @@ class _Head(TorchFunctionMode):
 
 @contextlib.contextmanager
 def lazy_head(model: nn.Module) -> Iterator[None]:
-    """Let the head of a model return lazy logits in the block, where they are large.
-
-    Args:
-        model: model of transformers, or PEFT's model around one. Any other model computes its logits as usual.
-    """
+    """Let the head of a model return lazy logits in the block, where they are large."""
+    # model: model of transformers, or PEFT's model around one. Any other model computes its logits as usual.
     weight = _weight_of_head(model)
     with contextlib.nullcontext() if weight is None else _Head(weight):
         yield
@@ -252,15 +249,8 @@ def _weight_of_head(model: nn.Module) -> torch.Tensor | None:
 
 
 def loss_only(model: nn.Module, run: Callable[[], Any]) -> PyTree:
-    """Run a forward whose logits are used for its loss only.
-
-    Args:
-        model: model that has the head.
-        run: function that runs the forward; it is called again if the forward needs its logits.
-
-    Returns:
-        The output of the forward, with ``None`` for logits that were not computed.
-    """
+    """Run a forward whose logits are used for its loss only."""
+    # run: function that runs the forward; it is called again if the forward needs its logits
     try:
         with lazy_head(model):
             output = run()
@@ -273,11 +263,8 @@ def without_logits(model: nn.Module, output: PyTree) -> PyTree:
     """Return the output with ``None`` for logits, as where they were not computed, which is decided by their size.
 
     So the outputs of all microbatches have one structure, whatever their number of rows.
-
-    Args:
-        model: model that has the head.
-        output: output of :func:`loss_only`; a mapping is changed in place.
     """
+    # output: output of `loss_only`; a mapping is changed in place
     weight = _weight_of_head(model)
     if weight is None:
         return output

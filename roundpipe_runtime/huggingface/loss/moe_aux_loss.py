@@ -32,12 +32,7 @@ _NAME = "load_balancing_loss_func"
 
 
 def has_router_logits(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Report whether a call returns an auxiliary loss, computed from the logits of routers.
-
-    Args:
-        model: model.
-        kwargs: keyword arguments of the call.
-    """
+    """Report whether a call returns an auxiliary loss, computed from the logits of routers."""
     asked = kwargs.get("output_router_logits")
     config = getattr(model, "config", None)
     asked = getattr(config, "output_router_logits", False) if asked is None else asked
@@ -45,53 +40,25 @@ def has_router_logits(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
 
 
 def has_auxiliary_loss(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Report whether a call adds an auxiliary loss to the model's loss.
-
-    Args:
-        model: model.
-        kwargs: keyword arguments of the call.
-    """
+    """Report whether a call adds an auxiliary loss to the model's loss."""
     return has_router_logits(model, kwargs) and bool(_coefficient(model))
 
 
 def wants_tuple(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Report whether a call returns a tuple, whose values have no names.
-
-    Args:
-        model: model.
-        kwargs: keyword arguments of the call.
-    """
+    """Report whether a call returns a tuple, whose values have no names."""
     asked = kwargs.get("return_dict")
     return (getattr(getattr(model, "config", None), "return_dict", True) if asked is None else asked) is False
 
 
 def without_auxiliary_loss(model: nn.Module, output: PyTree) -> torch.Tensor:
-    """Return the loss of an output without the auxiliary loss.
-
-    Args:
-        model: model.
-        output: output of the model, with a loss.
-
-    Returns:
-        The loss, without axes.
-    """
+    """Return the loss of an output without the auxiliary loss."""
     loss: torch.Tensor = output.loss
     aux = getattr(output, "aux_loss", None)
     return loss if aux is None else loss - _coefficient(model) * aux.to(loss.device)
 
 
 def batch_auxiliary_loss(model: nn.Module, joined: PyTree, parts: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the auxiliary loss of the whole batch, and what it adds to the model's loss.
-
-    Args:
-        model: model.
-        joined: joined output, with the logits of all routers.
-        parts: outputs of the microbatches.
-        kwargs: keyword arguments of the whole batch.
-
-    Returns:
-        ``(loss, part of the model's loss)``; ``None`` if the outputs have none.
-    """
+    """Return the auxiliary loss of the whole batch, and what it adds to the model's loss."""
     routers = getattr(joined, "router_logits", None)
     if routers is None or getattr(parts[0], "aux_loss", None) is None:
         return None
@@ -99,16 +66,9 @@ def batch_auxiliary_loss(model: nn.Module, joined: PyTree, parts: Sequence[Any],
 
 
 def auxiliary_loss_of(model: nn.Module, routers: tuple[torch.Tensor, ...], mask: torch.Tensor | None) -> Any:
-    """Return the auxiliary loss of router logits, and what it adds to the model's loss.
-
-    Args:
-        model: model.
-        routers: logits of the routers, one tensor per layer with a row per token.
-        mask: attention mask of these tokens.
-
-    Returns:
-        ``(loss, part of the model's loss)``; ``None`` if the model has no such loss.
-    """
+    """Return the auxiliary loss of router logits, and what it adds to the model's loss."""
+    # routers: logits of the routers, one tensor per layer with a row per token
+    # returns: `(loss, part of the model's loss)`; `None` if the model has no such loss
     function = _function(model)
     if function is None:
         return None

@@ -36,17 +36,7 @@ class OwnTerms:
         self._lock = threading.Lock()
 
     def check(self, loss_fn: Callable[[Any, Any], Any], output: PyTree, labels: Any, *, is_share: bool) -> None:
-        """Check one microbatch.
-
-        Args:
-            loss_fn: loss function.
-            output: output of the model, with its loss.
-            labels: labels of the loss function.
-            is_share: whether the losses of microbatches are added, so that a constant would be added several times.
-
-        Raises:
-            LossError: it returns something else.
-        """
+        """Check one microbatch."""
         loss = loss_of(output)
         if loss is None or not bool(loss.isfinite()):
             return

@@ -51,19 +51,11 @@ def counting() -> contextlib.AbstractContextManager[Items]:
 def with_loss_weight(
     output: PyTree, items: Items, rows: int, weight_by: WeightBy | None = None
 ) -> tuple[PyTree, float, int]:
-    """Return the output of a microbatch with the weight of its loss.
-
-    Args:
-        output: output of the model.
-        items: items that its losses averaged over.
-        rows: number of rows of the microbatch.
-        weight_by: what losses are weighted by. Default: the items, as far as they are known.
-
-    Returns:
-        ``(output, items, rows)``. A loss that is a sum has -1 items: it is a share of the batch's where the model was
-        given ``num_items_in_batch``. Means over different numbers of items have infinity, which is about this batch
-        only; a loss of which nothing is known has NaN. A loss over no items is zero.
-    """
+    """Return the output of a microbatch with the weight of its loss."""
+    # weight_by: what losses are weighted by. Default: the items, as far as they are known.
+    # returns: `(output, items, rows)`. A loss that is a sum has -1 items: it is a share of the batch's where the model
+    # was given `num_items_in_batch`. Means over different numbers of items have infinity, which is about this batch
+    # only; a loss of which nothing is known has NaN. A loss over no items is zero.
     if weight_by in ("rows", "sum"):
         return output, float(rows) if weight_by == "rows" else -1.0, rows
     counts = set(items.counts)
@@ -79,16 +71,7 @@ def with_loss_weight(
 
 
 def check_weights(items: Sequence[float], *, is_share: bool, is_proven: bool) -> None:
-    """Check that the losses of microbatches are known to be shares of that of the batch.
-
-    Args:
-        items: number of items of each microbatch.
-        is_share: whether losses that are sums are shares of that of the batch.
-        is_proven: whether the way in which losses are weighted was proven for calls of this kind.
-
-    Raises:
-        UnprovenLossError: they are not, and there are several.
-    """
+    """Check that the losses of microbatches are known to be shares of that of the batch."""
     is_known = all(math.isfinite(count) and (count >= 0 or is_share) for count in items)
     if len(items) > 1 and not (is_proven and is_known):
         raise UnprovenLossError
@@ -129,12 +112,8 @@ def loss_of(output: PyTree) -> torch.Tensor | None:
 
 
 def with_loss(output: PyTree, loss: torch.Tensor) -> PyTree:
-    """Return the output with another loss.
-
-    Args:
-        output: output of the model: a tuple, which begins with its loss, or a mapping, which is changed in place.
-        loss: loss to put in.
-    """
+    """Return the output with another loss."""
+    # output: output of the model: a tuple, which begins with its loss, or a mapping, which is changed in place
     if isinstance(output, tuple):
         return (loss, *output[1:])
     output["loss"] = loss
@@ -148,22 +127,12 @@ def label_names(model: nn.Module) -> set[str]:
 
 
 def has_labels(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Report whether a call computes a loss.
-
-    Args:
-        model: model.
-        kwargs: keyword arguments of the call.
-    """
+    """Report whether a call computes a loss."""
     return any(kwargs.get(name) is not None for name in label_names(model))
 
 
 def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Return the number of rows of a call.
-
-    Args:
-        args: positional arguments of the model.
-        kwargs: keyword arguments of the model.
-    """
+    """Return the number of rows of a call."""
     first = [kwargs.get(name) for name in ("labels", "input_ids", "inputs_embeds", "decoder_input_ids")]
     for value in (*first, *args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.dim():
@@ -172,15 +141,7 @@ def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 
 
 def own_loss(outputs: PyTree, labels: Any) -> Any:
-    """Return the loss that the model computed from its labels.
-
-    Args:
-        outputs: output of the model.
-        labels: ignored.
-
-    Raises:
-        LossError: the output holds no loss.
-    """
+    """Return the loss that the model computed from its labels."""
     loss = loss_of(outputs)
     if loss is None:
         raise LossError(

@@ -29,14 +29,7 @@ _UNSUPPORTED = {
 
 
 def check_arguments(args: Any) -> None:
-    """Check training arguments for those that a pipeline does not support.
-
-    Args:
-        args: ``TrainingArguments``.
-
-    Raises:
-        ConfigError: an argument is not supported.
-    """
+    """Check training arguments for those that a pipeline does not support."""
     for name, reason in _UNSUPPORTED.items():
         if getattr(args, name, None):
             raise ConfigError(f"RoundPipeTrainer: {name}={getattr(args, name)!r} is not supported: {reason}.")
@@ -62,16 +55,8 @@ def check_arguments(args: Any) -> None:
 
 
 def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], *, has_copies: bool) -> None:
-    """Check that an optimizer of bitsandbytes steps parameters on the host, by a step of a small one.
-
-    Args:
-        kind: class of the optimizer.
-        options: keyword arguments that it is made with.
-        has_copies: whether it works on copies of the parameters, because of ``optim_dtype``.
-
-    Raises:
-        ConfigError: its kernels are those of an accelerator; or it would not know the copies of embeddings.
-    """
+    """Check that an optimizer of bitsandbytes steps parameters on the host, by a step of a small one."""
+    # has_copies: whether it works on copies of the parameters, because of `optim_dtype`
     if has_copies and options.get("optim_bits") == 8:
         raise ConfigError(
             "RoundPipeTrainer: optim_dtype makes copies of the parameters for the optimizer, and the Trainer asks "
@@ -91,14 +76,8 @@ def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any],
 
 
 def check_precision(precision: str) -> None:
-    """Check that mixed precision does not scale gradients: they are on the host, the scale is on the accelerator.
-
-    Args:
-        precision: mixed precision of the accelerator, which an ``accelerate`` configuration can also set.
-
-    Raises:
-        ConfigError: the precision is neither ``"no"`` nor ``"bf16"``.
-    """
+    """Check that mixed precision does not scale gradients: they are on the host, the scale is on the accelerator."""
+    # precision: mixed precision of the accelerator, which an `accelerate` configuration can also set
     if precision not in ("no", "bf16"):
         raise ConfigError(
             f"RoundPipeTrainer: mixed precision {precision!r} is not supported. Use bf16=True; or load the model with "
@@ -107,15 +86,8 @@ def check_precision(precision: str) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, pipeline: RoundPipe) -> None:
-    """Check that the parameters of an optimizer get gradients.
-
-    Args:
-        optimizer: optimizer of the Trainer.
-        pipeline: pipeline, with or without an ``optim_dtype``.
-
-    Raises:
-        ConfigError: the optimizer has none of the pipeline's parameters.
-    """
+    """Check that the parameters of an optimizer get gradients."""
+    # pipeline: pipeline, with or without an `optim_dtype`
     own = {id(parameter) for parameter in pipeline.optim_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if held and not any(id(parameter) in own for parameter in held):

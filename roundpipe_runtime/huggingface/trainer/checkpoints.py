@@ -120,12 +120,6 @@ def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
 
     Each damaged one with more steps gets a warning. A checkpoint of a plain Trainer counts as undamaged if it has the
     file that is written last.
-
-    Args:
-        run: the ``output_dir`` of a Trainer.
-
-    Raises:
-        DamagedCheckpointError: all checkpoints are damaged.
     """
     settle(run)
     there = sorted(_checkpoints(run), key=_steps, reverse=True)
@@ -154,13 +148,9 @@ def settle(run: pathlib.Path) -> None:
 
 
 def remove_all_but(run: pathlib.Path, limit: int | None, best: str | None) -> None:
-    """Remove checkpoints until ``limit`` are left. The newest stays, and so does the best one.
-
-    Args:
-        run: the ``output_dir`` of a Trainer.
-        limit: number of checkpoints to keep; ``None`` and 0 keep all.
-        best: path of the best checkpoint, if it is known.
-    """
+    """Remove checkpoints until ``limit`` are left. The newest stays, and so does the best one."""
+    # limit: number of checkpoints to keep; `None` and 0 keep all
+    # best: path of the best checkpoint, if it is known
     if not limit or limit < 0:
         return
     newest_first = sorted(_checkpoints(run), key=lambda path: (path.stat().st_mtime_ns, _steps(path)), reverse=True)

@@ -27,7 +27,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from yobx_flatten.recipe.aliases import Kwargs, PyTree, TransformersModel
 
 from ...device.virtual import DeviceSpec
-from ...distributed.job import own_devices
+from ...distributed.ranks.torchrun import own_devices
 from ...engine.config import RoundPipeRunConfig
 from ...errors import ConfigError
 from ...optim.step import OptimizerCtx

@@ -16,9 +16,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 from ...device.outcome import Outcome
-from ...distributed.errors import format_failure, raise_first
-from ...distributed.ranks import Ranks
-from ...distributed.sampler import ReplicaBatchSampler, collate_with_empty
+from ...distributed.ranks.errors import format_failure, raise_first
+from ...distributed.ranks.ranks import Ranks
+from ...distributed.replicas.sampler import ReplicaBatchSampler, collate_with_empty
 from ...pipeline import RoundPipe
 
 __all__ = ["CheckedLoader", "GroupLoader", "has_rows", "loader_of_groups", "take_together"]
@@ -38,25 +38,13 @@ class GroupLoader(DataLoader[Any]):
     """A loader of this process's rows of each batch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of an epoch, alike in all processes.
-
-        Args:
-            epoch: number of the epoch.
-        """
+        """Draw the order of an epoch, alike in all processes."""
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr] # it is a ReplicaBatchSampler
 
 
 def take_together(batches: Iterator[Any], count: int, ranks: Ranks) -> list[Any]:
-    """Take batches of this process; an error of one process is raised in all, which would wait for it otherwise.
-
-    Args:
-        batches: batches of this process.
-        count: number to take; fewer are taken where there are no more.
-        ranks: processes that all call this.
-
-    Raises:
-        DistributedError: another process failed. An error of this one is raised as it is.
-    """
+    """Take batches of this process; an error of one process is raised in all, which would wait for it otherwise."""
+    # count: number to take; fewer are taken where there are no more
     found: list[Any] = []
     with Outcome() as outcome:
         found = list(itertools.islice(batches, count))
@@ -66,12 +54,7 @@ def take_together(batches: Iterator[Any], count: int, ranks: Ranks) -> list[Any]
 
 
 class CheckedLoader:
-    """A loader whose errors in one process are raised in all.
-
-    Args:
-        loader: loader of this process, with as many batches as those of the others.
-        ranks: processes that read theirs at the same time.
-    """
+    """A loader whose errors in one process are raised in all."""
 
     def __init__(self, loader: Any, ranks: Ranks) -> None:
         self._loader, self._ranks = loader, ranks
@@ -97,14 +80,7 @@ def has_rows(loader: DataLoader[Any]) -> bool:
 def loader_of_groups(
     loader: DataLoader[Any], pipeline: RoundPipe, batch: int, data_seed: int | None = None
 ) -> GroupLoader:
-    """Return a loader of this process's rows of batches that are cut into the pipeline's groups.
-
-    Args:
-        loader: loader of the rows, with batches of any size.
-        pipeline: pipeline with the groups.
-        batch: rows of a batch of all processes.
-        data_seed: seed of the order. Default: torch's.
-    """
+    """Return a loader of this process's rows of batches that are cut into the pipeline's groups."""
     own: Any = loader.batch_sampler
     batches = BatchSampler(_seeded(own.sampler, data_seed), batch, own.drop_last)
     collate = loader.collate_fn

@@ -36,38 +36,19 @@ def is_sharded(pipeline: RoundPipe) -> bool:
 
 
 def save_progress(folder: pathlib.Path, pipeline: RoundPipe) -> None:
-    """Write what of a pipeline the Trainer does not write.
-
-    Args:
-        folder: folder of the checkpoint.
-        pipeline: pipeline whose parameters are whole in this process.
-    """
+    """Write what of a pipeline the Trainer does not write."""
     write_values(folder, _PROGRESS, collect_progress(pipeline))
 
 
 def load_progress(folder: pathlib.Path, pipeline: RoundPipe) -> None:
-    """Load what :func:`save_progress` wrote; a plain Trainer has not written it.
-
-    Args:
-        folder: folder of the checkpoint.
-        pipeline: pipeline with the weights of the checkpoint.
-    """
+    """Load what :func:`save_progress` wrote; a plain Trainer has not written it."""
     if (folder / f"{_PROGRESS}.json").is_file():
         restore_progress(pipeline, read_values(folder, _PROGRESS, targets=optimizer_targets(pipeline)))
 
 
 def save_shards(folder: pathlib.Path, pipeline: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
-    """Write the progress of a pipeline and its optimizer, each process its part; all of them call it.
-
-    Args:
-        folder: folder of the checkpoint in the first process, which is the one that is written to.
-        pipeline: pipeline in shards.
-        optimizer: optimizer of its optimizer parameters.
-
-    Raises:
-        CheckpointError: the machines do not share the folder, or a process could not write.
-        OSError: this process could not write.
-    """
+    """Write the progress of a pipeline and its optimizer, each process its part; all of them call it."""
+    # folder: folder of the checkpoint in the first process, which is the one that is written to
     targets = optimizer_targets(pipeline)
     ranks = ranks_of(pipeline, targets)
     home = pathlib.Path(ranks.exchange(str(folder))[0])
@@ -83,16 +64,7 @@ def has_shards(folder: pathlib.Path) -> bool:
 
 
 def load_shards(folder: pathlib.Path, pipeline: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
-    """Load what :func:`save_shards` wrote, in any number of processes.
-
-    Args:
-        folder: folder of the checkpoint.
-        pipeline: pipeline with the weights of the checkpoint.
-        optimizer: optimizer of its optimizer parameters.
-
-    Raises:
-        CheckpointError: the optimizer is another one.
-    """
+    """Load what :func:`save_shards` wrote, in any number of processes."""
     stored = read_values(folder, _PROGRESS, targets=optimizer_targets(pipeline))
     check_optimizer(optimizer, stored["optimizers"][0], optimizer_targets(pipeline))
     restore_progress(pipeline, stored)
@@ -100,16 +72,7 @@ def load_shards(folder: pathlib.Path, pipeline: RoundPipe, optimizer: torch.opti
 
 
 def load_whole(file: pathlib.Path, pipeline: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
-    """Load the part of this process of an optimizer that was saved whole.
-
-    Args:
-        file: file of the Trainer.
-        pipeline: pipeline in shards.
-        optimizer: optimizer of its optimizer parameters.
-
-    Raises:
-        CheckpointError: the optimizer has other groups.
-    """
+    """Load the part of this process of an optimizer that was saved whole."""
     stored = torch.load(file, map_location="cpu", weights_only=True)
     held: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
     numbers = [group["params"] for group in stored["param_groups"]]

@@ -224,7 +224,7 @@ def test_the_guide_has_every_command_and_option():
     assert [line.removeprefix("### ") for line in written.splitlines() if line.startswith("### ")] == COMMANDS
     rows = [line.split("|")[1:3] for line in written.splitlines() if line.startswith("| `")]
     assert [name for name, text in rows if not text.strip()] == []
-    assert "| `--to` | onnxruntime's files, or torch.export's. Default: `onnx`. |" in written
+    assert "| `--to` | Write ONNX files or torch.export programs. Default: `onnx`. |" in written
 
 
 def test_matrix_hands_its_arguments_on():

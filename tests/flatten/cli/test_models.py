@@ -23,7 +23,7 @@ from yobx_flatten import RecordedCalls, make_dynamic_cache, record_calls, save_n
 from yobx_flatten.__main__ import main
 from yobx_flatten.cli import generate_command
 from yobx_flatten.errors import GenerationError
-from yobx_flatten.export.report import ExportReport
+from yobx_flatten.export.proof.report import ExportReport
 from yobx_flatten.model_folder import write
 from yobx_flatten.runners.program_runner import ProgramRunner
 
@@ -139,7 +139,7 @@ def test_a_quantised_folder_states_its_quality(tmp_path, capsys):
 
 def test_every_way_to_name_a_model_is_known_here_too(tmp_path, capsys, monkeypatch):
     """A config.json, and a folder without weights: random ones, which is said; a folder with weights has its own."""
-    from yobx_flatten.model_folder.source import find_model
+    from yobx_flatten.model_folder.source.find import find_model
 
     model, source = saved("llama")
     bare = tmp_path / "bare"

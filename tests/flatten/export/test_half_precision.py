@@ -19,9 +19,10 @@ from yobx_flatten import (
     verify_folder,
 )
 from yobx_flatten.errors import ReplayError
-from yobx_flatten.export import onnx_attempts, runtimes
-from yobx_flatten.export.replay import following
-from yobx_flatten.export.yardstick import Yardstick, explained
+from yobx_flatten.export.onnx import attempts as onnx_attempts
+from yobx_flatten.export.proof.replay import following
+from yobx_flatten.export.proof.yardstick import Yardstick, explained
+from yobx_flatten.export.runtimes import write as runtimes
 from yobx_flatten.huggingface.cases import DecodeSizes, decode_inputs
 
 transformers = pytest.importorskip("transformers")

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.cache_words import cache_of
 from yobx_flatten import export_onnx, export_program
-from yobx_flatten.export import onnx_file
+from yobx_flatten.export.onnx import file as onnx_file
 from yobx_flatten.huggingface.layer_weights import stream_layers
 
 needs_accelerate = pytest.mark.skipif(
@@ -152,7 +152,7 @@ def test_inputs_are_made_for_an_offloaded_model():
     import accelerate
 
     from yobx_flatten import DecodeSizes, decode_inputs
-    from yobx_flatten.model_folder.tiny_models import small_model
+    from yobx_flatten.model_folder.source.tiny_models import small_model
 
     model = small_model("llama")
     expected = decode_inputs(model, DecodeSizes())

@@ -12,7 +12,8 @@ import torch
 from tests.cases import cases
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import DecodeSizes, ReplayError, decode_inputs, export_onnx
-from yobx_flatten.export import onnx_attempts, onnx_opset
+from yobx_flatten.export.onnx import attempts as onnx_attempts
+from yobx_flatten.export.onnx import opset as onnx_opset
 
 transformers = pytest.importorskip("transformers")
 
@@ -206,7 +207,7 @@ def test_operators_whose_replay_fails_are_left_out_and_named(tmp_path, monkeypat
             if node.op_type == "Attention":
                 node.attributes.add(onnx_ir.AttrFloat32("scale", 9.0))
 
-    monkeypatch.setattr("yobx_flatten.export.onnx_file.fuse_attention", wrong)
+    monkeypatch.setattr("yobx_flatten.export.onnx.file.fuse_attention", wrong)
     model = make("Llama", SMALL)
     report = export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx").report
 

@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from tests.models import make_model
 from yobx_flatten import ReplayError, export_onnx, export_program
-from yobx_flatten.export.padding import Padding
+from yobx_flatten.export.proof.padding import Padding
 
 pytestmark = pytest.mark.slow
 

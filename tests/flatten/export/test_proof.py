@@ -9,9 +9,9 @@ import torch
 
 from yobx_flatten import export_onnx, export_program
 from yobx_flatten.errors import InvalidArgumentError, NoRoomError
-from yobx_flatten.export import proof as proofs
-from yobx_flatten.export import room
-from yobx_flatten.export.replay import Case
+from yobx_flatten.export import free_space as room
+from yobx_flatten.export.proof import levels as proofs
+from yobx_flatten.export.proof.replay import Case
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +55,7 @@ def test_a_sample_still_finds_a_wrong_file(tmp_path, monkeypatch):
         initializer.const_value = type(initializer.const_value)(torch.full((2,), 7.0), name="bias")
 
     from yobx_flatten.errors import ReplayError
-    from yobx_flatten.export import onnx_file
+    from yobx_flatten.export.onnx import file as onnx_file
 
     save = onnx_file.UnprovenFile.save
     monkeypatch.setattr(onnx_file.UnprovenFile, "save", lambda self, model: (wrong(model), save(self, model))[1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from yobx_flatten import InvalidArgumentError, Quantization
-from yobx_flatten.export.quality import Distance
+from yobx_flatten.export.proof.quality import Distance
 
 ALLOWED = {"weights": "int8", "block_size": 0, "allowed": 1.01}
 

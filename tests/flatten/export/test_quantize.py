@@ -24,10 +24,10 @@ from yobx_flatten import (
     export_onnx,
     export_program,
 )
-from yobx_flatten.export import quantization as quantizing
-from yobx_flatten.export.kernels import has_kernels
-from yobx_flatten.export.quality import Distance, text_losses
-from yobx_flatten.export.quantization import Quantization
+from yobx_flatten.export.onnx.kernels import has_kernels
+from yobx_flatten.export.proof.quality import Distance, text_losses
+from yobx_flatten.export.quantization import options as quantizing
+from yobx_flatten.export.quantization.options import Quantization
 
 
 def _held_out(rows: int = 4) -> torch.Tensor:
@@ -108,7 +108,7 @@ def test_a_weight_that_is_also_an_embedding_is_stored_once_and_named(tmp_path):
     """GPT-2: the products with biases are quantised, and the embedding reads the table of the head."""
     import onnx
 
-    from yobx_flatten.model_folder.tiny_models import small_model
+    from yobx_flatten.model_folder.source.tiny_models import small_model
 
     model = small_model("gpt2")
     inputs = decode_inputs(model, DecodeSizes())
@@ -159,7 +159,7 @@ def test_quantised_weights_are_those_of_the_model_up_to_half_a_step(tmp_path):
 @pytest.mark.parametrize("large", [8000, 1])
 def test_weights_next_to_the_float_file_are_found_again(tmp_path, monkeypatch, large):
     """Where the quantised ones are few enough to be in the file itself, and where they are not."""
-    monkeypatch.setattr("yobx_flatten.export.onnx_file.LARGE", large)
+    monkeypatch.setattr("yobx_flatten.export.onnx.file.LARGE", large)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         linear, x = torch.nn.Linear(64, 64), torch.randn(3, 64)
@@ -218,7 +218,7 @@ def test_an_onnxruntime_without_the_operator_is_named(monkeypatch):
 def test_the_quantizer_leaves_logging_as_it_is():
     """Its module calls basicConfig when it is imported; an application's own handlers stay alone."""
     code = (
-        "import logging; from yobx_flatten.export.quantization import Quantization; import numpy;"
+        "import logging; from yobx_flatten.export.quantization.options import Quantization; import numpy;"
         "Quantization().quantize(numpy.ones((32, 32), numpy.float32));"
         "assert logging.getLogger().handlers == [] and logging.getLogger().level == logging.WARNING"
     )

@@ -8,7 +8,7 @@ import torch.utils._pytree as pytree
 
 from yobx_flatten import export_onnx, export_program, register_class_flattening, unregister_class_flattening
 from yobx_flatten.errors import ReplayError
-from yobx_flatten.export.untouched import untouched_copy
+from yobx_flatten.export.proof.untouched_copy import untouched_copy
 
 
 class Given:

@@ -14,7 +14,7 @@ pytest.importorskip("onnxruntime")
 
 from tests import fresh_process
 from yobx_flatten import export_onnx
-from yobx_flatten.export import onnx_file
+from yobx_flatten.export.onnx import file as onnx_file
 from yobx_flatten.runners.onnx_session import mapped_options, open_session
 
 pytestmark = pytest.mark.slow

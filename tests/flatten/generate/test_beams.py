@@ -20,7 +20,7 @@ from yobx_flatten import (
 )
 from yobx_flatten.generate.generator import Generator, Parts
 from yobx_flatten.generate.settings import settings_of
-from yobx_flatten.model_folder.tiny_models import small_model
+from yobx_flatten.model_folder.source.tiny_models import small_model
 
 
 @pytest.fixture(scope="module")

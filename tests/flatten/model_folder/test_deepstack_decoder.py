@@ -6,9 +6,9 @@ import torch
 pytest.importorskip("transformers")
 
 from tests.transformers_versions import needs_transformers
-from yobx_flatten.model_folder.deepstack_decoder import DeepstackDecoder
-from yobx_flatten.model_folder.grid_images import GridVisionEncoder, grid_image
-from yobx_flatten.model_folder.tiny_models import small_model
+from yobx_flatten.model_folder.pieces.deepstack_decoder import DeepstackDecoder
+from yobx_flatten.model_folder.pieces.grid_images import GridVisionEncoder, grid_image
+from yobx_flatten.model_folder.source.tiny_models import small_model
 
 pytestmark = needs_transformers("5.17", "no small configuration of Qwen3-VL can be made")
 

@@ -135,7 +135,7 @@ def test_the_model_is_that_of_transformers(held):
     """All weights in full, of ordinary layers."""
     from transformers import AutoModelForCausalLM
 
-    from yobx_flatten.model_folder.source import find_model
+    from yobx_flatten.model_folder.source.find import find_model
 
     model = find_model(str(held)).load()
     eager = AutoModelForCausalLM.from_pretrained(held.parent, gguf_file=held.name, dtype=torch.float32).eval()

@@ -10,8 +10,8 @@ pytest.importorskip("onnxscript")
 import transformers
 
 from yobx_flatten import GenerationError, InvalidArgumentError, export_folder, open_generator
-from yobx_flatten.model_folder.tasks import pieces_for, task_of
-from yobx_flatten.model_folder.tiny_models import small_config, small_model
+from yobx_flatten.model_folder.pieces.tasks import pieces_for, task_of
+from yobx_flatten.model_folder.source.tiny_models import small_config, small_model
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from roundpipe_runtime.fine_tune import FineTuneError, model_source
 from yobx_flatten import export_folder, open_generator
 from yobx_flatten.__main__ import main
 from yobx_flatten.errors import ModelSourceError
-from yobx_flatten.model_folder.source import find_model
+from yobx_flatten.model_folder.source.find import find_model
 
 SOURCE = """
 import pathlib

@@ -12,8 +12,8 @@ pytest.importorskip("onnxscript")
 
 from yobx_flatten import export_folder
 from yobx_flatten.__main__ import main
-from yobx_flatten.model_folder.source import find_model
-from yobx_flatten.model_folder.tiny_models import small_model
+from yobx_flatten.model_folder.source.find import find_model
+from yobx_flatten.model_folder.source.tiny_models import small_model
 
 GROUP = 16
 
@@ -191,7 +191,7 @@ def test_the_library_compressed_tensors_packs_as_is_read(bits):
         "weight_scale": scales,
         "weight_shape": torch.tensor([32, 64]),
     }
-    from yobx_flatten.model_folder.packed_weights import _compressed as reader
+    from yobx_flatten.model_folder.source.packed_weights import _compressed as reader
 
     packing = reader(_stated("compressed-tensors", bits))
     assert torch.equal(packing.unpack(parts, bits), expected.float())

@@ -20,8 +20,8 @@ from roundpipe_runtime.fine_tune import FineTuneError, model_source
 from yobx_flatten import export_folder
 from yobx_flatten.__main__ import main
 from yobx_flatten.errors import InvalidArgumentError, ModelSourceError
-from yobx_flatten.model_folder.loading import open_model
-from yobx_flatten.model_folder.source import find_model
+from yobx_flatten.model_folder.source.find import find_model
+from yobx_flatten.model_folder.source.open import open_model
 
 pytest.importorskip("onnxruntime")
 

@@ -10,8 +10,8 @@ pytest.importorskip("onnxscript")
 import transformers
 
 from yobx_flatten import GenerationError, export_folder, export_program
-from yobx_flatten.model_folder.plain_pieces import plain_pieces
-from yobx_flatten.model_folder.tasks import pieces_for
+from yobx_flatten.model_folder.pieces.one_call import plain_pieces
+from yobx_flatten.model_folder.pieces.tasks import pieces_for
 
 pytestmark = pytest.mark.slow
 

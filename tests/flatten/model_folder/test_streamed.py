@@ -12,12 +12,12 @@ from tests.flatten.model_folder.exported_folders import saved
 from tests.transformers_versions import is_older_than, needs_transformers
 from yobx_flatten import export_folder
 from yobx_flatten.errors import InvalidArgumentError, ModelSourceError, NoRoomError
-from yobx_flatten.export import onnx_file
+from yobx_flatten.export.onnx import file as onnx_file
 from yobx_flatten.huggingface.layer_weights import streamed_readers
-from yobx_flatten.model_folder import loading
-from yobx_flatten.model_folder.loading import open_model
-from yobx_flatten.model_folder.source import find_model
-from yobx_flatten.model_folder.tiny_models import small_model
+from yobx_flatten.model_folder.source import open as loading
+from yobx_flatten.model_folder.source.find import find_model
+from yobx_flatten.model_folder.source.open import open_model
+from yobx_flatten.model_folder.source.tiny_models import small_model
 
 pytest.importorskip("onnxruntime")
 

@@ -10,8 +10,8 @@ pytest.importorskip("onnxscript")
 import transformers
 
 from yobx_flatten import GenerationError, InvalidArgumentError, export_folder, open_generator
-from yobx_flatten.model_folder.tiled_images import TiledVisionEncoder
-from yobx_flatten.model_folder.tiny_models import small_model
+from yobx_flatten.model_folder.pieces.tiled_images import TiledVisionEncoder
+from yobx_flatten.model_folder.source.tiny_models import small_model
 
 pytestmark = pytest.mark.slow
 

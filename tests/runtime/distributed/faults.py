@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_runtime import GradScaler, OptimizerCtx, RoundPipe, RoundPipeRunConfig, load_checkpoint
-from roundpipe_runtime.distributed.replicas import rows_of_rank
+from roundpipe_runtime.distributed.replicas.groups import rows_of_rank
 
 CONFIG = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
 ROWS = 12

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
-from roundpipe_runtime.distributed.pipelining import DistributedPipeline
+from roundpipe_runtime.distributed.stages.pipeline import DistributedPipeline
 from yobx_flatten import pytree_dataclass, register_flattening_functions, static_field
 from yobx_flatten.huggingface.cache_names import cache_of
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_runtime import RoundPipe, load_checkpoint, save_checkpoint
-from roundpipe_runtime.distributed import host_memory, shards
+from roundpipe_runtime.distributed.weights import host_memory, shards
 from tests.runtime.distributed.faults import CONFIG, Training, batch, layers, raised_by, same
 
 SHARED = {"host_weights": "shared"}

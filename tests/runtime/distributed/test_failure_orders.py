@@ -14,7 +14,7 @@ from torch import nn
 
 from roundpipe_runtime import RoundPipeRunConfig
 from roundpipe_runtime.device.virtual import parse_devices
-from roundpipe_runtime.distributed.rank_groups import RankGroups
+from roundpipe_runtime.distributed.replicas.rank_groups import RankGroups
 from roundpipe_runtime.engine.driver import Engine
 from roundpipe_runtime.errors import DistributedError
 from tests.runtime.distributed.thread_ranks import ThreadRanks, in_threads

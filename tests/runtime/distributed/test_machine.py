@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_runtime.distributed.machine import Process
+from roundpipe_runtime.distributed.ranks.machine import Process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked through /proc")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, default_collate
 
 from roundpipe_runtime import ConfigError
-from roundpipe_runtime.distributed.sampler import ReplicaBatchSampler, collate_with_empty
+from roundpipe_runtime.distributed.replicas.sampler import ReplicaBatchSampler, collate_with_empty
 
 
 def parts_of(batches, replicas, size):

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from roundpipe_runtime.distributed.alarm import Alarm
-from roundpipe_runtime.distributed.errors import rank_failed_in_step, ranks_gone
-from roundpipe_runtime.distributed.ranks import Ranks
+from roundpipe_runtime.distributed.ranks.alarm import Alarm
+from roundpipe_runtime.distributed.ranks.errors import rank_failed_in_step, ranks_gone
+from roundpipe_runtime.distributed.ranks.ranks import Ranks
 
 __all__ = ["ThreadRanks", "Wire", "in_threads"]
 

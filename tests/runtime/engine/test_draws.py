@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, StageError, doing_recompute
-from roundpipe_runtime.engine.draws import move_generator
-from roundpipe_runtime.engine.recompute import VisitGenerator, run_seeded
+from roundpipe_runtime.engine.recompute.draws import move_generator
+from roundpipe_runtime.engine.recompute.states import VisitGenerator, run_seeded
 
 F = nn.functional
 

@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.engine.resident: gradients of a layer, from its backward to the host."""
+"""Tests of roundpipe_runtime.engine.parameters.on_device: gradients of a layer, from its backward to the host."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, VirtualDevice, WeightedLoss
 from roundpipe_runtime.device.events import NOW
-from roundpipe_runtime.engine.resident import LayerOnDevice
+from roundpipe_runtime.engine.parameters.on_device import LayerOnDevice
 from roundpipe_runtime.optim.parameters import scan
 from tests.runtime.small import batch, gradients, near, same_bits, small_model
 

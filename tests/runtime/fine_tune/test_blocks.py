@@ -5,9 +5,10 @@ import tracemalloc
 import pytest
 import torch
 
-from roundpipe_runtime.fine_tune import ByteTokenizer, FineTuneError, blocks, make_blocks, read_blocks
-from roundpipe_runtime.fine_tune.blocks import pack
-from roundpipe_runtime.fine_tune.text_files import END
+from roundpipe_runtime.fine_tune import ByteTokenizer, FineTuneError, make_blocks, read_blocks
+from roundpipe_runtime.fine_tune.data import blocks
+from roundpipe_runtime.fine_tune.data.blocks import pack
+from roundpipe_runtime.fine_tune.data.text_files import END
 
 
 class NoEnd(ByteTokenizer):

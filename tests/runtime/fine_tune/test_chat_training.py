@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from roundpipe_runtime.fine_tune import ChatTokens, FineTuneError, Settings, StepRecord, Training, make_chat_rows
-from roundpipe_runtime.fine_tune.chat_tokens import Encoder
-from roundpipe_runtime.fine_tune.conversations import conversation_of
+from roundpipe_runtime.fine_tune.data.chat_tokens import Encoder
+from roundpipe_runtime.fine_tune.data.conversations import conversation_of
+from roundpipe_runtime.fine_tune.data.tokenizer import FolderTokenizer
 from roundpipe_runtime.fine_tune.order import Order
-from roundpipe_runtime.fine_tune.tokenizer import FolderTokenizer
 from tests.runtime import tiny_training as tiny
 
 pytest.importorskip("transformers")

@@ -1,1 +1,1 @@
-"""Caches of transformers as nodes: every layer class, its leaves and its static part."""
+"""Flatten the caches of transformers: every layer class, its leaves and its static part."""

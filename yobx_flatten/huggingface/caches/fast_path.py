@@ -1,4 +1,4 @@
-"""Layers of one kind read, and built, all at once: the common case of :mod:`yobx_flatten.huggingface.caches.layouts`.
+"""Flatten and rebuild caches whose layers are all of one kind in one pass.
 
 A cache is flattened at every call of a program, and mostly looks as the last one did. So how a list of layers was
 read is kept by the classes of the layers, and tried first: its functions (:mod:`.layer_code`) check as they read, and
@@ -73,11 +73,7 @@ _READINGS: dict[tuple[Any, ...], tuple[_Reading, ...]] = {}
 
 
 def read_as_before(layers: list[Any], plain: bool) -> tuple[list[Any], list[str]] | None:
-    """Flatten layers as layers of these classes were flattened before.
-
-    Returns:
-        The leaves and their names; ``None`` when the layers are not as those were.
-    """
+    """Flatten layers as layers of these classes were flattened before."""
     for reading in _READINGS.get((plain, *map(type, layers)), ()):
         leaves = _read(reading, layers)
         if leaves is not None:
@@ -112,16 +108,8 @@ def _read(reading: _Reading, layers: list[Any]) -> list[Any] | None:
 def learn(
     layers: list[Any], plain: bool, reads: list[LayerRead], names: list[str], full: int | None, slides: bool
 ) -> None:
-    """Keep how layers were read.
-
-    Args:
-        layers: which.
-        plain: as they were read.
-        reads: how each of them was.
-        names: the names of their leaves.
-        full: the leaf that holds every token; ``None`` if there is none.
-        slides: whether the layers that count are of those that slide.
-    """
+    """Keep how layers were read."""
+    # full: the leaf that holds every token; `None` if there is none
     groups = _grouped([read[:3] for read in reads])
     parts = [(reader(*read), _pick(indices)) for read, indices in groups.items()]
     order = _order_of_leaves([read.leaf_count for read in reads], groups.values())
@@ -156,18 +144,7 @@ _OBJECTS: dict[type, tuple[_ObjectReading, ...]] = {}
 
 
 def read_object(obj: object, without: Container[str] = ()) -> tuple[str, list[str], list[Any]]:
-    """Flatten one object by its attributes.
-
-    Args:
-        obj: not a layer: its integers count for itself.
-        without: the attributes to pass over.
-
-    Returns:
-        The template as JSON, the leaves' paths and the leaves.
-
-    Raises:
-        StaticDataError: when an attribute can neither be a leaf nor be stored; it names the attribute.
-    """
+    """Flatten one object by its attributes."""
     cls: Any = type(obj)
     for reading in _OBJECTS.get(cls, ()):
         leaves: list[Any] = []
@@ -224,12 +201,7 @@ def object_builder(cls: type, template: str) -> Callable[[Sequence[Any]], Any]:
 
 
 class Builders:
-    """Builds layers around leaves, all layers of a kind at once.
-
-    Args:
-        layers: how each of them is built.
-        leaf_count: how many leaves the cache has, with those that no layer holds.
-    """
+    """Builds layers around leaves, all layers of a kind at once."""
 
     def __init__(self, layers: list[LayerBuild], leaf_count: int) -> None:
         filled = [index for index, layer in enumerate(layers) if layer.empty is None]
@@ -240,12 +212,7 @@ class Builders:
         self._empty = [(index, layer.empty) for index, layer in enumerate(layers) if layer.empty is not None]
 
     def __call__(self, values: Sequence[Any], length: Any) -> list[Any] | None:
-        """Build the layers; ``None`` when the values are not what the leaves of such layers are.
-
-        Args:
-            values: the leaves, or placeholders for them.
-            length: the number of tokens seen.
-        """
+        """Build the layers; ``None`` when the values are not what the leaves of such layers are."""
         if len(values) != self._leaf_count or type(length) is not int:
             return None
         try:

@@ -1,4 +1,4 @@
-"""Caches as nodes: ``DynamicCache``, ``StaticCache``, ``EncoderDecoderCache``.
+"""Flatten ``DynamicCache``, ``StaticCache`` and ``EncoderDecoderCache`` as nodes.
 
 The static part of a cache is the list of its leaves' names. A cache of ``DynamicLayer`` only has the plain names
 ``key_0, value_0, key_1, ...``; any other cache states for every layer what it is: ``key_D_0, value_D_0, key_W8_1, ...``
@@ -312,15 +312,10 @@ def _with_keys(values: list[Any], names: list[str]) -> tuple[list[tuple[Any, Any
 
 
 def new_cache(cls: Any, layers: list[Any], *, grows: bool) -> TransformersCache:
-    """Make a cache of the given layers, without its constructor.
-
-    Args:
-        cls: its class.
-        layers: its layers.
-        grows: whether it makes the layers it lacks. A ``DynamicCache`` of full layers only may have been made to grow
-            by one layer per layer of the model; one made from a configuration has all of them and never asks. Both are
-            the same kind of cache to a program.
-    """
+    """Make a cache of the given layers, without its constructor."""
+    # grows: whether it makes the layers it lacks. A `DynamicCache` of full layers only may have been made to grow by
+    # one layer per layer of the model; one made from a configuration has all of them and never asks. Both are the same
+    # kind of cache to a program.
     cache = cls.__new__(cls)
     replicated = _full_layer() if grows else None
     cache.__dict__ = {"layers": layers, "layer_class_to_replicate": replicated, "offloading": False}

@@ -1,4 +1,4 @@
-"""A template as two generated functions, which cost what the attributes of a layer cost.
+"""Generate the two functions that flatten and rebuild a layer from its template.
 
 Reading an object by walking its template costs twenty times what a plain list does, so each template becomes source
 that names every attribute once. The first function also *checks* that what it reads is what the template states, down
@@ -127,19 +127,12 @@ def _compiled(start: str, name: str, writer: _Reader | _Filler) -> Callable[...,
 
 @functools.lru_cache(maxsize=1024)
 def reader(cls: type, names: tuple[str, ...] | int, template: str) -> Callable[..., bool]:
-    """Write the function that reads objects of a template.
-
-    Args:
-        cls: their class.
-        names: all their attributes; what the template does not mention is passed over. The number of them where their
-            names are known from the template: others are not looked at, nor what follows from the leaves.
-        template: the template, as JSON.
-
-    Returns:
-        ``read(objects, leaves, lengths)``, which appends the leaves of the objects, and the number of tokens that they
-        counted, once for as many as agree. ``False``, or an error, when an object is not as the template states;
-        nothing may be used then.
-    """
+    """Write the function that reads objects of a template."""
+    # names: all their attributes; what the template does not mention is passed over. The number of them where their
+    # names are known from the template: others are not looked at, nor what follows from the leaves.
+    # returns: `read(objects, leaves, lengths)`, which appends the leaves of the objects, and the number of tokens that
+    # they counted, once for as many as agree. `False`, or an error, when an object is not as the template states;
+    # nothing may be used then.
     writer = _Reader(read_template(template), names)
     return _compiled(f"<read {cls.__module__}.{cls.__qualname__}", "read", writer)
 
@@ -333,16 +326,9 @@ def _window_of(template: Template) -> int | None:
 
 @functools.lru_cache(maxsize=1024)
 def filler(cls: type, template: str) -> Callable[..., None]:
-    """Write the function that fills new objects with their leaves: no copy, no ``__init__``, no tensor made.
-
-    Args:
-        cls: their class.
-        template: the template, as JSON.
-
-    Returns:
-        ``fill(objects, length, *columns)``: objects without attributes, the number of tokens seen, and for each leaf of
-        the template the sequence of its values, real ones. It raises when the leaves do not suit the template.
-    """
+    """Write the function that fills new objects with their leaves: no copy, no ``__init__``, no tensor made."""
+    # returns: `fill(objects, length, *columns)`: objects without attributes, the number of tokens seen, and for each
+    # leaf of the template the sequence of its values, real ones. It raises when the leaves do not suit the template.
     writer = _Filler(cls, read_template(template))
     return _compiled(f"<fill {cls.__module__}.{cls.__qualname__}", "fill", writer)
 

@@ -1,4 +1,4 @@
-"""One row per class of cache layer: its letter, its tensors, what counts tokens, what its configuration fixes.
+"""One row per class of cache layer: its letter, tensors, token counters and fixed settings.
 
 ========  ===========================  =======================  ==================  ==============================
 letter    class                        leaves                   counter             static (digits after the letter)
@@ -91,27 +91,16 @@ _WINDOW_TENSORS: dict[int, dict[torch.device, torch.Tensor]] = {}
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """What is to know about one class of layers, for the installed version of transformers.
+    """What is to know about one class of layers, for the installed version of transformers."""
 
-    Attributes:
-        cls: the class.
-        letter: its letter code.
-        has_flag: instances have ``is_initialized`` (transformers >= 4.57); before, ``keys is None`` states it.
-        has_recording: instances have ``record_past`` (transformers >= 5.17).
-        has_dtype: a filled layer has ``dtype`` (transformers < 5.24).
-        has_cropping: instances have ``_is_croppable`` (transformers >= 5.24).
-        derived: attributes that a filled static layer takes from its tensors.
-        has_position: a static layer counts in a tensor (transformers >= 5.10 or so).
-    """
-
-    cls: Any
-    letter: str
-    has_flag: bool
-    has_recording: bool
-    has_dtype: bool
-    has_cropping: bool
-    derived: tuple[str, ...]
-    has_position: bool
+    cls: Any  # the class
+    letter: str  # its letter code
+    has_flag: bool  # instances have `is_initialized` (transformers >= 4.57); before, `keys is None` states it
+    has_recording: bool  # instances have `record_past` (transformers >= 5.17)
+    has_dtype: bool  # a filled layer has `dtype` (transformers < 5.24)
+    has_cropping: bool  # instances have `_is_croppable` (transformers >= 5.24)
+    derived: tuple[str, ...]  # attributes that a filled static layer takes from its tensors
+    has_position: bool  # a static layer counts in a tensor (transformers >= 5.10 or so)
 
     @property
     def is_static(self) -> bool:
@@ -147,11 +136,7 @@ class LayerKind:
         return known.union((PLACEHOLDERS, "_sliding_window_tensor")).issuperset(vars(layer))
 
     def is_filled(self, layer: CacheLayer, index: int) -> bool:
-        """Return whether the layer holds keys and values.
-
-        Raises:
-            CacheStructureError: when it holds only one of them, or states something else than it holds.
-        """
+        """Return whether the layer holds keys and values."""
         held = vars(layer)
         if PLACEHOLDERS in held:
             return True
@@ -167,13 +152,8 @@ class LayerKind:
         )
 
     def template(self, parameter: str, *, filled: bool, has_position: bool) -> Template:
-        """Say of every attribute what stands there, as of the layers without a row.
-
-        Args:
-            parameter: what follows the letter in the code.
-            filled: the layer holds keys and values.
-            has_position: it counts in a tensor; in a stored program that is as it was when it was stored.
-        """
+        """Say of every attribute what stands there, as of the layers without a row."""
+        # has_position: it counts in a tensor; in a stored program that is as it was when it was stored
         held: list[Any] = ["tensor"] if filled else ["fixed", None]
         template: Template = {"keys": held, "values": held}
         if self.has_flag:
@@ -324,11 +304,7 @@ def keeps_dtype(cls: type) -> bool:
 
 @functools.cache
 def kind_of_code(code: str) -> tuple[LayerKind, str]:
-    """Return the row and the parameter of a code such as ``W8``.
-
-    Raises:
-        UnsupportedLayerError: for a letter that no row has, as in a program saved by a newer version.
-    """
+    """Return the row and the parameter of a code such as ``W8``."""
     import transformers.cache_utils as cache_utils
 
     letter = letter_of(code)

@@ -1,4 +1,4 @@
-"""Flatten cache layers to leaves and names, and back. Names are static: they state all that a program relies on.
+"""Flatten cache layers to named leaves, and rebuild them. The names are static.
 
 What is here works layer by layer, for layers that hold anything: tensors, nothing, placeholders, what a trace puts in.
 What it finds out is kept, and the same layers are read and built all at once from then on
@@ -48,19 +48,9 @@ _UNSET: Any = object()  # not None, which may stand for any leaf
 
 
 def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[str]]:
-    """Flatten layers.
-
-    Args:
-        layers: layers of any classes; those without a row in :mod:`.layers` by their attributes.
-        plain: layers that are all ``DynamicLayer`` get names without a letter.
-
-    Returns:
-        The layers' own tensors and counters, and their names (layers that hold nothing have a name and no leaf).
-
-    Raises:
-        CacheStructureError: when a layer is half-initialised, or layers have not seen the same tokens.
-        StaticDataError: when a layer without a row has an attribute that cannot be stored.
-    """
+    """Flatten layers."""
+    # layers: layers of any classes; those without a row in `layers` by their attributes
+    # plain: layers that are all `DynamicLayer` get names without a letter
     found = read_as_before(layers, plain)
     if found is not None:
         return found
@@ -71,19 +61,7 @@ def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[s
 
 
 def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
-    """Unflatten layers: build them around their leaves.
-
-    Args:
-        values: the leaves, or placeholders for them.
-        names: as :func:`flatten_layers` returned them.
-
-    Returns:
-        The layers.
-
-    Raises:
-        SpecMismatchError: when there are not as many values as names of leaves.
-        UnsupportedLayerError: when a name has a letter that no class has.
-    """
+    """Unflatten layers: build them around their leaves."""
     values = values if isinstance(values, (list, tuple)) else list(values)
     plan = _plan(names)
     if len(values) != plan.leaf_count:
@@ -108,11 +86,7 @@ def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
 
 
 def hold_length_leaf(layers: list[Any]) -> None:
-    """Have layers that slide hold the leaf that they count in, as in a trace: the same tensor at each flattening.
-
-    Args:
-        layers: those of one cache, which are changed.
-    """
+    """Have layers that slide hold the leaf that they count in, as in a trace: the same tensor at each flattening."""
     values, names = flatten_layers(layers, plain=True)
     if names[-1:] != [LENGTH] or not isinstance(values[-1], torch.Tensor):
         return

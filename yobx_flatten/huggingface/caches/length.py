@@ -1,4 +1,4 @@
-"""The number of tokens that sliding layers have seen, as a leaf: a tensor without axes.
+"""Flatten the number of tokens that sliding layers have seen to a 0-d tensor, and back to an int.
 
 The layers count in a Python integer. Among the inputs of a program that is one more kind of input, which ExecuTorch,
 AOTInductor and the signature of a submodule do not have; a tensor is what all of them take. It stays on the CPU, where
@@ -38,14 +38,8 @@ def slides(cls: type) -> bool:
 
 
 def length_leaf(seen: int | torch.SymInt | torch.Tensor | StoredInteger) -> Any:
-    """Return the leaf for a number of tokens.
-
-    Args:
-        seen: what the layers hold: an integer; in a trace a symbol, or the leaf that they were unflattened with.
-
-    Returns:
-        An int64 tensor without axes; a placeholder as it is.
-    """
+    """Return the leaf for a number of tokens."""
+    # seen: what the layers hold: an integer; in a trace a symbol, or the leaf that they were unflattened with
     if isinstance(seen, StoredInteger):
         return int(seen)
     if torch.compiler.is_dynamo_compiling():
@@ -57,11 +51,8 @@ def length_leaf(seen: int | torch.SymInt | torch.Tensor | StoredInteger) -> Any:
 
 
 def length_of(leaf: object) -> object:
-    """Return what layers hold for a leaf: its number, or the leaf where it has none that can be read.
-
-    Args:
-        leaf: an int64 tensor without axes; an integer, as stored by earlier versions; a placeholder.
-    """
+    """Return what layers hold for a leaf: its number, or the leaf where it has none that can be read."""
+    # leaf: an int64 tensor without axes; an integer, as stored by earlier versions; a placeholder
     if not isinstance(leaf, torch.Tensor) or leaf.dim() or _has_no_value():
         return leaf
     plain = leaf

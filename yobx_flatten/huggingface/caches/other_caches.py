@@ -1,4 +1,4 @@
-"""Every other cache: subclasses of ``Cache``, also a model's own, and the caches that do not inherit it.
+"""Flatten every other cache: subclasses of ``Cache``, and caches that do not inherit it.
 
 A subclass is flattened as its parent is; attributes of its own follow an entry ``cache=...`` that states how to
 rebuild them. A class that is not a ``Cache`` (``xLSTMCache``, padding caches of audio codecs) is flattened by its
@@ -31,12 +31,7 @@ _OWN = "cache="
 
 
 def cache_recipes(known: set[type], remedy: str) -> list[Recipe]:
-    """Recipes of all cache classes defined so far.
-
-    Args:
-        known: classes that have recipes of their own.
-        remedy: the line that registers them.
-    """
+    """Recipes of all cache classes defined so far."""
     import transformers.cache_utils as cache_utils
 
     classes = dict.fromkeys(subclasses_of(cache_utils.Cache))

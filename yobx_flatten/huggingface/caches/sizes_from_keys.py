@@ -1,4 +1,4 @@
-"""Names of leaves that state no size: newer versions of yobx write ``key_W_1`` where others write ``key_W8_1``."""
+"""Read leaf names without sizes: newer versions of yobx write ``key_W_1`` instead of ``key_W8_1``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,10 @@ _WITHOUT = re.compile(r"(.+)_([WSX])_(\d+)")
 def with_sizes(values: Sequence[Any], names: list[str]) -> list[str]:
     """Return names in which every layer states its size: the number of tokens of its keys, as yobx reads it.
 
-    Args:
-        values: the leaves.
-        names: their names; those that state a size, or whose keys are no tensor, stay as they are.
-
     >>> with_sizes([torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4)], ["key_W_0", "value_W_0"])
     ['key_W5_0', 'value_W5_0']
     """
+    # names: their names; those that state a size, or whose keys are no tensor, stay as they are
     found = {name: _WITHOUT.fullmatch(name) for name in names}
     sizes = {
         match[3]: value.shape[2]

@@ -1,4 +1,4 @@
-"""Any object by its attributes: which are tensors, which count tokens, which are fixed. For classes without a row.
+"""Flatten a cache layer that has no row, by its attributes: tensors, token counters, fixed settings.
 
 A *template* states of every attribute what stands there. It is static data: it holds nothing that depends on the batch,
 the tokens seen, the dtype or the device, and it survives JSON.
@@ -66,18 +66,7 @@ _DROPPED = {"_sliding_window_tensor", "prefetch_stream"}
 
 
 def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Template, list[Any]]:
-    """Flatten the attributes of an object.
-
-    Args:
-        held: its ``vars()``.
-        in_cache: the object is a layer of a cache, which provides the number of tokens seen.
-
-    Returns:
-        The template and the leaves, in the order of the attributes.
-
-    Raises:
-        StaticDataError: when an attribute can neither be a leaf nor be stored; it names the attribute.
-    """
+    """Flatten the attributes of an object."""
     leaves: list[Any] = []
     waiting: list[tuple[str, Any]] = []
     template: Template = {}
@@ -235,17 +224,7 @@ def follow_state(template: Template, held: dict[str, Any]) -> list[Any]:
 
 
 def build_state(template: Template, leaves: Iterator[Any], length: Length) -> tuple[dict[str, Any], list[Any], bool]:
-    """Unflatten the attributes of an object: build them around its leaves.
-
-    Args:
-        template: what :func:`read_state` returned, possibly after a trip through JSON.
-        leaves: yields the leaves, or placeholders for them.
-        length: the number of tokens seen.
-
-    Returns:
-        The attributes, the leaves that were used, and whether these are what the template states, not placeholders:
-        torch also counts leaves through with integers.
-    """
+    """Unflatten the attributes of an object: build them around its leaves."""
     used: list[Any] = []
     real = True
 

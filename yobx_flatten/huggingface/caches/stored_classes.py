@@ -1,4 +1,4 @@
-"""Classes that the names of a cache state, found among those that are defined: a file chooses no imports."""
+"""Resolve the classes that the names of a cache state, among those already defined. Nothing is imported."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ __all__ = ["layer_class", "part_class"]
 
 
 def layer_class(name: object) -> type:
-    """Return the class of a layer that a name states.
-
-    Raises:
-        CacheStructureError: when it is not a class of layers that is defined already.
-    """
+    """Return the class of a layer that a name states."""
     import transformers.cache_utils as cache_utils
 
     names = ("CacheLayerMixin", "LinearAttentionCacheLayerMixin")
@@ -33,11 +29,7 @@ def layer_class(name: object) -> type:
 
 
 def part_class(name: object) -> type:
-    """Return the class of a part of a layer: of a model library's own caches, or of what quantises them.
-
-    Raises:
-        CacheStructureError: when it is none.
-    """
+    """Return the class of a part of a layer: of a model library's own caches, or of what quantises them."""
     found = _class_named(name)
     module, _, qualified = str(name).partition(":")
     of_quanto = module.startswith("optimum.quanto.") and "Optimizer" in qualified

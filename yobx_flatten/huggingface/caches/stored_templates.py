@@ -1,4 +1,4 @@
-"""Templates that the names of a cache state, read as data of a file: source is generated from them.
+"""Read the templates that the names of a cache state as untrusted data: code is generated from them.
 
 A name such as ``layer_0=transformers.cache_utils:DynamicIndexedLayer={"keys": ["tensor"], ...}`` can come from a stored
 value, a recorded call or a program of anyone. So it is checked before anything is made of it: entries have the kinds
@@ -24,14 +24,8 @@ _MOST_AXES = 16
 
 @functools.lru_cache(maxsize=1024)
 def read_template(text: str) -> Template:
-    """Return a template that was written as JSON, with every entry checked.
-
-    Args:
-        text: what ``json.dumps`` made of what :func:`.state.read_state` returned; shared, not to be changed.
-
-    Raises:
-        CacheStructureError: when it is anything else.
-    """
+    """Return a template that was written as JSON, with every entry checked."""
+    # text: what `json.dumps` made of what `state.read_state` returned; shared, not to be changed
     try:
         template = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,1 +1,1 @@
-"""Versions of transformers' functions without branches, active during a trace."""
+"""Replace functions of transformers by versions without branches, during a trace."""

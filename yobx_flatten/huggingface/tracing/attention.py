@@ -1,4 +1,4 @@
-"""Attention in one operator, with keys and values of as many heads as the cache has.
+"""Trace attention as one operator, with as many key heads as the cache has.
 
 Where there is a mask, transformers repeats keys and values for every query head before it calls
 ``scaled_dot_product_attention``, since some kernels of accelerators need that. In a file the repetition copies the

@@ -1,4 +1,4 @@
-"""Mixtures of experts whose models loop over the experts that were hit: how many are hit depends on the values.
+"""Trace mixtures of experts without the loop over the experts that were hit.
 
 Here every expert sees every token, and what a token was not routed to weighs nothing. Models that multiply their
 experts in groups, by an operator, need no replacement.

@@ -1,4 +1,4 @@
-"""Cache layers that do the same for every length: the traceable versions of their methods.
+"""Trace the methods of cache layers with one code path for every length.
 
 A layer branches on the number of tokens it has seen, and a trace follows one branch. Here the same tensors come out of
 arithmetic on lengths:

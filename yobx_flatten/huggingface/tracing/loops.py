@@ -1,4 +1,4 @@
-"""Models that call their layers in a loop, of which the last call alone writes what the cache holds."""
+"""Trace models that call their layers in a loop, where only the last call writes the cache."""
 
 from __future__ import annotations
 

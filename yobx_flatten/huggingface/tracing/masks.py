@@ -1,4 +1,4 @@
-"""Attention masks that are made the same way for every length: always, padded, and broadcast."""
+"""Trace attention masks with one code path for every length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reversible patches that transformers' own exporters apply to its models, for those that are imported.
+"""Apply the reversible patches of transformers' own exporters to the imported models.
 
 transformers 5.17 and later bring versions of some methods that a trace can follow, most of them of attention over
 pictures: one product instead of a loop over pictures of several sizes. They are put in place as ours are, by owner and

@@ -1,4 +1,4 @@
-"""Which functions of which models are computed in another form while they are traced.
+"""List the functions of models that are replaced during a trace.
 
 A function is replaced only if its module is imported, and only if it takes what its version knows
 (:mod:`.replacement`).

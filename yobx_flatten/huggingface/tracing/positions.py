@@ -1,4 +1,4 @@
-"""Positions that a model computes in Python integers, or with sizes that a trace cannot compare."""
+"""Trace positions that a model computes with Python integers."""
 
 from __future__ import annotations
 

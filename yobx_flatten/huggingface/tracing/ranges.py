@@ -1,4 +1,4 @@
-"""Ranges that begin at a number of tokens which is a tensor: how models make positions before transformers 5.1.
+"""Trace ``torch.arange`` that starts at a tensor: positions before transformers 5.1.
 
 .. code-block:: text
 

@@ -1,4 +1,4 @@
-"""Versions of functions that a trace can follow, called however the original is called.
+"""Replace functions by versions that a trace can follow, with the signature of the original.
 
 .. code-block:: text
 
@@ -37,15 +37,10 @@ _warned: set[str] = set()
 
 
 def replacement(make: Make) -> Make:
-    """Let a version be called as its original is.
-
-    Args:
-        make: returns a version for an original; the original itself where a release needs none.
-
-    Returns:
-        A function that returns for an original what takes its place: with the signature of the original. An original
-        that the version does not fit stays, with a warning of :class:`~yobx_flatten.errors.ReplacedFunctionWarning`.
-    """
+    """Let a version be called as its original is."""
+    # make: returns a version for an original; the original itself where a release needs none
+    # returns: A function that returns for an original what takes its place: with the signature of the original. An
+    # original that the version does not fit stays, with a warning of `yobx_flatten.errors.ReplacedFunctionWarning`.
 
     @functools.wraps(make)
     def made(original: Function) -> Function:
@@ -62,12 +57,7 @@ def replacement(make: Make) -> Make:
 
 
 def misfit(version: Function, original: Function) -> str | None:
-    """Return why a version cannot stand for an original; ``None`` where it can.
-
-    Args:
-        version: a function with one name for the cache.
-        original: the function that it replaces.
-    """
+    """Return why a version cannot stand for an original; ``None`` where it can."""
     own = {_CACHE if name == argument_of(original) else name for name in _named(original)}
     takes = inspect.signature(version).parameters
     reads = {name for name in _named(version) if name != "again"}

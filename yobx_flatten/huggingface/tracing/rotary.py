@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies follow the length (``"dynamic"``, ``"longrope"``): computed, not remembered."""
+"""Trace rotary embeddings whose frequencies depend on the length (``"dynamic"``, ``"longrope"``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that attend to chosen or compressed keys: one graph for any number of them.
+"""Trace models that attend to chosen or compressed keys, with one graph for any number of them.
 
 DeepSeek V4 closes a window of keys whenever enough of them have come, and Qwen 4 chooses blocks of visible keys query
 by query. Their own code asks how many windows or blocks there are; here there may be none.
@@ -26,10 +26,8 @@ def prepare_compressed(layer: CacheLayer) -> None:
 
     Between two calls a buffer holds fewer keys than a window takes, often none or one, and a trace would fix these
     sizes. What is traced is never run on these values.
-
-    Args:
-        layer: a layer of a copy of the example's cache, changed in place; other layers are left alone.
     """
+    # layer: a layer of a copy of the example's cache, changed in place; other layers are left alone
     held = vars(layer)
     rate = held.get("compress_rate")
     if "entry_count" not in held or not isinstance(rate, int):

@@ -1,4 +1,4 @@
-"""The few replacements that let one trace of a transformers model serve all lengths.
+"""Replacements that let one trace of a transformers model serve all lengths.
 
 A trace follows one branch. transformers branches on the number of tokens seen (is the window full?), on mask lengths
 and on whether a mask can be left out; each would fix the example's case in the program. The versions put in place here

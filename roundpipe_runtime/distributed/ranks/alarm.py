@@ -1,0 +1,186 @@
+"""Notify the other ranks of a failure through the job's store, while they compute or wait.
+
+A collective would not do: the others call it when they have something to send, which may be minutes later. So a thread
+looks into the store a few times a second, and whether the processes of its machine are there: one that was killed
+cannot notify the others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from .machine import Process
+
+__all__ = ["Alarm"]
+
+# Seconds between two looks: an exception on one rank is to be raised on all within a second.
+_PERIOD = 0.1
+
+# Seconds in which a rank of another machine answers if it is alive.
+_PATIENCE = 3.0
+
+
+class Alarm:
+    """Passes the news that a rank has failed."""
+
+    # store: store of the job, `None` for a process alone
+
+    def __init__(self, store: Any, rank: int, size: int, prefix: str = "") -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._prefix = f"roundpipe/{prefix}"
+        self._listener: Callable[[int | None], None] | None = None
+        self._gone: list[int] | None = None
+        self._step_failure: tuple[int, str] | None = None
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._here = Process.here()
+        self._processes: dict[int, Process] = {}
+        if store is not None and size > 1:
+            store.set(f"{self._prefix}/process/{rank}", json.dumps(self._here))
+            self._thread = threading.Thread(
+                target=_listen, args=(weakref.ref(self),), name="roundpipe alarm", daemon=True
+            )
+            self._thread.start()
+            _ALARMS.add(self)
+
+    def listen(self, listener: Callable[[int | None], None] | None) -> None:
+        """Set the function that is called when another rank has failed."""
+        # listener: function that is given the number of the call; `None` when a rank is gone
+        with self._lock:
+            self._listener = listener
+
+    def raise_for(self, call: int) -> None:
+        """Notify the other ranks that this one has failed."""
+        self._send({"call": call})
+
+    def notify_step_failed(self, text: str) -> None:
+        """Notify the other ranks that a step has failed here."""
+        self._send({"step": text})
+
+    def take_step_failure(self) -> tuple[int, str] | None:
+        """Return the rank whose step has failed and what failed there, once; wait a moment for the news."""
+        deadline = time.monotonic() + 10 * _PERIOD
+        while self._step_failure is None and self._gone is None and time.monotonic() < deadline:
+            time.sleep(_PERIOD / 4)
+        found, self._step_failure = self._step_failure, None
+        return found
+
+    def find_gone(self) -> list[int]:
+        """Return the ranks that do not answer; rank 0 where the store itself is gone, which is in that process."""
+        if self._gone is None and self._store is not None and self._size > 1:
+            try:
+                self._gone = self._ask() or None
+                if self._gone:
+                    self._send({"gone": self._gone})
+            except RuntimeError:
+                self._gone = [0] if self._rank else []
+        return self._gone or []
+
+    def _ask(self) -> list[int]:
+        question = f"{self._rank}/{time.time_ns()}"
+        self._send({"question": question})
+        missing = set(range(self._size)) - {self._rank}
+        deadline = time.monotonic() + _PATIENCE
+        while missing and self._gone is None and time.monotonic() < deadline:
+            missing -= {rank for rank in missing if self._store.check([f"{self._prefix}/here/{question}/{rank}"])}
+            if ended := self._ended():
+                return ended
+            time.sleep(_PERIOD / 4)
+        return sorted(missing) if self._gone is None else self._gone
+
+    def _ended(self) -> list[int]:
+        """The ranks whose processes are on this machine and have ended."""
+        known = list(self._processes.items())
+        return sorted(rank for rank, one in known if one.machine == self._here.machine and one.has_ended())
+
+    def _meet(self) -> None:
+        """Ask for the processes of the other ranks, as far as they are here by now."""
+        for rank in range(self._size):
+            key = f"{self._prefix}/process/{rank}"
+            if rank not in self._processes and self._store.check([key]):
+                self._processes[rank] = Process(*json.loads(self._store.get(key)))
+
+    def _look(self) -> None:
+        """End a call that waits for a process that has ended."""
+        self._meet()
+        if self._listener is not None and self._gone is None and (ended := self._ended()):
+            self._gone = ended
+            self._send({"gone": ended})
+            self._hear(None)
+
+    def _lose_store(self) -> None:
+        """End a call if the store is gone because the process that had it has ended; the kernel takes a moment."""
+        deadline = time.monotonic() + 10 * _PERIOD
+        while self._listener is not None and self._gone is None and time.monotonic() < deadline:
+            if ended := self._ended():
+                self._gone = ended
+                self._hear(None)
+            time.sleep(_PERIOD / 4)
+
+    def _hear(self, call: int | None) -> None:
+        with self._lock:
+            listener = self._listener
+        if listener is not None:
+            listener(call)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+
+    def _send(self, news: dict[str, Any]) -> None:
+        if self._store is not None and self._size > 1:
+            number = self._store.add(f"{self._prefix}/count", 1)
+            self._store.set(f"{self._prefix}/news/{number}", json.dumps({**news, "rank": self._rank}))
+
+    def _take(self, number: int) -> bool:
+        """Handle a piece of news; report whether there was one."""
+        key = f"{self._prefix}/news/{number}"
+        if not self._store.check([key]):
+            return False
+        news = json.loads(self._store.get(key))
+        if news["rank"] == self._rank:
+            return True
+        if "question" in news:
+            self._store.set(f"{self._prefix}/here/{news['question']}/{self._rank}", "yes")
+            return True
+        if "step" in news:
+            self._step_failure = news["rank"], news["step"]
+            return True
+        if "gone" in news and self._gone is None:
+            self._gone = news["gone"]
+        self._hear(news.get("call"))
+        return True
+
+
+_ALARMS: weakref.WeakSet[Alarm] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the threads before the interpreter does, which would end the process where one is in the store's code."""
+    for alarm in list(_ALARMS):
+        alarm.close()
+        alarm._thread.join(1.0)
+
+
+def _listen(alarm: weakref.ref[Alarm]) -> None:
+    number, found = 1, alarm()
+    while found is not None and not found._closed.is_set():
+        closed = found._closed
+        try:
+            while found._take(number):
+                number += 1
+            found._look()
+        except (RuntimeError, ValueError):  # the next collective fails, and is reported
+            found._lose_store()
+            return
+        del found
+        if closed.wait(_PERIOD):
+            return
+        found = alarm()

@@ -1,0 +1,49 @@
+"""Find the processes on this machine, and notice at once when one of them ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Process", "this_machine"]
+
+# States of a process that has ended, of which its parent may not have heard yet.
+_ENDED = ("Z", "X")
+
+
+def this_machine() -> str:
+    """Return a name that processes have in common if they see each other; where that is not known, one of its own."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+    return f"{socket.gethostname()} {os.getpid()}"
+
+
+class Process(NamedTuple):
+    """A process of a machine."""
+
+    machine: str  # name of the machine
+    number: int  # number of the process
+    started: str  # when it was started, as the kernel counts: numbers are used again
+
+    @classmethod
+    def here(cls) -> Process:
+        """Return this process."""
+        return cls(this_machine(), os.getpid(), _state(os.getpid())[1])
+
+    def has_ended(self) -> bool:
+        """Report whether the process has ended; it must be one of this machine."""
+        state, started = _state(self.number)
+        return state in _ENDED or started != self.started
+
+
+def _state(number: int) -> tuple[str, str]:
+    """The state of a process, and when it was started; nothing for one that is not there."""
+    with contextlib.suppress(OSError):
+        # the name of the program, in parentheses, may hold anything
+        fields = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return fields[0], fields[19]
+    return "X" if Path("/proc/self/stat").exists() else "", ""

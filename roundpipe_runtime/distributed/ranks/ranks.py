@@ -1,0 +1,252 @@
+"""The processes that train one model, and all that they exchange. No other file calls a collective.
+
+Four process groups of gloo, each used by one thread at a time, so that every rank calls in the same order:
+
+::
+
+    control    what ranks state about a call, by the thread of the caller
+    data       gradients, by the thread that sums them, next to the backward
+    weights    weights after a step, by the thread that publishes them, next to the forward
+    step       norms, and whether a step succeeded, by the thread that runs the step
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from yobx_flatten.private_names.of_torch import backend_options, default_store
+
+from ...errors import ConfigError
+from .alarm import Alarm
+from .errors import rank_failed_in_step, ranks_gone
+
+__all__ = ["Channel", "MeshRanks", "Ranks", "job_timeout", "meet", "ranks_of"]
+
+Channel: TypeAlias = Literal["control", "data", "weights", "step"]
+
+_CHANNELS: tuple[Channel, ...] = ("control", "data", "weights", "step")
+
+
+class Ranks:
+    """The ranks of a model: here one process alone, which exchanges nothing."""
+
+    # sent: bytes that this rank has sent, by channel
+
+    mesh: DeviceMesh | None = None  # mesh of the ranks; `None` for a process alone
+
+    def __init__(self, rank: int = 0, num_shards: int = 1, num_copies: int = 1) -> None:
+        self.rank = rank
+        self.num_shards, self.num_copies = num_shards, num_copies
+        self.size = num_shards * num_copies
+        self.alarm = Alarm(None, rank, 1)
+        self.sent: dict[Channel, int] = dict.fromkeys(_CHANNELS, 0)
+        self.calls: dict[Channel, int] = dict.fromkeys(_CHANNELS, 0)
+
+    def exchange(self, value: Any, channel: Channel = "control") -> list[Any]:
+        """Return what every rank gave, in the order of the ranks; all ranks call it."""
+        return [value]
+
+    def fail_step(self, text: str) -> None:
+        """Notify the other ranks, which may wait in the middle of their step, that the one of this rank has failed."""
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Fill a tensor with that of rank 0."""
+
+    def all_to_all(self, out: torch.Tensor, give: Sequence[int], into: torch.Tensor, take: Sequence[int]) -> None:
+        """Give each rank its part of a tensor, and take one of each."""
+        into.copy_(out)
+
+    def gather(self, parts: Sequence[Sequence[torch.Tensor]], members: Sequence[int], channel: Channel) -> None:
+        """Fill tensors in place with what other ranks have in the same places."""
+        # parts: for each tensor its parts, one per member, each contiguous; the own part is sent
+
+    def send(
+        self, out: Sequence[tuple[torch.Tensor, int]], into: Sequence[tuple[torch.Tensor, int]], channel: Channel
+    ) -> None:
+        """Send tensors to ranks and receive others; between two ranks, both name them in the same order."""
+        # out: contiguous tensors to send, each with the rank that gets it
+        # into: contiguous tensors to fill, each with the rank that sends it
+
+    def barrier(self, channel: Channel) -> None:
+        """Wait until all ranks are here."""
+
+    def shard_members(self) -> list[int]:
+        """Return the ranks that hold the other shards of this rank's copy, in the order of the shards."""
+        first = self.rank - self.rank % self.num_shards
+        return list(range(first, first + self.num_shards))
+
+    def copy_members(self) -> list[int]:
+        """Return the ranks that hold the same shard, in the order of the copies."""
+        return list(range(self.rank % self.num_shards, self.size, self.num_shards))
+
+    def close(self) -> None:
+        """Release what belongs to these ranks."""
+
+
+class MeshRanks(Ranks):
+    """The ranks of a mesh of processes."""
+
+    # mesh: mesh of host devices: `(N,)` for shards over all ranks; `(M, K)` for M copies of K shards
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._members: list[int] = mesh.mesh.flatten().tolist()
+        copies, count = (1, mesh.size()) if mesh.ndim == 1 else (mesh.size(0), mesh.size(1))
+        super().__init__(self._members.index(dist.get_rank()), count, copies)
+        self.mesh = mesh
+        meet(mesh)
+        timeout = job_timeout()
+        # Names of groups of all processes are never used twice, so no rank reads old addresses in the store.
+        is_part = len(self._members) < dist.get_world_size()
+        self._new_group = partial(
+            dist.new_group, self._members, timeout=timeout, backend="gloo", use_local_synchronization=is_part
+        )
+        self._groups: dict[Channel, Any] = {channel: self._new_group() for channel in _CHANNELS}
+        store = default_store()
+        self.alarm = Alarm(store, self.rank, self.size, prefix=self._groups["control"].group_name)
+        self._lock = threading.Lock()
+
+    def exchange(self, value: Any, channel: Channel = "control") -> list[Any]:
+        """Return what every rank gave, in the order of the ranks; all ranks call it."""
+        found: list[Any] = [None] * self.size
+        with self._watched(channel):
+            dist.all_gather_object(found, value, group=self._group(channel))
+        return found
+
+    def fail_step(self, text: str) -> None:
+        """Notify the other ranks, which may wait in the middle of their step, that the one of this rank has failed."""
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the store is gone, which the other ranks notice at their next exchange
+            self.alarm.notify_step_failed(text)
+        self._close("step")
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Fill a tensor with that of rank 0."""
+        with self._watched("control"):
+            dist.broadcast(tensor, src=self._members[0], group=self._group("control"))
+
+    def all_to_all(self, out: torch.Tensor, give: Sequence[int], into: torch.Tensor, take: Sequence[int]) -> None:
+        """Give each rank its part of a tensor, and take one of each."""
+        with self._watched("data"):
+            dist.all_to_all_single(into, out, list(take), list(give), group=self._group("data"))
+        self.sent["data"] += (sum(give) - give[self.rank]) * out.element_size()
+
+    def gather(self, parts: Sequence[Sequence[torch.Tensor]], members: Sequence[int], channel: Channel) -> None:
+        """Fill tensors in place with what other ranks have in the same places."""
+        count, own = len(members), members.index(self.rank)
+        out, into = [], []
+        for distance in range(1, count):
+            to, source = (own + distance) % count, (own - distance) % count
+            out += [(part[own], members[to]) for part in parts]
+            into += [(part[source], members[source]) for part in parts]
+        self.send(out, into, channel)
+
+    def send(
+        self, out: Sequence[tuple[torch.Tensor, int]], into: Sequence[tuple[torch.Tensor, int]], channel: Channel
+    ) -> None:
+        """Send tensors to ranks and receive others; between two ranks, both name them in the same order."""
+        group = self._group(channel)
+        ways = [(dist.isend, tensor, rank) for tensor, rank in out] + [
+            (dist.irecv, tensor, rank) for tensor, rank in into
+        ]
+        ops = [dist.P2POp(way, tensor, self._members[rank], group) for way, tensor, rank in ways if tensor.numel()]
+        self.sent[channel] += sum(tensor.nbytes for tensor, _ in out)
+        if ops:
+            with self._watched(channel):
+                for work in dist.batch_isend_irecv(ops):
+                    work.wait()
+
+    def barrier(self, channel: Channel) -> None:
+        """Wait until all ranks are here."""
+        with self._watched(channel):
+            dist.barrier(group=self._group(channel))
+
+    def close(self) -> None:
+        """Stop listening to the other ranks."""
+        self.alarm.close()
+
+    @contextlib.contextmanager
+    def _watched(self, channel: Channel) -> Iterator[None]:
+        """Name the ranks that are gone, and wake every other thread that waits for them."""
+        self.calls[channel] += 1
+        try:
+            yield
+        except RuntimeError as error:
+            error.__traceback__ = None  # its frames hold the group, which could not be closed
+            if channel == "step" and (failure := self.alarm.take_step_failure()):
+                self._close("step")
+                raise rank_failed_in_step(*failure) from None
+            with self._lock:
+                gone = self.alarm.find_gone()
+                for other in _CHANNELS:  # other threads and ranks wait for ranks that will not come
+                    self._close(other)
+            raise ranks_gone(gone, error) from None
+
+    def _group(self, channel: Channel) -> Any:
+        if channel not in self._groups:
+            if channel != "step":
+                raise RuntimeError("the connection was closed")
+            self._groups[channel] = self._new_group()  # all ranks have closed it, and come here together
+        return self._groups[channel]
+
+    def _close(self, channel: Channel) -> None:
+        """Close a group: the ranks that wait in it get an error. gloo's own `abort` does not reach them."""
+        group = self._groups.pop(channel, None)
+        if group is not None:
+            with contextlib.suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(group)
+
+
+def meet(mesh: DeviceMesh) -> None:
+    """Wait until all ranks of a mesh are here, or one is gone: a group that is made waits for its whole timeout."""
+    try:
+        for group in reversed(mesh.get_all_groups()):
+            if dist.get_world_size(group) > 1:
+                dist.barrier(group)
+    except RuntimeError as error:
+        raise ranks_gone([], error) from None
+
+
+def ranks_of(mesh: DeviceMesh | None) -> Ranks:
+    """Return the ranks of a mesh; those of a process alone without one, or of one with one process."""
+    if mesh is None:
+        return Ranks()
+    check_mesh(mesh)
+    return MeshRanks(mesh) if mesh.size() > 1 else Ranks()
+
+
+def check_mesh(mesh: Any) -> None:
+    """Check that a mesh is one of processes on the host that this process is part of."""
+    line = '\n    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))'
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"mesh must be a DeviceMesh of torch.distributed, found {type(mesh).__qualname__}:{line}")
+    if mesh.device_type != "cpu":
+        raise ConfigError(
+            f"mesh is one of {mesh.device_type!r} devices; gradients and master weights are on the host, and each "
+            f"process has its own devices:{line}"
+        )
+    if mesh.ndim > 2:
+        raise ConfigError(
+            f"mesh has {mesh.ndim} axes. One axis shards over all ranks; of two, the first holds copies, the second "
+            f"shards:{line}"
+        )
+    if dist.get_rank() not in mesh.mesh.flatten().tolist():
+        raise ConfigError(f"This process has rank {dist.get_rank()}, which is not in the mesh {mesh.mesh.tolist()}.")
+
+
+def job_timeout() -> datetime.timedelta | None:
+    """Return how long the default group waits, which the user gave to ``init_process_group``."""
+    with contextlib.suppress(RuntimeError, AttributeError):  # it may have no backend for the host
+        options = backend_options(torch.device("cpu"))
+        found: datetime.timedelta = options._timeout
+        return found
+    return None

@@ -1,0 +1,90 @@
+"""Join the job that torchrun started, also after a restart.
+
+::
+
+    torchrun --max-restarts=3 ...    its store outlives the processes, with the addresses of those that have ended
+    join_job()                       the processes of one start agree on a prefix, under which nothing is stored yet
+
+torch gives workers that start again the store of those before them, without a prefix, so that gloo connects to
+addresses of processes that are gone: https://github.com/pytorch/pytorch/issues/167288. The number of restarts would not
+do as a prefix, since each machine counts its own: https://github.com/pytorch/pytorch/issues/135712.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from ...errors import ConfigError
+
+__all__ = ["is_one_of_many", "join_job", "own_devices"]
+
+# Seconds between two looks into the store.
+_PERIOD = 0.02
+
+
+def is_one_of_many() -> bool:
+    """Report whether torchrun, or what sets the same variables, has started this process as one of several."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def join_job(backend: str = "gloo") -> bool:
+    """Make the default process group of the processes that torchrun has started, unless there is one.
+
+    After a restart by ``torchrun --max-restarts`` it works with every rendezvous, without an environment variable.
+    """
+    # backend: backend of the group: `"gloo"`, or `"cpu:gloo,cuda:nccl"` where something else needs nccl
+    if dist.is_initialized() or not is_one_of_many():
+        return False
+    store, rank, size = next(rendezvous("env://"))
+    prefix = _agree_on_prefix(store, rank, size)
+    dist.init_process_group(backend, store=PrefixStore(prefix, store), rank=rank, world_size=size)
+    return True
+
+
+def _agree_on_prefix(store: Store, rank: int, size: int) -> str:
+    """Return a name that all processes of this start have, and none of an earlier one.
+
+    ::
+
+        rank 0      offers a new name; waits for a token of each rank under this name; repeats all tokens under it
+        others      read a name, maybe an old one; put a new token under it; take it once their token is repeated
+    """
+    if rank == 0:
+        name = f"roundpipe/{uuid.uuid4().hex}"
+        store.set("roundpipe/start", name)
+        tokens = [store.get(f"{name}/token/{other}").decode() for other in range(1, size)]  # waits for it
+        store.set(f"{name}/tokens", json.dumps(tokens))
+        return name
+    token = uuid.uuid4().hex
+    while True:
+        name = str(store.get("roundpipe/start"), "ascii")
+        store.set(f"{name}/token/{rank}", token)
+        while store.get("roundpipe/start").decode() == name:
+            if store.check([f"{name}/tokens"]) and token in json.loads(store.get(f"{name}/tokens")):
+                return name
+            time.sleep(_PERIOD)
+
+
+def own_devices() -> list[str] | None:
+    """Return this process's share of the accelerators of a machine on which torchrun has started several processes."""
+    count, own = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if count == 1 or found is None:
+        return None
+    total = torch.accelerator.device_count()
+    if count <= total:
+        return [f"{found.type}:{number}" for number in range(own, total, count)]
+    if any(name.endswith("_VISIBLE_DEVICES") for name in os.environ):  # what it sees is its own
+        return None
+    raise ConfigError(
+        f"{count} processes were started on a machine with {total} accelerators. One process uses all of them:\n"
+        "    torchrun --nproc-per-node=1 ..."
+    )

@@ -1,0 +1,1 @@
+"""Ranks that train the same model with other rows."""

@@ -1,0 +1,359 @@
+"""Calls in one pass on one rank: it runs its groups, and commits when all ranks have succeeded.
+
+::
+
+    opening     rows of every group, the seed of rank 0, whether all ranks call alike          one exchange
+    runs        one per own group; gradients of a layer go to the reduction as they land
+    verdict     losses and weights of all microbatches, or the error of a rank                one exchange
+    commit      loss and scale of the whole batch; sums into the targets; buffers of the first group
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...batch.flat import FlatMicrobatch
+from ...batch.loss import LossContract
+from ...device.interrupts import Uninterrupted
+from ...device.outcome import Outcome, on_error
+from ...device.worker import Worker
+from ...engine.call import Call
+from ...engine.config import RoundPipeRunConfig
+from ...engine.driver import Engine
+from ...engine.inputs import feed_inputs
+from ...engine.one_group import OneGroup
+from ...engine.recompute.draws import move_generator, run_base
+from ...engine.run import Run
+from ...errors import ConfigError
+from ...optim.parameters import LayerContents, ParameterStore, scan
+from ...optim.readiness import ReadinessTable
+from ...optim.step import StepRunner
+from ..ranks.errors import StoppedByRankError, format_failure, raise_first, ranks_disagree
+from ..ranks.failure_watch import News
+from ..ranks.ranks import Ranks
+from ..weights.shards import RankStore, ShardedStore
+from ..weights.shared_store import SharedStore
+from ..weights.steps import RankSteps
+from .agreement import describe_call, describe_model, share_weights
+from .call import Opening, RankCall, Verdict
+from .groups import groups_of
+from .kept_sums import KeptSums
+from .losses import report_losses, total_contract
+from .reduction import Reduction, ReductionPlan
+
+__all__ = ["RankCalls"]
+
+
+class RankCalls(OneGroup[Engine]):
+    """The groups that a batch is cut into, of which each rank runs some."""
+
+    # replicas: number of groups that a batch is cut into. Default: number of ranks.
+    # reduce_dtype: dtype in which gradients travel. Default: that of their sums.
+    # host_weights: `"shared"` if the ranks of a machine have one copy of the weights
+
+    store: RankStore
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        replicas: int | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        host_weights: str = "own",
+    ) -> None:
+        self.ranks, self.reduce_dtype = ranks, reduce_dtype
+        self.replicas = ranks.size if replicas is None else replicas
+        if self.replicas < ranks.size:
+            raise ConfigError(
+                f"replicas={self.replicas} is less than the number of ranks, {ranks.size}: some would have nothing to "
+                f"do. Start fewer processes, or give RoundPipe(..., replicas={ranks.size})."
+            )
+        self._host_weights = host_weights
+        self._shares = host_weights == "shared" and ranks.size > 1
+        if self._shares and ranks.num_shards == 1:
+            raise ConfigError(
+                'host_weights="shared" needs shards, each with one process that steps it, and with this mesh every '
+                "process steps everything:\n"
+                f'    mesh = init_device_mesh("cpu", ({ranks.size},))'
+            )
+        self.is_first = ranks.rank == 0
+        self._is_deferred = self._is_closed = False
+        self._kept = KeptSums()
+        self._number = 0
+        self._rows_of_batch: int | None = None
+        self.news = News(ranks.alarm)
+
+    @property
+    def own(self) -> range:
+        """The numbers of the groups that this rank runs."""
+        return groups_of(self.ranks.rank, self.ranks.size, self.replicas)
+
+    @property
+    def own_groups(self) -> int:
+        """The number of groups that this rank runs."""
+        return len(self.own)
+
+    # -- what the engine is made of ----------------------------------------------------------------------------------
+
+    def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> ParameterStore:
+        """Return the store of the model's parameters."""
+        kind = SharedStore if self._shares else ShardedStore if self.ranks.num_shards > 1 else RankStore
+        self.store = kind(model, optim_dtype, self.ranks)
+        return self.store
+
+    def make_steps(
+        self, store: ParameterStore, table: ReadinessTable, scan: Callable[[], Sequence[LayerContents]]
+    ) -> StepRunner:
+        """Return what runs the optimizer's steps."""
+        return RankSteps(self.store, table, scan)
+
+    def begin(self, engine: Engine, model: nn.Module) -> None:
+        """Agree with all ranks on the model, and take the weights of rank 0."""
+        stated = describe_model(
+            model,
+            replicas=self.replicas,
+            host_weights=self._host_weights,
+            optim_dtype=self.store.optim_dtype,
+            reduce_dtype=self.reduce_dtype,
+            gradient_dtype=self.store.kept_dtype,
+            layers=len(engine.layers),
+            name=engine.tag,
+        )
+        if error := ranks_disagree(self.ranks.exchange(stated)):
+            raise error
+        share_weights(model, self.ranks)
+        if isinstance(self.store, SharedStore):
+            self.store.share()
+        self._worker = Worker("reduction")
+
+    # -- a call ------------------------------------------------------------------------------------------------------
+
+    def rows_of_batch(self, rows: int) -> int:
+        """Return the rows of the whole batch in a call, of which ``rows`` are those of this process."""
+        return rows if self._rows_of_batch is None else self._rows_of_batch
+
+    @contextlib.contextmanager
+    def entering(self) -> Iterator[None]:
+        """Notify the other ranks of an error on the way to :meth:`run_call`: they wait there for this one."""
+        number = self._number
+
+        def notify(error: BaseException) -> None:
+            if self._number == number and not self._is_closed:
+                self._number += 1
+                self.ranks.exchange(Opening([], 0, {}, format_failure(error)))
+
+        with on_error(notify):
+            yield
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave the sums of calls in the block on this rank; the first call after it sends them with its own."""
+        before, self._is_deferred = self._is_deferred, True
+        try:
+            yield
+        finally:
+            self._is_deferred = before
+
+    def stopping(self, run: Run) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which news of other ranks stop a run."""
+        return self.news.stopping(run)
+
+    def run_call(
+        self,
+        engine: Engine,
+        name: str,
+        cut: Callable[[], list[list[FlatMicrobatch]]],
+        config: RoundPipeRunConfig,
+        work: Callable[[Call], None],
+    ) -> Any:
+        """Run forward, loss and backward of this rank's rows, and commit when all ranks have succeeded."""
+        # cut: function that returns the microbatches of each group of this rank
+        # config: settings of the call, without gaps. `num_microbatch` is that of each group.
+        with self.calling():
+            call = self.open(engine, name, cut, config)
+            return self.summed(engine, call, lambda: work(call))
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Hear the other ranks in the block."""
+        with self.news.listening(lambda: self._number):
+            try:
+                yield
+            finally:
+                self._rows_of_batch = None
+
+    def open(
+        self,
+        engine: Engine,
+        name: str,
+        cut: Callable[[], list[list[FlatMicrobatch]]],
+        config: RoundPipeRunConfig,
+    ) -> RankCall:
+        """Cut this rank's rows into its groups, and agree with all ranks on the call."""
+        # cut: function that returns the microbatches of each group of this rank
+        parts: list[list[FlatMicrobatch]] = []
+        stated: dict[str, object] = {}
+        contents = scan(engine.layers)
+        with Outcome() as outcome:
+            self.store.check()
+            parts = with_rows(cut())
+            stated = describe_call(contents, config, call=name, step=engine.step, is_deferred=self._is_deferred)
+        failure = outcome.error
+        rows = [[microbatch.rows for microbatch in part] for part in parts]
+        self._number += 1
+        text = None if failure is None else format_failure(failure)
+        said = self.ranks.exchange(Opening(rows, run_base(), stated, text))
+        raise_first(failure, [one.failure for one in said])
+        if disagreement := ranks_disagree([one.stated for one in said]):
+            raise disagreement
+        size, replicas = self.ranks.size, self.replicas
+        groups = [said[group % size].rows[group // size] for group in range(replicas)]
+        if not any(groups):
+            raise ConfigError("The batch has no rows on any rank.")
+        firsts = [sum(len(group) for group in groups[:number]) for number in range(replicas)]
+        counts = [count for group in groups for count in group]
+        self._rows_of_batch = None if None in counts else sum(count or 0 for count in counts)
+        return RankCall(
+            parts,
+            [firsts[group] for group in self.own],
+            LossContract(config.reduction_of_parts, counts),
+            said[0].seed,
+            plan=ReductionPlan(contents, self.store, replicas, self.reduce_dtype),
+            first_rank=next(number for number, group in enumerate(groups) if group) % size,
+        )
+
+    def summed(self, engine: Engine, call: RankCall, work: Callable[[], None]) -> Any:
+        """Do the work of this rank, and commit when all ranks have succeeded; return the loss."""
+        # call: call that all ranks have agreed on, which notes where gradients land
+        is_late = self._is_deferred or bool(self._kept)
+        reduction = Reduction(call.plan, self.ranks)
+        call.land = None if is_late else reduction.land
+        summed = None if is_late else self.news.watch(self._worker.submit(reduction.run))
+        with Outcome() as outcome:
+            work()
+            engine.steps.wait_update()
+            if summed is not None:
+                self.news.wait(summed)
+        with Uninterrupted():
+            verdicts = self._judge(call, reduction, summed, outcome.error)
+            return self._commit(engine, call, reduction, verdicts, is_late=is_late)
+
+    # -- success or failure, of all ranks alike ----------------------------------------------------------------------
+
+    def _judge(
+        self, call: RankCall, reduction: Reduction, summed: Future[None] | None, failure: BaseException | None
+    ) -> list[Verdict]:
+        """Return what all ranks state, when all have succeeded."""
+        is_own = failure is not None and not isinstance(failure, StoppedByRankError)
+        if is_own:
+            self.ranks.alarm.raise_for(self._number)
+        begun = reduction.stop()
+        with Outcome() as exchanged:
+            if failure is None:
+                verdict = Verdict(
+                    begun,
+                    None,
+                    report_losses(call.contract),
+                    frozenset(reduction.had),
+                    self._written_buffers(call),
+                    any(flag for run, values in call.runs for value in values for flag in value.needs_grad),
+                    call.total,
+                    any(run.draws.has_drawn for run, _ in call.runs),
+                )
+            else:
+                verdict = Verdict(begun, format_failure(failure) if is_own else None)
+            verdicts = self.ranks.exchange(verdict)
+        if exchanged.error is not None:
+            self._drop(call, reduction, summed, 0)
+            raise failure if failure is not None and is_own else exchanged.error
+        stated = [one.failure for one in verdicts]
+        if failure is None and not any(stated):
+            return verdicts
+        self._drop(call, reduction, summed, max(one.begun for one in verdicts))
+        raise_first(failure if is_own else None, stated)
+        assert failure is not None
+        raise failure
+
+    def _drop(self, call: RankCall, reduction: Reduction, summed: Future[None] | None, begun: int) -> None:
+        """Forget a call that has failed."""
+        reduction.finish(begun)
+        if summed is not None:
+            with contextlib.suppress(Exception):  # a rank is gone, which is known
+                summed.result()
+        for run, _ in call.runs:
+            run.discard()
+
+    def _commit(
+        self,
+        engine: Engine,
+        call: RankCall,
+        reduction: Reduction,
+        verdicts: Sequence[Verdict],
+        *,
+        is_late: bool,
+    ) -> Any:
+        total: Any
+        if call.is_one_pass:
+            contract = total_contract(call.contract, [report for one in verdicts for report in one.losses])
+            total, scale = contract.total(), contract.gradient_scale()
+        else:
+            total, scale = next((one.total for one in verdicts if one.total is not None), None), 1.0
+        if call.feeds and any(one.feeds for one in verdicts):
+            self._feed(call, scale)
+        engine.steps.run_ended()
+        if is_late:
+            self._kept.add(call, scale)
+            if not self._is_deferred:
+                self.store.add_gradients(self._kept.send(call.plan, self.ranks))
+        else:
+            had = set().union(*(one.had for one in verdicts))
+            self.store.add_gradients(reduction.results(scale, had))
+        contents = call.runs[0][0].spec.contents if call.runs else scan(engine.layers)
+        for (layer, number), value in verdicts[call.first_rank].buffers.items():
+            contents[layer].buffers[number].store(value)
+        if self.replicas == 1:
+            for run, _ in call.runs:
+                run.draws.commit()
+        elif any(one.has_drawn for one in verdicts):
+            move_generator()
+        engine.step += 1
+        return total
+
+    def _feed(self, call: RankCall, scale: float) -> None:
+        """Continue backward from the inputs; an error of one rank is raised on all, before a gradient is written."""
+        with Outcome() as outcome:
+            for run, host_values in call.runs:
+                feed_inputs(run, host_values, scale)
+        failure = outcome.error
+        said = self.ranks.exchange(None if failure is None else format_failure(failure))
+        raise_first(failure, said)
+
+    def _written_buffers(self, call: RankCall) -> Mapping[tuple[int, int], torch.Tensor]:
+        """The buffers that the first group of the batch wrote; those of other groups are not kept."""
+        if call.first_rank != self.ranks.rank or not call.runs:
+            return {}
+        if call.written is not None:
+            return call.written
+        return call.runs[0][0].collected.buffers.final()
+
+    # -- state between calls -----------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget sums that stayed on this rank."""
+        self._kept.clear()
+
+    def close(self) -> None:
+        """End the thread that sums, and stop listening to the other ranks."""
+        self._is_closed = True
+        self._worker.close()
+        self.ranks.close()
+
+
+def with_rows(parts: list[list[FlatMicrobatch]]) -> list[list[FlatMicrobatch]]:
+    """Return the microbatches of each group; none for a group without rows."""
+    return [[] if all(microbatch.rows == 0 for microbatch in part) else part for part in parts]

@@ -1,0 +1,232 @@
+"""Calls on several ranks whose backward begins when all of the forward is there.
+
+::
+
+    forward ... backward()     each rank runs its groups forward, alone; the caller's backward sums over all ranks
+    forward_backward_whole     forward of all groups | what the loss needs of all of them | loss | backward
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from yobx_flatten.private_names.of_torch import pytree
+
+from ...batch.flat import FlatBatch, FlatMicrobatch
+from ...device.interrupts import Uninterrupted
+from ...device.outcome import Outcome, noting
+from ...engine.config import RoundPipeRunConfig
+from ...engine.driver import Engine
+from ...engine.layer_graph import other_leaves
+from ...engine.outputs import merge_outputs
+from ...engine.run import Run
+from ...errors import DistributedError
+from ..ranks.errors import StoppedByRankError, format_failure, raise_first
+from .call import Halfway, RankCall
+from .passes import GroupPasses, as_outputs, join_graph
+from .rank_calls import RankCalls, with_rows
+
+__all__ = ["BatchLoss", "RankGroups"]
+
+
+class BatchLoss(Protocol):
+    """A loss that is not a sum over microbatches."""
+
+    def state(self, group: Sequence[Any]) -> Any:
+        """Return what other ranks need to know of a group: plain values and tensors on the host."""
+        # group: outputs of its microbatches, none for a group without rows
+
+    def compute(self, groups: Sequence[Sequence[Any]], own: Sequence[int], stated: Sequence[Any]) -> tuple[Any, Any]:
+        """Return the loss of the whole batch and the joined output of this rank."""
+        # groups: outputs of the microbatches of each group of this rank, as parts of a graph
+        # returns: the loss, with the same value on all ranks and a graph to the outputs of this one; `None` without
+        # rows
+
+
+class RankGroups(RankCalls):
+    """The groups that a batch is cut into, with calls in one pass and in two; see :class:`RankCalls`."""
+
+    _forwarded = (0, 0)
+
+    def forward(
+        self, engine: Engine, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig
+    ) -> Any:
+        """Run this rank's rows forward; with gradients, ``backward`` through the outputs sums over all ranks."""
+        if not config.requires_grad or self.replicas == 1:
+            return super().forward(engine, args, kwargs, config)
+        passes = GroupPasses(with_rows(engine.cut(args, kwargs, None, config)), config)
+        number = self._count_forward(engine.step)
+        firsts = [group * (config.num_microbatch or 1) for group in self.own]
+        # No other rank is heard meanwhile: they may do something else.
+        tag = f"{engine.tag}|{number}" if number else engine.tag
+        self._run_forward(engine, passes, firsts, lambda run: contextlib.nullcontext(), tag=tag)
+        if not passes.runs:
+            passes.empty = self._without_rows(engine, args, kwargs, config)
+        outputs = merge_outputs(
+            join_graph(passes, partial(self.backward, engine, passes)), passes.rows(), passes.rows(), config
+        )
+        for index, (run, _) in enumerate(passes.runs):
+            if index:
+                run.collected.buffers.keep_start()
+            else:
+                passes.written = run.collected.buffers.final()
+        for run, _ in passes.runs[:1]:
+            engine.commit_forward(run)
+        return outputs
+
+    def backward(self, engine: Engine, passes: GroupPasses, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Go backward through a forward; all ranks call it."""
+        engine.check_can_run()
+        with engine.lock, self.calling(), torch.no_grad():
+            call = self.open(engine, "backward", lambda: passes.parts, passes.config)
+            call = dataclasses.replace(call, is_one_pass=False, feeds=False, written=passes.written)
+            self._run_backward(engine, call, passes, lambda: gradients)
+
+    def forward_backward_whole(
+        self,
+        engine: Engine,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        loss: BatchLoss,
+        config: RoundPipeRunConfig,
+    ) -> tuple[Any, Any]:
+        """Run forward, a loss of the whole batch, and backward; all ranks call it."""
+        engine.check_can_run()
+        with engine.lock, self.calling():
+            cut = partial(engine.cut_to_train, args, kwargs, None, config)
+            call = self.open(engine, "forward_backward of a whole batch", cut, config)
+            call = dataclasses.replace(call, is_one_pass=False)
+            passes = GroupPasses(call.parts, config)
+            stated = self._state_halfway(engine, call, passes, loss)
+            found: list[Any] = [None]
+
+            def compute() -> Sequence[torch.Tensor | None]:
+                with torch.enable_grad():
+                    groups, tensors = _by_group(passes, flows=True)
+                    total, outputs = loss.compute(groups, self.own, stated)
+                    found[0] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+                    call.total = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, total)
+                    return _gradients(pytree.tree_leaves(total), tensors)
+
+            return self._run_backward(engine, call, passes, compute), found[0]
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def _run_forward(
+        self,
+        engine: Engine,
+        passes: GroupPasses,
+        firsts: Sequence[int],
+        stopping: Callable[[Run], contextlib.AbstractContextManager[None]],
+        **of_spec: Any,
+    ) -> None:
+        for turn, (part, first) in enumerate(zip(passes.parts, firsts, strict=True)):
+            if not part:
+                continue
+            run, values = engine.prepare_forward(
+                part, passes.config, first_microbatch=first, gradients_landed=partial(passes.land, turn), **of_spec
+            )
+            passes.runs.append((run, values))
+            with stopping(run):
+                run.start_all(values)
+                engine.execute(run, [stage for stage in run.spec.stages if stage.kind == "forward"])
+            run.remember_versions()
+            run.collected.buffers.check()
+
+    def _count_forward(self, now: int) -> int:
+        """The number of forwards since the last call of all ranks: each draws other random numbers."""
+        step, number = self._forwarded
+        number = number if step == now else 0
+        self._forwarded = now, number + 1
+        return number
+
+    def _without_rows(
+        self, engine: Engine, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig
+    ) -> list[Any]:
+        """The outputs of no rows, through which the caller goes backward as the other ranks do."""
+        with torch.no_grad():
+            without = dataclasses.replace(config, requires_grad=False)
+            parts: list[FlatMicrobatch] = engine.split(FlatBatch.of(args, kwargs, None), without)
+            run, values = engine.prepare_forward(parts, without)
+            run.start_all(values)
+            with noting(
+                "This rank has no rows, and the layers were called without any, so that its backward can take part in "
+                "that of the others. forward_backward does so without calling them:\n"
+                "    model.forward_backward((inputs,), label=labels, loss_fn=loss_fn)"
+            ):
+                engine.execute(run, run.spec.stages)
+        found = [run.collected.outputs[number] for number in range(run.spec.num_microbatch)]
+        return [
+            dataclasses.replace(one, needs_grad=[tensor.is_floating_point() for tensor in one.tensors]) for one in found
+        ]
+
+    def _state_halfway(self, engine: Engine, call: RankCall, passes: GroupPasses, loss: BatchLoss) -> list[Any]:
+        """Run forward; return what every group of the batch states."""
+        own: list[Any] = []
+        with Outcome() as outcome:
+            with torch.enable_grad():
+                self._run_forward(engine, passes, call.firsts, self.stopping, base_seed=call.seed)
+            own = [loss.state(group) for group in _by_group(passes, flows=False)[0]]
+        failure = outcome.error
+        with Uninterrupted():
+            is_own = failure is not None and not isinstance(failure, StoppedByRankError)
+            if is_own:
+                self.ranks.alarm.raise_for(self._number)
+            text = format_failure(failure) if failure is not None and is_own else None
+            with Outcome() as exchanged:
+                said = self.ranks.exchange(Halfway(own, text))
+                raise_first(failure if is_own else None, [one.failure for one in said])
+            # an own error comes before one of the exchange, and that before the news that have stopped this rank
+            errors = [failure if is_own else None, exchanged.error, failure]
+            error = next((error for error in errors if error is not None), None)
+            if error is not None:
+                for run, _ in passes.runs:
+                    run.discard()
+                raise error
+        size = self.ranks.size
+        return [said[group % size].of_groups[group // size] for group in range(self.replicas)]
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def _run_backward(
+        self,
+        engine: Engine,
+        call: RankCall,
+        passes: GroupPasses,
+        gradients: Callable[[], Sequence[torch.Tensor | None]],
+    ) -> Any:
+        """Go backward through all groups, and commit when all ranks have succeeded; return the loss."""
+        call.runs += passes.runs
+
+        def work() -> None:
+            passes.landed = call.land
+            passes.go_back(engine, gradients(), self.stopping)
+
+        return self.summed(engine, call, work)
+
+
+def _by_group(passes: GroupPasses, *, flows: bool) -> tuple[list[list[Any]], list[torch.Tensor]]:
+    """The outputs of the microbatches of each group, and all of their tensors."""
+    outputs, tensors = as_outputs(passes.outputs(), flows=flows)
+    found = iter(outputs)
+    return [[next(found) for _ in part] for part in passes.parts], tensors
+
+
+def _gradients(losses: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradients of outputs, ``None`` where none flows."""
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    roots = [loss for loss in losses if isinstance(loss, torch.Tensor) and loss.requires_grad]
+    if other_leaves(roots, wanted):
+        raise DistributedError(
+            "The loss function trains parameters of its own, which no layer holds, so they are not summed over the "
+            "ranks. Make them part of the model: a last layer that returns what the loss needs."
+        )
+    if roots:
+        torch.autograd.backward(roots, inputs=wanted)
+    return [tensor.grad for tensor in tensors]

@@ -1,0 +1,230 @@
+"""Sum gradients over the groups of a batch, layer by layer, in one order for every number of ranks.
+
+::
+
+    layer by layer, last first     the gradient of a group lands on the host of its rank
+    all_to_all                     each rank gets its rows of it from the ranks that ran groups of this turn
+    fold                           added in ascending order of the groups: turn after turn, in each rank after rank
+
+All ranks take the same turns and layers in the same order. A rank without a group in a turn gives nothing; one that has
+failed gives zeros until all have stopped, so no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from ...engine.parameters.on_device import Gradients
+from ...optim.parameters import LayerContents
+from ..ranks.ranks import Ranks
+from ..weights.cuts import is_cut, pieces, shards
+from ..weights.shards import RankStore
+from .groups import groups_of, num_turns
+
+__all__ = ["Reduction", "ReductionPlan"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bucket:
+    """The trainable parameters of a layer whose gradients are summed in one dtype: one exchange."""
+
+    layer: int  # index of the layer
+    parameters: tuple[nn.Parameter, ...]
+    dtype: torch.dtype  # dtype of the sums
+
+
+class ReductionPlan:
+    """What is summed in a call, in which order."""
+
+    # reduce_dtype: dtype in which gradients travel. Default: that of their sums.
+
+    def __init__(
+        self, contents: Sequence[LayerContents], store: RankStore, replicas: int, reduce_dtype: torch.dtype | None
+    ) -> None:
+        self.replicas, self.reduce_dtype = replicas, reduce_dtype
+        self.buckets = [bucket for layer in reversed(contents) for bucket in _buckets(layer, store)]
+
+    def wire_dtype(self, bucket: Bucket) -> torch.dtype:
+        """Return the dtype in which the gradients of a bucket travel; one group alone is not rounded."""
+        if self.reduce_dtype is None or self.replicas == 1 or not bucket.dtype.is_floating_point:
+            return bucket.dtype
+        return self.reduce_dtype
+
+
+def _buckets(layer: LayerContents, store: RankStore) -> list[Bucket]:
+    found: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in layer.parameters():
+        if parameter.requires_grad:
+            found.setdefault(store.gradient_dtype(parameter), []).append(parameter)
+    return [Bucket(layer.index, tuple(parameters), dtype) for dtype, parameters in found.items()]
+
+
+class Reduction:
+    """The sums of one call."""
+
+    def __init__(self, plan: ReductionPlan, ranks: Ranks) -> None:
+        self._plan, self._ranks = plan, ranks
+        self._own = groups_of(ranks.rank, ranks.size, plan.replicas)
+        turns = range(num_turns(ranks.size, plan.replicas))
+        self._order = [(turn, number) for turn in turns for number in range(len(plan.buckets))]
+        self._landed: dict[tuple[int, int], Gradients] = {}
+        self._changed = threading.Condition()
+        self._totals: dict[int, torch.Tensor] = {}
+        self._rows: dict[int, list[torch.Tensor]] = {}
+        self._memory: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._is_stopped = False
+        self._limit: int | None = None
+        self._begun = 0
+        self.had: set[tuple[int, int]] = set()
+
+    # -- what the runs of groups give --------------------------------------------------------------------------------
+
+    def land(self, turn: int, layer: int, gradients: Gradients) -> None:
+        """Take the gradients of a layer; they are gone from the mapping when they are sent."""
+        # gradients: gradients on the host, and when their copies are complete
+        with self._changed:
+            self._landed.setdefault((turn, layer), gradients)
+            self._changed.notify_all()
+
+    def stop(self) -> int:
+        """Begin no further exchange before :meth:`finish`; return how many this rank has begun."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+            return self._begun
+
+    def finish(self, begun: int) -> None:
+        """End a reduction that was stopped: give zeros where another rank waits for this one."""
+        with self._changed:
+            self._limit = begun
+            self._changed.notify_all()
+
+    # -- in a thread of its own --------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Do all exchanges, in order."""
+        for step, (turn, number) in enumerate(self._order):
+            bucket = self._plan.buckets[number]
+            if not self._may_begin(step, turn, bucket.layer):
+                return
+            is_giver = turn < len(self._own)
+            total = self._exchanged(turn, number, bucket, is_giver=is_giver)
+            self._totals[number] = total
+            if turn == self._order[-1][0]:
+                self._rows[number] = self._target_rows(bucket, self._totals.pop(number))
+        self._memory.clear()
+
+    def _may_begin(self, step: int, turn: int, layer: int) -> bool:
+        """Wait until it is clear what this rank gives; report whether it takes part in the step."""
+        is_giver = turn < len(self._own)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._limit is not None
+                    or (not self._is_stopped and (not is_giver or (turn, layer) in self._landed))
+                )
+            )
+            if self._limit is not None and step >= self._limit:
+                return False
+            self._begun = step + 1
+            return True
+
+    @torch.no_grad()
+    def _exchanged(self, turn: int, number: int, bucket: Bucket, *, is_giver: bool) -> torch.Tensor:
+        """The sum over the groups up to this turn, of the pieces that this rank sums."""
+        ranks = self._ranks
+        cuts = [self._pieces(parameter.detach()) for parameter in bucket.parameters]
+        sizes = [sum(cut[rank].numel() for cut in cuts) for rank in range(ranks.size)]
+        own = sizes[ranks.rank]
+        wire = self._plan.wire_dtype(bucket)
+        out = self._buffer("out", sum(sizes) if is_giver else 0, wire)
+        if is_giver:
+            self._fill(out, turn, number, bucket)
+        if ranks.size == 1:
+            into = out
+        else:
+            # which ranks have a group in this turn is known to all
+            givers = [turn * ranks.size + rank < self._plan.replicas for rank in range(ranks.size)]
+            take = [own if gives else 0 for gives in givers]
+            into = self._buffer("into", sum(take), wire)
+            ranks.all_to_all(out, sizes if is_giver else [0] * ranks.size, into, take)
+        total = self._totals.get(number)
+        for part in into.split(own) if own else ():  # ranks ascending are groups ascending within a turn
+            total = part.to(bucket.dtype, copy=True) if total is None else total.add_(part)
+        return torch.empty(0, dtype=bucket.dtype) if total is None else total
+
+    def _fill(self, out: torch.Tensor, turn: int, number: int, bucket: Bucket) -> None:
+        """Put the gradients of a group into the order in which they travel: by rank, then by parameter."""
+        with self._changed:
+            stopped = self._is_stopped
+            landed = self._landed.get((turn, bucket.layer), {})
+        found: list[list[torch.Tensor] | None] = []
+        for index, parameter in enumerate(bucket.parameters):
+            pair = None if stopped else landed.pop(parameter, None)
+            if pair is None:
+                found.append(None)
+                continue
+            gradient, ready = pair
+            ready.result()
+            self.had.add((number, index))
+            found.append(self._pieces(gradient if gradient.layout == torch.strided else gradient.to_dense()))
+        cuts = [self._pieces(parameter.detach()) for parameter in bucket.parameters]
+        at = 0
+        for rank in range(self._ranks.size):
+            for cut, gradients in zip(cuts, found, strict=True):
+                place = out[at : at + cut[rank].numel()]
+                at += cut[rank].numel()
+                if gradients is None:
+                    place.zero_()
+                else:
+                    place.view(cut[rank].shape).copy_(gradients[rank])
+
+    @torch.no_grad()
+    def _target_rows(self, bucket: Bucket, total: torch.Tensor) -> list[torch.Tensor]:
+        """The sums in the rows of the targets; copies of a shard give each other what they have summed."""
+        ranks = self._ranks
+        rows, gathered = [], []
+        at = 0
+        for parameter in bucket.parameters:
+            piece = self._pieces(parameter.detach())[ranks.rank]
+            found = total[at : at + piece.numel()].view(piece.shape)
+            at += piece.numel()
+            if ranks.num_copies > 1 and is_cut(parameter):
+                shard = shards(parameter.detach(), ranks.num_shards)[ranks.rank % ranks.num_shards]
+                whole = torch.empty(shard.shape, dtype=total.dtype)
+                parts = shards(whole, ranks.num_copies)
+                parts[ranks.rank // ranks.num_shards].copy_(found)
+                gathered.append(parts)
+                found = whole
+            rows.append(found)
+        ranks.gather(gathered, ranks.copy_members(), "data")
+        return rows
+
+    def _pieces(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return pieces(tensor, self._ranks.num_shards, self._ranks.num_copies)
+
+    def _buffer(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory that one layer after the other uses."""
+        found = self._memory.get((name, dtype))
+        if found is None or found.numel() < size:
+            self._memory[name, dtype] = found = torch.empty(size, dtype=dtype)
+        return found[:size]
+
+    # -- when all ranks agree that the call has succeeded ------------------------------------------------------------
+
+    def results(self, scale: float, had: set[tuple[int, int]]) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
+        """Yield the gradients of each layer in the rows of the targets, last layer first."""
+        # scale: factor for them; 0 if no row of the batch had a weight
+        for number, bucket in enumerate(self._plan.buckets):
+            found = {}
+            for index, (parameter, rows) in enumerate(zip(bucket.parameters, self._rows.pop(number), strict=True)):
+                if scale == 0.0:
+                    found[parameter] = torch.zeros_like(rows)
+                elif (number, index) in had:
+                    found[parameter] = rows if scale == 1.0 else rows.mul_(scale)
+            yield found

@@ -1,0 +1,143 @@
+"""Choose the rows of each global batch that a rank trains, independent of the number of ranks.
+
+::
+
+    global batch   rows 5 2 9 0 7 | 4 1 8 3 6        drawn alike on all ranks, from one seed
+    4 groups       5 2 | 9 | 0 | 7                   groups of rows, whatever the number of ranks
+    2 ranks        rank 0: 5 2 0     rank 1: 9 7     groups 0 and 2; groups 1 and 3
+    1 rank         5 2 9 0 7
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from yobx_flatten.private_names.of_torch import pytree
+
+from ...errors import ConfigError
+from .groups import rows_of_rank
+
+__all__ = ["ReplicaBatchSampler", "collate_with_empty"]
+
+
+class ReplicaBatchSampler(Sampler[list[int]]):
+    """Give each rank its rows of each global batch, for the ``batch_sampler`` of a ``DataLoader``.
+
+    A global batch is cut into ``replicas`` groups of rows, of the sizes of ``torch.tensor_split``, and group ``g`` is a
+    part of rank ``g`` modulo the number of ranks. So the groups, and with them the numbers that a training computes, do
+    not depend on the number of ranks. A last batch may be smaller; a rank for which no row is left gets an empty list,
+    see :func:`collate_with_empty`.
+
+    Args:
+        batches: global batches, lists of row numbers, in the same order on all ranks: a ``BatchSampler``, or any
+            iterable that can be iterated again.
+        model: pipeline with a mesh, which has the other three.
+        replicas: number of groups.
+        rank: rank of this process.
+        size: number of ranks.
+
+    Raises:
+        ConfigError: neither a pipeline nor the three numbers are given, or they cannot be.
+
+    >>> from torch.utils.data import BatchSampler, SequentialSampler
+    >>> batches = BatchSampler(SequentialSampler(range(8)), batch_size=5, drop_last=False)
+    >>> list(ReplicaBatchSampler(batches, replicas=2, rank=0, size=2))
+    [[0, 1, 2], [5, 6]]
+    >>> list(ReplicaBatchSampler(batches, replicas=2, rank=1, size=2))
+    [[3, 4], [7]]
+    >>> list(ReplicaBatchSampler(batches, replicas=2, rank=0, size=1))
+    [[0, 1, 2, 3, 4], [5, 6, 7]]
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Sequence[int]],
+        model: Any = None,
+        *,
+        replicas: int | None = None,
+        rank: int | None = None,
+        size: int | None = None,
+    ) -> None:
+        if model is not None:
+            rank = model.ranks.rank if rank is None else rank
+            size = model.ranks.size if size is None else size
+        if (replicas is None and model is None) or rank is None or size is None:
+            raise ConfigError(
+                "ReplicaBatchSampler needs a pipeline that has a mesh, or three numbers, one of\n"
+                "    ReplicaBatchSampler(batches, model)\n"
+                "    ReplicaBatchSampler(batches, replicas=8, rank=dist.get_rank(), size=dist.get_world_size())"
+            )
+        if (replicas is not None and replicas < 1) or not 0 <= rank < size:
+            raise ConfigError(f"There is no rank {rank} of {size} with {replicas} groups.")
+        self.batches = batches
+        self.rank, self.size = rank, size
+        self._model, self._replicas = model, replicas
+
+    @property
+    def replicas(self) -> int:
+        """Number of groups; that of the pipeline, which can change when a checkpoint is loaded."""
+        replicas: int = self._model.replicas if self._replicas is None else self._replicas
+        return replicas
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number, batch in enumerate(self.batches):
+            rows = list(batch)
+            if number == 0 and self._model is not None and self.size > 1:
+                self._check_drawn_alike(rows)
+            yield [rows[place] for place in rows_of_rank(len(rows), self.rank, self.size, self.replicas)]
+
+    def __len__(self) -> int:
+        """Return the number of global batches, which is the same on all ranks."""
+        return len(self.batches)  # type: ignore[arg-type] # a TypeError of its own where they have no length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass on the number of the epoch to what draws the rows, if it takes it.
+
+        Args:
+            epoch: number of the epoch.
+        """
+        for drawn in (self.batches, getattr(self.batches, "sampler", None)):
+            if callable(getattr(drawn, "set_epoch", None)):
+                drawn.set_epoch(epoch)  # type: ignore[union-attr] # it was looked up
+                return
+
+    def _check_drawn_alike(self, rows: Sequence[int]) -> None:
+        digest = hashlib.sha256(repr([int(row) for row in rows]).encode()).hexdigest()
+        digests = self._model.ranks.exchange(digest)
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is not None:
+            raise ConfigError(
+                f"Rank {other} draws other rows than rank 0 for the first batch. All ranks draw the same global "
+                "batches, from one seed:\n"
+                "    RandomSampler(data, generator=torch.Generator().manual_seed(0))"
+            )
+
+
+def collate_with_empty(collate_fn: Callable[[list[Any]], Any], row: Any) -> Callable[[list[Any]], Any]:
+    """Return a ``collate_fn`` that makes a batch of no rows: the last global batch may have fewer rows than ranks.
+
+    Args:
+        collate_fn: function that makes a batch of rows, ``torch.utils.data.default_collate`` for example.
+        row: any row, from which a batch without rows gets its shapes.
+
+    Returns:
+        The function.
+
+    >>> collate = collate_with_empty(torch.utils.data.default_collate, {"x": torch.zeros(3), "y": 1})
+    >>> {name: tuple(value.shape) for name, value in collate([]).items()}
+    {'x': (0, 3), 'y': (0,)}
+    """
+
+    def collate(rows: list[Any]) -> Any:
+        if rows:
+            return collate_fn(rows)
+        return pytree.tree_map_only(
+            torch.Tensor, lambda tensor: tensor[:0] if tensor.dim() else tensor, collate_fn([row])
+        )
+
+    return collate

@@ -1,0 +1,1 @@
+"""Ranks that hold successive stages of a model."""

@@ -1,0 +1,356 @@
+"""Pipelines over several processes whose stages exchange registered objects.
+
+``torch.distributed.pipelining`` sends tensors from stage to stage. Here a stage takes and returns any object whose
+class is registered: its tensors are sent, and the object is rebuilt.
+
+::
+
+    process 0                      process 1                              each microbatch
+    first(ids) -> State            second(State) -> Output
+      flatten ── tensors ────────> unflatten                              forward
+      backward <── gradients ────  backward                               backward
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from yobx_flatten import leaves
+
+from ...batch.arguments import check_call
+from ...batch.joining import join
+from ...batch.splitting import Microbatch, split
+from ...errors import ConfigError, LossError, SplitError
+from .boundaries import Boundary, TensorSizes, agree, call_without_data, share
+from .line import StageLine
+from .module import StageModule, arguments
+
+__all__ = ["DistributedPipeline"]
+
+
+class DistributedPipeline:
+    """Train a model whose layers are spread over processes, by a schedule of ``torch.distributed.pipelining``.
+
+    Every process makes it with its own stages, at the same time. What crosses from stage to stage is found out once,
+    here: each stage is called on tensors without data, and the structure of its output, static parts included, is sent
+    to the next one. Afterwards only tensors travel.
+
+    Args:
+        stages: modules of this process by the number of their stage, from 0; a module may be a ``RoundPipe``.
+        schedule: class of the schedule: ``ScheduleGPipe``, ``Schedule1F1B``, or one of several stages per process, like
+            ``ScheduleInterleaved1F1B``.
+        num_microbatch: number of microbatches of every batch.
+        loss_fn: ``loss_fn(outputs, labels)`` of a microbatch, a tensor; given in every process. Default: the outputs
+            are the loss.
+        loss_reduction: ``"sum"``, or ``"mean"``: each loss is a mean over its rows, and the total is the mean over all
+            rows.
+        example_args: positional arguments of a batch, in the process of stage 0; only classes and sizes count.
+        example_kwargs: keyword arguments of a batch that the stages of this process get.
+        example_outputs: output of one microbatch by stage, for a module that cannot be called on tensors without data.
+        split_input: rule for splitting arguments, see :func:`roundpipe_runtime.batch.split`.
+        split_label: rule for splitting labels.
+        merge_output: rule for joining outputs, see :func:`roundpipe_runtime.batch.join`.
+        group: group of the processes. Default: all of them.
+        device: device of what is sent. Default: the CPU.
+
+    Attributes:
+        schedule: schedule of torch.
+        stages: its stages in this process.
+
+    Raises:
+        ConfigError: stages are missing, or processes disagree.
+        StageError: a stage cannot be described, in this process or in another one.
+
+    >>> from torch.distributed.pipelining import ScheduleGPipe
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = nn.Linear(3, 1)
+    >>> pipeline = DistributedPipeline(
+    ...     {0: model}, ScheduleGPipe, num_microbatch=2, loss_fn=nn.functional.mse_loss, loss_reduction="mean",
+    ...     example_args=(torch.ones(4, 3),))
+    >>> loss = pipeline.forward_backward((torch.ones(4, 3),), label=torch.ones(4, 1))
+    >>> loss.shape, model.weight.grad.shape
+    (torch.Size([]), torch.Size([1, 3]))
+    >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        schedule: Callable[..., Any],
+        *,
+        num_microbatch: int,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        loss_reduction: str = "sum",
+        example_args: tuple[Any, ...] = (),
+        example_kwargs: Mapping[str, Any] | None = None,
+        example_outputs: Mapping[int, Any] | None = None,
+        split_input: Any = None,
+        split_label: Any = None,
+        merge_output: Any = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if loss_reduction not in ("sum", "mean"):
+            raise ConfigError(f'loss_reduction must be "sum" or "mean", found {loss_reduction!r}.')
+        self._group, self._device = group, torch.device(device)
+        self._line = StageLine(group)
+        self._num_microbatch = num_microbatch
+        self._loss_fn, self._reduction = loss_fn, loss_reduction
+        self._rules = {"split_input": split_input, "split_label": split_label}
+        self._merge = merge_output
+        count = self._check_stages(stages, schedule)
+        self._sizes: dict[str, TensorSizes] | None = None
+
+        @functools.cache
+        def example() -> Microbatch:
+            return self._split(example_args, example_kwargs or {}, None, what="The example")[0]
+
+        boundaries = self._boundaries(stages, count, example, example_outputs or {})
+        self._sizes = _sizes(example())
+        self._modules = {
+            stage: StageModule(module, stage, *_around(boundaries, stage)) for stage, module in sorted(stages.items())
+        }
+        self._make = functools.partial(self._make_schedule, schedule, count)
+        self.stages, self.schedule = self._make()
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        return_outputs: bool = False,
+    ) -> Any:
+        """Run forward, loss and backward of a batch; every process calls it.
+
+        Args:
+            input_args: positional arguments, in the process of stage 0.
+            input_kwargs: keyword arguments that the stages of this process get.
+            label: labels, in the process of the last stage.
+            return_outputs: whether to also return the outputs, joined and detached.
+
+        Returns:
+            In the process of the last stage the loss of the batch, detached, or ``(loss, outputs)``; elsewhere
+            ``None``.
+
+        Raises:
+            SplitError: arguments or labels cannot be split into microbatches of the agreed size.
+            StageError: a stage returned something other than what was agreed.
+            LossError: the loss is not a number in a tensor.
+            DistributedError: a stage of another process has failed, or its process is gone. Gradients of this batch may
+                be there in part.
+        """
+        losses: list[torch.Tensor] = []
+        with self._together():
+            args, kwargs = check_call(input_args, input_kwargs)
+            last = self._prepare(args, kwargs, label, self._loss, keeps=return_outputs)
+            self._run(self.schedule.step, losses=losses)
+        if last is None:
+            return None
+        loss = torch.stack([loss.detach() for loss in losses]).sum()
+        return (loss, self._joined(last)) if return_outputs else loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch forward without gradients; every process calls it.
+
+        Args:
+            *args: positional arguments, in the process of stage 0.
+            **kwargs: keyword arguments that the stages of this process get.
+
+        Returns:
+            In the process of the last stage the outputs, joined; elsewhere ``None``.
+        """
+        with self._together(), torch.no_grad():
+            last = self._prepare(args, kwargs, None, None, keeps=True)
+            self._run(self.schedule.eval)
+        return None if last is None else self._joined(last)
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Run a call of all processes: when one fails, the others get an error instead of waiting for it."""
+        if not self._line.is_open:  # the last call has failed, in all of them
+            self._line.open()
+            self.stages, self.schedule = self._make()
+        with self._line.watched(self._forget):
+            yield
+
+    def _forget(self) -> None:
+        """Drop the stages of torch, which hold the connections."""
+        for stage in self.stages:
+            stage.group = None
+        self.stages, self.schedule = [], None
+
+    def _prepare(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, loss_fn: Any, *, keeps: bool
+    ) -> StageModule | None:
+        """Hand out the arguments of this process; return the last stage, if it is here."""
+        if args and 0 not in self._modules:
+            raise ConfigError(
+                "Positional arguments are those of stage 0, which is in another process. Here, pass keyword arguments "
+                "for the stages of this process, or none:\n"
+                "    pipeline.forward_backward(label=labels)"
+            )
+        calls = self._split(args, kwargs, label, what="The batch")
+        last = None
+        for module in self._modules.values():
+            module.calls = calls
+            if module.returned is None:
+                last = module
+                module.loss_fn, module.outputs = loss_fn, [] if keeps else None
+        return last
+
+    def _run(self, run: Callable[..., Any], **options: Any) -> None:
+        # torch splits the numbers of the microbatches, and each stage looks up what belongs to its number
+        numbers = torch.arange(self._num_microbatch)
+        try:
+            run(microbatch=numbers, target=numbers, return_outputs=False, **options)
+        except RuntimeError as error:
+            # torch replaces an error of a forward by one that states sizes only
+            if error.__cause__ is None or "failed to run forward" not in str(error):
+                raise
+            raise error.__cause__ from None
+
+    def _joined(self, last: StageModule) -> Any:
+        outputs, last.outputs = last.outputs or [], None
+        return join(outputs, _rows(outputs, last.calls), merge=self._merge)
+
+    def _loss(self, outputs: Any, call: Microbatch) -> torch.Tensor:
+        """The part of a microbatch in the loss of the batch."""
+        loss = outputs if self._loss_fn is None else self._loss_fn(outputs, call.label)
+        if not (isinstance(loss, torch.Tensor) and loss.dim() == 0):
+            raise LossError(
+                f"The loss of microbatch {call.index} must be a tensor without axes, found {type(loss).__qualname__}"
+                f"{tuple(loss.shape) if isinstance(loss, torch.Tensor) else ''}. Add its numbers, or take their mean:\n"
+                "    loss_fn=lambda outputs, labels: nn.functional.cross_entropy(outputs.logits, labels)"
+            )
+        return loss / self._num_microbatch if self._reduction == "mean" else loss
+
+    # -- making ------------------------------------------------------------------------------------------------------
+
+    def _check_stages(self, stages: Mapping[int, nn.Module], schedule: Any) -> int:
+        """Check that all processes together have each stage once; return how many there are."""
+        name = getattr(schedule, "__name__", str(schedule))
+        found = share(
+            (sorted(stages), name, self._num_microbatch, self._reduction, self._loss_fn is None),
+            self._group,
+        )
+        numbers = [stage for one in found for stage in one[0]]
+        if not stages or sorted(numbers) != list(range(len(numbers))):
+            raise ConfigError(
+                "The processes have the stages "
+                + ", ".join(f"{one[0]} (rank {rank})" for rank, one in enumerate(found))
+                + ". Each number from 0 on must be in one of them, and each process needs one:\n"
+                "    DistributedPipeline({dist.get_rank(): module}, ...)"
+            )
+        if any(one[1:] != found[0][1:] for one in found):
+            stated = "\n".join(
+                f"    rank {rank}: {one[1]}, num_microbatch={one[2]}, loss_reduction={one[3]!r}, "
+                f"{'no loss_fn' if one[4] else 'loss_fn'}"
+                for rank, one in enumerate(found)
+            )
+            raise ConfigError(f"The processes disagree on the pipeline:\n{stated}")
+        return len(numbers)
+
+    def _boundaries(
+        self, stages: Mapping[int, nn.Module], count: int, example: Callable[[], Microbatch], outputs: Mapping[int, Any]
+    ) -> list[Boundary]:
+        def describe(stage: int, received: Boundary | None) -> Boundary:
+            what = f"Stage {stage}, a {type(stages[stage]).__qualname__},"
+            if stage in outputs:
+                return Boundary.of(outputs[stage], what=f"example_outputs[{stage}]")
+            arrived = tuple(sizes.empty(self._device) for sizes in received.tensors) if received else ()
+            args = arguments(received, arrived, example().args)
+            made = call_without_data(stages[stage], args, example().kwargs, what=what)
+            return Boundary.of(made, what=f"The output of stage {stage}")
+
+        mine = {stage: functools.partial(describe, stage) for stage in stages}
+        return agree(count, mine, self._group)
+
+    def _make_schedule(self, schedule: Callable[..., Any], count: int) -> tuple[list[PipelineStage], Any]:
+        """The schedule of torch with its stages, which a call that failed leaves in the middle of a batch."""
+        stages = [self._stage(module, count) for module in self._modules.values()]
+        is_single = isinstance(schedule, type) and issubclass(schedule, PipelineScheduleSingle)
+        # gradients are sums: of losses that are parts of a mean where that is asked for
+        made = schedule(
+            stages[0] if is_single else stages, self._num_microbatch, loss_fn=_returned_loss, scale_grads=False
+        )
+        return stages, made
+
+    def _stage(self, module: StageModule, count: int) -> PipelineStage:
+        def empty(boundary: Boundary) -> tuple[torch.Tensor, ...]:
+            return tuple(sizes.empty("meta") for sizes in boundary.tensors)
+
+        loss = (torch.zeros((), device="meta"),)
+        return PipelineStage(
+            module,
+            module.stage,
+            count,
+            self._device,
+            input_args=empty(module.received) if module.received else (),
+            output_args=empty(module.returned) if module.returned else loss,
+            group=self._line.group,
+        )
+
+    def _split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, *, what: str) -> list[Microbatch]:
+        """Split what this process was given; a process in the middle may be given nothing."""
+        if not args and not kwargs and label is None:
+            return [Microbatch(index, (), {}, None, None) for index in range(self._num_microbatch)]
+        parts = split(args, kwargs, label, self._num_microbatch, **self._rules)
+        if len(parts) != self._num_microbatch:
+            raise SplitError(
+                f"{what} makes {len(parts)} microbatches, and the schedule runs {self._num_microbatch}. Give at least "
+                "as many rows as there are microbatches."
+            )
+        agreed = _sizes(parts[0]) if self._sizes is None else self._sizes
+        for part in parts:
+            if (found := _sizes(part)) != agreed:
+                raise SplitError(_different(part.index, found, agreed))
+        return parts
+
+
+def _returned_loss(stage_output: Any, number: torch.Tensor) -> torch.Tensor:
+    """The loss for torch's schedule: the last stage has computed it."""
+    loss: torch.Tensor = stage_output[0] if isinstance(stage_output, tuple) else stage_output
+    return loss
+
+
+def _around(boundaries: Sequence[Boundary], stage: int) -> tuple[Boundary | None, Boundary | None]:
+    """What a stage receives and what it returns; nothing crosses before the first and after the last."""
+    return boundaries[stage - 1] if stage else None, boundaries[stage] if stage < len(boundaries) else None
+
+
+def _sizes(part: Microbatch) -> dict[str, TensorSizes]:
+    named = [*leaves(part.args, name="args"), *leaves(part.kwargs, name="kwargs")]
+    return {leaf.path: TensorSizes.of(leaf.value) for leaf in named if isinstance(leaf.value, torch.Tensor)}
+
+
+def _different(index: int, found: Mapping[str, TensorSizes], agreed: Mapping[str, TensorSizes]) -> str:
+    path = next(path for path in [*found, *agreed] if found.get(path) != agreed.get(path))
+    return (
+        f"{path} is {found.get(path, 'missing')} in microbatch {index}, and {agreed.get(path, 'missing')} in the "
+        "example that the stages were made with. All microbatches between processes have one size: drop or pad the "
+        "last rows, or make the pipeline with an example of this size:\n"
+        "    DistributedPipeline(..., example_args=(...), example_kwargs={...})"
+    )
+
+
+def _rows(outputs: Sequence[Any], calls: Sequence[Microbatch]) -> list[int | None]:
+    """Rows of each microbatch: where only labels, or nothing, came here, they are counted in the outputs."""
+    known = [call.rows for call in calls]
+    if None not in known:
+        return known
+    counts = [
+        {leaf.value.shape[0] for leaf in leaves(output) if isinstance(leaf.value, torch.Tensor) and leaf.value.dim()}
+        for output in outputs
+    ]
+    return [count.pop() if len(count) == 1 else None for count in counts]

@@ -1,0 +1,1 @@
+"""Model state in parts, each held by one rank."""

@@ -1,0 +1,273 @@
+"""Hold parameters whole on every rank, and master weights and optimizer state in shards.
+
+::
+
+    parameter       whole on every rank: layers run as in one process          2 bytes a number in bfloat16
+    target          a DTensor, Shard(0) of a matrix, all of a vector           optim_dtype; without it, a view
+    target.grad     a DTensor: the sum over all ranks                          of these rows only
+    after a step    each rank sends its rows to the others, layer by layer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from ...optim.parameters import ParameterStore, is_watched
+from ...optim.torch_steps import dtype_of_gradient
+from ..ranks.ranks import Ranks
+from .cuts import is_cut, shards
+
+__all__ = ["RankStore", "ShardedStore", "Target", "local_of"]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a tensor, without a graph; a tensor that is not a DTensor is whole."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+class RankStore(ParameterStore):
+    """Parameters and all that the optimizer gets, whole on every rank."""
+
+    # optim_dtype: dtype in which the optimizer works; `None` for the dtype of each parameter
+
+    def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None, ranks: Ranks) -> None:
+        super().__init__(model, optim_dtype)
+        self.ranks = ranks
+
+    def rows_of(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+        """Return the rows that the target of a parameter has, of a tensor that is shaped like the parameter."""
+        return whole
+
+    def landing_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype in which the gradient of a group comes out of its run: that of the sum over the groups."""
+        return self.gradient_dtype(parameter)
+
+    def check(self) -> None:
+        """Check that all ranks see what is written to the parameters."""
+
+    def all_targets(self) -> list[nn.Parameter]:
+        """Return the parameters that the optimizer gets, each once."""
+        return [target for _, target in self.named()]
+
+    def start_publication(self) -> None:
+        """Note that a step has changed the targets on all ranks; each layer is refreshed once after it."""
+
+
+class ShardedStore(RankStore):
+    """Parameters whole on every rank, and what the optimizer gets in shards."""
+
+    def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None, ranks: Ranks) -> None:
+        super().__init__(model, optim_dtype, ranks)
+        assert ranks.mesh is not None
+        self._mesh: DeviceMesh = ranks.mesh
+        self._number = ranks.rank % ranks.num_shards
+        self._shards: dict[str, Target] = {}
+        self._published: set[int] = set()
+
+    def rows_of(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+        """Return the rows that the target of a parameter has, of a tensor that is shaped like the parameter."""
+        if not is_cut(parameter):
+            return whole.reshape(1) if whole.dim() == 0 else whole
+        return shards(whole, self.ranks.num_shards)[self._number]
+
+    def has_own_rows(self, parameter: nn.Parameter) -> bool:
+        """Report whether the optimizer gets numbers of its own, and not those of the parameter."""
+        return self.gradient_dtype(parameter) != parameter.dtype
+
+    def _target(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if name not in self._shards:
+            self._shards[name] = Target(self, parameter)
+        self._shards[name].wake(parameter)
+        return self._shards[name].tensor
+
+    def as_dtensor(self, parameter: torch.Tensor, local: torch.Tensor) -> DTensor:
+        """Return what this rank has of a parameter, or of its gradient, as a DTensor."""
+        shape = parameter.shape if parameter.dim() else torch.Size([1])
+        stride = torch.empty(shape, device="meta").stride()
+        placements: list[Placement] = [Replicate()] * self._mesh.ndim
+        if is_cut(parameter):
+            placements[-1] = Shard(0)
+        made: DTensor = DTensor.from_local(local, self._mesh, placements, run_check=False, shape=shape, stride=stride)
+        return made
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def add_gradients(self, gradients: Iterable[Mapping[nn.Parameter, torch.Tensor]]) -> None:
+        """Add gradients to those of the targets, in the order of the list."""
+        # gradients: one mapping per layer, last layer first, from parameters to the rows of this rank
+        names = self._names()
+        watched: list[tuple[nn.Parameter, torch.Tensor]] = []
+        for layer in gradients:
+            for parameter, gradient in layer.items():
+                target = self._target(names[id(parameter)], parameter)
+                rows = gradient.to(dtype_of_gradient(target)).view(local_of(target).shape)
+                if is_watched(target):
+                    watched.append((target, self.as_dtensor(parameter, rows)))
+                elif target.grad is None:
+                    target.grad = self.as_dtensor(parameter, rows)
+                else:
+                    local_of(target.grad).add_(rows)
+        if watched:
+            torch.autograd.backward([target for target, _ in watched], [gradient for _, gradient in watched])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of parameters and of targets."""
+        super().zero_grad(set_to_none)
+        for shard in self._shards.values():
+            if set_to_none:
+                shard.tensor.grad = None
+            elif shard.tensor.grad is not None:
+                local_of(shard.tensor.grad).zero_()
+
+    def show_gradients(self) -> None:
+        """Leave the gradients in shards: no rank has room for all of them."""
+
+    def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Add gradients to the buffers, by the name of the parameter: DTensors, or whole tensors."""
+        found = {p: self._loaded(p, gradients[name]) for name, p in self._listed() if name in gradients}
+        self.add_gradients([found])
+
+    # -- masters -----------------------------------------------------------------------------------------------------
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """Return the master weights by name, as DTensors; those of frozen parameters hold nothing."""
+        dtypes = {name: parameter.dtype for name, parameter in self._listed()}
+        found = {name: shard.tensor.detach() for name, shard in self._shards.items() if shard.is_master}
+        return {name: tensor for name, tensor in found.items() if tensor.dtype != dtypes.get(name)}
+
+    def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
+        """Load what :meth:`masters` returned, or whole tensors."""
+        for name, parameter in self.model.named_parameters():
+            if name in masters and self._dtype(parameter) != parameter.dtype:
+                self._target(name, parameter)
+                self._shards[name].set(parameter, self._loaded(parameter, masters[name]))
+
+    def _loaded(self, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+        return local_of(value) if isinstance(value, DTensor) else self.rows_of(parameter, value)
+
+    def adopt(self) -> None:
+        """Read targets again where the parameter was changed."""
+        for name, parameter in self.model.named_parameters():
+            if name in self._shards:
+                self._shards[name].adopt(parameter)
+
+    # -- weights, after a step ---------------------------------------------------------------------------------------
+
+    def publish(self, *, stepped: bool = False) -> None:
+        """Make targets agree with parameters that were changed; after a step, send and receive all rows."""
+        self.note_published()
+        self.adopt()
+        if stepped:
+            self.start_publication()
+            self.refresh(list(self.model.parameters()))
+
+    def start_publication(self) -> None:
+        """Note that a step has changed the targets on all ranks; each layer is refreshed once after it."""
+        self._published = set()
+        # A run that begins before all layers are refreshed puts copies in the places of parameters.
+        self.note_names()
+
+    @torch.no_grad()
+    def refresh(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Update parameters of a layer from the targets of all ranks, and the copies of them that stages read."""
+        names = self._names()
+        fresh = [p for p in parameters if p.requires_grad and names.get(id(p)) and id(p) not in self._published]
+        held = {p: self._shards[names[id(p)]] for p in fresh if names[id(p)] in self._shards}  # others no optimizer has
+        self._update(held)
+        for parameter in fresh:
+            if shard := held.get(parameter):
+                shard.note(parameter)
+            if id(parameter) in self._shadows:
+                self._shadows[id(parameter)].copy_(parameter)
+            self._published.add(id(parameter))
+
+    def _update(self, held: Mapping[nn.Parameter, Target]) -> None:
+        """Write what all ranks have stepped into the parameters of a layer."""
+        for parameter, shard in held.items():
+            shard.write(parameter)
+        self._gather([shards(p.detach(), self.ranks.num_shards) for p in held if is_cut(p)])
+
+    def _gather(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        flat = [[part if part.is_contiguous() else part.contiguous() for part in parts_of] for parts_of in parts]
+        self.ranks.gather(flat, self.ranks.shard_members(), "weights")
+        for original, received in zip(parts, flat, strict=True):
+            for to, source in zip(original, received, strict=True):
+                if to is not source:  # a parameter whose rows do not lie one after the other
+                    to.copy_(source)
+
+    def _needs_shadow(self, name: str) -> bool:
+        return name not in self._shards or not self._shards[name].is_master
+
+
+class Target:
+    """The target of a parameter, and what the parameter looked like when both last agreed.
+
+    Where the optimizer works in the dtype of the parameter, the target is a view of its rows, unless other processes
+    read the parameter. Otherwise it is a master weight; that of a frozen parameter is a view of one NaN, which takes no
+    memory.
+    """
+
+    def __init__(self, store: ShardedStore, parameter: nn.Parameter) -> None:
+        self._store = store
+        self._dtype = store.gradient_dtype(parameter)
+        self._has_own_rows = store.has_own_rows(parameter)
+        self.is_master = False
+        rows = self._rows(parameter)
+        if self._has_own_rows:
+            rows = torch.full((), float("nan"), dtype=self._dtype).expand(rows.shape)
+        self.tensor = nn.Parameter(store.as_dtensor(parameter, rows), requires_grad=parameter.requires_grad)
+        if (kept := store.dtype_between(parameter)) != self._dtype:
+            self.tensor.grad_dtype = kept
+        self.wake(parameter)
+        self.note(parameter)
+
+    def wake(self, parameter: nn.Parameter) -> None:
+        """Take over whether the parameter is trainable, and its values when it first is."""
+        if parameter.requires_grad and not self.is_master and self._has_own_rows:
+            self._replace(self._rows(parameter).to(self._dtype, copy=True))
+            self.is_master = True
+            self.note(parameter)
+        if self.tensor.requires_grad != parameter.requires_grad:
+            self.tensor.requires_grad_(parameter.requires_grad)
+
+    def adopt(self, parameter: nn.Parameter) -> None:
+        """Read the rows again if the parameter was changed."""
+        if self._state(parameter) != self._agreed:
+            if self.is_master:
+                self.set(parameter, self._rows(parameter))
+            elif not self._has_own_rows:
+                self._replace(self._rows(parameter))  # a view; another tensor may be the parameter now
+            self.note(parameter)
+
+    @torch.no_grad()
+    def set(self, parameter: nn.Parameter, rows: torch.Tensor) -> None:
+        """Set a master weight."""
+        if not self.is_master:
+            self._replace(torch.empty_like(rows, dtype=self._dtype))
+            self.is_master = True
+        local_of(self.tensor).copy_(rows)
+        self.note(parameter)
+
+    def write(self, parameter: nn.Parameter) -> None:
+        """Round a master weight into the rows of the parameter."""
+        if self.is_master:
+            self._rows(parameter).copy_(local_of(self.tensor))
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """Note that both agree."""
+        self._agreed = self._state(parameter)
+
+    def _rows(self, parameter: nn.Parameter) -> torch.Tensor:
+        return self._store.rows_of(parameter, parameter.detach())
+
+    def _replace(self, rows: torch.Tensor) -> None:
+        # Optimizers hold the DTensor, so it stays; torch has no public way to give it other memory.
+        self.tensor._local_tensor.data = rows  # type: ignore[attr-defined] # of a DTensor
+
+    def _state(self, parameter: nn.Parameter) -> tuple[int, int, int]:
+        return id(parameter), parameter.data_ptr(), parameter._version

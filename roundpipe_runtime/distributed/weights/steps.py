@@ -1,0 +1,181 @@
+"""Step the optimizer on shards, and send the new weights to the other ranks.
+
+::
+
+    run t | step t | run t+1                         the step is that of this rank's rows
+                   | layer 0 | layer 1 | layer 2     weights after the step, gathered layer by layer next to run t+1,
+                                                     which waits for each layer before it reads it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from ...device.interrupts import Uninterrupted
+from ...device.outcome import Outcome
+from ...errors import DistributedError
+from ...optim.parameters import LayerContents
+from ...optim.readiness import ReadinessTable
+from ...optim.step import OptimizerCtx, StepRunner
+from ...optim.torch_steps import hear_steps
+from ..ranks.errors import RankStepError, format_failure
+from ..ranks.ranks import Ranks
+from .shards import RankStore
+
+__all__ = ["RankSteps"]
+
+# They take sums over a whole matrix, or over all parameters.
+_NOT_ELEMENTWISE = {"adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap", "sparseadam"}
+
+# They keep moments in fewer bits, with a scale for each block of numbers.
+_IN_BLOCKS = ("4bit", "8bit", "fp8")
+
+
+class RankSteps(StepRunner):
+    """Runs the steps of one rank, and publishes what all ranks have stepped."""
+
+    _store: RankStore
+    ranks: Ranks
+
+    def __init__(self, store: RankStore, table: ReadinessTable, scan: Callable[[], Sequence[LayerContents]]) -> None:
+        super().__init__(store, table, lambda: self._contents)
+        self.ranks = store.ranks
+        # Read by the caller's thread, while no copies of a run are in the places of parameters.
+        self._scan_now = scan
+        self._contents: Sequence[LayerContents] = ()
+        self._is_inside = False
+        self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        _watch(self)
+
+    def run(self, step: Callable[[], Any]) -> None:
+        """Run a step now, in this thread; the next run waits for the weights of each layer."""
+        self.synchronize()
+        self._store.adopt()
+        self._run_agreed(step)
+        self._publish_next()
+
+    def start(self, step: Callable[[], Any]) -> None:
+        """Run a step in the background. The next run reads the parameters from before it, later runs those after it."""
+        super().start(partial(self._run_agreed, step))
+
+    def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:
+        """Run a step now: the weights of all ranks are gathered next to the run that follows."""
+        self.run(step)
+
+    def run_ended(self) -> None:
+        """Note that the run during the last step has succeeded: the result of the step may now be published."""
+        if self._unpublished:
+            self.wait_update()
+            self._start_publication()
+        super().run_ended()
+
+    def _run_agreed(self, step: Callable[[], Any]) -> None:
+        """Run a step; an error of one rank is raised on all."""
+        self._is_inside = True
+        with Outcome() as outcome, OptimizerCtx():
+            step()
+        self._is_inside = False
+        failure = outcome.error
+        if failure is None:
+            self.ranks.exchange(None, "step")  # fails if another rank does not come here
+            return
+        if not isinstance(failure, RankStepError):
+            self.ranks.fail_step(format_failure(failure))
+        raise failure
+
+    def _publish_next(self) -> None:
+        """Publish what the step on all ranks did, layer by layer, next to the next run."""
+        if self.ranks.num_shards == 1:
+            self._store.publish(stepped=True)
+            return
+        self._start_publication()
+        with Uninterrupted():
+            self._publication = self._worker.submit(self._publish, self._table.latest + 1)
+            self._table.advance()
+
+    def _start_publication(self) -> None:
+        self._contents = self._scan_now()
+        self._store.start_publication()
+
+    def close(self) -> None:
+        """Finish, and end the thread."""
+        _RUNNERS.discard(self)
+        super().close()
+
+    # -- steps that the caller runs without the pipeline -------------------------------------------------------------
+
+    def owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Report whether an optimizer has parameters of this pipeline, of those that it should have."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        targets = {id(target) for target in self._store.all_targets()}
+        own = held & targets
+        if optimizer in self._checked or self.ranks.num_shards == 1:
+            return bool(own)
+        whole = {id(parameter) for parameter in self._store.model.parameters()} - targets
+        if held & whole:
+            raise DistributedError(
+                f"{type(optimizer).__name__} was made of the whole parameters of the model, which get no gradient: "
+                "this rank has the sums of its own rows only. Make it of those:\n"
+                "    with OptimizerCtx():\n"
+                f"        optimizer = {type(optimizer).__name__}(model.parameters(), ...)"
+            )
+        if own:
+            self._check_elementwise(optimizer)
+        self._checked.add(optimizer)
+        return bool(own)
+
+    def _check_elementwise(self, optimizer: torch.optim.Optimizer) -> None:
+        names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+        if any(name in _NOT_ELEMENTWISE for name in names):
+            problem = "takes sums over whole matrices: the result would be that of another optimizer"
+        elif any(name.endswith(_IN_BLOCKS) for name in names):
+            problem = "has a scale per block of numbers, which a shard cuts: the numbers would be those of other blocks"
+        else:
+            return
+        raise DistributedError(
+            f"{type(optimizer).__name__} {problem}. This rank has one shard in {self.ranks.num_shards} of each matrix. "
+            "Keep everything whole on each host, with the same numbers for any number of ranks:\n"
+            f'    mesh = init_device_mesh("cpu", ({self.ranks.size}, 1))\n'
+            "    model = RoundPipe(model, mesh=mesh)"
+        )
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Wait for weights that are still under way before an optimizer changes them; refuse one that cannot."""
+        if self.owns(optimizer) and not self._is_inside:
+            self.synchronize()
+            self._store.adopt()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Publish what an optimizer did that the caller ran: all ranks run it."""
+        if not self._is_inside and self.ranks.num_shards > 1 and self.owns(optimizer):
+            self._publish_next()
+
+
+_RUNNERS: weakref.WeakSet[RankSteps] = weakref.WeakSet()
+
+
+def _watch(runner: RankSteps) -> None:
+    """Let a runner hear of the steps of all optimizers."""
+    _hear_steps()
+    _RUNNERS.add(runner)
+
+
+@cache
+def _hear_steps() -> None:
+    hear_steps(_before, _after)
+
+
+def _before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for runner in list(_RUNNERS):
+        runner.before_step(optimizer)
+
+
+def _after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for runner in list(_RUNNERS):
+        runner.after_step(optimizer)

@@ -1,0 +1,1 @@
+"""Parameters on a device, and the memory of their gradients."""

@@ -1,0 +1,187 @@
+"""Parameters whose copies stay on a device, from stage to stage and from step to step.
+
+Every visit of a stage copies its parameters to the device. The copy of a parameter that was not written since holds the
+same numbers, so where there is room some stay: those that do not train before others, which a step changes. Which ones
+is decided before a run, and the same ones stay then: a device comes to all layers in turn, and to keep those it had
+last would keep none that comes next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass
+
+from ...device.virtual import Device
+from ...errors import DeviceMemoryError
+from ...optim.parameters import LayerContents
+from ...optim.torch_steps import number_of_steps
+
+__all__ = ["KeptParameters", "ParameterTraffic"]
+
+# Numbers of a parameter that are compared before a run.
+_SAMPLE = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParameterTraffic:
+    """Bytes of parameters that a pipeline has copied to devices since it was made.
+
+    Attributes:
+        uploaded: bytes that were copied.
+        reused: bytes that were not, because their copy was still on the device.
+        kept: bytes of copies that stay on each device now, by its name.
+
+    >>> before, after = ParameterTraffic(100, 0, {}), ParameterTraffic(130, 70, {"virtual:0": 70})
+    >>> after.uploaded - before.uploaded, after.reused - before.reused
+    (30, 70)
+    """
+
+    uploaded: int
+    reused: int
+    kept: dict[str, int]
+
+
+@dataclasses.dataclass(slots=True)
+class _Copy:
+    """A copy on a device, and what it was copied from."""
+
+    tensor: torch.Tensor
+    own_version: int
+    source: weakref.ref[torch.Tensor]
+    version: int
+    address: int
+    sample: torch.Tensor
+    # Steps of optimizers before the copy, and the version that its run read. Fused steps count no version of a tensor.
+    steps: int
+    run_version: int
+    was_trained: bool
+
+    def is_of(self, parameter: nn.Parameter, source: torch.Tensor, run_version: int) -> bool:
+        """Whether the source is the one that was copied, and neither of both was written since."""
+        # It may be frozen again when this is asked next, after a step.
+        self.was_trained |= parameter.requires_grad
+        return (
+            self.source() is source
+            and self.version == source._version
+            and self.address == source.data_ptr()
+            and self.own_version == self.tensor._version
+            and not (self.was_trained and (self.steps, self.run_version) != (number_of_steps(), run_version))
+        )
+
+
+class KeptParameters:
+    """The copies of one model's parameters that stay on devices."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        # By device, and the identity of the parameter. A copy that is removed here is freed when no layer runs with it.
+        self._copies: dict[str, dict[int, _Copy]] = {device.name: {} for device in devices}
+        # Parameters that stay from their next upload on.
+        self._chosen: frozenset[int] = frozenset()
+        self._uploaded = self._reused = 0
+        # Each device uploads in a thread of its own.
+        self._lock = threading.Lock()
+
+    @property
+    def traffic(self) -> ParameterTraffic:
+        """What was copied so far, and what stays."""
+        with self._lock:
+            kept = {
+                name: sum(copy.tensor.nbytes for copy in list(found.values())) for name, found in self._copies.items()
+            }
+            return ParameterTraffic(self._uploaded, self._reused, kept)
+
+    def choose(
+        self,
+        contents: Sequence[LayerContents],
+        source: Callable[[nn.Parameter], torch.Tensor],
+        version: int,
+        nbytes: float,
+    ) -> None:
+        """Choose what stays from now on, and release what does not, or was written since."""
+        if nbytes <= 0:
+            self._chosen = frozenset()
+            self.drop()
+            return
+        found = {id(parameter): parameter for layer in contents for parameter in layer.parameters()}
+        chosen, left = set(), nbytes
+        for parameter in sorted(found.values(), key=lambda one: one.requires_grad):  # the order of layers otherwise
+            if parameter.nbytes <= left and _can_stay(parameter):
+                chosen.add(id(parameter))
+                left -= parameter.nbytes
+        self._chosen = frozenset(chosen)
+        for copies in self._copies.values():
+            for key in list(copies):
+                if key in chosen:
+                    copy, now = copies[key], source(found[key])
+                    # torch counts no write by way of `tensor.data`: such as that of PEFT when it merges an adapter.
+                    if copy.is_of(found[key], now, version) and torch.equal(copy.sample, _sample_of(now)):
+                        continue
+                del copies[key]
+
+    def upload(
+        self,
+        device: Device,
+        parameter: nn.Parameter,
+        source: torch.Tensor,
+        version: int,
+        copy: Callable[[torch.Tensor], torch.Tensor],
+    ) -> tuple[torch.Tensor, bool]:
+        """Return the copy of a parameter on a device: the one that is there, else a new one."""
+        key, copies = id(parameter), self._copies[device.name]
+        here = copies.get(key)
+        if here is not None:
+            if here.is_of(parameter, source, version):
+                with self._lock:
+                    self._reused += source.nbytes
+                return here.tensor, True
+            del copies[key], here
+        try:
+            tensor = copy(source)
+        except (DeviceMemoryError, torch.OutOfMemoryError):
+            if not copies:
+                raise
+            self._chosen = frozenset()  # until the next run
+            copies.clear()
+            tensor = copy(source)
+        stays = key in self._chosen
+        with self._lock:
+            self._uploaded += source.nbytes
+            if stays:
+                copies[key] = _Copy(
+                    tensor=tensor,
+                    own_version=tensor._version,
+                    source=weakref.ref(source),
+                    version=source._version,
+                    address=source.data_ptr(),
+                    sample=_sample_of(source).clone(),
+                    steps=number_of_steps(),
+                    run_version=version,
+                    was_trained=parameter.requires_grad,
+                )
+        return tensor, stays
+
+    def drop(self) -> None:
+        """Release all copies."""
+        for copies in self._copies.values():
+            copies.clear()
+
+
+def _can_stay(parameter: nn.Parameter) -> bool:
+    """Whether writes of a parameter are seen: of a tensor that is made of others, those have the numbers."""
+    is_plain = parameter.layout == torch.strided and not is_traceable_wrapper_subclass(parameter)
+    return is_plain and not parameter.is_inference()  # such a tensor has no version
+
+
+def _sample_of(source: torch.Tensor) -> torch.Tensor:
+    """Some numbers of a tensor, spread over its memory, without a copy."""
+    flat = source.detach()
+    size = min(source.numel(), flat.untyped_storage().nbytes() // flat.element_size() - flat.storage_offset())
+    step = max(1, size // _SAMPLE)
+    return flat.as_strided((min(_SAMPLE, size // step),), (step,))

@@ -1,0 +1,348 @@
+"""Copy a layer's parameters and buffers to a device, and use the copies while the layer runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import nn
+
+from yobx_flatten.private_names.of_torch import NormBase
+
+from ...device.accelerator import PIECE
+from ...device.events import Event
+from ...device.virtual import Device
+from ...errors import StageError
+from ...optim.parameters import LayerContents
+from ..looks import is_compared, same_numbers, watch_escaped
+from ..recompute.layer_traits import traits_of
+from .gradient_memory import GradientMemory
+from .kept import KeptParameters
+
+__all__ = ["Buffers", "Gradients", "LayerOnDevice", "check_not_kept"]
+
+T = TypeVar("T")
+
+# What came down from a device: copies on the host, and when they are complete.
+Gradients: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
+Buffers: TypeAlias = dict[int, tuple[torch.Tensor, Event]]
+
+
+# Stands on the copy of a parameter and states which layer it is of.
+_LAYER = "_roundpipe_layer"
+
+
+def check_not_kept(leaf: torch.Tensor) -> None:
+    """Check that a loss does not go back into a layer past its outputs."""
+    title = getattr(leaf, _LAYER, None)
+    if title is not None:
+        raise StageError(
+            f"The loss was computed of a tensor that {title} kept on itself. Its gradient would be lost: a layer goes "
+            "back from what it returned. Also return the tensor, and hand it on to the loss:\n"
+            "    return outputs, auxiliary_loss"
+        )
+
+
+class LayerOnDevice:
+    """A layer on a device."""
+
+    # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
+    # kept: copies of parameters that stay on devices. Default: none stay.
+    # version: version of the parameters that the run reads. Default: 0.
+
+    def __init__(
+        self,
+        contents: LayerContents,
+        device: Device,
+        source: Callable[[nn.Parameter], torch.Tensor],
+        gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
+        kept: KeptParameters | None = None,
+        version: int = 0,
+    ) -> None:
+        self.contents = contents
+        self.device = device
+        self.title = contents.title
+        self.traits = traits_of(contents.module)
+        kept = kept or KeptParameters([device])
+        self._memory: list[torch.Tensor] = []
+        self._parameters: dict[int, nn.Parameter] = {}
+        self._wide: list[tuple[int, torch.dtype]] = []
+        self._sums: dict[int, torch.Tensor] = {}
+        # What a backward left for each parameter, where it is kept apart from the sums.
+        self._apart: dict[int, list[torch.Tensor]] | None = None
+        for parameter in contents.parameters():
+            self._parameters[id(parameter)] = self._copy_parameter(parameter, source(parameter), kept, version)
+            dtype = gradient_dtype(parameter)
+            if dtype != parameter.dtype:
+                self._wide.append((id(parameter), dtype))
+        self._places = [
+            (slot.owner._parameters, slot.name, self._parameters[id(slot.parameter)], slot.parameter)
+            for slot in contents.slots
+        ]
+        self._buffers = [self._copy(buffer.tensor) for buffer in contents.buffers]
+        self._marks = [(buffer, buffer._version) for buffer in self._buffers]
+        self._written: set[int] = set()
+        self.ready = device.arrival()
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        copy = self._upload(tensor)
+        self._memory.append(copy)
+        return copy
+
+    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.device.copy_in(tensor.detach(), parameter=True)
+
+    def _copy_parameter(
+        self, parameter: nn.Parameter, source: torch.Tensor, kept: KeptParameters, version: int
+    ) -> nn.Parameter:
+        uploaded, stays = kept.upload(self.device, parameter, source, version, self._upload)
+        if not stays:
+            self._memory.append(uploaded)
+        copy = nn.Parameter(uploaded, requires_grad=parameter.requires_grad)
+        if type(parameter) is not nn.Parameter and isinstance(parameter, nn.Parameter):
+            copy.__class__ = type(parameter)  # a class of the user's
+        copy.__dict__.update(parameter.__dict__)  # attributes that users hang on parameters
+        copy.__dict__[_LAYER] = self.title
+        return copy
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Return ``function()``, called while the copies stand in the module; one thread at a time."""
+        buffers = self.contents.buffers
+        is_trained = self.contents.module.training and torch.is_grad_enabled()
+        versions = [copy._version for _, _, copy, _ in self._places] if is_trained else []
+        with self.contents.lock:
+            try:
+                for parameters, name, copy, _ in self._places:
+                    parameters[name] = copy
+                if buffers:
+                    for number, buffer in enumerate(buffers):
+                        buffer.owner._buffers[buffer.name] = self._buffers[number]
+                result = function()
+                if versions and versions != (now := [copy._version for _, _, copy, _ in self._places]):
+                    raise self._wrote_parameter([one != other for one, other in zip(versions, now, strict=True)])
+                return result
+            finally:
+                if buffers:
+                    for number, buffer in enumerate(buffers):
+                        found = buffer.owner._buffers.get(buffer.name)
+                        if found is not None and found is not self._buffers[number]:
+                            self._buffers[number] = found.detach()
+                        buffer.owner._buffers[buffer.name] = buffer.tensor
+                for parameters, name, _, parameter in self._places:
+                    parameters[name] = parameter
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the copies of the parameters."""
+        return list(self._parameters.values())
+
+    def check_parameters(self, source: Callable[[nn.Parameter], torch.Tensor]) -> None:
+        """Check that the copies have the numbers of the host: torch counts no write by way of ``tensor.data``."""
+        found = [self._are_as_copied(copy, source(parameter)) for _, _, copy, parameter in self._places]
+        there = [one for one in found if isinstance(one, torch.Tensor)]
+        if there:  # one wait for all
+            flags, complete = self.device.copy_out(torch.stack(there), last=True, parameter=True)
+            complete.result()
+            on_host = iter(flags.tolist())
+            found = [next(on_host) if isinstance(one, torch.Tensor) else one for one in found]
+        if not all(found):
+            raise self._wrote_parameter([not one for one in found])
+
+    def _are_as_copied(self, copy: nn.Parameter, source: torch.Tensor) -> bool | torch.Tensor:
+        """Whether a copy has the numbers of the host; on an accelerator, which compares them, a tensor of it."""
+        if not is_compared(source):
+            return True
+        if copy.shape != source.shape or copy.dtype != source.dtype:
+            return False
+        if copy.device == source.device:
+            return bool(same_numbers(copy, source))
+        # uploaded once more: the host's numbers are pinned, and memory for a download of them would stay so
+        pieces = zip(_pieces(copy), _pieces(source), strict=True) if _has_no_gaps(copy, source) else [(copy, source)]
+        flags = []
+        for own, other in pieces:
+            again = self.device.copy_in(other, parameter=True)
+            with self.device.computing(self.device.arrival()):
+                flags.append(same_numbers(own, again))
+        return torch.stack(flags).all() if flags else True
+
+    def _wrote_parameter(self, written: Sequence[bool]) -> StageError:
+        names = {
+            f"{type(slot.owner).__name__}.{slot.name}"
+            for slot, is_written in zip(self.contents.slots, written, strict=True)
+            if is_written
+        }
+        return StageError(
+            f"{self.title} writes {', '.join(sorted(names))} in its forward. A layer runs on copies of its parameters, "
+            "so what it writes into them is lost. Make it a buffer, which is kept, or write it between two steps:\n"
+            "    model.step(step_fn); model.synchronize(); write(parameter)"
+        )
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def take_gradients(self) -> None:
+        """Add what the last backward left to the sums of this visit, one microbatch after the other.
+
+        Autograd sums in ``grad`` of the copy, in the same order. Only what is summed in another dtype is taken away.
+        """
+        if self._apart is not None:
+            return
+        for key, dtype in self._wide:
+            copy = self._parameters[key]
+            gradient, copy.grad = copy.grad, None
+            if gradient is not None:
+                total = self._sums.get(key)
+                self._sums[key] = gradient.to(dtype) if total is None else total.add_(_addend(gradient, dtype))
+
+    def keep_apart(self) -> None:
+        """Leave the gradients of each backward for :meth:`pop_gradients`, instead of summing them here."""
+        if self._apart is None:
+            self._apart = {key: [] for key, copy in self._parameters.items() if copy.requires_grad}
+            wide = dict(self._wide)
+            for key, found in self._apart.items():
+                if key not in wide:  # of these, autograd adds each part to the sum if a backward has several
+                    self._parameters[key].register_post_accumulate_grad_hook(partial(_move_gradient, found))
+
+    def pop_gradients(self) -> list[list[torch.Tensor]]:
+        """Return what the last backward left for each parameter, in the order in which it is added to the sums."""
+        assert self._apart is not None
+        popped = []
+        for parameter in self.contents.parameters():
+            copy, found = self._parameters[id(parameter)], self._apart.get(id(parameter), [])
+            if copy.grad is not None:
+                _move_gradient(found, copy)
+            popped.append(found.copy())
+            found.clear()
+        return popped
+
+    def add_gradients(self, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Add to the sums what a backward left, here or on another device, just as autograd adds."""
+        # gradients: result of `pop_gradients`, on this device. Its tensors may be written.
+        wide = dict(self._wide)
+        with torch.no_grad():
+            for parameter, found in zip(self.contents.parameters(), gradients, strict=True):
+                key = id(parameter)
+                for gradient in found:
+                    total, dtype = self._sums.get(key), wide.get(key, gradient.dtype)
+                    if total is None:
+                        self._sums[key] = gradient.to(dtype)
+                    elif total.layout != torch.strided and gradient.layout == torch.strided:
+                        self._sums[key] = gradient.to(dtype) + total
+                    else:
+                        total.add_(_addend(gradient, dtype))
+
+    def hand_over(self, take: Callable[[nn.Parameter, torch.Tensor], bool]) -> None:
+        """Offer each gradient to a function; what it takes is forgotten."""
+        # take: gets a parameter of the host and its gradient on the device; returns whether it took it
+        for parameter in self.contents.parameters():
+            copy = self._parameters[id(parameter)]
+            if copy.grad is not None and take(parameter, copy.grad):
+                copy.grad = None
+
+    def download_gradients(
+        self,
+        scale: float,
+        memory: GradientMemory | None,
+        dtype: Callable[[nn.Parameter], torch.dtype] | None = None,
+    ) -> Gradients:
+        """Return the sums, on the host; they are gone from the device."""
+        # scale: factor for them. The device multiplies, which the host would do while the devices wait.
+        # memory: memory of the host for them. Default: new memory for each.
+        # dtype: function that returns the dtype in which the host keeps one. Default: that of the sum.
+        totals = {}
+        for parameter in self.contents.parameters():
+            copy = self._parameters[id(parameter)]
+            total = self._sums.pop(id(parameter), copy.grad)
+            copy.grad = None
+            if total is not None:
+                totals[parameter] = total
+        if scale not in (0.0, 1.0):
+            with self.device.computing(self.ready):
+                for total in totals.values():
+                    total.mul_(scale)
+        found = {}
+        while totals:  # popped, so that no tensor is held here longer than its copy takes
+            parameter = next(iter(totals))
+            total = totals.pop(parameter)
+            if dtype is not None and total.dtype != dtype(parameter):
+                with self.device.computing(self.ready):
+                    total = total.to(dtype(parameter))
+            target = None if memory is None else memory.take(self.contents.index, parameter, total)
+            found[parameter] = self.device.copy_out(total, last=True, parameter=True, target=target)
+        return found
+
+    # -- buffers -----------------------------------------------------------------------------------------------------
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the buffers as they are now, on the device."""
+        return list(self._buffers)
+
+    def changed_buffers(self) -> Buffers:
+        """Return copies of the buffers that changed since the last time this was asked, on the host."""
+        changed = self._find_changed()
+        return {number: self.device.copy_out(self._buffers[number]) for number in changed}
+
+    def set_buffers(self, values: Mapping[int, tuple[torch.Tensor, Event]]) -> None:
+        """Bring buffers to the values they had before another call."""
+        for number, (value, ready) in values.items():
+            self._buffers[number] = self.device.copy_in(value, ready)
+
+    def download_buffers(self) -> Buffers:
+        """Return the buffers that this visit wrote, as they are now, on the host."""
+        self._find_changed()
+        return {number: self.device.copy_out(self._buffers[number]) for number in sorted(self._written)}
+
+    def _find_changed(self) -> list[int]:
+        if not self._buffers:
+            return []
+        owners = [buffer.owner for buffer in self.contents.buffers]
+        touched = {
+            id(owner)
+            for owner, buffer, (seen, version) in zip(owners, self._buffers, self._marks, strict=True)
+            if buffer is not seen or buffer._version != version or _tracks_statistics(owner)
+        }
+        changed = [number for number, owner in enumerate(owners) if id(owner) in touched]
+        self._marks = [(buffer, buffer._version) for buffer in self._buffers]
+        self._written.update(changed)
+        return changed
+
+    def release(self) -> None:
+        """Release the memory."""
+        watch_escaped(self.parameters(), self.title)
+        self.device.release(self._memory)
+        self._memory.clear()
+        self._parameters.clear()
+        self._places.clear()
+        self._sums.clear()
+        self._apart = None
+        self._buffers.clear()
+        self._marks.clear()
+
+
+def _move_gradient(found: list[torch.Tensor], copy: torch.Tensor) -> None:
+    """Move the gradient of a copy to a list."""
+    if copy.grad is not None:
+        found.append(copy.grad)
+        copy.grad = None
+
+
+def _has_no_gaps(copy: torch.Tensor, source: torch.Tensor) -> bool:
+    return copy.is_contiguous() and source.is_contiguous()
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Views of the numbers of a tensor without gaps, one after the other."""
+    flat = tensor.detach().view(-1)
+    nbytes = flat.element_size()
+    return [flat[start : start + PIECE // nbytes] for start in range(0, len(flat), PIECE // nbytes)]
+
+
+def _addend(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A gradient for a sum of this dtype: as it is where the sum is wider, so that no second copy takes memory."""
+    is_wider = gradient.layout == torch.strided and torch.promote_types(gradient.dtype, dtype) == dtype
+    return gradient if is_wider else gradient.to(dtype)
+
+
+def _tracks_statistics(module: nn.Module) -> bool:
+    """Whether a norm writes its running statistics: torch's kernels do so without counting a version."""
+    return isinstance(module, NormBase) and module.training and module.track_running_stats

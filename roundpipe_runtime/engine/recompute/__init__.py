@@ -1,0 +1,1 @@
+"""Compute a layer again with the random numbers of its first run."""

@@ -1,0 +1,345 @@
+"""Recomputation that equals the first forward: seeds instead of saved random states, and data that a layer kept.
+
+A layer call draws its random numbers from a seed made of (state of torch's generator before the run, layer,
+microbatch). The seed does not depend on the device, on the number of devices, or on the order of the work; so the
+recomputation needs no saved state. What a layer draws from NumPy, from Python, or from generators that it holds, is put
+back by :mod:`.draws`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from yobx_flatten.private_names.of_torch import pytree
+
+from ...device.generator import generator_alone, generator_lock
+from ...errors import StageError
+from .draws import CallDraws, Draws
+from .generators import Generator, held_generators, process_generators
+from .layer_traits import LayerTraits, traits_of
+from .process_state import ProcessState
+
+__all__ = [
+    "CallState",
+    "VisitGenerator",
+    "call_seed",
+    "doing_recompute",
+    "get_recompute_data",
+    "restart_generators",
+    "run_seeded",
+    "save_for_recompute",
+]
+
+T = TypeVar("T")
+
+
+def call_seed(base: int, tag: str, layer: int, microbatch: int) -> int:
+    """Return the seed of one layer call.
+
+    >>> call_seed(0, "", 0, 0) == call_seed(0, "", 0, 0) != call_seed(0, "", 0, 1)
+    True
+    """
+    # base: number made of the state of torch's generator when the run began
+    text = f"{base}|{tag}|{layer}|{microbatch}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+
+
+# The CPU has one default generator for all threads, as NumPy and Python have: a layer that draws has them for itself.
+# Which layers draw is seen at the first call, and checked at every other.
+
+
+def run_seeded(
+    call: Callable[[], T],
+    code: Any,
+    seed: Callable[[], int],
+    generator: VisitGenerator,
+    again: Callable[[], T],
+    traits: LayerTraits | None = None,
+    place: Callable[[], CallDraws] | None = None,
+) -> T:
+    """Return ``call()``, run with this seed; the generators are left as they were found."""
+    # seed: function that returns the seed of this call, called only if needed
+    # generator: generator of the device of the call; an accelerator has one of its own
+    # again: function that calls it a second time, after a first call that turned out to draw without its seed
+    # traits: record of the code. Default: it is looked up.
+    # place: function that returns where the call is in its run, called only if needed. Default: outside of a run, and
+    # the generators of Python and NumPy are not looked at.
+    generator.seed(seed)
+    training = bool(getattr(code, "training", True))
+    known = traits_of(code) if traits is None else traits
+    if known.draws.get(training) is not False or known.generators.get(training):
+        return _alone(call, again, code, known, training, seed(), None if place is None else place())
+    before = generator.cpu_state
+    if before is None:
+        with generator_lock():
+            before = ProcessState()
+    generator.cpu_state = None
+    result = call()
+    with generator_lock():
+        if before.is_now():
+            generator.cpu_state = before
+            return result
+        if before.is_moved():  # by runs of other threads
+            return result
+        after = ProcessState()
+        has_drawn = before.mark != after.mark
+        torch.set_rng_state(before.state)
+    known.generators.pop(training, None)
+    where = None if place is None else place()
+    # Other threads of the program may have drawn from these, so this does not fail; the next call is watched.
+    if not has_drawn and (where is None or not where.is_repeatable()):
+        return result
+    generator.seed(seed)
+    return _alone(again, again, code, known, training, seed(), where)
+
+
+def _alone(
+    call: Callable[[], T],
+    again: Callable[[], T],
+    code: Any,
+    known: LayerTraits,
+    training: bool,
+    seed: int,
+    place: CallDraws | None,
+) -> T:
+    """Return ``call()``, seeded, while no other thread draws."""
+    with generator_alone():
+        generators = () if place is None else known.generators.get(training)
+        if generators:  # one that the layer holds may have been replaced
+            generators = (*held_generators(code), *(one for one in generators if one.key in _shared_keys()))
+        if generators is not None:
+            result, used = _seeded(call, generators, known, training, seed, place)
+            if used is not None:
+                return result
+            if place is None or not place.is_repeatable():
+                known.generators.pop(training, None)
+                return result
+            call = again
+        held, shared = held_generators(code), process_generators()
+        result, used = _seeded(call, (*held, *shared), known, training, seed, place)
+        # One that is held may be drawn from at the next call.
+        known.generators[training] = (*held, *(shared if used and used & {one.key for one in shared} else ()))
+        return result
+
+
+def _seeded(
+    call: Callable[[], T],
+    generators: Sequence[Generator],
+    known: LayerTraits,
+    training: bool,
+    seed: int,
+    place: CallDraws | None,
+) -> tuple[T, set[int] | None]:
+    """Return ``call()`` and the generators that it used, ``None`` if one of the process is among them unexpectedly."""
+    outside = torch.get_rng_state()
+    found = [(one, one.get()) for one in generators]
+    try:
+        torch.default_generator.manual_seed(seed)
+        begun = [] if place is None else [(one, place.begin(one, seed)) for one in generators]
+        before = ProcessState()
+        result = call()
+        after = ProcessState()
+        drew = before.mark != after.mark
+        known.draws[training] = known.draws.get(training, False) or drew
+        if place is None:
+            return result, set()
+        place.draws.has_drawn |= drew
+        if before.others != after.others and _shared_keys().isdisjoint(one.key for one in generators):
+            return result, None
+        return result, {one.key for one, state in begun if place.end(one, state)}
+    finally:
+        for one, state in found:
+            one.set(state)
+        torch.set_rng_state(outside)
+
+
+def _shared_keys() -> set[int]:
+    return {one.key for one in process_generators()}
+
+
+class VisitGenerator:
+    """The generator of an accelerator while a stage is there: each call seeds it, and in the end it is as it was.
+
+    It is not read and written again around each call: the device waits for the host meanwhile.
+    """
+
+    # device: device of the stage; of the CPU there is nothing to do
+    # draws: what the run draws, which notes whether a call drew from the generator of the device. Default: none.
+    # cpu_state: State of the CPU's generator after the last call, if the next one follows at once. The stage sets it to
+    # `None` where other code of the user's runs in between.
+
+    def __init__(self, device: torch.device, draws: Draws | None = None) -> None:
+        self._device, self._draws = device, draws
+        self._generator: Any = None
+        self._outside: torch.Tensor | None = None
+        self._seeded: torch.Tensor | None = None
+        self.cpu_state: ProcessState | None = None
+
+    def seed(self, seed: Callable[[], int]) -> None:
+        """Seed it for one call."""
+        # seed: function that returns the seed, called only if there is such a generator
+        if self._outside is None:
+            if self._device.type == "cpu":
+                return
+            self._generator = _generator_of(self._device)
+            self._outside = self._generator.get_state()
+        self._look()
+        self._generator.manual_seed(seed())
+        if self._draws is not None and not self._draws.has_drawn:
+            self._seeded = self._generator.get_state()
+
+    def of_device(self) -> Any:
+        """Return the generator of the device; ``None`` for the CPU, which has that of the host."""
+        return None if self._device.type == "cpu" else _generator_of(self._device)
+
+    def _look(self) -> None:
+        """Note whether the last call has drawn; the state is a few bytes on the host."""
+        if self._draws is not None and self._seeded is not None and not self._draws.has_drawn:
+            self._draws.has_drawn = not torch.equal(self._seeded, self._generator.get_state())
+        self._seeded = None
+
+    def restore(self) -> None:
+        """Put it into the state from before the first call."""
+        if self._outside is not None:
+            self._look()
+            self._generator.set_state(self._outside)
+            self._outside = None
+
+
+def _generator_of(device: torch.device) -> Any:
+    """The default generator of an accelerator, which is asked itself: its module takes several times as long."""
+    library = torch.get_device_module(device)
+    generators = getattr(library, "default_generators", None)
+    return _ModuleGenerator(library, device) if generators is None else generators[device.index]
+
+
+class _ModuleGenerator:
+    """The default generator of an accelerator whose module does not hand it out."""
+
+    def __init__(self, library: Any, device: torch.device) -> None:
+        self._library, self._device = library, device
+
+    def get_state(self) -> torch.Tensor:
+        state: torch.Tensor = self._library.get_rng_state(self._device)
+        return state
+
+    def manual_seed(self, seed: int) -> None:
+        with torch.accelerator.device_index(self._device.index):
+            self._library.manual_seed(seed)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self._library.set_rng_state(state, self._device)
+
+
+class CallState:
+    """What a layer call is."""
+
+    # kind: a first forward, one that is not repeated, or a recomputation
+    # data: data that the layer saves in its first forward, and gets in the recomputation
+
+    __slots__ = ("data", "kind")
+
+    def __init__(
+        self, kind: Literal["none", "forward", "fused", "recompute"], data: tuple[Any, ...] | None = None
+    ) -> None:
+        self.kind, self.data = kind, data
+
+    def restart_generators(self) -> None:
+        """Bring the generators of the call to the state in which all calls of its microbatch restart."""
+
+
+class _Current(threading.local):
+    """The layer call of this thread."""
+
+    call = CallState("none")
+
+
+CURRENT = _Current()
+
+
+def save_for_recompute(*data: Any) -> None:
+    """Save data of this layer call for its recomputation; called inside a layer's ``forward``, at most once.
+
+    It does nothing if nothing will be recomputed: without gradients, and outside of a pipeline.
+
+    Args:
+        *data: any objects; tensors must not require gradients.
+
+    Raises:
+        StageError: it was called before in this layer call, or a tensor requires a gradient.
+
+    >>> from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
+    >>> class Noise(torch.nn.Module):  # draws once; the recomputed forward reads what was drawn
+    ...     def forward(self, x):
+    ...         if doing_recompute():
+    ...             (noise,) = get_recompute_data()
+    ...         else:
+    ...             noise = torch.rand(x.shape)
+    ...             save_for_recompute(noise)
+    ...         return x + noise
+    >>> model = RoundPipe(torch.nn.Sequential(torch.nn.Linear(2, 2), Noise()), devices="virtual:2")
+    >>> model(torch.ones(4, 2)).sum().backward()
+    >>> model[0].weight.grad.shape
+    torch.Size([2, 2])
+    >>> model.close()
+    """
+    call = CURRENT.call
+    if call.kind != "forward" or not torch.is_grad_enabled():
+        return
+    if call.data is not None:
+        raise StageError("save_for_recompute was called before in this layer call. Keep everything in one call.")
+    for leaf in pytree.tree_leaves(data):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            raise StageError(
+                f"save_for_recompute: a tensor of shape {tuple(leaf.shape)} requires a gradient, which would not "
+                "flow through the recomputation. Keep tensor.detach()."
+            )
+    call.data = data
+
+
+def restart_generators() -> None:
+    """Let this layer call draw from NumPy, Python and the generators it holds what others of its microbatch draw first.
+
+    For layers whose code begins alike, such as the phases of one forward.
+    """
+    CURRENT.call.restart_generators()
+
+
+def doing_recompute() -> bool:
+    """Report whether this code is being recomputed, in a backward stage.
+
+    >>> doing_recompute()  # outside of a pipeline
+    False
+    """
+    return CURRENT.call.kind == "recompute"
+
+
+def get_recompute_data() -> tuple[Any, ...]:
+    """Return the data that :func:`save_for_recompute` saved in the first forward of this layer call.
+
+    Returns:
+        The data, as a tuple.
+
+    Raises:
+        StageError: there is no recomputation under way, or the layer saved nothing.
+
+    >>> get_recompute_data()  # outside of a pipeline; :func:`save_for_recompute` has an example of a layer
+    Traceback (most recent call last):
+        ...
+    roundpipe_runtime.errors.StageError: ...
+    """
+    call = CURRENT.call
+    if call.kind != "recompute":
+        raise StageError(
+            "get_recompute_data: no recomputation is under way. Ask doing_recompute() first:\n"
+            "    if doing_recompute():\n"
+            "        (mask,) = get_recompute_data()"
+        )
+    if call.data is None:
+        raise StageError("get_recompute_data: the first forward of this layer kept nothing with save_for_recompute.")
+    return call.data

@@ -1,0 +1,1 @@
+"""Run a stage: its layers, the loss, and their gradients."""

@@ -1,0 +1,1 @@
+"""Read the data of a training: text or conversations, as rows of tokens."""

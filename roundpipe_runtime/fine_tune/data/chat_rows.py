@@ -1,0 +1,251 @@
+"""Conversations as rows of tokens: one per row, of different lengths, or several in a row of one length.
+
+::
+
+    one per row    A A A A A         padded on the right to the longest row of the batch
+                   B B B . .
+    packed         A A A A A B B B   each sees itself alone: positions begin at 0 again
+    positions      0 1 2 3 4 0 1 2
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import os
+import pathlib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from ..errors import FineTuneError
+from ..rows import split_rows
+from .chat_tokens import ChatTokens, Encoder
+from .conversations import read_conversations
+from .text_files import find_texts
+from .tokenizer import Tokenizer
+
+__all__ = ["ChatRows", "check_packing", "make_chat_rows", "read_chats"]
+
+# What the loss of transformers leaves out.
+_IGNORED = -100
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatRows:
+    """Conversations in rows.
+
+    Attributes:
+        ids: tokens of each row, int32.
+        labels: the same, but -100 where a token does not count.
+        positions: position of each token in its conversation, for packed rows; empty otherwise.
+        training: indices of the training rows, of shape (rows,).
+        held_out: indices of the rows that only evaluation reads.
+        length: tokens of the longest row that there may be.
+        conversations: number of conversations.
+        left_out: number of conversations without an answer in their first ``length`` tokens.
+        cut: number of conversations that were cut to ``length`` tokens.
+        digest: digest that is equal for the same rows.
+        pads_alike: whether all batches are padded to the longest row of all.
+    """
+
+    ids: list[torch.Tensor]
+    labels: list[torch.Tensor]
+    positions: list[torch.Tensor]
+    training: torch.Tensor
+    held_out: torch.Tensor
+    length: int
+    conversations: int
+    left_out: int
+    cut: int
+    digest: str
+    pads_alike: bool = False
+
+    @property
+    def lengths(self) -> torch.Tensor | None:
+        """Tokens of each row."""
+        return torch.tensor([len(ids) for ids in self.ids])
+
+    @property
+    def counted(self) -> int:
+        """Number of tokens that count."""
+        return sum(int((labels != _IGNORED).sum()) for labels in self.labels)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        found = {"input_ids": self.ids[row].long(), "labels": self.labels[row].long()}
+        return {**found, "position_ids": self.positions[row].long()} if self.positions else found
+
+    def collate(self, rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Return the arguments of the model for a batch: rows are padded on the right, where nothing sees it."""
+        lengths = [len(row["input_ids"]) for row in rows]
+        # of several groups each may be padded elsewhere, and is to have the same numbers
+        longest = max(map(len, self.ids)) if self.pads_alike else max(lengths, default=0)
+        batch = {
+            "input_ids": _padded([row["input_ids"] for row in rows], longest, 0),
+            "labels": _padded([row["labels"] for row in rows], longest, _IGNORED),
+        }
+        if self.positions:  # the padding is a conversation of its own
+            padded = [torch.cat([row["position_ids"], torch.arange(longest - len(row["labels"]))]) for row in rows]
+            return {**batch, "position_ids": _padded(padded, longest, 0)}
+        return {**batch, "attention_mask": (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()}
+
+    def tokens_in(self, rows: Sequence[int]) -> int:
+        """Return the number of tokens of some rows."""
+        return sum(len(self.ids[row]) for row in rows)
+
+
+def _padded(rows: Sequence[torch.Tensor], length: int, value: int) -> torch.Tensor:
+    made = torch.full((len(rows), length), value)
+    for place, row in enumerate(rows):
+        made[place, : len(row)] = row
+    return made
+
+
+def read_chats(
+    names: Sequence[str | os.PathLike[str]],
+    tokenizer: Tokenizer,
+    *,
+    length: int,
+    template: pathlib.Path | None = None,
+    packed: bool = False,
+    eval_share: float = 0.0,
+    seed: int = 0,
+    vocab_size: int | None = None,
+) -> ChatRows:
+    """Read conversations and return them in rows of tokens, of which the answers count.
+
+    Args:
+        names: JSON lines, JSON files with a list, folders of such or of the library datasets, and patterns.
+        tokenizer: tokenizer of a model with a chat template.
+        length: largest number of tokens of a row; conversations are cut there.
+        template: file with a chat template. Default: the tokenizer's own.
+        packed: whether a row holds as many conversations as fit.
+        eval_share: share of the rows that is held out for evaluation, from 0 to 1.
+        seed: seed of the choice of these rows.
+        vocab_size: vocabulary size of the model, which all tokens must be below. Default: not checked.
+
+    Returns:
+        The rows, split into training rows and held-out rows.
+
+    Raises:
+        FineTuneError: a row of a file is not a conversation, or nothing is left to learn.
+    """
+    encode = Encoder(tokenizer, template)
+    found = [encode(conversation) for conversation in read_conversations(find_texts(names))]
+    if not found:
+        raise FineTuneError(f"There are no conversations in {', '.join(map(str, names))}.")
+    largest = max((max(one.ids) for one in found if one.ids), default=0)
+    if vocab_size is not None and largest >= vocab_size:
+        raise FineTuneError(
+            f"The model has a vocabulary of {vocab_size}, and the tokenizer {tokenizer.name} makes the token "
+            f"{largest}. It belongs to another model."
+        )
+    return make_chat_rows(found, length=length, packed=packed, eval_share=eval_share, seed=seed)
+
+
+def make_chat_rows(
+    conversations: Sequence[ChatTokens], *, length: int, packed: bool = False, eval_share: float = 0.0, seed: int = 0
+) -> ChatRows:
+    """Return conversations in rows, and hold out a share of the rows for evaluation.
+
+    Args:
+        conversations: tokens of each conversation.
+        length: largest number of tokens of a row; conversations are cut there.
+        packed: whether a row holds as many conversations as fit.
+        eval_share: share of held-out rows, from 0 to 1.
+        seed: seed of the choice.
+
+    Raises:
+        FineTuneError: no conversation has an answer in its first ``length`` tokens, or one row cannot be held out.
+
+    >>> chats = [ChatTokens([1, 2, 3], [False, True, True]), ChatTokens([4, 5], [False, True])]
+    >>> rows = make_chat_rows(chats, length=5, packed=True)
+    >>> rows[0]["labels"].tolist(), rows[0]["position_ids"].tolist()
+    ([-100, 2, 3, -100, 5], [0, 1, 2, 0, 1])
+    """
+    # nothing predicts a first token
+    cut = [ChatTokens(one.ids[:length], [False, *one.counts[1:length]]) for one in conversations]
+    kept = [one for one in cut if any(one.counts)]
+    if not kept:
+        longest = max(len(one.ids) for one in conversations)
+        raise FineTuneError(
+            f"None of {len(conversations)} conversations has an answer in its first {length} tokens. Allow more of "
+            f"them: --length {longest}"
+        )
+    rows = _packed([len(one.ids) for one in kept], length) if packed else [[number] for number in range(len(kept))]
+    if eval_share > 0 and len(rows) < 2:
+        raise FineTuneError("There is one row of conversations, and one is to be held out: --eval-share 0")
+    ids = [_joined(kept[number].ids for number in row) for row in rows]
+    labels = [
+        _joined(
+            [id_ if counts else _IGNORED for id_, counts in zip(one.ids, one.counts, strict=True)] for one in of_row
+        )
+        for of_row in ([kept[number] for number in row] for row in rows)
+    ]
+    positions = [_joined(range(len(kept[number].ids)) for number in row) for row in rows] if packed else []
+    training, held_out = split_rows(len(rows), eval_share=eval_share, seed=seed)
+    digest = hashlib.sha256(str(length).encode())
+    for tensor in (*ids, *labels, *positions):
+        digest.update(tensor.numpy().tobytes() + b"|")
+    return ChatRows(
+        ids=ids,
+        labels=labels,
+        positions=positions,
+        training=training,
+        held_out=held_out,
+        length=length,
+        conversations=len(kept),
+        left_out=len(conversations) - len(kept),
+        cut=sum(len(one.ids) > length for one in conversations),
+        digest=digest.hexdigest(),
+    )
+
+
+def _joined(parts: Iterable[Iterable[int]]) -> torch.Tensor:
+    return torch.tensor([number for part in parts for number in part], dtype=torch.int32)
+
+
+def _packed(lengths: Sequence[int], length: int) -> list[list[int]]:
+    """Numbers of conversations for each row: the longest first, each into the fullest row that has room for it."""
+    rows_with_room: dict[int, list[list[int]]] = collections.defaultdict(list)
+    rows: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+        needed = lengths[number]
+        room = min((left for left, found in rows_with_room.items() if found and left >= needed), default=None)
+        if room is None:
+            room = length
+            rows.append([])
+            rows_with_room[room].append(rows[-1])
+        row = rows_with_room[room].pop()
+        row.append(number)
+        rows_with_room[room - needed].append(row)
+    return rows
+
+
+def check_packing(model: nn.Module) -> None:
+    """Refuse a model in which a conversation sees the one before it in its row."""
+    # what it learnt would be another thing
+    one, other = torch.tensor([[3, 4, 5, 6, 7]]), torch.tensor([[8, 9, 3, 5]])
+    positions = torch.cat([torch.arange(5), torch.arange(4)])[None]
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            alone = model(input_ids=other, position_ids=positions[:, 5:]).logits
+            packed = model(input_ids=torch.cat([one, other], 1), position_ids=positions, use_cache=False).logits[:, 5:]
+    except TypeError:  # it takes no positions, without which nothing states where a conversation begins
+        is_apart = False
+    else:
+        rounding = 1e-4 if alone.dtype == torch.float32 else 2e-2
+        is_apart = bool((alone - packed).float().norm() <= rounding * alone.float().norm())
+    model.train(was_training)
+    if not is_apart:
+        raise FineTuneError(
+            f"{type(model).__name__} lets a conversation see the one before it in its row, so conversations cannot be "
+            "packed. Leave --pack out"
+        )

@@ -1,0 +1,107 @@
+"""Load the tokenizer of a training: from the model's folder, from another folder, or the byte tokenizer."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from yobx_flatten.model_folder.source.tokenizer_files import TOKENIZER_FILES, open_tokenizer, readable
+
+from ..errors import FineTuneError
+from ..models import ModelSource
+from .byte_tokenizer import ByteTokenizer
+
+__all__ = ["FolderTokenizer", "Tokenizer", "load_tokenizer"]
+
+
+class Tokenizer(Protocol):
+    """The interface of a tokenizer for a training."""
+
+    name: str
+    vocab_size: int
+    eos_token_id: int | None
+
+    def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
+        """Return the tokens of each text: of shape (tokens,), int32, none added."""
+
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Return the text of tokens; ``special`` also that of special ones."""
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> Any:
+        """Write the files that transformers reads."""
+
+
+class FolderTokenizer:
+    """A tokenizer of transformers."""
+
+    # inner: tokenizer that `AutoTokenizer` loaded from a folder
+
+    def __init__(self, inner: Any, name: str) -> None:
+        self.inner = inner
+        self.name = name
+        self.vocab_size = len(inner)
+        self.eos_token_id: int | None = inner.eos_token_id
+
+    def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
+        """Return the tokens of each text: of shape (tokens,), int32, none added."""
+        # a text is longer than any row, and cut into rows afterwards: nothing to warn of
+        with readable(self.name, FineTuneError):
+            rows = self.inner(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return [torch.tensor(row, dtype=torch.int32) for row in rows["input_ids"]]
+
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Return the text of tokens, with special ones if asked for."""
+        return str(self.inner.decode([int(number) for number in ids], skip_special_tokens=not special))
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the files that transformers reads."""
+        self.inner.save_pretrained(folder)
+
+
+def load_tokenizer(source: ModelSource, name: str | os.PathLike[str] | None = None) -> Tokenizer:
+    """Load the tokenizer of a model.
+
+    Args:
+        source: source of the model.
+        name: folder with a tokenizer, or ``"bytes"``. Default: the model's folder; bytes, if that has no tokenizer
+            and the weights are random.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        FineTuneError: there is no tokenizer, it cannot be read, or the model's vocabulary is too small for it.
+    """
+    if name is not None and str(name) != "bytes":
+        return _from_folder(pathlib.Path(name))
+    if name is None and source.folder is not None and _has_tokenizer(source.folder):
+        return _from_folder(source.folder)
+    if name is None and source.has_weights:
+        raise FineTuneError(
+            f"{source.name} holds weights and no tokenizer. Put its tokenizer files there, or name their folder, or "
+            "read bytes: --tokenizer bytes"
+        )
+    made = ByteTokenizer()
+    if made.vocab_size > source.vocab_size:
+        raise FineTuneError(
+            f"{source.name} has a vocabulary of {source.vocab_size}, and bytes with their special tokens need "
+            f'{made.vocab_size}. Write it into config.json: "vocab_size": {made.vocab_size}'
+        )
+    return made
+
+
+def _has_tokenizer(folder: pathlib.Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def _from_folder(folder: pathlib.Path) -> Tokenizer:
+    if not folder.is_dir():
+        raise FineTuneError(f"There is no folder {folder}. Name one with a tokenizer, or: --tokenizer bytes")
+    if not _has_tokenizer(folder):
+        raise FineTuneError(f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES[:3])}.")
+    found = open_tokenizer(folder, failure=FineTuneError)
+    return ByteTokenizer() if type(found).__name__ == "ByT5Tokenizer" else FolderTokenizer(found, str(folder))

@@ -1,0 +1,154 @@
+"""Read what a program asserts about the sizes of its inputs, for runtimes that drop assertions.
+
+.. code-block:: text
+
+    add = input_ids.shape[1] + past_key_values.0.key.shape[2]
+    eq = add == attention_mask.shape[1]                         ONNX has no assertions, and ExecuTorch removes them:
+    _assert_scalar(eq, "Runtime assertion failed ...")          the signature of a file states them
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.export import ExportedProgram
+
+from ...runners.relations import COMPARISONS, FUNCTIONS, Expression, names_in
+
+__all__ = ["as_expression", "fixed_sizes", "largest_sizes", "relations_of", "unasserted_sizes"]
+
+_OPERATORS = {  # classes of sympy, and of torch for it
+    "Add": "+",
+    "Mul": "*",
+    "Max": "max",
+    "Min": "min",
+    "FloorDiv": "//",
+    "CleanDiv": "//",
+    "Mod": "%",
+    "PythonMod": "%",
+    "Equality": "==",
+    "Unequality": "!=",
+    "LessThan": "<=",
+    "StrictLessThan": "<",
+}
+_NO_LIMIT = 2**31
+_TURNED = {"GreaterThan": "<=", "StrictGreaterThan": "<"}
+
+
+def relations_of(program: ExportedProgram, sizes: Collection[str]) -> tuple[Expression, ...]:
+    """Return what a program asserts of sizes, those of its guards among it."""
+    # sizes: the names of the sizes that a call shows; what depends on others is left out
+    found = dict.fromkeys(as_expression(expression) for expression in _asserted(program))
+    return tuple(
+        one for one in found if isinstance(one, tuple) and one[0] in COMPARISONS and set() < names_in(one) <= {*sizes}
+    )
+
+
+def unasserted_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
+    """Return sizes that a program was traced for, and which it does not assert.
+
+    torch cannot write a comparison with a rounded number into a graph, and leaves it out silently: of
+    ``int(x.shape[1] * 0.5)`` the program has the value of its example, and takes all other sizes. A comparison that
+    other sizes do not meet fixes those in it.
+    """
+    environment, one_value = _environment(program), fixed_sizes(program)
+    sizes = {place: size for place, size in _sizes(program).items() if place not in one_value}
+    examples = {size.node.expr: int(size.node.hint) for size in sizes.values() if size.node.hint is not None}
+    fixed: set[Any] = set()
+    for one in [] if environment is None else itertools.chain(*environment.deferred_runtime_asserts.values()):
+        expression = environment.replace(one.expr)
+        symbols = expression.free_symbols
+        if as_expression(expression) is None and symbols <= examples.keys() and _restricts(expression, examples):
+            fixed |= symbols
+    return {place: examples[size.node.expr] for place, size in sizes.items() if size.node.expr in fixed}
+
+
+def _restricts(expression: sympy.Basic, examples: Mapping[Any, int]) -> bool:
+    """Whether a comparison that holds for the example does not hold for other sizes."""
+    kind = type(expression).__name__
+    if kind == "Unequality":  # what torch asks of sizes of one, which are right
+        return False
+    for symbol in expression.free_symbols:
+        size = examples[symbol]
+        larger = [size + 1, size + 2, size + 3, 2 * size, 3 * size + 1, 10 * size]
+        # that something is large enough also decides on sizes of one
+        smaller = [size // 2, size - 2, size - 1] if kind == "Equality" else []
+        for other in (*larger, *(one for one in smaller if one > 1)):
+            sizes = {**examples, symbol: other}
+            if expression.xreplace({name: sympy.Integer(found) for name, found in sizes.items()}) == sympy.false:
+                return True
+    return False
+
+
+def fixed_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
+    """Return sizes that have a symbol in a program, and one value only."""
+    found = {}
+    for place, size in _sizes(program).items():
+        known = program.range_constraints.get(size.node.expr)
+        if known is not None and known.lower == known.upper:
+            found[place] = int(known.lower)
+    return found
+
+
+def largest_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
+    """Return sizes that a program takes up to a number: above, the code that was traced goes another way."""
+    found = {}
+    for place, size in _sizes(program).items():
+        known = program.range_constraints.get(size.node.expr)
+        if known is not None and isinstance(known.upper, sympy.Integer) and known.lower < known.upper < _NO_LIMIT:
+            found[place] = int(known.upper)
+    return found
+
+
+def _sizes(program: ExportedProgram) -> dict[tuple[str, int], Any]:
+    """The sizes that are a symbol, by name of an input of the graph and axis."""
+    found: dict[tuple[str, int], Any] = {}
+    for node in program.graph.find_nodes(op="placeholder"):
+        value: Any = node.meta.get("val")
+        axes: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
+        for axis, size in enumerate(axes):
+            if type(size) is torch.SymInt and size.node.expr.is_Symbol:
+                found[node.name, axis] = size
+    return found
+
+
+def _environment(program: ExportedProgram) -> Any:
+    """What torch knows of the sizes of a program; ``None`` where all are fixed."""
+    values = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
+    axes: Iterator[Any] = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+    return next((size.node.shape_env for size in axes if isinstance(size, torch.SymInt)), None)
+
+
+def _asserted(program: ExportedProgram) -> Iterator[Any]:
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+        asserted = getattr(node.args[0], "meta", {}).get("val")
+        if isinstance(asserted, torch.SymBool):
+            yield asserted.node.expr
+    environment = _environment(program)
+    if environment is not None:  # of a trace that was not asked to assert them, and of decompositions for a file
+        for one in (*itertools.chain(*environment.deferred_runtime_asserts.values()), *environment.guards):
+            yield environment.replace(one.expr)
+
+
+def as_expression(expression: sympy.Basic) -> Expression | None:
+    """Return an expression of sympy as data; ``None`` for one with other operators than those of sizes.
+
+    >>> import sympy
+    >>> as_expression(sympy.Eq(sympy.Symbol("a") + 2, sympy.Symbol("b")))
+    ('==', ('+', 2, 'a'), 'b')
+    """
+    if expression.is_Symbol:
+        return str(expression)
+    if expression.is_Integer:
+        return int(expression)
+    kind = type(expression).__name__
+    name = _OPERATORS.get(kind, _TURNED.get(kind))
+    parts = [as_expression(part) for part in expression.args]
+    if name is None or any(part is None for part in parts):
+        return None
+    of_numbers = all(not isinstance(part, tuple) or part[0] in FUNCTIONS for part in parts)
+    return (name, *(reversed(parts) if kind in _TURNED else parts)) if of_numbers else None

@@ -1,0 +1,165 @@
+"""Prove a program that other code traced: replay it next to its module.
+
+.. code-block:: text
+
+    transformers' exporters, torch.export, ...  --> program --> replay --> ExportedModel --> every runtime
+                     inside the block
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind
+
+from ..declare.scopes import options_in_use, register_flattening_functions
+from ..diagnose.spec_diff import compare_specs
+from ..errors import InvalidArgumentError, SpecMismatchError, describe_class
+from ..huggingface.cache_names import name_in
+from ..private_names.of_torch import pytree
+from ..runners.program_runner import ProgramRunner
+from ..trees.arguments import check_arguments
+from ..trees.naming import leaf_names
+from ..trees.shapes import dynamic_shapes
+from ..trees.weights import has_no_data
+from .example.example import Example, sizes_of
+from .program.traced import described
+from .program_export import ExportedModel, cases_of, finish, replay_program
+from .proof.levels import Proof, choose_proof
+from .proof.replay import Case, check_cases, clone
+from .proof.report import ExportReport
+from .runtimes.write import Source
+from .tolerance import Allowed
+
+__all__ = ["prove_program"]
+
+
+def prove_program(
+    program: ExportedProgram,
+    module: torch.nn.Module,
+    *,
+    cases: Iterable[Case] | None = None,
+    steps: int = 3,
+    tolerance: float | None = None,
+    proof: Proof = "auto",
+) -> ExportedModel:
+    """Replay a program that other code exported against its module, and return what ``export_program`` returns.
+
+    ``torch.export.export`` or ``transformers.exporters`` (whose result has it in ``.program``) have to make it inside
+    ``register_flattening_functions``, where every cache has this package's registration.
+
+    Args:
+        program: what ``torch.export.export`` returned. Its example is the first case. Buffers that it writes to are
+            replaced in it by copies, so that the module's stay as they are.
+        module: the module that it was exported from, in the mode (``eval()``) of the export.
+        cases: what to replay in addition; by default, for a transformers model, the cases of
+            :func:`~yobx_flatten.export_program` whose sizes the program has not fixed. The report names the others.
+        steps: number of calls per case, 3 by default; after the first, each gets the cache that the call before
+            returned. A program of fixed sizes is called once.
+        tolerance: see :func:`~yobx_flatten.export_program`; by default 1e-4, and for weights in half precision what the
+            type costs.
+        proof: what is replayed, see :func:`~yobx_flatten.export_program`; ``"auto"`` by default.
+
+    Returns:
+        The program with a report. Its ``to_onnx``, ``to_openvino``, ``to_executorch`` and ``to_aotinductor`` write the
+        files of runtimes from it, as it is.
+
+    Raises:
+        InvalidArgumentError: when it is not a program, or has no example inputs.
+        SpecMismatchError: when it was made under another registration.
+        StaticDataError: when a size of the trace is part of an output's static data.
+        ReplayError: when a case fails or differs by more than ``tolerance``; ``error.report`` holds all of them.
+
+    >>> linear = torch.nn.Linear(3, 2)
+    >>> rows = {0: torch.export.Dim.AUTO}
+    >>> program = torch.export.export(linear, (), {"input": torch.zeros(4, 3)}, dynamic_shapes={"input": rows})
+    >>> proven = prove_program(program, linear, cases=[Case("9 rows", (), {"input": torch.ones(9, 3)})])
+    >>> [(result.case, result.differences) for result in proven.report.cases]
+    [('the example', {'output': 0.0}), ('9 rows', {'output': 0.0})]
+    """
+    if not isinstance(program, ExportedProgram):
+        raise InvalidArgumentError(
+            f"prove_program: expected a torch.export.ExportedProgram, found {describe_class(program)}. Of what "
+            "transformers' DynamoExporter returns it is:\n    prove_program(exported.program, model)"
+        )
+    cases = cases if cases is None else check_cases(cases)
+    allowed = Allowed.of(module, tolerance)
+    report = ExportReport(type(module).__qualname__, tolerance=allowed.tolerance, proof=choose_proof(proof, module))
+    with register_flattening_functions(**options_in_use()):
+        example = _example_of(program, module)
+        report.remark(*example.remarks)
+        traced = described(program, example)
+        report.input_names, report.output_names = traced.input_names, traced.output_names
+        report.remark(*traced.remarks())
+        allowed.measure(report, example, traced)
+        with report.timed("replay"):
+            chosen = cases_of(example, cases, 1 if example.shapes is None else steps, report)
+            if cases is None:
+                chosen = _fitting(program, chosen, report)
+            if chosen:
+                report.cases += replay_program(ProgramRunner(program), example, traced, chosen, report)
+    source = Source(example, traced, chosen, allowed, report.proof, is_given=True, yardstick=report.yardstick)
+    return finish(traced, report, source=source)
+
+
+def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
+    """The example that a program was made from. The block must be open."""
+    if program.example_inputs is None:
+        raise InvalidArgumentError(
+            "This program holds no example inputs, so there is nothing to replay. Make it anew inside the block:\n"
+            "    program = torch.export.export(module, args, kwargs, dynamic_shapes=...)"
+        )
+    args, kwargs = program.example_inputs
+    check_arguments(module, args, kwargs)
+    differences = compare_specs(program, (args, kwargs), names=("program", "here"))
+    if differences:
+        found = "\n".join(map(str, differences))
+        raise SpecMismatchError(
+            f"This program was made under another registration of its inputs:\n{found}\nMake it inside the block:\n"
+            "    with register_flattening_functions(patch_transformers=True):\n"
+            "        exported = DynamoExporter().export(model, inputs, config)"
+        )
+    no_data = has_no_data(module, pytree.tree_leaves((args, kwargs)), {})
+    if not no_data:
+        # a program keeps the counter of all layers of a cache as one tensor; rebuilt, each layer has its own number
+        args, kwargs = clone((args, kwargs))
+    why_not, remarks = sizes_of(module, args, kwargs)
+    varies = any(any(type(size) is not int for size in shape) for shape in _shapes_taken(program))
+    shapes = dynamic_shapes(kwargs) if varies else None
+    cache_is = name_in(kwargs) or ""
+    return Example(module, args, kwargs, shapes, {}, cache_is, no_data, no_data or why_not, tuple(remarks))
+
+
+def _shapes_taken(program: ExportedProgram) -> list[tuple[Any, ...]]:
+    """The sizes of every leaf of the inputs, symbols among them; none of what is not a tensor."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    found = [None if isinstance(spec.arg, ConstantArgument) else values[spec.arg.name] for spec in specs]
+    return [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in found]
+
+
+def _fitting(program: ExportedProgram, cases: list[Case], report: ExportReport) -> list[Case]:
+    """The cases whose sizes a program takes; the report names the others."""
+    shapes, kept = _shapes_taken(program), []
+    for case in cases:
+        misfit = _misfit(program, shapes, case)
+        if misfit:
+            report.remark(f"{case.name}: not replayed, since {misfit}.")
+        else:
+            kept.append(case)
+    return kept
+
+
+def _misfit(program: ExportedProgram, shapes: list[tuple[Any, ...]], case: Case) -> str:
+    leaves = pytree.tree_leaves((case.args, dict(case.kwargs)))
+    for name, shape, leaf in zip(leaf_names(dict(case.kwargs)), shapes, leaves, strict=False):
+        for axis, (size, given) in enumerate(zip(shape, getattr(leaf, "shape", ()), strict=False)):
+            if isinstance(size, int):
+                if size != given:
+                    return f"the program has fixed axis {axis} of {name} at {size}"
+            elif (known := program.range_constraints.get(size.node.expr)) is not None and given > known.upper:
+                return f"the program takes at most {known.upper} in axis {axis} of {name}"
+    return ""

@@ -1,0 +1,1 @@
+"""Write a program as an ONNX file, and replay it."""

@@ -1,0 +1,154 @@
+"""Convert a program with the fastest operators that pass the replay in onnxruntime."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ...errors import InvalidArgumentError
+from ...errors.log import STEP
+from ...errors.messages import first_line
+from ...runners.signature import KEY
+from ..example.example import Example
+from ..program.flat_program import fixed_sizes, signature_of
+from ..program.traced import Traced
+from ..proof.first_difference import first_difference
+from ..proof.replay import Case
+from ..proof.report import ExportReport
+from ..quantization.options import Quantization
+from .file import UnprovenFile, convert
+from .opset import ATTENTION_OPSET, attention_opset
+from .quantize import quantize_model, remark_quantized
+from .replay import replay_file
+from .rewrite.attention import count_operators
+from .sizes import fix_sizes, refuse_sizes
+
+__all__ = ["write_proven"]
+
+logger = logging.getLogger("yobx_flatten")
+
+
+_SHOWN = 4
+"""How many comparisons of sizes a note has: windows of pictures are compared in lines of hundreds of characters."""
+
+_SEVERAL_ROWS = (
+    "GroupQueryAttention of onnxruntime takes several tokens after others for one row only: give several rows their "
+    "prompts at once, and then one token per call, as generation loops do."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attempt:
+    """What is written."""
+
+    opset: int | None  # version of ONNX's operators; `None` for the exporter's own choice
+    fuse: bool  # whether attention is one operator that takes the cache
+    share: bool = False  # whether it is that of onnxruntime
+
+    def __str__(self) -> str:
+        if self.share:
+            return f"opset {self.opset}, attention of onnxruntime"
+        return f"opset {self.opset}, attention in one operator" if self.fuse else f"opset {self.opset}"
+
+
+def write_proven(
+    file: UnprovenFile,
+    example: Example,
+    traced: Traced,
+    cases: Sequence[Case],
+    report: ExportReport,
+    opset_version: int | None,
+    *,
+    share: bool = False,
+    quantization: Quantization | None = None,
+    translations: Mapping[Any, Callable[..., Any]] | None = None,
+) -> None:
+    """Convert a program and replay the file; where that fails, again with plainer operators. The block must be open."""
+    # report: gets the results of the last attempt, the opset and the operators, and a note on what was left out
+    # opset_version: the opset to write; `None` for the newest that onnxruntime computes right
+    # share: whether to try attention of onnxruntime first, whose cache stays in one piece of memory
+    # quantization: how the weights are stored in fewer bits where nothing is replayed; `None` where they are not
+    attempts = _attempts(opset_version)
+    if share and attempts[0].fuse:
+        attempts.insert(0, dataclasses.replace(attempts[0], share=True))
+    done, names = len(report.cases), (traced.input_names, traced.output_names)
+    for number, attempt in enumerate(attempts, 1):
+        last = number == len(attempts)
+        logger.info("converting %s to ONNX", type(example.module).__qualname__, extra=STEP)
+        try:
+            with report.timed("convert"):
+                converted = convert(
+                    traced.program,
+                    *names,
+                    attempt.opset,
+                    example.axis_names,
+                    fuse=attempt.fuse,
+                    share=attempt.share,
+                    readers=traced.readers,
+                    translations=translations,
+                )
+            report.remark(*_state_sizes(converted.model, traced, shared=attempt.share))
+            with report.timed("save"):
+                if quantization is not None:
+                    done_to = quantize_model(converted.model, quantization, report)
+                    remark_quantized(done_to, quantization, report)
+                report.onnx_bytes = file.save(converted)
+        except Exception as error:  # whatever torch's exporter raises for an operator of that opset
+            if last:
+                raise
+            report.remark(f"{attempt} was left out: the conversion raised {type(error).__name__}: {first_line(error)}")
+            continue
+        report.opset = converted.model.opset_imports.get("")
+        report.operators = count_operators(converted.model.graph)
+        decomposed = converted.exported_program
+        del converted
+        replay_file(file.path, example, traced, cases, report)
+        failed = [case for case in report.cases[done:] if not case.within(report.tolerance)]
+        if failed and last and failed[0].error is None and decomposed is not None:
+            case = next(one for one in cases if one.name == failed[0].case)
+            report.remark(*first_difference(file.path, decomposed, case, example.names, report.tolerance))
+        if not failed or last:
+            if "GroupQueryAttention" in report.operators:
+                report.remark(_SEVERAL_ROWS)
+            return
+        name, difference, most = failed[0].worst(report.tolerance)
+        reason = failed[0].error or f"{name} differs by {difference:.1e}, allowed {most:.1e}"
+        report.remark(f"{attempt} was left out: {failed[0].case}: {reason}")
+        del report.cases[done:]
+
+
+def _attempts(opset_version: int | None) -> list[_Attempt]:
+    """What to try, the fastest first."""
+    if opset_version is not None:
+        fused = [_Attempt(opset_version, True)] if opset_version >= ATTENTION_OPSET else []
+        return [*fused, _Attempt(opset_version, False)]
+    newest = attention_opset()
+    return [*([] if newest is None else [_Attempt(newest, True)]), _Attempt(None, False)]
+
+
+def _state_sizes(model: Any, traced: Traced, *, shared: bool) -> list[str]:
+    """State in an ONNX file how sizes of its inputs depend on each other, which ONNX cannot assert; return notes.
+
+    Bounds are left out, since such a file takes any length, and so are inequalities: those of a trace are also about
+    sizes of one, which the file takes.
+    """
+    fix_sizes(model, fixed_sizes(traced))
+    try:
+        signature = signature_of(traced)
+    except InvalidArgumentError:  # an input is a number, which has no size
+        return []
+    if any(dtype.is_complex for _, dtype, _ in signature.inputs):  # pairs of numbers in the file
+        return []
+    equal = [relation for relation in signature.relations if isinstance(relation, tuple) and relation[0] == "=="]
+    stated = dataclasses.replace(signature, largest={}, smallest={}, relations=equal)
+    if not shared:  # such a cache has room for more tokens than it holds
+        model.metadata_props[KEY] = stated.to_json()
+    return _notes(refuse_sizes(model, stated))
+
+
+def _notes(refused: Sequence[str]) -> list[str]:
+    shortest = sorted(refused, key=len)
+    found = [*shortest[:_SHOWN], *([f"and {len(shortest) - _SHOWN} more"] if len(shortest) > _SHOWN else [])]
+    return [f"the model's code fixes sizes, and the file stops at others: {', '.join(found)}."] * bool(found)

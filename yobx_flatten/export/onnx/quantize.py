@@ -1,0 +1,266 @@
+"""Store the weights of projections in 8 or 4 bits: blocks of integers with a scale and a zero point each.
+
+.. code-block:: text
+
+    x ── MatMul(x, W) ──> y      becomes      x ── MatMulNBits(x, bits of W, scales, zero points) ──> y
+         4 bytes per weight                        block of 32 in 8 bits: 1.16, in 4 bits: 0.64 bytes per weight
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from typing import Any
+
+from ...errors import InvalidArgumentError
+from ..proof.report import ExportReport
+from ..quantization.bit_budget import Bits, Role
+from ..quantization.options import Quantization
+from .kept_integers import Grids, keep_integers
+from .quantized_table import gathered, gathers_blocks, share_table
+from .rewrite.repair import attribute
+from .rounded import round_table, round_to_8_bits
+from .stored_matrix import Products, StoredMatrix, new_value
+from .weights import unmap
+
+__all__ = ["QuantizedWeights", "quantize_graph", "quantize_model", "remark_quantized"]
+
+_TABLE = 2**16
+"""Weights of a table of an embedding from which it is stored in 8 bits; a smaller one is left as it is."""
+
+
+@dataclasses.dataclass
+class QuantizedWeights:
+    """What was stored in fewer bits."""
+
+    count: int = 0  # number of weights, each of which is one matrix
+    float_bytes: int = 0  # their size before
+    bytes: int = 0  # their size with scales and zero points
+    # names of those that the file also has in full, since something else reads them
+    tied: list[str] = dataclasses.field(default_factory=list)
+    # names of those that an embedding also reads in these bits
+    shared: list[str] = dataclasses.field(default_factory=list)
+    roles: dict[str, Role] = dataclasses.field(default_factory=dict)  # the weights by role, see `.bit_budget`
+    # number of weights, by their bits, that are the integers and scales which they were made of
+    kept: dict[int, int] = dataclasses.field(default_factory=dict)
+    tables: int = 0  # number of tables of embeddings that were rounded to 8 bits
+
+    def add(self, value: Any, matrix: StoredMatrix, *, is_kept: bool) -> None:
+        """Count a weight that is stored in fewer bits."""
+        self.count += 1
+        self.float_bytes += value.const_value.nbytes
+        self.bytes += matrix.nbytes
+        if is_kept:
+            self.kept[matrix.bits] = self.kept.get(matrix.bits, 0) + math.prod(value.const_value.shape)
+
+    def add_role(self, name: str, size: int, *, is_last: bool, exact: int) -> None:
+        """Count a weight of a role; ``exact`` are the bits of its own integers, 32 without any."""
+        before = self.roles.get(name, Role(name, 0, 0, False, 0))
+        last, most = before.is_last or is_last, max(before.exact, exact)
+        self.roles[name] = Role(name, before.count + 1, before.size + size, last, most)
+
+
+def quantize_graph(
+    model: Any, quantization: Quantization, bits: Bits | None = None, grids: Grids | None = None
+) -> QuantizedWeights:
+    """Quantize the weights of all projections of a graph in place, one after the other, when they are written.
+
+    Weights that are integers with scales already, in as many bits or fewer, are stored as these, and so are tables of
+    embeddings.
+    """
+    # bits: bits by role, where these are others than those of the quantization; `None`, the default, for nowhere
+    # grids: such integers, as far as they were searched for in this graph; `None`, the default, for not yet
+    grids = Grids() if grids is None else grids
+    found, made = QuantizedWeights(), {width: _Parts(_in_bits(quantization, width)) for width in (4, 8)}
+    if quantization.weights == "keep":
+        made.clear()
+    stored: dict[tuple[str, bool], StoredMatrix | None] = {}
+    read: dict[str, tuple[Any, bool]] = {}
+    products = Products()
+    nodes = [
+        (node, weight) for node in model.graph.all_nodes() if (weight := _weight_of(node, quantization.block_size))
+    ]
+    for node, (value, transposed) in nodes:
+        key, name = (value.name, transposed), _role_of(node, value)
+        if key not in stored:
+            grid = grids.find(value, transposed=transposed) if node.inputs[0].shape is not None else None
+            exact = 32 if grid is None else grid.bits
+            found.add_role(name, math.prod(value.const_value.shape), is_last=node is nodes[-1][0], exact=exact)
+            width = quantization.bits if bits is None else bits.get(name, quantization.bits)
+            if grid is not None and grid.bits <= width:
+                stored[key] = keep_integers(model.graph, value, grid, transposed=transposed)
+            elif width in made:
+                stored[key] = _rounded(model.graph, value, transposed, made[width], _in_bits(quantization, width))
+            else:
+                stored[key] = None
+            matrix = stored[key]
+            if matrix is not None:
+                found.add(value, matrix, is_kept=grid is not None and grid.bits <= width)
+                read[value.name] = value, transposed
+        matrix = stored[key]
+        if matrix is not None:
+            products.replace(node, matrix)
+    tables = [value for value in gathered(model.graph) if value.name not in read]
+    for value in tables:
+        grid, size = grids.find(value, transposed=True), math.prod(value.const_value.shape)
+        is_kept = grid is not None and gathers_blocks(grid.bits, grid.block_size)
+        matrix = None
+        if grid is not None and is_kept:
+            matrix = keep_integers(model.graph, value, grid, transposed=True)
+        elif quantization.weights != "keep" and size >= _TABLE and gathers_blocks(8, 32):
+            matrix = round_table(model.graph, value)
+            found.tables += matrix is not None
+        if matrix is not None:
+            stored[value.name, True] = matrix
+            found.add(value, matrix, is_kept=is_kept)
+            read[value.name] = value, True
+    if found.count:
+        model.opset_imports["com.microsoft"] = 1
+    for name, (value, transposed) in read.items():
+        matrix = stored[name, transposed]
+        if transposed and matrix is not None and share_table(value, matrix) and value not in tables:
+            found.shared.append(name)
+        if value.uses() or value.is_graph_output():
+            found.tied.append(name)
+        else:
+            del model.graph.initializers[name]
+    return found
+
+
+def _in_bits(quantization: Quantization, bits: int) -> Quantization:
+    return dataclasses.replace(quantization, weights="int4" if bits == 4 else "int8", perplexity_ratio=None)
+
+
+def _role_of(node: Any, value: Any) -> str:
+    """The name of the layer that a product is of, without the numbers of layers; else the shape of its weight."""
+    scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
+    names = [name for name in re.findall(r"'([^']*)'", scopes)[:-1] if name]  # the last one is the operator
+    if not names:
+        return " x ".join(map(str, value.const_value.shape))
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", names[-1])
+
+
+def quantize_model(
+    model: Any,
+    quantization: Quantization,
+    report: ExportReport,
+    bits: Bits | None = None,
+    grids: Grids | None = None,
+) -> QuantizedWeights:
+    """Quantize the weights of a model, when they are written."""
+    # model: an `onnx_ir.Model`; it is changed in place
+    found = quantize_graph(model, quantization, bits, grids)
+    if not found.roles:
+        raise InvalidArgumentError(
+            f"quantize={quantization.weights!r}: the file of {report.module} multiplies with no weights of "
+            f"{quantization.block_size} or more rows and columns. Take a smaller block_size, or leave quantize out."
+        )
+    if not found.count and quantization.weights == "keep":
+        raise InvalidArgumentError(
+            f'quantize="keep": no weight of {report.module} is made of integers of 4 or 8 bits with scales. To round '
+            'them: quantize="int4" or quantize="int8" (--quantize int4)'
+        )
+    return found
+
+
+def remark_quantized(
+    found: QuantizedWeights, quantization: Quantization, report: ExportReport, bits: Bits | None = None
+) -> None:
+    """Note in a report what was stored how."""
+    if quantization.weights == "keep":
+        report.remark(
+            f"{found.count} weights are stored as the integers they were made of, {found.bytes / 1e6:.2f} MB instead "
+            f"of {found.float_bytes / 1e6:.2f} MB; all others as they are."
+        )
+    else:
+        more = bits and set(bits.values()) != {quantization.bits}
+        report.remark(
+            f"{found.count} weights are stored in {quantization.weights}{' or more' if more else ''}, "
+            f"{found.bytes / 1e6:.2f} MB instead of {found.float_bytes / 1e6:.2f} MB; "
+            f"{'norms' if found.tables else 'embeddings and norms'} as they are."
+        )
+    if found.tables:
+        report.remark(f"{found.tables} of them are tables of embeddings, in int8.")
+    if found.kept:
+        kept = " and ".join(f"{count / 1e6:.3g} million in {width} bits" for width, count in sorted(found.kept.items()))
+        report.remark(f"made of integers with scales, which are stored without rounding them again: {kept}.")
+    for width, stored in ((8, "int8"), (32, "full")):
+        others = [role for role in found.roles.values() if bits and bits[role.name] == width > quantization.bits]
+        if others:
+            report.remark(
+                f"stored in {stored}, since the perplexity asks for it: "
+                + ", ".join(f"{role.name} ({role.count} of {role.size / 1e6:.3g} million weights)" for role in others)
+            )
+    if found.shared:
+        report.remark(f"{', '.join(found.shared)} is in the file once: the embedding reads the projection's.")
+    if found.tied:
+        report.remark(
+            f"{', '.join(found.tied)} is in the file twice, in full for the embedding and in {quantization.weights} "
+            "for the projection that is tied to it."
+        )
+
+
+def _weight_of(node: Any, block_size: int) -> tuple[Any, bool] | None:
+    """The initializer that a product multiplies with, and whether it is transposed; ``None`` where there is none."""
+    if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm"):
+        return None
+    value, transposed = node.inputs[1], False
+    if node.op_type == "Gemm":
+        numbers = {name: attribute(node, name, usual) for name, usual in (("alpha", 1.0), ("beta", 1.0))}
+        if set(numbers.values()) != {1.0} or attribute(node, "transA", 0):
+            return None
+        transposed = bool(attribute(node, "transB", 0))
+    before = value.producer()
+    if before is not None and before.op_type == "Transpose" and list(attribute(before, "perm", [1, 0])) == [1, 0]:
+        value, transposed = before.inputs[0], not transposed
+    tensor = value.const_value
+    if not value.is_initializer() or tensor is None or len(tensor.shape) != 2:
+        return None
+    # of less than a block there is nothing to gain: gates and heads of few classes
+    if min(tensor.shape) < block_size or tensor.dtype.name not in ("FLOAT", "FLOAT16"):
+        return None
+    return value, transposed
+
+
+class _Parts:
+    """The parts of one weight after the other, made when they are written; those of the last weight are kept."""
+
+    def __init__(self, quantization: Quantization) -> None:
+        self._quantization = quantization
+        self._weight: Any = None
+        self._parts: tuple[Any, ...] = ()
+
+    def part(self, tensor: Any, transposed: bool, index: int) -> Any:
+        """Return bits, scales or zero points of a weight."""
+        import numpy
+        import onnx_ir as ir
+
+        if self._weight != (id(tensor), transposed):
+            array = tensor.numpy()
+            self._parts = self._quantization.quantize(numpy.ascontiguousarray(array.T if transposed else array))
+            self._weight = id(tensor), transposed
+            del array
+            unmap(tensor)
+        return ir.tensor(self._parts[index])
+
+
+def _rounded(graph: Any, value: Any, transposed: bool, parts: _Parts, quantization: Quantization) -> StoredMatrix:
+    """Round a weight to a matrix of few bits when it is read, to 4 with onnxruntime's own kernel."""
+    import onnx_ir as ir
+
+    if quantization.bits == 8:
+        return round_to_8_bits(graph, value, quantization.block_size, transposed=transposed)
+    tensor, packed, size = value.const_value, 8 // quantization.bits, quantization.block_size
+    columns, rows = map(int, tensor.shape if transposed else reversed(tensor.shape))
+    blocks = -(-rows // size)
+    shapes = [[columns, blocks, size // packed], [columns, blocks], [columns, -(-blocks // packed)]]
+    types = [ir.DataType.UINT8, tensor.dtype, ir.DataType.UINT8]
+    values = []
+    for index, suffix in enumerate((f"_Q{quantization.bits}", "_scales", "_zero_points")):
+        name, shape = f"{value.name}{'_T' if transposed else ''}{suffix}", ir.Shape(shapes[index])
+        read = functools.partial(parts.part, tensor, transposed, index)
+        values.append(new_value(graph, name, ir.LazyTensor(read, dtype=types[index], shape=shape, name=name)))
+    nbytes = sum(one.const_value.nbytes for one in values)
+    return StoredMatrix(quantization.bits, size, rows, columns, values, nbytes)

@@ -1,0 +1,268 @@
+"""Replace attention subgraphs by one ``Attention`` operator each (opset 23), with the cache as its input.
+
+.. code-block:: text
+
+    past ── Concat ── Attention                past ── Attention ── present
+     new ────┘  └─── present                    new ─────┘
+
+* An ``Attention`` that concatenates the cache itself reads each head while it is still in the processor's cache.
+* Attention that a model spells out (``attn_implementation="eager"``, Gemma 2's soft cap) becomes the operator, and the
+  repetition of keys and values for every query head (``repeat_kv``) goes.
+* onnxruntime takes a mask with as many rows as there are queries only, and no single row for all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from .repair import attribute, copy_type, input_of
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+__all__ = ["count_operators", "fuse_attention", "match_scores", "producer", "replace_value", "take_cache", "unrepeated"]
+
+_COUNTED = (
+    *("Attention", "GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding"),
+    *("RMSNormalization", "LayerNormalization", "SkipSimplifiedLayerNormalization", "Softmax"),
+)
+_AHEAD = 64  # nodes after a concatenation among which its attention is looked for: more than any sliding layer has
+
+
+def count_operators(graph: ir.Graph) -> dict[str, int]:
+    """Return how often a graph has each operator of attention and normalisation."""
+    found = Counter(node.op_type for node in graph.all_nodes())
+    return {name: found[name] for name in _COUNTED if found[name]}
+
+
+def fuse_attention(model: ir.Model) -> None:
+    """Replace spelled-out attention by the operator, and give it the cache, in place."""
+    import onnx_ir.passes.common as passes
+
+    graph = model.graph
+    changed = False
+    for node in list(graph):
+        if node.op_type == "Softmax":
+            changed |= _fuse_spelled_out(graph, node)
+    for node in list(graph):
+        if node.op_type == "Attention" and node.domain == "":
+            _repeat_mask(graph, node)
+            changed |= take_cache(graph, node) is not None
+    if changed:
+        graph.sort()  # what reads the present was before the attention that now returns it
+        passes.RemoveUnusedNodesPass()(model)
+
+
+# -- the cache as an input -------------------------------------------------------------------------------------------
+
+
+def take_cache(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
+    """Let an attention whose keys and values are a cache and new ones concatenate them itself."""
+    # returns: the node in its place, with the cache as its input; `None` where it stays as it is
+    import onnx_ir as ir
+
+    inputs = [*node.inputs, *[None] * (7 - len(node.inputs))]
+    query, key, value, mask, *others = inputs
+    if any(other is not None for other in others) or attribute(node, "is_causal", 0) or len(node.outputs) > 1:
+        return None
+    keys, values = _concatenated(key), _concatenated(value)
+    if key is None or value is None or keys is None or values is None:
+        return None
+    if key is value or any(_leads_to(read, node) for read in (key, value)):
+        return None
+    (past_key, new_key), (past_value, new_value) = keys, values
+    fused = ir.node(
+        "Attention",
+        [query, new_key, new_value, mask, past_key, past_value],
+        attributes=dict(node.attributes),
+        num_outputs=3,
+        name=node.name,
+    )
+    graph.insert_before(node, fused)
+    concatenations = [one for one in (key.producer(), value.producer()) if one is not None]
+    for old, new in zip((node.outputs[0], key, value), fused.outputs, strict=True):
+        replace_value(old, new)
+    graph.remove([node, *concatenations], safe=True)
+    return fused
+
+
+def _concatenated(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
+    """The past and the new part of keys or values, (batch, heads, tokens, size)."""
+    node = None if value is None else value.producer()
+    if value is None or value.shape is None or node is None or node.op_type != "Concat" or len(node.inputs) != 2:
+        return None
+    axis = attribute(node, "axis", 0)
+    return (input_of(node, 0), input_of(node, 1)) if len(value.shape) == 4 and axis in (2, -2) else None
+
+
+def _leads_to(value: ir.Value, attention: ir.Node) -> bool:
+    """Whether an attention needs a value for something else than as its keys or values, its mask for example."""
+    ahead = [node for node in value.consumers() if node is not attention]
+    seen = set(map(id, ahead))
+    while ahead:
+        if len(seen) > _AHEAD:
+            return True
+        for output in ahead.pop().outputs:
+            for node in output.consumers():
+                if node is attention:
+                    return True
+                if id(node) not in seen:
+                    seen.add(id(node))
+                    ahead.append(node)
+    return value in [attention.inputs[0], *attention.inputs[3:]]
+
+
+def _repeat_mask(graph: ir.Graph, node: ir.Node) -> None:
+    import onnx_ir as ir
+
+    mask = node.inputs[3] if len(node.inputs) > 3 else None
+    if mask is None:
+        return
+    query = input_of(node, 0)
+    if mask.shape is not None and query.shape is not None and mask.shape[-2] == query.shape[2] != 1:
+        return
+    rows = ir.node("Shape", [query], attributes={"start": 2, "end": 3})
+    one = ir.node("Constant", [], attributes={"value_ints": [1]})
+    shape = ir.node("Concat", [rows.outputs[0], one.outputs[0]], attributes={"axis": 0})
+    repeated = ir.node("Expand", [mask, shape.outputs[0]])
+    copy_type(repeated.outputs[0], mask)
+    graph.insert_before(node, [rows, one, shape, repeated])
+    node.replace_input_with(3, repeated.outputs[0])
+
+
+# -- attention that is spelled out -----------------------------------------------------------------------------------
+
+
+def _fuse_spelled_out(graph: ir.Graph, softmax: ir.Node) -> bool:
+    """``softmax(scores + mask) @ value`` to the operator; return whether it was that, and nothing else reads it."""
+    import onnx_ir as ir
+
+    product = _only_reader(_through_cast(softmax.outputs[0]), "MatMul", 0)
+    if product is None or attribute(softmax, "axis", -1) not in (-1, 3):
+        return False
+    scores, mask = _uncast(input_of(softmax, 0)), None
+    parts, added = match_scores(scores), producer(scores, "Add")
+    for terms in () if added is None else (added.inputs, added.inputs[::-1]):
+        parts, mask = match_scores(terms[0]), terms[1]
+        if parts is not None:
+            break
+    if parts is None:
+        return False
+    query, key, scale, cap = parts
+    key, value = unrepeated(key), unrepeated(input_of(product, 1))
+    shapes = [one.shape for one in (query, key, value) if one.shape is not None and len(one.shape) == 4]
+    if len(shapes) < 3 or not _divides(*(shape[1] for shape in shapes)):
+        return False
+    if mask is not None and (mask.shape is None or len(mask.shape) > 4 or mask.dtype != query.dtype):
+        return False
+    attributes = {"scale": scale, "softcap": cap}
+    attention = ir.node("Attention", [query, key, value, mask], attributes=attributes, name=softmax.name)
+    graph.insert_before(product, attention)
+    replace_value(product.outputs[0], attention.outputs[0])
+    graph.remove(product, safe=True)
+    return True
+
+
+def match_scores(value: ir.Value | None) -> tuple[ir.Value, ir.Value, float, float] | None:
+    """Return query, key, scale and soft cap (0 without one) of ``cap * tanh(query @ key.mT * scale / cap)``."""
+    # value: the scores, an `onnx_ir.Value`. `None` for something else.
+    if value is None:
+        return None
+    inner, scale = _scaled(value)
+    cap, tanh = 0.0, producer(inner, "Tanh")
+    if tanh is not None:
+        cap = scale
+        inner, scale = _scaled(input_of(tanh, 0))
+        scale *= cap
+    product = producer(inner, "MatMul")
+    key = None if product is None else _transposed(product.inputs[1])
+    if product is None or key is None:
+        return None
+    query, first = _scaled(input_of(product, 0))
+    return query, key, scale * first, cap
+
+
+def _scaled(value: ir.Value) -> tuple[ir.Value, float]:
+    """A value without the constants it is multiplied with or divided by, and their product."""
+    factor = 1.0
+    while (node := producer(value, "Mul") or producer(value, "Div")) is not None:
+        for place in (0, 1) if node.op_type == "Mul" else (1,):
+            number = _number(node.inputs[place])
+            if number:
+                factor = factor * number if node.op_type == "Mul" else factor / number
+                value = input_of(node, 1 - place)
+                break
+        else:
+            break
+    return value, factor
+
+
+def _transposed(value: ir.Value | None) -> ir.Value | None:
+    node = producer(value, "Transpose")
+    if node is None or list(attribute(node, "perm", ())) != [0, 1, 3, 2]:
+        return None
+    return node.inputs[0]
+
+
+def unrepeated(value: ir.Value) -> ir.Value:
+    """Return keys or values without their repetition for every query head; as they are where there is none."""
+    reshaped = producer(value, "Reshape")
+    expanded = None if reshaped is None else producer(reshaped.inputs[0], "Expand")
+    unsqueezed = None if expanded is None else producer(expanded.inputs[0], "Unsqueeze")
+    if expanded is None or unsqueezed is None:
+        return value
+    axes = input_of(unsqueezed, 1).const_value
+    given, wide, flat = input_of(unsqueezed, 0), expanded.outputs[0].shape, value.shape
+    if axes is None or axes.numpy().tolist() != [2] or wide is None or flat is None or given.shape is None:
+        return value
+    heads = given.shape[1], wide[2], flat[1]
+    if len(given.shape) != 4 or len(flat) != 4 or not all(isinstance(size, int) for size in heads):
+        return value
+    return given if heads[0] * heads[1] == heads[2] else value
+
+
+def _divides(queries: int | ir.SymbolicDim, keys: int | ir.SymbolicDim, values: int | ir.SymbolicDim) -> bool:
+    if not isinstance(queries, int) or not isinstance(keys, int) or not isinstance(values, int):
+        return False
+    return keys == values and queries % keys == 0
+
+
+# -- nodes and values ------------------------------------------------------------------------------------------------
+
+
+def replace_value(old: ir.Value, new: ir.Value) -> None:
+    """Let every reader of a value, and the graph's outputs, read another one, which gets its name."""
+    new.shape, new.type = old.shape, old.type
+    name = old.name
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    old.name, new.name = f"{name}_before", name
+
+
+def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """Return the node that makes a value, where it is this operator of ONNX."""
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type == op_type and node.domain == "" else None
+
+
+def _only_reader(value: ir.Value, op_type: str, place: int) -> ir.Node | None:
+    uses = list(value.uses())
+    if len(uses) != 1 or value.is_graph_output():
+        return None
+    node, index = uses[0]
+    return node if node.op_type == op_type and index == place else None
+
+
+def _through_cast(value: ir.Value) -> ir.Value:
+    cast = _only_reader(value, "Cast", 0)
+    return value if cast is None else cast.outputs[0]
+
+
+def _uncast(value: ir.Value) -> ir.Value:
+    cast = producer(value, "Cast")
+    return value if cast is None else input_of(cast, 0)
+
+
+def _number(value: ir.Value | None) -> float | None:
+    constant = None if value is None else value.const_value
+    return float(constant.numpy().reshape(())) if constant is not None and constant.size == 1 else None

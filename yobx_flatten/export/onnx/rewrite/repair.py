@@ -1,0 +1,146 @@
+"""Repair what torch's exporter leaves wrong in a graph, before the file is written.
+
+* A value inside may have the name that an output was given (an output called ``relu`` and a node of that name).
+* ``RotaryEmbedding`` of opset 23 is made of a pattern in which cosines of one row meet tokens of several. The operator
+  takes as many rows of both, and onnxruntime refuses the others.
+* ``RMSNormalization`` of opset 23 is made of a pattern in which tokens of half precision meet weights of single
+  precision (Gemma). onnxruntime refuses two types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+__all__ = ["attribute", "copy_type", "input_of", "insert_before", "repair_graph", "sizes_of", "type_of"]
+
+
+def repair_graph(model: ir.Model) -> None:
+    """Repair a graph in place."""
+    _name_apart(model.graph)
+    _one_type(model.graph)
+    if any(_rotates(node) for node in model.graph.all_nodes()):
+        import onnx_ir.passes.common as passes
+
+        passes.CommonSubexpressionEliminationPass()(model)  # every operator got cosines and sines of its own
+        _as_many_rows(model.graph)
+
+
+def attribute(node: ir.Node, name: str, default: Any) -> Any:
+    """Return an attribute of a node, or a default where it has none."""
+    found = node.attributes.get(name)
+    return default if found is None else found.value
+
+
+def input_of(node: ir.Node, place: int) -> ir.Value:
+    """Return an input that the operator of a node never goes without."""
+    value = node.inputs[place]
+    if value is None:
+        raise ValueError(f"the {node.op_type} {node.name} has no input {place}")
+    return value
+
+
+def type_of(value: ir.Value) -> ir.DataType:
+    """Return the type of a value's entries."""
+    # value: an `onnx_ir.Value` of a graph whose types are known, as the exporter returns it
+    if value.dtype is None:
+        raise ValueError(f"the type of {value.name} is not known")
+    return value.dtype
+
+
+def copy_type(value: ir.Value, like: ir.Value) -> None:
+    """Give a value the type of entries that another one has."""
+    # value: an `onnx_ir.Value`, changed in place
+    # like: one whose type may be unknown; then nothing changes
+    if like.dtype is not None:
+        value.dtype = like.dtype  # not `type`: an object of both would change with each of them
+
+
+def sizes_of(tensor: ir.TensorProtocol) -> list[int]:
+    """Return the sizes of a constant's axes, none of which is a symbol."""
+    return [size for size in tensor.shape if isinstance(size, int)]
+
+
+def insert_before(node: ir.Node, made: list[ir.Node]) -> None:
+    """Insert nodes before another one, in the graph that this one is part of."""
+    # node: an `onnx_ir.Node` of a graph, or of a subgraph
+    if node.graph is None:
+        raise ValueError(f"the {node.op_type} {node.name} is part of no graph")
+    node.graph.insert_before(node, made)
+
+
+def _values(graph: ir.Graph) -> Iterator[ir.Value]:
+    yield from graph.inputs
+    yield from graph.initializers.values()
+    for node in graph.all_nodes():
+        yield from node.outputs
+
+
+def _name_apart(graph: ir.Graph) -> None:
+    """Rename values inside that have the name of an input or output."""
+    given = {value.name: value for value in (*graph.inputs, *graph.outputs)}
+    values = list(_values(graph))
+    taken = {value.name for value in values} | set(given)
+    for value in values:
+        owner = given.get(value.name)
+        if owner is None or owner is value:
+            continue
+        number = 1
+        while f"{value.name}_{number}" in taken:
+            number += 1
+        name = f"{value.name}_{number}"
+        taken.add(name)
+        value.name = name
+
+
+def _one_type(graph: ir.Graph) -> None:
+    """Cast the tokens of ``RMSNormalization`` to the type of its weights, which is that of its output."""
+    import onnx_ir as ir
+
+    for node in list(graph.all_nodes()):
+        if node.op_type == "RMSNormalization" and node.domain in ("", "ai.onnx"):
+            tokens, weights = input_of(node, 0), input_of(node, 1)
+            if tokens.dtype is not None and weights.dtype is not None and tokens.dtype != weights.dtype:
+                cast = ir.node("Cast", [tokens], attributes={"to": int(weights.dtype)})
+                cast.outputs[0].dtype, cast.outputs[0].shape = weights.dtype, tokens.shape
+                insert_before(node, [cast])
+                node.replace_input_with(0, cast.outputs[0])
+
+
+def _rotates(node: ir.Node) -> bool:
+    """Whether a node is a ``RotaryEmbedding`` whose cosines have rows, for want of positions as an input."""
+    if node.op_type != "RotaryEmbedding" or node.domain not in ("", "ai.onnx"):
+        return False
+    return len(node.inputs) < 4 or node.inputs[3] is None
+
+
+def _as_many_rows(graph: ir.Graph) -> None:
+    """Expand the cosines and sines of ``RotaryEmbedding`` to the rows of its tokens, once for all that have as many."""
+    import onnx_ir as ir
+
+    known: dict[tuple[ir.Value, str], ir.Value] = {}
+    for node in list(graph.all_nodes()):
+        if not _rotates(node):
+            continue
+        tokens = input_of(node, 0)
+        count = None if tokens.shape is None else tokens.shape[0]
+        for place in (1, 2):
+            table = input_of(node, place)
+            if count is not None and table.shape is not None and table.shape[0] == count:
+                continue
+            size = str(count if isinstance(count, int) or count is None else count.value)
+            expanded = known.get((table, size))
+            if expanded is None or size == "None" or node.graph is not graph:
+                given = (value for value in graph.inputs if value.shape and value.shape[0] == count)
+                rows = ir.node("Shape", [next(given, tokens)], attributes={"start": 0, "end": 1})
+                rest = ir.node("Shape", [table], attributes={"start": 1})
+                shape = ir.node("Concat", [rows.outputs[0], rest.outputs[0]], attributes={"axis": 0})
+                expand = ir.node("Expand", [table, shape.outputs[0]])
+                insert_before(node, [rows, rest, shape, expand])
+                expanded = expand.outputs[0]
+                if node.graph is graph:
+                    known[table, size] = expanded
+            node.replace_input_with(place, expanded)

@@ -1,0 +1,137 @@
+"""Make an ONNX file refuse the sizes that its program refuses. ONNX has no assertions.
+
+.. code-block:: text
+
+    asserted: 14 * (x.shape[2] // 14) == 70
+
+    size = Shape(x)[2]                  not = Not(Equal(14 * (size // 14), 70))
+    one = Gather([1], Cast(not))        stops where `not` is 1: there is no second entry
+    x = Reshape(x, Shape(x) * one)      what the graph reads in place of the input
+
+A relation with an operator that has no counterpart here is met by its example's sizes, which the file states as fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...huggingface.cache_names import CACHE
+from ...runners.relations import Expression, format_expression, names_in
+from ...runners.signature import Signature, place_of_sizes
+from .rewrite.repair import copy_type
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+__all__ = ["fix_sizes", "refuse_sizes"]
+
+
+def refuse_sizes(model: ir.Model, signature: Signature) -> list[str]:
+    """Let a graph stop at sizes that its program refuses.
+
+    Sums of sizes are left out, since the operators that add up tokens meet them. So is what is about a cache: memory
+    that tools share between calls is longer than what it holds.
+    """
+    # model: an `onnx_ir.Model`, changed in place
+    places = {name: place for name, place in place_of_sizes(signature).items() if not place[0].startswith(CACHE)}
+    inputs = {value.name: value for value in model.graph.inputs}
+    refused = [
+        one
+        for one in signature.relations
+        if isinstance(one, tuple) and one[0] == "==" and not _is_sum(one) and names_in(one) <= places.keys()
+    ]
+    shown = {name: f"{given}.shape[{axis}]" for name, (given, axis) in places.items()}
+    texts = [format_expression(one, shown) for one in refused]
+    by_input: dict[str, list[tuple[Expression, str]]] = {}
+    for one, text in zip(refused, texts, strict=True):
+        by_input.setdefault(places[min(names_in(one))][0], []).append((one, text))
+    for name, found in by_input.items():
+        _guard(
+            model.graph, inputs[name], found, {size: (inputs[given], axis) for size, (given, axis) in places.items()}
+        )
+    return texts
+
+
+def fix_sizes(model: ir.Model, fixed: Mapping[tuple[str, int], int]) -> None:
+    """State sizes of inputs as fixed."""
+    # model: an `onnx_ir.Model`, changed in place
+    import onnx_ir as ir
+
+    inputs = {value.name: value for value in model.graph.inputs}
+    shapes = {name: value.shape for name, value in inputs.items() if value.shape is not None}
+    sizes = {str(_text(shapes[name][axis])): size for (name, axis), size in fixed.items()}
+    values = [*model.graph.inputs, *(value for node in model.graph.all_nodes() for value in node.outputs)]
+    for value in values:
+        if value.shape is not None and any(str(_text(dim)) in sizes for dim in value.shape):
+            value.shape = ir.Shape([sizes.get(str(_text(dim)), _text(dim)) for dim in value.shape])
+
+
+def _text(dim: int | ir.SymbolicDim) -> int | str | None:
+    return dim if isinstance(dim, int) else dim.value
+
+
+def _is_sum(found: Expression) -> bool:
+    """Whether a relation is between sums of sizes: no quotient, product, largest or smallest, and no constant alone."""
+    parts: Iterable[Expression] = found[1:] if isinstance(found, tuple) else ()
+    return all(
+        isinstance(part, str)
+        or (isinstance(part, tuple) and part[0] == "+" and all(type(x) in (int, str) for x in part[1:]))
+        for part in parts
+    )
+
+
+def _guard(
+    graph: ir.Graph, given: ir.Value, relations: list[tuple[Expression, str]], sizes: Mapping[str, tuple[ir.Value, int]]
+) -> None:
+    """Let everything read an input by a reshape to its own shape, which is not known where a relation does not hold."""
+    import onnx_ir as ir
+
+    readers = list(given.uses())
+    nodes: list[ir.Node] = []
+
+    def add(kind: str, *inputs: ir.Value, name: str | None = None, **attributes: Any) -> ir.Value:
+        node = ir.node(kind, list(inputs), attributes or None, name=name)
+        nodes.append(node)
+        return node.outputs[0]
+
+    made = _Numbers(add, sizes)
+    whole = add("Shape", given)
+    entry = add("Constant", value_ints=[1])
+    for relation, text in relations:
+        differs = add("Not", add("Equal", made(relation[1]), made(relation[2])))  # type: ignore[index] # of two sides
+        place = add("Cast", differs, to=int(ir.DataType.INT64))
+        whole = add("Mul", whole, add("Gather", entry, place, name=f"these sizes are refused, expected {text}"))
+    same = add("Reshape", given, whole)
+    same.shape = given.shape
+    copy_type(same, given)
+    for reader, index in readers:
+        reader.replace_input_with(index, same)
+    first = next(iter(graph))
+    graph.insert_before(first, nodes)
+
+
+class _Numbers:
+    """Expressions as values of a graph, int64 of shape (1,)."""
+
+    def __init__(self, add: Callable[..., ir.Value], sizes: Mapping[str, tuple[ir.Value, int]]) -> None:
+        self._add, self._sizes = add, sizes
+
+    def __call__(self, found: Expression) -> ir.Value:
+        add = self._add
+        if isinstance(found, int):
+            return add("Constant", value_ints=[found])
+        if isinstance(found, str):
+            value, axis = self._sizes[found]
+            return add("Shape", value, start=axis, end=axis + 1)
+        kind, first, *others = found[0], self(found[1]), *map(self, found[2:])
+        for other in others:
+            if kind == "//":  # ONNX divides towards zero
+                whole = add("Sub", first, add("Mod", first, other))
+                first = add("Div", whole, other)
+            else:
+                first = add(_OPERATORS[kind], first, other)
+        return first
+
+
+_OPERATORS = {"+": "Add", "*": "Mul", "%": "Mod", "max": "Max", "min": "Min"}

@@ -1,0 +1,1 @@
+"""Trace a module to a program."""

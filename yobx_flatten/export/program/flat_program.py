@@ -1,0 +1,234 @@
+"""Convert a program to one that takes and returns a flat list of tensors, for other runtimes.
+
+Constants among the leaves (``None``, a fixed number) are part of the graph already; nothing is traced again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.metadata
+import logging
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, ExportGraphSignature, InputKind, OutputKind
+
+from ...errors import InvalidArgumentError
+from ...errors.dependencies import is_installed
+from ...private_names.of_torch import OpOverload, pytree
+from ...runners.signature import Signature, Size
+from ..example import size_relations
+from .traced import Traced
+
+__all__ = ["fixed_sizes", "flat_program", "quietly", "signature_of"]
+
+_MADE_BY = ("torch", "transformers")
+
+
+def flat_program(program: ExportedProgram) -> ExportedProgram:
+    """Return a program of the same graph whose inputs are its tensors, and nothing else. The block must be open."""
+    # program: what `torch.export` returned; it is not changed
+    module, signature = copy.deepcopy(program.graph_module), program.graph_signature
+    inputs, outputs = [], []
+    for entry, node in zip(signature.input_specs, module.graph.find_nodes(op="placeholder"), strict=True):
+        if entry.kind is InputKind.USER_INPUT and isinstance(entry.arg, ConstantArgument):
+            module.graph.erase_node(node)
+        else:  # a copy gives nodes that are called as a function of Python (`input`) another name
+            inputs.append(replace(entry, arg=replace(entry.arg, name=node.name)))
+    _write_to_copies(module, {entry.arg.name for entry in inputs if entry.kind is InputKind.USER_INPUT})
+    last = module.graph.output_node()
+    kept = []
+    for result, value in zip(signature.output_specs, last.args[0], strict=True):
+        if not (result.kind is OutputKind.USER_OUTPUT and isinstance(result.arg, ConstantArgument)):
+            moved = isinstance(value, torch.fx.Node) and value.name != result.arg.name  # a copy of an input
+            outputs.append(replace(result, arg=replace(result.arg, name=value.name)) if moved else result)
+            kept.append(value)
+    last.args = (tuple(kept),)
+    module.recompile()
+    example = pytree.tree_leaves(program.example_inputs)
+    asked = [entry for entry in signature.input_specs if entry.kind is InputKind.USER_INPUT]
+    pairs = zip(asked, example, strict=True)
+    tensors = tuple(leaf for entry, leaf in pairs if not isinstance(entry.arg, ConstantArgument))
+    returned = sum(result.kind is OutputKind.USER_OUTPUT for result in outputs)
+    call = copy.copy(program.module_call_graph[0])
+    call.signature = copy.copy(call.signature)
+    assert call.signature is not None
+    call.signature.in_spec = pytree.tree_structure((tuple(range(len(tensors))), {}))
+    call.signature.out_spec = pytree.tree_structure(tuple(range(returned)))
+    call.signature.forward_arg_names = [e.arg.name for e in inputs if e.kind is InputKind.USER_INPUT]
+    return ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=ExportGraphSignature(inputs, outputs),
+        state_dict=program.state_dict,
+        range_constraints=program.range_constraints,
+        module_call_graph=[call],
+        example_inputs=(tensors, {}),
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )
+
+
+def _write_to_copies(module: torch.fx.GraphModule, inputs: Collection[str]) -> None:
+    """Let a graph write to copies of its inputs: a file returns what it changed, and the tensors are the caller's.
+
+    States of transformers are changed in place, and code of AOTInductor would write them back.
+    """
+    for node in module.graph.find_nodes(op="placeholder"):
+        reached, written = {node}, False
+        for user in module.graph.nodes:  # in order: what is a view of a view comes after it
+            if user.op != "call_function" or not isinstance(user.target, OpOverload):
+                continue
+            for argument, value in zip(user.target._schema.arguments, user.args, strict=False):
+                if argument.alias_info is not None and value in reached:
+                    reached.add(user)
+                    written |= argument.alias_info.is_write
+        if written and node.name in inputs:
+            with module.graph.inserting_after(node):
+                copied = module.graph.call_function(torch.ops.aten.clone.default, (node,))
+            copied.meta = dict(node.meta)
+            node.replace_all_uses_with(copied, delete_user_cb=lambda user, copied=copied: user is not copied)
+
+
+@contextlib.contextmanager
+def quietly(library: str, level: int = logging.ERROR) -> Iterator[None]:
+    """Keep messages of a library about its own insides, and those of torch that it calls, off the terminal."""
+    logger = logging.getLogger(library)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
+    """Return what a file of a program takes and returns."""
+    # versions: libraries, in addition to torch and transformers, whose versions it states; none by default
+    program = traced.program
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    arguments = [spec.arg for spec in specs if not isinstance(spec.arg, ConstantArgument)]
+    by_argument = {argument.name: name for name, argument in zip(traced.input_names, arguments, strict=True)}
+    # a size of one value counts as a number
+    counted: dict[tuple[str, int], Size] = {**_counted(program, by_argument), **fixed_sizes(traced)}
+    inputs = []
+    for name, argument in zip(traced.input_names, arguments, strict=True):
+        value = values[argument.name]
+        if not isinstance(value, torch.Tensor):
+            raise InvalidArgumentError(
+                f"{name} is a number that varies, and other runtimes take tensors. Pass a tensor without axes, or keep "
+                "it fixed in dynamic_shapes."
+            )
+        sizes = tuple(counted.get((name, axis), _size(size)) for axis, size in enumerate(value.shape))
+        inputs.append((name, value.dtype, sizes))
+    ranges = {str(symbol): found for symbol, found in program.range_constraints.items()}
+    largest = {name: int(found.upper) for name, found in ranges.items() if _is_finite(found.upper)}
+    smallest = {name: int(found.lower) for name, found in ranges.items() if _is_finite(found.lower) and found.lower > 2}
+    made_by = {name: _version(name) for name in (*_MADE_BY, *versions) if is_installed(name)}
+    alone = {name for _, _, sizes in inputs for size in sizes if isinstance(size, Mapping) for name in size if name}
+    rows, relations = _rows(program, by_argument), size_relations.relations_of(program, alone)
+    return Signature(inputs, traced.output_names, largest, smallest, made_by, rows, traced.kept, relations)
+
+
+def fixed_sizes(traced: Traced) -> dict[tuple[str, int], int]:
+    """Return sizes that have a symbol in a program, and one value only: a file states them as fixed."""
+    specs = [spec for spec in traced.program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    arguments = [spec.arg.name for spec in specs if not isinstance(spec.arg, ConstantArgument)]
+    names = dict(zip(arguments, traced.input_names, strict=True))
+    found = size_relations.fixed_sizes(traced.program) | size_relations.unasserted_sizes(traced.program)
+    return {(names[argument], axis): size for (argument, axis), size in found.items() if argument in names}
+
+
+_SAME_VALUES = ("view", "reshape", "alias", "detach", "contiguous", "clone", "slice", "unsqueeze", "squeeze")
+
+
+def _rows(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, int]:
+    """The number of rows of the table that an input is looked up in, by name of the input."""
+    found: dict[str, int] = {}
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
+        table, given = node.args[:2]
+        while _name(given) in _SAME_VALUES:
+            given = given.args[0]
+        size = table.meta["val"].shape[0]
+        if given.name in names and isinstance(size, int):
+            name = names[given.name]
+            found[name] = min(size, found.get(name, size))
+    return found
+
+
+_SAME_AXES = ("to", "pad", "alias", "detach", "contiguous", "clone")
+
+
+def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[str, int], Size]:
+    """The sizes of axes that are read entry by entry, by name of the input and axis, as many as another input has.
+
+    A mask is read at the numbers of the rows of tokens. torch refuses one of fewer rows, and OpenVINO returns numbers.
+    """
+    found: dict[tuple[str, int], Size] = {}
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor):
+        read, places = node.all_input_nodes[0], node.args[1]
+        inputs = [origin for origin in _origins(read) if origin.name in names]
+        for axis, place in enumerate(places):
+            count = _length_of_range(place)
+            for origin in inputs if count is not None else ():
+                own, same = origin.meta["val"].shape[axis], read.meta["val"].shape[axis]
+                if isinstance(own, torch.SymInt) and own.node.expr.is_Symbol and str(own) == str(same):
+                    found[names[origin.name], axis] = _size(count)
+    return found
+
+
+def _origins(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """What a tensor was made of that has its axes, most of them as long: a mask may have entries for an image."""
+    name = _name(node)
+    if name != "cat" and name not in _SAME_AXES:
+        yield node
+        return
+    for part in node.all_input_nodes if name == "cat" else node.all_input_nodes[:1]:
+        yield from _origins(part)
+
+
+def _name(node: torch.fx.Node) -> str:
+    """The name of a node's operator, without its overload; empty where torch has none of it."""
+    target = node.target
+    return target._schema.name.rpartition("::")[2] if isinstance(target, OpOverload) else ""
+
+
+def _length_of_range(place: Any) -> Any:
+    """The length of a range from 0 on, where an index is all of one; ``None`` for others."""
+    if not isinstance(place, torch.fx.Node):
+        return None
+    entries = place.meta["val"].numel()
+    while _name(place) in (*_SAME_VALUES, *_SAME_AXES):
+        place = place.args[0]
+    if place.target is not torch.ops.aten.arange.default or str(place.meta["val"].shape[0]) != str(entries):
+        return None
+    return place.meta["val"].shape[0]
+
+
+def _size(size: Any) -> Size:
+    """A size as factors of other sizes; nothing is known of one that is not a sum of them."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression: Any = size.node.expr
+    if expression.is_Integer:
+        return int(expression)
+    factors: Mapping[Any, Any] = expression.as_coefficients_dict()
+    if any(not (key.is_Symbol or key == 1) or not factor.is_Integer for key, factor in factors.items()):
+        return None
+    return {str(key) if key.is_Symbol else "": int(factor) for key, factor in factors.items()}
+
+
+def _is_finite(bound: Any) -> bool:
+    return bool(getattr(bound, "is_Integer", isinstance(bound, int))) and abs(int(bound)) < 2**31
+
+
+def _version(library: str) -> str:
+    return importlib.metadata.version(library).split("+")[0]

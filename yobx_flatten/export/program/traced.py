@@ -1,0 +1,277 @@
+"""Trace an example to a program with named inputs and outputs, and record what it does to its state."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import logging
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
+
+from ...diagnose.export_errors import explain_error
+from ...diagnose.refused import explain_leaf
+from ...errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError
+from ...errors.log import STEP
+from ...errors.tried_versions import naming_untried_versions
+from ...huggingface.cache_names import CACHE
+from ...huggingface.layer_weights import Reader, offloaded_readers, streamed_readers
+from ...private_names.of_torch import pytree
+from ...runners.ports import check_cache_outputs
+from ...trees.naming import output_names
+from ...trees.walk import torch_leaves
+from ...trees.weights import about_devices, on_other_devices
+from ..example.example import Example
+from ..example.forward_kwargs import check_all_read, named_in_forward, swallowed_names
+from ..example.size_relations import largest_sizes, unasserted_sizes
+from ..example.stated_sizes import asserted_in_forward
+from ..example.static_sizes import check_static_parts
+from ..proof.module_state import draws_random_numbers, own_attributes, own_written_state, undisturbed, written_state
+from ..proof.replay import clone
+from .fake_weights import fake_weights
+from .int_of_sizes import kept_sizes
+
+__all__ = ["Traced", "described", "fill", "trace"]
+
+logger = logging.getLogger("yobx_flatten")
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A program."""
+
+    program: ExportedProgram  # the `torch.export.ExportedProgram`
+    input_names: list[str]  # names of the inputs of its graph, in order
+    output_names: list[str]  # names of the outputs of its graph, in order
+    output_types: list[torch.dtype | None]  # types of their elements; `None` for what is not a tensor
+    written: Sequence[str]  # buffers and parameters that it writes to, of which it has its own
+    drawing: Sequence[str]  # operators that draw random numbers
+    # what reads the weights that have no data in the program, by name
+    readers: Mapping[str, Reader] = dataclasses.field(default_factory=dict)
+    kept: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see `.signature.Signature`; none by default
+    # the example's sizes, by name of the input and axis, that it was traced for and does not assert; see
+    # `.size_relations.unasserted_sizes`
+    unasserted: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
+    # such sizes that a second trace has fixed
+    fixed: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
+    # sizes that the model's code bounds, and the caller does not
+    largest: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
+
+    def check_cache_outputs(self, name: str) -> None:
+        """Refuse to make a file of a module that takes a cache and does not return it."""
+        remedy = (
+            "Return the cache that the model returns next to the scores, or give the input another name if no call "
+            f'follows:\n    return {{"logits": out.logits, "{CACHE}": cache_of(out)}}  # from '
+            "yobx_flatten.huggingface.cache_names"
+        )
+        check_cache_outputs(self.input_names, self.output_names, name, remedy=remedy)
+
+    def remarks(self) -> list[str]:
+        """Return notes for the report on what it does to its state."""
+        found = []
+        if self.written:
+            found.append(
+                f"forward writes to {', '.join(self.written)}: the program has its own, which it keeps from call to "
+                "call; the module's are as they were."
+            )
+        if self.drawing:
+            found.append(f"random numbers are drawn ({', '.join(self.drawing)}): model and program had the same seed.")
+        if self.fixed:
+            sizes = [f"{name}.shape[{axis}] is fixed at {size}" for (name, axis), size in self.fixed.items()]
+            found.append(f"{', '.join(sizes)}, since the model's code rounds a number made of it.")
+        if self.largest:
+            sizes = [f"{name}.shape[{axis}] is {size} at most" for (name, axis), size in self.largest.items()]
+            found.append(
+                f"{', '.join(sizes)}: above, the model's code goes another way. The program refuses larger ones; a "
+                "file takes them, and computes what the model does not."
+            )
+        if self.unasserted:
+            sizes = [f"{name}.shape[{axis}] == {size}" for (name, axis), size in self.unasserted.items()]
+            found.append(
+                f"the program was traced for {', '.join(sizes)}, since the model's code rounds a number made of it. It "
+                "takes other sizes, and its results are not the model's there. export_program fixes such sizes."
+            )
+        return found
+
+
+def trace(example: Example, *, strict: bool = False) -> Traced:
+    """Trace the module of an example with ``torch.export``. The block must be open."""
+    # strict: as for `torch.export.export`; `False` by default
+    logger.info("tracing %s", type(example.module).__qualname__, extra=STEP)
+    program = _traced(example, strict)
+    unasserted = _unasserted(program, example.names)
+    if unasserted:  # then the program has to: those sizes are fixed
+        logger.info("tracing %s with fixed sizes", type(example.module).__qualname__, extra=STEP)
+        own = tuple((("==", "size", size), {"size": place}) for place, size in unasserted.items())
+        program = _traced(dataclasses.replace(example, relations=(*example.relations, *own)), strict)
+    if example.bounds is not None:
+        example.bounds.check_program(example.inputs, example.shapes, program, example.names)
+    return dataclasses.replace(described(program, example), fixed=unasserted)
+
+
+def _unasserted(program: ExportedProgram, names: Sequence[str]) -> dict[tuple[str, int], int]:
+    """The sizes that a program does not assert, by name of a leaf of its inputs."""
+    return _by_leaf(unasserted_sizes(program), program, names)
+
+
+def _largest(program: ExportedProgram, example: Example) -> dict[tuple[str, int], int]:
+    """The largest sizes by name of a leaf of the inputs, but for those that the dynamic shapes or tables state.
+
+    A model itself stops where its table of positions has no row.
+    """
+    tables = [owner for owner in example.module.modules() if isinstance(owner, torch.nn.Embedding)]
+    stated = {getattr(leaf, "max", None) for leaf in pytree.tree_leaves(example.shapes)}
+    stated |= {table.num_embeddings for table in tables}
+    stated |= {size for buffer in example.module.buffers() for size in buffer.shape}
+    found = _by_leaf(largest_sizes(program), program, example.names)
+    return {place: size for place, size in found.items() if size not in stated}
+
+
+def _by_leaf(
+    found: Mapping[tuple[str, int], int], program: ExportedProgram, names: Sequence[str]
+) -> dict[tuple[str, int], int]:
+    """What is known by name of an input of the graph, by name of a leaf."""
+    leaves = [None if isinstance(spec.arg, ConstantArgument) else spec.arg.name for spec in _user_inputs(program)]
+    by_argument = {leaf: name for leaf, name in zip(leaves, names, strict=True) if leaf is not None}
+    return {(by_argument[leaf], axis): size for (leaf, axis), size in found.items() if leaf in by_argument}
+
+
+def _traced(example: Example, strict: bool) -> ExportedProgram:
+    module = example.module
+    swallowed = [] if example.shapes is None else swallowed_names(module, example.kwargs)
+    try:
+        leaves = pytree.tree_leaves(example.inputs)
+        named = named_in_forward(module, swallowed)
+        asserted = asserted_in_forward(module, example.args, example.kwargs, example.names, example.relations)
+        untouched, faked = own_attributes(module), fake_weights(module, leaves)
+        kept = contextlib.nullcontext() if example.shapes is None else kept_sizes(module)
+        calm = contextlib.redirect_stderr(_WithoutGraphs(sys.stderr))
+        with naming_untried_versions(), torch.no_grad(), untouched as originals, faked, named, asserted, kept, calm:
+            program = torch.export.export(
+                module,
+                clone(example.args),
+                clone(dict(example.kwargs)),
+                dynamic_shapes=example.shapes,
+                strict=strict,
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+    except Exception as error:  # of the model, or of torch; raised again, with an explanation
+        explained = _explain(example, error)
+        if explained is None:
+            raise
+        raise explained from error
+    for name, tensor in program.constants.items():  # a copy in which the trace may have written
+        program.constants[name] = originals.get(id(tensor), tensor)
+    check_all_read(module, swallowed, program, _by_argument(example.inputs, _user_inputs(program)))
+    return program
+
+
+def described(program: ExportedProgram, example: Example) -> Traced:
+    """Name what a program takes and returns, and give it its own copies of the state that it writes to."""
+    # program: the program; tensors of its state may be replaced
+    module, signature = example.module, program.graph_signature
+    check_static_parts(program)
+    fill(program, offloaded_readers(module))
+    written, drawing = written_state(program), draws_random_numbers(program)
+    own_written_state(program, written)
+    outputs = [spec for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    names = _in_graph(output_names(_returned(program), example.names), outputs)
+    inputs, readers = _in_graph(example.names, _user_inputs(program)), streamed_readers(module)
+    unasserted = _unasserted(program, example.names)
+    types = _types(program, outputs)
+    largest = {} if example.bounds is not None else _largest(program, example)
+    return Traced(program, inputs, names, types, written, drawing, readers, unasserted=unasserted, largest=largest)
+
+
+class _WithoutGraphs(io.TextIOBase):
+    """Where torch prints the graph of a trace that failed, twice: all but that goes to the stream."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        is_graph = text.lstrip().startswith(("def forward(self", "class GraphModule("))
+        return len(text) if is_graph else self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def _user_inputs(program: ExportedProgram) -> list[InputSpec]:
+    return [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+
+
+def fill(program: ExportedProgram, readers: Mapping[str, Reader]) -> None:
+    """Give a program the weights that its module gets when a layer is called; tied ones once."""
+    # program: the program; its state is changed in place
+    read: dict[tuple[int, torch.Size], torch.nn.Parameter] = {}
+    for name in program.state_dict.keys() & readers.keys():
+        tensor = readers[name]()
+        found = torch.nn.Parameter(tensor, requires_grad=False)
+        program.state_dict[name] = read.setdefault((tensor.data_ptr(), tensor.shape), found)
+
+
+def _explain(example: Example, error: Exception) -> FlattenError | None:
+    """An error of the trace in our words, where it is one of those that name neither place nor remedy."""
+    module, inputs, message = example.module, example.inputs, str(error)
+    if re.search(r"data-dependent expression|[Dd]ata-dependent branching|Dynamic control flow is not", message):
+        text = explain_error(error, module).text.removesuffix(":")
+        return InvalidArgumentError(
+            f"{type(module).__qualname__} is not traced. {text}:\n    torch.where(condition, a, b), "
+            "torch.cond(condition, f, g, (x,)), torch._check(n > 3)"
+        )
+    if "Unsupported input type" in message:
+        return explain_leaf(inputs, message)
+    if "in output, which is not a known type" in message:
+        with undisturbed(module):
+            args, kwargs = clone(example.args), clone(dict(example.kwargs))
+            return NotRegisteredError(str(explain_error(error, module, args, kwargs)))
+    if example.bounds is not None and "user-specified" in message:
+        return DynamicShapesError(
+            f"{type(module).__qualname__} itself bounds a size in another way than bounds= ({example.bounds}): "
+            f"{' '.join(message.split())[:400]}"
+        )
+    if "to be on the same device" in message:
+        leaves = [item for name, value in inputs.items() for item in torch_leaves(value, name)]
+        tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for path, device, weights in on_other_devices(module, tensors):
+            return InvalidArgumentError(f"{about_devices(path, device, weights)}\n    {path}.to({weights!r})")
+    return None
+
+
+def _returned(program: ExportedProgram) -> Any:
+    """What the module returned in the trace, with fake tensors: their names are what is read of it."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    outputs = [spec.arg for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    leaves = [arg.value if isinstance(arg, ConstantArgument) else values.get(arg.name) for arg in outputs]
+    return pytree.tree_unflatten(leaves, program.call_spec.out_spec)
+
+
+def _in_graph(names: Sequence[str], specs: Sequence[Any]) -> list[str]:
+    """The names of the leaves that are inputs or outputs of the graph; numbers and None are part of the program."""
+    if len(names) != len(specs):
+        raise FlattenError(f"{len(names)} leaves {names} for {len(specs)} arguments of the program.")
+    return [name for name, spec in zip(names, specs, strict=True) if not isinstance(spec.arg, ConstantArgument)]
+
+
+def _by_argument(inputs: Mapping[str, Any], specs: Sequence[Any]) -> dict[str, list[str]]:
+    """For each argument, the inputs of the graph that its leaves are."""
+    names = [name for name, value in inputs.items() for _ in pytree.tree_leaves(value)]
+    found: dict[str, list[str]] = {}
+    for name, spec in zip(names, specs, strict=True):
+        if not isinstance(spec.arg, ConstantArgument):
+            found.setdefault(name, []).append(spec.arg.name)
+    return found
+
+
+def _types(program: ExportedProgram, specs: Sequence[Any]) -> list[torch.dtype | None]:
+    """The type of the elements of every output of the graph."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    names = [spec.arg.name for spec in specs if not isinstance(spec.arg, ConstantArgument)]
+    return [getattr(values.get(name), "dtype", None) for name in names]

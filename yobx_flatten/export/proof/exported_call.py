@@ -1,0 +1,107 @@
+"""Call what was exported as the module is called, and feed its own cache back.
+
+A library that runs exported files needs a :class:`~yobx_flatten.runners.runner.Runner` and is replayed by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...diagnose.compare import compare_outputs, largest_difference
+from ...errors import ReplayError
+from ...errors.tried_versions import without_cause
+from ...huggingface.cache_names import cache_of
+from ...private_names.of_torch import pytree
+from ...recipe.aliases import PyTree
+from ...runners.ports import present_of
+from ...runners.program_runner import ProgramRunner
+from ...runners.runner import Runner
+from ...trees.naming import leaf_names
+from .padding import Padding
+from .replay import clone
+
+__all__ = ["ByName", "Nested"]
+
+
+class Nested:
+    """A program that is called as the module was. Its outputs are compared with their classes and static parts."""
+
+    # cache_is: name of the input that is the cache; `""` without one
+
+    def __init__(self, runner: ProgramRunner, cache_is: str) -> None:
+        self.runtime: str = runner.runtime
+        self._runner, self._cache_is = runner, cache_is
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
+        """Run one step; return its nested outputs."""
+        with torch.no_grad():
+            return self._runner.call(args, clone(dict(kwargs)))
+
+    def compare(self, eager: PyTree, outputs: PyTree, names: Sequence[str], padding: Padding) -> dict[str, float]:
+        """Compare structure, classes and leaves; see :class:`.replay.Side`."""
+        return compare_outputs(eager, padding.blank_leaves(outputs, names), names)
+
+    def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
+        """Put the program's own cache object in place of the eager one."""
+        return {**kwargs, self._cache_is: cache_of(outputs)}
+
+
+class ByName:
+    """A file that takes and returns tensors by name.
+
+    Complex numbers, which ONNX files do not have, are pairs of real ones in a file: one more axis of size 2.
+    """
+
+    # input_leaves: the names of all leaves of the module's inputs, in order
+    # pairs: outputs that are complex numbers in the module; none by default
+
+    def __init__(self, runner: Runner, input_leaves: Sequence[str], pairs: Collection[str] = ()) -> None:
+        self.runtime: str = runner.runtime
+        self._runner, self._input_leaves, self._pairs = runner, input_leaves, pairs
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
+        """Run one step; return its outputs by name."""
+        leaves = pytree.tree_leaves((args, dict(kwargs)))
+        given = zip(self._input_leaves, leaves, strict=True)
+        found = self._runner.run({name: _as_pairs(leaf) for name, leaf in given})
+        return {name: torch.view_as_complex(value) if name in self._pairs else value for name, value in found.items()}
+
+    def compare(
+        self, eager: PyTree, outputs: Mapping[str, Any], names: Sequence[str], padding: Padding
+    ) -> dict[str, float]:
+        """Compare the outputs; what is not a tensor is part of the file, and not an output."""
+        shown = {name: padding.blank(name, value) for name, value in outputs.items()}
+        differences = {}
+        for name, value in zip(names, pytree.tree_leaves(eager), strict=True):
+            if name not in shown:
+                if isinstance(value, torch.Tensor):
+                    raise ReplayError(f"output {name!r}: it is missing")
+                continue
+            try:
+                differences[name] = largest_difference(value, shown[name])
+            except ReplayError as error:
+                raise ReplayError(f"output {name!r}: {without_cause(error)}") from None
+        return differences
+
+    def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Put the file's own cache in place of the eager one."""
+        leaves, spec = pytree.tree_flatten(dict(kwargs))
+        own = [
+            leaf if (present := present_of(name)) is None else _like(leaf, outputs.get(present, leaf))
+            for name, leaf in zip(leaf_names(dict(kwargs)), leaves, strict=True)
+        ]
+        return pytree.tree_unflatten(own, spec)  # type: ignore[no-any-return] # a dict, as it was
+
+
+def _as_pairs(leaf: object) -> object:
+    if isinstance(leaf, torch.Tensor) and leaf.is_complex():
+        return torch.view_as_real(leaf.detach().resolve_conj())
+    return leaf
+
+
+def _like(given: object, found: Any) -> Any:
+    """What came out of a graph in place of an input: a counter is a number again, not a tensor without axes."""
+    return int(found) if type(given) is int else found

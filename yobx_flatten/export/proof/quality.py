@@ -1,0 +1,191 @@
+"""The quality of a quantised file: difference of scores, greedy tokens, perplexity on a text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["SCORES", "Distance", "Quality", "text_losses"]
+
+SCORES = "logits"
+"""The output that is compared, where a file has it; without it all outputs are."""
+
+_LARGEST = 0.5
+"""Of outputs that are no scores: the largest difference, relative to the outputs. Unrelated ones are at 1.4."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """How far a file with quantised weights is from the model it was made of.
+
+    Attributes:
+        weights: type of the stored weights: ``"int8"`` or ``"int4"``.
+        block_size: number of weights that share a scale and a zero point; 0 where all of an output do.
+        positions: number of rows of scores that were compared: one for each token of each call.
+        max_difference: largest absolute difference of a score; of any output for a module without scores.
+        mean_difference: mean absolute difference of a score.
+        relative_difference: root mean square of the difference, relative to that of the scores around their mean.
+        agreement: share of the positions at which both choose the same token; ``None`` without scores.
+        divergence: mean divergence of the two distributions of the next token (Kullback-Leibler), in nats; ``None``
+            without scores.
+        text_tokens: number of tokens of the text; 0 without one.
+        model_perplexity: perplexity of the model on the text; ``None`` without one.
+        perplexity: perplexity of the file on the text; ``None`` without one.
+        allowed: largest ratio of the two.
+        text_divergence: mean divergence on the text; ``None`` where it was not measured.
+    """
+
+    weights: str
+    block_size: int
+    positions: int
+    max_difference: float
+    mean_difference: float
+    relative_difference: float
+    agreement: float | None
+    divergence: float | None
+    text_tokens: int
+    model_perplexity: float | None
+    perplexity: float | None
+    allowed: float
+    text_divergence: float | None = None
+
+    @property
+    def perplexity_ratio(self) -> float | None:
+        """Perplexity of the file, relative to the model's; ``None`` without scores.
+
+        Without a text it is the ratio on what the model itself would write: the exponential of the divergence.
+        """
+        if self.perplexity is not None and self.model_perplexity is not None:
+            return self.perplexity / self.model_perplexity
+        return None if self.divergence is None else math.exp(min(self.divergence, 700))
+
+    @property
+    def ok(self) -> bool:
+        """Whether the file is as close to the model as is asked for."""
+        if not math.isfinite(self.max_difference):
+            return False
+        ratio = self.perplexity_ratio
+        return self.relative_difference <= _LARGEST if ratio is None else ratio <= self.allowed
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the ratio also holds on what the model would write: less noise than one text, and never below 1."""
+        return self.ok and (self.text_divergence is None or math.exp(min(self.text_divergence, 700)) <= self.allowed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return its attributes and what follows from them, for JSON."""
+        return {**dataclasses.asdict(self), "perplexity_ratio": self.perplexity_ratio, "ok": self.ok}
+
+    def __str__(self) -> str:
+        of = "outputs" if self.agreement is None else "scores"
+        shown = [
+            f"max difference {self.max_difference:.1e}",
+            f"mean {self.mean_difference:.1e}, {self.relative_difference:.1%} of the {of}",
+        ]
+        if self.agreement is not None:
+            shown.append(f"{self.agreement:.1%} of {self.positions} greedy tokens agree")
+        ratio = self.perplexity_ratio
+        if self.perplexity is not None:
+            shown.append(f"perplexity {self.perplexity:.4g}, of the model {self.model_perplexity:.4g}")
+        if ratio is not None:
+            shown.append(f"perplexity ratio {ratio:.4f}, allowed {self.allowed:g}")
+        blocks = f"blocks of {self.block_size}" if self.block_size else "one scale per output"
+        return f"{self.weights}, {blocks}: {'; '.join(shown)}"
+
+
+class Distance:
+    """Sums over all that was compared, call after call."""
+
+    def __init__(self) -> None:
+        self._largest = 0.0
+        self._sums = dict.fromkeys(("difference", "square", "size", "divergence", "text divergence"), 0.0)
+        self._numbers = self._positions = self._agreed = self._text = self._scored = 0
+        self._losses = {"model": 0.0, "file": 0.0}
+
+    def add(self, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> None:
+        """Compare the outputs of one call."""
+        # expected: outputs of the model by name; rows of padding are left out where the scores are zero throughout
+        if SCORES in expected:
+            one, other = (side[SCORES].detach().float() for side in (expected, found))
+            read = one.reshape(-1, one.shape[-1]).any(1)  # positions of padding were blanked
+            one, other = (scores.reshape(-1, scores.shape[-1])[read] for scores in (one, other))
+            self._compare(one, other)
+            self._choose(one.argmax(-1), other.argmax(-1))
+            self._sums["divergence"] += _divergence(one, other)
+            return
+        for name, tensor in expected.items():
+            if tensor.is_floating_point() and tensor.numel():
+                self._compare(tensor.detach().float().flatten(), found[name].detach().float().flatten())
+
+    def add_text(self, model: Mapping[str, torch.Tensor], file: Mapping[str, torch.Tensor]) -> None:
+        """Compare what :func:`text_losses` returns for the model and for the file."""
+        self._text += model["losses"].numel()
+        self._losses["model"] += float(model["losses"].double().sum())
+        self._losses["file"] += float(file["losses"].double().sum())
+        self._choose(model["greedy"], file["greedy"])
+
+    def add_text_scores(self, model: torch.Tensor, file: torch.Tensor) -> None:
+        """Compare scores for a text, of shape (texts, length, vocabulary)."""
+        self._scored += model[..., 0].numel()
+        self._sums["text divergence"] += _divergence(model.detach().float(), file.detach().float())
+
+    def quality(self, weights: str, block_size: int, allowed: float) -> Quality:
+        """Return what was found."""
+        # block_size: number of weights that share a scale; 0 where all of an output do
+        numbers, scored = max(self._numbers, 1), self._positions > 0
+        perplexities: list[float | None] = [
+            math.exp(min(self._losses[side] / self._text, 700)) if self._text else None for side in ("model", "file")
+        ]
+        size = self._sums["size"]
+        relative = math.sqrt(self._sums["square"] / size) if size else (math.inf if self._sums["square"] else 0.0)
+        compared = self._positions - self._text
+        return Quality(
+            weights=weights,
+            block_size=block_size,
+            positions=self._positions,
+            max_difference=self._largest,
+            mean_difference=self._sums["difference"] / numbers,
+            relative_difference=relative,
+            agreement=self._agreed / self._positions if scored else None,
+            divergence=self._sums["divergence"] / compared if compared else None,
+            text_tokens=self._text,
+            model_perplexity=perplexities[0],
+            perplexity=perplexities[1],
+            allowed=allowed,
+            text_divergence=self._sums["text divergence"] / self._scored if self._scored else None,
+        )
+
+    def _compare(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        if not one.numel():
+            return
+        apart = (one - other).abs()
+        worst = float(apart.max())
+        self._largest = math.inf if worst != worst else max(self._largest, worst)
+        self._numbers += apart.numel()
+        self._sums["difference"] += float(apart.double().sum())
+        self._sums["square"] += float(apart.double().square().sum())
+        self._sums["size"] += float((one - one.mean(-1, keepdim=True)).double().square().sum())
+
+    def _choose(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        self._positions += one.numel()
+        self._agreed += int((one == other).sum())
+
+
+def _divergence(model: torch.Tensor, file: torch.Tensor) -> float:
+    """The sum over all positions of the divergence of two distributions."""
+    chances = model.log_softmax(-1), file.log_softmax(-1)
+    apart = torch.nn.functional.kl_div(chances[1], chances[0], log_target=True, reduction="none").sum(-1)
+    return float(apart.clamp(min=0).sum())
+
+
+def text_losses(scores: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return ``losses`` in nats and the ``greedy`` token for each token of a text but the first."""
+    # scores: scores of shape (texts, length, vocabulary)
+    # tokens: the text, int64 of shape (texts, length)
+    scores, following = scores[:, :-1].detach().float(), tokens[:, 1:]
+    losses = torch.nn.functional.cross_entropy(scores.transpose(1, 2), following, reduction="none")
+    return {"losses": losses, "greedy": scores.argmax(-1)}

@@ -1,0 +1,212 @@
+"""The report of an export: times, sizes, and differences to the eager model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from ...diagnose.report import Report
+from ...errors.messages import table
+from .levels import UNPROVEN
+from .memory import peak_memory
+from .quality import Quality
+from .replay import CaseResult
+from .yardstick import Yardstick
+
+__all__ = ["TOLERANCES", "ExportReport", "tolerance_of"]
+
+TOLERANCES = {"float32": 1e-4, "float64": 1e-4, "float16": 6e-2, "bfloat16": 2e-1}
+"""By type of the weights: half precision rounds at three digits, and a model does so thousands of times."""
+
+
+def tolerance_of(module: torch.nn.Module) -> float:
+    """Return the largest difference that the coarsest type of a module's weights explains.
+
+    >>> tolerance_of(torch.nn.Linear(2, 3)), tolerance_of(torch.nn.Linear(2, 3).half())
+    (0.0001, 0.06)
+    """
+    weights = (*module.parameters(), *module.buffers())
+    types = {str(tensor.dtype).removeprefix("torch.") for tensor in weights}
+    return max((TOLERANCES.get(name, 1e-4) for name in types), default=1e-4)
+
+
+@dataclasses.dataclass
+class ExportReport(Report):
+    """Times, sizes and replay results of one export. ``print(report)`` shows them as a table.
+
+    Attributes:
+        module: name of the exported class.
+        input_names: names of the program's inputs, in order.
+        output_names: names of its outputs, in order.
+        seconds: the duration of each step, in seconds, by its name: ``"trace"`` (``torch.export``), ``"replay"`` (all
+            calls of the module, the program and the file), for an ONNX file ``"convert"``, ``"save"`` and ``"load"``,
+            and for the first file of a folder ``"inputs"``, ``"store cases"`` and ``"generate"``.
+        runtime: the library that the file is for, where ``to_executorch`` and the like wrote it; ``""`` elsewhere.
+        file_bytes: size of that file, with weights next to it, in bytes; ``None`` without one.
+        planned_bytes: memory that ExecuTorch plans for a call with the largest sizes, in bytes, besides the weights;
+            ``None`` for others.
+        onnx_bytes: size of the ONNX file and its external data, in bytes; ``None`` without one.
+        opset: version of ONNX's operators in the file; ``None`` without one.
+        operators: how often the file has each operator of attention and normalisation.
+        cases: one result per case and runtime.
+        tolerance: largest absolute difference allowed; 1e-4 by default.
+        proof: what was replayed: ``"full"``, ``"sample"``, or ``"none"``.
+        peak_growth: the bytes by which each step raised the peak memory of the process, by its name.
+        remarks: notes on what was not checked, and why.
+        yardstick: measures what the type of the weights costs, and so what outputs may differ by; ``None`` where the
+            tolerance is for all of them.
+        quality: how far the file is from the model with its weights quantised; ``None`` where they are not, or nothing
+            was replayed.
+
+    >>> import torch
+    >>> from yobx_flatten import export_program
+    >>> report = export_program(torch.nn.Linear(3, 2), (torch.zeros(4, 3),)).report
+    >>> report.module, report.output_names, report.ok
+    ('Linear', ['output'], True)
+    """
+
+    module: str
+    input_names: list[str] = dataclasses.field(default_factory=list)
+    output_names: list[str] = dataclasses.field(default_factory=list)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    onnx_bytes: int | None = None
+    opset: int | None = None
+    operators: dict[str, int] = dataclasses.field(default_factory=dict)
+    cases: list[CaseResult] = dataclasses.field(default_factory=list)
+    tolerance: float = 1e-4
+    proof: str = "full"
+    peak_growth: dict[str, int] = dataclasses.field(default_factory=dict)
+    remarks: list[str] = dataclasses.field(default_factory=list)
+    quality: Quality | None = None
+    runtime: str = ""
+    file_bytes: int | None = None
+    planned_bytes: int | None = None
+    yardstick: Yardstick | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def export_seconds(self) -> float:
+        """Duration of ``torch.export``, in seconds."""
+        return self.seconds.get("trace", 0.0)
+
+    @property
+    def onnx_seconds(self) -> float | None:
+        """Duration of the conversion to ONNX, in seconds; ``None`` without one."""
+        return self.seconds.get("convert")
+
+    def differences(self) -> Iterator[float]:
+        """Yield the largest difference of every case, infinite for one that stopped."""
+        return (case.max_difference for case in self.cases)
+
+    def nan_shares(self) -> Iterator[Mapping[str, float]]:
+        """Yield how much of each output is NaN in the eager model, in every case."""
+        return (case.nan for case in self.cases)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every difference is within the tolerance, and quantised weights as close as is asked for."""
+        return self._within and (self.quality is None or self.quality.ok)
+
+    @property
+    def _within(self) -> bool:
+        return not self.failed() and not self.without_number()
+
+    def failed(self) -> list[CaseResult]:
+        """Return the cases that stopped, or in which an output is further off than allowed."""
+        return [case for case in self.cases if not case.within(self.tolerance)]
+
+    def failure(self) -> str:
+        """Return why it is not ok, in a sentence."""
+        if self.without_number():
+            return f"The exported {self.module} was not proven: {self.nan_notes()[0]}"
+        if self.quality is not None and self._within:
+            return (
+                f"The exported {self.module} is further from the eager model than its quantised weights explain "
+                f"({self.quality}). Store more of them:\n"
+                '    quantize="int8", quantize=Quantization("int4", block_size=16), or another perplexity_ratio of it\n'
+                "    --quantize int8, or --perplexity-ratio RATIO on the command line"
+            )
+        failed = self.failed()
+        stopped = next((case for case in failed if case.error is not None), None)
+        if stopped is not None:
+            found = f"{stopped.case}: {stopped.error}"
+        else:
+            rows = [case.worst(self.tolerance) for case in failed]
+            name, difference, allowed = max(rows, key=lambda row: row[1] / (row[2] or 1.0))
+            found = f"largest difference {difference:.1e}, allowed {allowed:.1e}, output {name!r}"
+        return f"The exported {self.module} does not do what the eager model does ({found})."
+
+    @contextlib.contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        """Add the time spent inside to the seconds of a step, and what it raised the peak memory by.
+
+        Args:
+            step: its name.
+        """
+        start, before = time.perf_counter(), peak_memory()
+        try:
+            yield
+        finally:
+            self.seconds[step] = self.seconds.get(step, 0.0) + time.perf_counter() - start
+            self.peak_growth[step] = self.peak_growth.get(step, 0) + peak_memory() - before
+
+    def remark(self, *texts: str) -> None:
+        """Add notes that are not there yet.
+
+        Args:
+            *texts: the notes.
+        """
+        self.remarks += [text for text in texts if text not in self.remarks]
+
+    def __str__(self) -> str:
+        parts = [f"exported in {self.export_seconds:.1f} s"] if "trace" in self.seconds or not self.seconds else []
+        if self.onnx_bytes:
+            parts += [f"ONNX in {self.onnx_seconds:.1f} s", f"{self.onnx_bytes / 1e6:.2f} MB", f"opset {self.opset}"]
+        if self.file_bytes:
+            parts += [f"written for {self.runtime} in {self.onnx_seconds:.1f} s", f"{self.file_bytes / 1e6:.2f} MB"]
+        if self.planned_bytes is not None:
+            parts.append(f"{self.planned_bytes / 1e6:.2f} MB of memory planned for a call")
+        lines = [f"{self.module}: {', '.join(parts) or 'replayed'}"]
+        if self.proof == "none":
+            lines.append(f"  {UNPROVEN}")
+        if self.cases:
+            header = ["case", "runtime".ljust(12), "steps", "max difference", "worst output"]
+            rows = ([case.case, case.runtime, str(case.steps), *case.cells()] for case in self.cases)
+            lines += table([header, *rows])
+        if self.quality is not None:
+            lines.append(f"  {self.quality}")
+        if self.operators:
+            lines.append(f"  operators: {', '.join(f'{count} {name}' for name, count in self.operators.items())}")
+        remarks = (*self.remarks, *_of_type(self.yardstick), *_of_padding(self.cases), *self.nan_notes())
+        lines += [f"  note: {remark}" for remark in remarks]
+        steps = ", ".join(
+            f"{step} {took:.1f} s (+{self.peak_growth.get(step, 0) / 1e6:.0f} MB)"
+            for step, took in self.seconds.items()
+        )
+        return "\n".join([*lines, f"  proof: {self.proof}; {steps}"])
+
+
+def _of_type(yardstick: Yardstick | None) -> list[str]:
+    """The remark on what the type of the weights costs, for the output that it costs most."""
+    if yardstick is None or not yardstick.costs:
+        return []
+    name = max(yardstick.costs, key=yardstick.costs.__getitem__)
+    return [
+        f"the type of the weights costs the model itself up to {yardstick.costs[name]:.1e} next to float32 (output "
+        f"{name!r}, where the file may differ by {yardstick.largest[name]:.1e} from the model)."
+    ]
+
+
+def _of_padding(cases: list[CaseResult]) -> list[str]:
+    """The remark on outputs that were left out of the comparison because they are padding."""
+    outputs = dict.fromkeys(name.split(".")[0] for case in cases for name in case.left_out)
+    if not outputs:
+        return []
+    where = dict.fromkeys(case.case for case in cases if case.left_out)
+    return [
+        f"positions that the attention mask excludes were left out of the comparison of {', '.join(outputs)} "
+        f"({'; '.join(where)}): what a model computes there is never read."
+    ]

@@ -1,0 +1,144 @@
+"""Measure what half precision costs a model on a case: eager in that type next to eager in float32.
+
+.. code-block:: text
+
+    weights in float16 ──> outputs                          both sides begin with the same numbers,
+            └── as float32 ──> outputs in float32            so what is between them is rounding
+
+A file rounds elsewhere than the model, and is as far from float32; one that computes something else is further off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ...errors.log import STEP
+from ...private_names.of_torch import pytree
+from ...recipe.aliases import PyTree
+from ...trees.naming import output_names
+from .memory import memory_available, weight_bytes
+from .replay import Case, Next, eager_steps
+
+__all__ = ["Yardstick", "explained", "in_half"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+logger = logging.getLogger("yobx_flatten")
+
+_TIMES = 5.0
+"""A file and its model round in other places, and the largest of some thousand roundings is a matter of luck."""
+
+_IN_FLOAT32 = 1e-4
+"""What outputs in float32 may differ by, whatever the type of the weights; also where nothing is measured."""
+
+_PART = 0.1
+"""The part of an output's range that is allowed at most, whatever the type costs: beyond, a comparison shows little."""
+
+
+def in_half(module: torch.nn.Module) -> bool:
+    """Return whether a module has weights of half precision."""
+    return any(tensor.dtype in _HALF for tensor in (*module.parameters(), *module.buffers()))
+
+
+def explained(stated: float, expected: torch.Tensor) -> float:
+    """Return how much of a difference a type explains: a tenth of the output's own range at most.
+
+    Outputs of other types than half precision may always differ by what those of a model in float32 may.
+
+    >>> explained(100.0, torch.tensor([-1.0, 1.0], dtype=torch.float16))
+    0.2
+    """
+    # stated: what it costs, times `_TIMES`. A folder of a stranger can state anything.
+    finite = expected.float()[expected.isfinite()]
+    if not finite.numel():
+        return 0.0
+    rounding = torch.finfo(expected.dtype).eps * float(finite.abs().max())
+    least = _TIMES * rounding if expected.dtype in _HALF else _IN_FLOAT32
+    return max(min(stated, _PART * float(finite.max() - finite.min())), least)
+
+
+class Yardstick:
+    """What a replay may differ by, output by output, where the weights are in half precision."""
+
+    def __init__(
+        self, module: torch.nn.Module, following: Next, names: Collection[str], written: Collection[str] = ()
+    ) -> None:
+        self._module, self._following, self._names, self._written = module, following, names, written
+        self._found: dict[int, tuple[Case, dict[str, float]]] = {}
+        self.costs: dict[str, float] = {}
+        self.largest: dict[str, float] = {}
+
+    def is_of(self, module: torch.nn.Module) -> bool:
+        """Return whether it measures this module."""
+        return self._module is module
+
+    @staticmethod
+    def why_not(module: torch.nn.Module) -> str:
+        """Return why a module cannot be measured; ``""`` where it can."""
+        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            return "its weights are not in memory"
+        needed = 2 * weight_bytes(module)
+        return (
+            "" if needed < memory_available() // 2 else "its weights in float32 take more than half of the free memory"
+        )
+
+    def allowed(self, case: Case) -> Mapping[str, float]:
+        """Return by output the largest difference that the type of the weights explains."""
+        if id(case) not in self._found:
+            logger.info("measuring what the type of the weights costs: %s", case.name, extra=STEP)
+            self._found[id(case)] = case, self._measured(case)
+        return self._found[id(case)][1]
+
+    def _measured(self, case: Case) -> dict[str, float]:
+        steps = eager_steps(self._module, case, self._following, self._written, twice=True)
+        wide = Case(case.name, _wide(case.args), _wide(dict(case.kwargs)), case.steps)
+        with _in_float32(self._module):
+            others = eager_steps(self._module, wide, self._following, self._written, twice=True)
+        allowed: dict[str, float] = {}
+        for step, other in zip(steps, others, strict=True):
+            names = output_names(step.outputs, self._names)
+            leaves = zip(names, pytree.tree_leaves(step.outputs), pytree.tree_leaves(other.outputs), strict=True)
+            for name, one, precise in leaves:
+                if not isinstance(one, torch.Tensor) or not one.is_floating_point() or not one.numel():
+                    continue  # a model may return float32 that was computed in half precision
+                apart = (one.float() - precise.float()).abs()
+                cost = float(apart[apart.isfinite()].max()) if bool(apart.isfinite().any()) else 0.0
+                most = explained(_TIMES * cost, one)
+                allowed[name] = max(allowed.get(name, 0.0), most)
+                self.costs[name] = max(self.costs.get(name, 0.0), cost)
+                self.largest[name] = max(self.largest.get(name, 0.0), most)
+        return allowed
+
+
+@contextlib.contextmanager
+def _in_float32(module: torch.nn.Module) -> Iterator[None]:
+    """Call a module inside with its weights of half precision as float32; they are its own again afterwards."""
+    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    wide: dict[int, torch.Tensor] = {}  # what is tied stays tied
+    for owner in module.modules():
+        places: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers, vars(owner))
+        for held in places:
+            mine = {name: one for name, one in held.items() if isinstance(one, torch.Tensor) and one.dtype in _HALF}
+            found.append((held, mine))
+            for name, tensor in mine.items():
+                if id(tensor) not in wide:
+                    copy = tensor.detach().float()
+                    is_weight = isinstance(tensor, torch.nn.Parameter)
+                    wide[id(tensor)] = torch.nn.Parameter(copy, requires_grad=False) if is_weight else copy
+                held[name] = wide[id(tensor)]
+    try:
+        yield
+    finally:
+        for held, mine in found:
+            held.update(mine)
+
+
+def _wide(tree: PyTree) -> PyTree:
+    return pytree.tree_map(
+        lambda leaf: leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in _HALF else leaf, tree
+    )

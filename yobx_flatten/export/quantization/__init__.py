@@ -1,0 +1,1 @@
+"""Choose how weights are stored in fewer bits, and measure what that costs."""

@@ -1,0 +1,57 @@
+"""Make the calls that measure the perplexity of an exported model on a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...errors import InvalidArgumentError
+from ...huggingface.cases import DecodeSizes, decode_inputs, why_not_resizable
+from ...huggingface.sliding_decoder import SlidingDecoder
+from ..example.example import Example
+from ..proof.replay import Case
+from .options import Quantization
+
+__all__ = ["check_text", "text_cases"]
+
+
+def check_text(example: Example, quantization: Quantization | None) -> None:
+    """Check that the module of an example can read the text of a quantization, before anything is traced."""
+    if quantization is None or quantization.tokens is None:
+        return
+    tokens, module = quantization.tokens, example.module
+    module = module.model if isinstance(module, SlidingDecoder) else module
+    reason = why_not_resizable(module, example.kwargs)
+    if reason is None and "encoder_outputs" in example.kwargs:
+        reason = "it decodes what an encoder has read"
+    if reason is None and example.shapes is None:
+        reason = "dynamic_shapes=None fixes the length of what it reads"
+    if reason is None:
+        config: Any = module.config
+        vocabulary = config.get_text_config(decoder=True).vocab_size
+        if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
+            reason = (
+                f"its vocabulary has {vocabulary} tokens, and the text has {int(tokens.min())} to {int(tokens.max())}"
+            )
+    if reason is not None:
+        raise InvalidArgumentError(
+            f"Quantization: {type(module).__qualname__} cannot read the text of tokens=, since {reason}. Leave tokens "
+            "out."
+        )
+
+
+def text_cases(module: torch.nn.Module, kwargs: Mapping[str, Any], tokens: torch.Tensor) -> list[Case]:
+    """Return calls that read a text: its first token is in the cache, and all others are new."""
+    # kwargs: its example; each call has as many rows
+    # tokens: the text, int64 of shape (texts, length)
+    decoder = module if isinstance(module, SlidingDecoder) else None
+    like = None if decoder else kwargs
+    rows = kwargs["input_ids"].shape[0]
+    cases = []
+    for number, read in enumerate(tokens.split(rows)):
+        sizes = DecodeSizes(len(read), past=1, new=read.shape[1] - 1)
+        given = decode_inputs(decoder.model if decoder else module, sizes, like, tokens=read)
+        cases.append(Case(f"text {number}", (), decoder.inputs(given) if decoder else given))
+    return cases

@@ -1,0 +1,112 @@
+"""Write a program as an ExecuTorch file. Its memory is planned for the largest sizes."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+import torch
+from torch.export import ExportedProgram
+
+from ...errors import DynamicShapesError, FlattenError, InvalidArgumentError
+from ...errors.failures import raised_as
+from ...errors.messages import first_line
+from ...runners.executorch_runner import METHOD, SIGNATURE
+from ...runners.signature import Signature
+from ..program.flat_program import flat_program, quietly, signature_of
+from ..program.traced import Traced
+from .executorch_loops import states_of_the_call
+from .executorch_operators import missing_kernels, written_out
+
+__all__ = ["Backend", "check_backend", "check_bounds", "write_pte"]
+
+Backend = Literal["auto", "xnnpack", "portable"]
+"""Kernels of ExecuTorch: those of XNNPACK where it has them, or its plain ones; ``"auto"``, the first that replay."""
+
+
+def check_backend(backend: str) -> None:
+    """Refuse kernels that are not known."""
+    if backend not in get_args(Backend):
+        raise InvalidArgumentError(f"backend must be one of {', '.join(map(repr, get_args(Backend)))}: {backend!r}.")
+
+
+def check_bounds(signature: Signature) -> None:
+    """Refuse a program one of whose sizes has no largest value."""
+    free = [
+        f"{name} axis {axis}"
+        for name, _, sizes in signature.inputs
+        for axis, size in enumerate(sizes)
+        if isinstance(size, dict) and any(part and part not in signature.largest for part in size)
+    ]
+    if free:
+        raise DynamicShapesError(
+            f"ExecuTorch plans memory for the largest sizes, and these have none: {', '.join(free)}. Name them:\n"
+            '    export_program(..., bounds={"batch": 4, "length": 128})   # or Dim.AUTO(max=128) in dynamic_shapes'
+        )
+
+
+def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack") -> int:
+    """Lower a program and write the file. The block must be open."""
+    # backend: whose kernels are used; XNNPACK's by default
+    signature = signature_of(traced, ("executorch",))
+    check_bounds(signature)
+
+    def failure(error: Exception) -> FlattenError:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        return FlattenError(f"ExecuTorch cannot lower the program ({reason}){_advice(error, backend)}")
+
+    # loops over weights that can be trained would also be those of a backward pass, which return sizes
+    with raised_as(failure), quietly("executorch"), torch.no_grad():
+        exir: Any = importlib.import_module("executorch.exir")
+        partitioners = []
+        if backend == "xnnpack":
+            xnnpack: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
+            partitioners.append(xnnpack.XnnpackPartitioner())
+        edge = exir.to_edge_transform_and_lower(
+            {METHOD: written_out(flat_program(traced.program))},
+            partitioner=partitioners,
+            compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
+            constant_methods={SIGNATURE: signature.to_json()},
+        )
+        _bound_sizes(edge.exported_program(METHOD), traced.program)
+        with states_of_the_call():
+            made = edge.to_executorch()
+    (plan,) = (plan for plan in made.executorch_program.execution_plan if plan.name == METHOD)
+    missing = missing_kernels(plan.operators)
+    if missing:  # the runtime states a number only
+        raise FlattenError(f"ExecuTorch cannot run the program. {_without_kernel(', '.join(missing))}")
+    with path.open("wb") as file:
+        made.write_to_file(file)
+    return int(sum(plan.non_const_buffer_sizes))
+
+
+def _bound_sizes(lowered: ExportedProgram, program: ExportedProgram) -> None:
+    """Bound the sizes of a lowered program as those of the program are.
+
+    ExecuTorch 1.5 lowers some sizes that several inputs share without their largest value, and plans memory for the
+    size of the example then: a decoder with windows refused every larger batch.
+    """
+    known = {str(symbol): found for symbol, found in program.range_constraints.items()}
+    values = (node.meta.get("val") for node in lowered.graph.find_nodes(op="placeholder"))
+    axes: Iterator[Any] = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+    for environment in {size.node.shape_env for size in axes if isinstance(size, torch.SymInt)}:
+        for symbol, found in environment.var_to_range.items():
+            environment.var_to_range[symbol] = found & known.get(str(symbol), found)
+
+
+def _advice(error: Exception, backend: Backend) -> str:
+    """What can be done: other kernels do not help where an operator has none that writes into planned memory."""
+    missing = re.search(r"Missing out variants: \{(.*)\}", str(error))
+    if missing is not None:
+        return f". {_without_kernel(missing[1])}"
+    return '. Try the plain kernels:\n    backend="portable"' if backend == "xnnpack" else ""
+
+
+def _without_kernel(operators: str) -> str:
+    return (
+        f"It has no kernel for {operators}, whichever backend is chosen: write the model without it, or take another "
+        'runtime:\n    target="openvino" (to_openvino)'
+    )

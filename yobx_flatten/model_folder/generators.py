@@ -1,0 +1,78 @@
+"""Open an exported folder for generation, with the runtime that its manifest names, or another one."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+from ..files.scratch import is_folder
+from ..generate.generator import Generator
+from ..generate.runtime_generator import generator_for
+from ..runners.devices import Providers
+from ..runners.open import check_runtime
+from .digests import check_digests
+from .manifest import MANIFEST, read_manifest
+
+__all__ = ["open_generator", "runtime_of_folder"]
+
+
+def open_generator(
+    folder: str | os.PathLike[str],
+    *,
+    runtime: str | None = None,
+    threads: int | None = None,
+    trust: bool = False,
+    device: str | None = None,
+    providers: Providers | None = None,
+) -> Generator:
+    """Open the files of a folder for generation, whichever runtime they are for.
+
+    Args:
+        folder: a folder as :func:`export_folder` writes it, or with files of the same names.
+        runtime: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"`` or ``"openvino"``, which also takes
+            ONNX files; ``None``, the default, for the one that the folder names.
+        threads: number of threads that one operator of onnxruntime can use; ``None`` for its own choice.
+        trust: whether the caller knows who wrote the folder. Packages of AOTInductor hold machine code, which runs when
+            they are loaded, and are refused without. ``False`` by default.
+        device: where onnxruntime computes, ``"cuda"`` or ``"openvino"`` for example; the CPU by default. See
+            :class:`.OnnxGenerator`.
+        providers: execution providers as onnxruntime takes them, in place of ``device``.
+
+    Returns:
+        A generator: its ``generate`` returns the tokens of ``model.generate``.
+
+    Raises:
+        InvalidArgumentError: when there is no such runtime.
+        GenerationError: when there is no such folder, or it has no files for the runtime.
+        MissingDependencyError: when the runtime is not installed.
+        DamagedFileError: when a file is not the one that was exported.
+        UntrustedFileError: when a file holds machine code, and ``trust`` is ``False``.
+
+    >>> import tempfile
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from yobx_flatten import export_folder
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    ...                      vocab_size=64, eos_token_id=None)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> prompt = torch.tensor([[5, 6, 7]])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     exported = export_folder(model, f"{folder}/llama", to="program")
+    ...     found = open_generator(f"{folder}/llama").generate(prompt, max_new_tokens=4)
+    >>> torch.equal(found, model.generate(prompt, max_new_tokens=4, do_sample=False))
+    True
+    """
+    if runtime is not None:
+        check_runtime(runtime)
+    path = pathlib.Path(folder)
+    chosen = runtime_of_folder(path) if runtime is None else runtime
+    if is_folder(path) and (path / MANIFEST).is_file():
+        check_digests(path, read_manifest(path).sha256)
+    return generator_for(path, chosen, threads=threads, trust=trust, device=device, providers=providers)
+
+
+def runtime_of_folder(path: pathlib.Path) -> str:
+    """Return the runtime of a folder: the one that its manifest names, else that of the files."""
+    if is_folder(path) and (path / MANIFEST).is_file():
+        return read_manifest(path).runtime
+    return "torch" if any(path.glob("*.pt2")) else "onnxruntime"

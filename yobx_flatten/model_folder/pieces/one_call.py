@@ -1,0 +1,125 @@
+"""Export models that are called once and have no cache: text, sound or images in, tensors out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.export import Dim
+
+from ...errors import GenerationError
+from ...export.proof.module_state import undisturbed
+from ...export.proof.replay import Case
+from ...huggingface.cache_names import argument_of
+from ...recipe.aliases import TransformersModel
+from ...trees.shapes import dynamic_shapes
+from .other_inputs import note_on_other_inputs
+from .text import Piece, image_size, random_tokens
+from .token_types import TYPES, has_types, pair_types
+
+__all__ = ["choice_pieces", "compares", "plain_pieces", "two_tower_pieces"]
+
+
+def plain_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+    """One file, ``model``."""
+    # rows: the number of rows of every example and case; `None` for several numbers of them
+    reads = model.main_input_name
+    if reads not in _INPUTS:
+        raise GenerationError(
+            f"{type(model).__qualname__} reads {reads}, and folders hold models that read {', '.join(_INPUTS)}. "
+            "Export it with inputs of your own:\n    export_onnx(model, kwargs=inputs, path=...)"
+        )
+    make, unit, (length, *others) = _INPUTS[reads]
+    cases = []
+    for batch, other in zip((1, 3), others, strict=True):
+        name = f"batch {rows or batch}" + (f", {unit} {other}" if unit else "")
+        cases.append(Case(name, (), make(model, rows or batch, other)))
+    return [_piece(model, make(model, rows or 2, length), cases)]
+
+
+def choice_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+    """One file that scores the choices of each row: tokens of shape (batch, choices, length)."""
+    # rows: the number of rows of every example and case; `None` for several numbers of them
+
+    def made(batch: int, choices: int, length: int) -> dict[str, torch.Tensor]:
+        flat = _tokens(model.base_model, batch * choices, length)  # which has rows, not choices
+        return {name: value.unflatten(0, (batch, choices)) for name, value in flat.items()}
+
+    sizes = [(rows or batch, *others) for batch, *others in ((1, 2, 5), (3, 4, 11))]
+    cases = [Case(f"batch {b}, choices {c}, length {n}", (), made(b, c, n)) for b, c, n in sizes]
+    return [_piece(model, made(rows or 2, 3, 7), cases)]
+
+
+def compares(model: TransformersModel) -> bool:
+    """Return whether a model compares pictures and texts, and writes nothing (CLIP, SigLIP)."""
+    both = all(hasattr(model, name) for name in ("get_image_features", "get_text_features"))
+    takes = inspect.signature(model.forward).parameters
+    return both and {"input_ids", "pixel_values"} <= set(takes) and argument_of(model.forward) is None
+
+
+def two_tower_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+    """One file from texts and pictures, of numbers of their own, to the scores of each pair."""
+    # rows: the number of texts, and of pictures; `None` for several numbers of them
+    vision, dtype = model.config.vision_config, model.dtype
+    room = getattr(model.config.text_config, "max_position_embeddings", 16)
+
+    def made(texts: int, pictures: int, length: int) -> dict[str, torch.Tensor]:
+        ids = random_tokens(model, (rows or texts, min(length, room)))
+        shape = (rows or pictures, getattr(vision, "num_channels", 3), *image_size(vision))
+        pixels = torch.randn(shape, generator=torch.Generator().manual_seed(pictures)).to(dtype)
+        mask = torch.ones_like(ids)
+        mask[0, -1:] = 0
+        masks = {"attention_mask": mask} if "attention_mask" in inspect.signature(model.forward).parameters else {}
+        return {"input_ids": ids, "pixel_values": pixels, **masks}
+
+    cases = [
+        Case(f"texts {rows or texts}, pictures {rows or pictures}, length {length}", (), made(texts, pictures, length))
+        for texts, pictures, length in ((1, 2, 5), (5, 1, 11))
+    ]
+    return [_piece(model, made(3, 2, 7), cases)]
+
+
+@torch.no_grad()
+def _piece(model: TransformersModel, example: dict[str, torch.Tensor], cases: list[Case]) -> Piece:
+    """The file of a model that takes an example; pictures may be of one size where others cannot be traced."""
+    with undisturbed(model):
+        model(**example)  # what it does not take is stated before torch does, in many lines
+    pictures = {"pixel_values": {0: Dim.AUTO}}
+    narrower = dynamic_shapes(example, pictures) if "pixel_values" in example else None
+    return Piece("model", model, example, cases, narrower=narrower, remarks=note_on_other_inputs(model, example))
+
+
+def _tokens(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:
+    tokens = random_tokens(model, (batch, length))
+    mask = torch.ones_like(tokens)
+    mask[0, length - 1 :] = 0  # padded on the right, as encoders are
+    # asked with the same tokens for every size: all calls of a file have the same inputs
+    types = {TYPES: pair_types(model, batch, length)} if has_types(model, random_tokens(model, (2, 7))) else {}
+    return {"input_ids": tokens, "attention_mask": mask, **types}
+
+
+def _sound(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:
+    found = {"input_values": _random(model, (batch, length))}
+    if getattr(model.config, "feat_extract_norm", None) == "layer":  # others were trained without: zeros pad their rows
+        found["attention_mask"] = torch.ones(batch, length, dtype=torch.int64)
+        found["attention_mask"][0, length // 2 + 100 :] = 0
+    return found
+
+
+def _image(model: TransformersModel, batch: int, _: int) -> dict[str, torch.Tensor]:
+    config = model.config
+    return {"pixel_values": _random(model, (batch, getattr(config, "num_channels", 3), *image_size(config)))}
+
+
+def _random(model: TransformersModel, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(model.dtype)
+
+
+# what makes the inputs; what is counted, and three numbers of it; a second of sound has 16000 samples, images one size
+_INPUTS: dict[str, tuple[Callable[[Any, int, int], dict[str, torch.Tensor]], str, tuple[int, int, int]]] = {
+    "input_ids": (_tokens, "length", (7, 5, 11)),
+    "input_values": (_sound, "samples", (3200, 2400, 5001)),
+    "pixel_values": (_image, "", (0, 0, 0)),
+}

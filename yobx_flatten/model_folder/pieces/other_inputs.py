@@ -1,0 +1,50 @@
+"""Refuse or name inputs of a model's forward that its folder would not have."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection
+
+from ...errors import GenerationError
+from ...huggingface.cache_names import argument_of
+from ...recipe.aliases import TransformersModel
+
+__all__ = ["check_other_media", "note_on_other_inputs"]
+
+_MEDIA = ("pixel_values", "input_features", "input_values", "flattened_patches")
+
+# what a call without them has a value for, or what asks for other outputs: positions, masks, labels, options
+_NO_DATA = re.compile(
+    r"input_ids|inputs_embeds|token_type_ids|position_ids|(?!pixel_mask|attention_mask).*_mask|.*mask_.*|.*labels?|"
+    r"(start|end)_positions|p_mask|"
+    r"is_impossible|cls_index|loss_.*|return_.*|output_.*|use_.*|training|encoder_.*|decoder_.*|cross_.*|"
+    r"interpolate_.*|.*cache.*|mems|logits_to_keep|kwargs|cu_seq.*|max_(length|seq).*|mm_.*|"
+    r"bool_masked_pos|noise|speaker_id|speaking_rate|perm_mask|target_mapping|cls_idx|num_.*"
+)
+
+
+def check_other_media(model: TransformersModel, task: str) -> None:
+    """Refuse an encoder-decoder model that reads pictures or sound next to what its encoder's file takes."""
+    takes = inspect.signature(model.forward).parameters
+    lost = [name for name in _MEDIA if name in takes and name != model.main_input_name]
+    if lost:
+        raise GenerationError(
+            f"{type(model).__qualname__} reads {', '.join(lost)} next to {model.main_input_name}, and the files of an "
+            f"encoder-decoder model take {model.main_input_name} alone. Export the calls of a run, with "
+            "record_calls(model) as calls: model.generate(...), or what it does without, with "
+            f"export_folder(..., task={task!r})."
+        )
+
+
+def note_on_other_inputs(model: TransformersModel, names: Collection[str]) -> list[str]:
+    """Return a note on data that a model also takes and that the file does not; none where there are none."""
+    takes = inspect.signature(model.forward).parameters.values()
+    others = [one.name for one in takes if "Tensor" in str(one.annotation) and not _NO_DATA.fullmatch(one.name)]
+    others = [name for name in others if name not in names and name != argument_of(model.forward)]
+    if not others:
+        return []
+    return [
+        f"{type(model).__qualname__} also takes {', '.join(others)}, and the file does what it does without. "
+        "With them: export_onnx(model, kwargs=inputs, path=...)"
+    ]

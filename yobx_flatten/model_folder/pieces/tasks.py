@@ -1,0 +1,154 @@
+"""Find the task of a model, which decides which modules are exported."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...errors import FlattenError, GenerationError, InvalidArgumentError
+from ...errors.messages import first_line
+from ...recipe.aliases import TransformersModel
+from .one_call import choice_pieces, compares, plain_pieces, two_tower_pieces
+from .other_inputs import check_other_media
+from .text import Piece, decoder_pieces, encoder_decoder_pieces
+from .vision_language import vision_language_pieces
+
+__all__ = ["GENERATES", "TASKS", "pieces_for", "task_of"]
+
+TASKS: Mapping[str, Callable[[Any, int | None], list[Piece]]] = {
+    "text-generation": decoder_pieces,
+    "text2text-generation": encoder_decoder_pieces,
+    "automatic-speech-recognition": encoder_decoder_pieces,
+    "image-to-text": encoder_decoder_pieces,
+    "image-text-to-text": vision_language_pieces,
+    "fill-mask": plain_pieces,
+    "text-classification": plain_pieces,
+    "token-classification": plain_pieces,
+    "feature-extraction": plain_pieces,
+    "ctc": plain_pieces,
+    "audio-classification": plain_pieces,
+    "image-classification": plain_pieces,
+    "question-answering": plain_pieces,
+    "object-detection": plain_pieces,
+    "image-segmentation": plain_pieces,
+    "depth-estimation": plain_pieces,
+    "multiple-choice": choice_pieces,
+    "zero-shot-image-classification": two_tower_pieces,
+}
+"""Names of the hub, and what makes the files of such a model. ``ctc`` is speech recognition frame by frame, without a
+decoder."""
+
+GENERATES = (
+    "text-generation",
+    "text2text-generation",
+    "automatic-speech-recognition",
+    "image-to-text",
+    "image-text-to-text",
+)
+# of an encoder-decoder model, by what it reads
+_BY_INPUT = {
+    "input_features": "automatic-speech-recognition",
+    "input_values": "automatic-speech-recognition",
+    "pixel_values": "image-to-text",
+}
+
+_ENDINGS = {
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+    "ForMaskedLM": "fill-mask",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForCTC": "ctc",
+    "ForImageClassification": "image-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForObjectDetection": "object-detection",
+    "ForSemanticSegmentation": "image-segmentation",
+    "ForInstanceSegmentation": "image-segmentation",
+    "ForUniversalSegmentation": "image-segmentation",
+    "ForImageSegmentation": "image-segmentation",
+    "ForSegmentation": "image-segmentation",
+    "ForDepthEstimation": "depth-estimation",
+    "ForMultipleChoice": "multiple-choice",
+}
+
+
+def task_of(model: TransformersModel) -> str:
+    """Return what a model is for."""
+    config, name = model.config, type(model).__name__
+    one_call = next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), "text-generation")
+    if getattr(config, "is_encoder_decoder", False) and one_call in GENERATES:  # RT-DETR and BART classify with both
+        return _BY_INPUT.get(model.main_input_name, "text2text-generation")
+    if compares(model):
+        return "zero-shot-image-classification"
+    if hasattr(model, "get_image_features") and hasattr(config, "vision_config"):
+        return "image-text-to-text"
+    if name.endswith("ForSequenceClassification") and model.main_input_name == "input_values":
+        return "audio-classification"
+    return next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), "feature-extraction")
+
+
+def pieces_for(
+    model: TransformersModel,
+    task: str,
+    rows: int | None = None,
+    *,
+    whole_cache: bool = False,
+    logits: str = "all",
+    proof: str = "full",
+) -> tuple[str, list[Piece]]:
+    """Make the files to be of a model."""
+    # rows: the number of rows of every example and case; `None` for several numbers of them
+    # whole_cache: see `decoder_pieces`; `False` by default
+    # logits: see `decoder_pieces`; `"all"` by default
+    # proof: what is replayed; a decoder gets no more cases than that, since making one is a call of the model
+    if task != "auto" and task not in TASKS:
+        raise InvalidArgumentError(f"There is no task {task!r}. There are auto, {', '.join(TASKS)}.")
+    found = task_of(model)
+    wanted = found if task == "auto" else task
+    if task == "auto":
+        _check_nothing_is_lost(model, found)
+    if TASKS[wanted] is not TASKS[found]:
+        raise InvalidArgumentError(
+            f"A {type(model).__qualname__} is for {found}, not for {wanted}. Leave the task out, or ask for {found}."
+        )
+    if TASKS[wanted] is decoder_pieces:
+        make = functools.partial(decoder_pieces, whole_cache=whole_cache, logits=logits, proof=proof)
+        return wanted, _made(make, model, rows, wanted)
+    if logits != "all":
+        raise InvalidArgumentError(
+            f'logits="last" is for text-generation, and a {type(model).__qualname__} is for {wanted}.'
+        )
+    return wanted, _made(TASKS[wanted], model, rows, wanted)
+
+
+def _check_nothing_is_lost(model: TransformersModel, task: str) -> None:
+    """Refuse, unless the task is asked for, what a folder would do less than the model."""
+    if TASKS[task] is encoder_decoder_pieces:
+        check_other_media(model, task)
+    generates = getattr(model, "can_generate", None)
+    if task == "feature-extraction" and callable(generates) and generates():
+        raise GenerationError(
+            f"{type(model).__qualname__} generates in a way that no folder has. Export the calls of a run, with "
+            "record_calls(model) as calls: model.generate(...), or what one call returns, with "
+            f"export_folder(..., task={task!r})."
+        )
+
+
+def _made(
+    make: Callable[[TransformersModel, int | None], list[Piece]], model: TransformersModel, rows: int | None, task: str
+) -> list[Piece]:
+    """The pieces, or a reason in a line where the model's own code does not take what the folder of a task has."""
+    try:
+        return make(model, rows)
+    except FlattenError:
+        raise
+    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, AssertionError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "meta" in str(error):  # of weights that are streamed: loaded then
+            raise
+        one_row = "For one row at a time: batch=1. " if "batch size" in str(error) and rows != 1 else ""
+        raise GenerationError(
+            f"{type(model).__qualname__} does not take the inputs of a folder for {task} ({type(error).__name__}: "
+            f"{first_line(error)[:200]}). {one_row}Export what it takes, with export_onnx(model, kwargs=inputs, "
+            "path=...), or the calls of a run: with record_calls(model) as calls: ..."
+        ) from error

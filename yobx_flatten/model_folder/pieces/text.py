@@ -1,0 +1,324 @@
+"""Split a text model into exported modules, with examples and cases in other sizes.
+
+.. code-block:: text
+
+    text                 tokens ──> model ──> logits, cache           one file; it also takes an empty cache
+    text, sound, image   encoder_model ──> decoder_model (first token) ──> decoder_with_past_model (every other)
+    image and text       image_pieces
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export import Dim
+
+from ...errors import GenerationError, InvalidArgumentError
+from ...export.proof.replay import Case
+from ...huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
+from ...huggingface.cache_names import CACHE, argument_of, cache_of, installed_name
+from ...huggingface.cases import DecodeSizes, decode_inputs, default_sizes, keeps_all, slides
+from ...huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
+from ...huggingface.state_decoder import StateDecoder, has_states_alone
+from ...private_names.of_torch import pytree
+from ...recipe.aliases import PlainCache, TransformersModel
+from ...trees.shapes import dynamic_shapes
+
+__all__ = [
+    "Piece",
+    "decoder_pieces",
+    "encoder_decoder_pieces",
+    "encoder_input",
+    "encoder_output_class",
+    "image_size",
+    "keeps_more",
+    "random_tokens",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One file to be."""
+
+    stem: str  # its name without a suffix
+    module: torch.nn.Module  # what is exported
+    kwargs: Mapping[str, Any]  # the example
+    cases: Sequence[Case]  # other sizes
+    dynamic_shapes: Any = "auto"  # `"auto"`, a specification, or `None` where every size is fixed
+    has_rows: bool = True  # whether the first axis of its inputs is the batch; `True` by default
+    # dynamic shapes with fewer sizes that vary, for where those do not become a file; `None`, the default, for none
+    narrower: Any = None
+    remarks: Sequence[str] = ()  # notes for the report
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+
+
+def decoder_pieces(
+    model: TransformersModel,
+    rows: int | None = None,
+    *,
+    whole_cache: bool = False,
+    logits: str = "all",
+    proof: str = "full",
+) -> list[Piece]:
+    """A model that reads tokens and goes on with them: one file, ``model``."""
+    # rows: batch size of every example and case; `None` for several
+    # whole_cache: whether layers that slide keep all tokens in the cache, and leave those outside of their window out
+    # by the mask; `False` by default
+    # logits: positions whose scores are returned, `"all"` or `"last"`; `"all"` by default
+    # proof: `"full"`, the default, for all cases, `"sample"` for the largest one, `"none"` for none
+    model = StateDecoder(model) if StateDecoder.fits(model) else model
+    takes = inspect.signature(model.forward).parameters
+    cache_is = argument_of(model.forward)
+    if cache_is is None or (has_states_alone(model) and not isinstance(model, StateDecoder)):
+        raise GenerationError(
+            f"{type(model).__qualname__} takes no {CACHE}: its cache cannot begin empty, so one file does not "
+            "do. Export its two calls yourself, and pass the first as prefill:\n"
+            "    OnnxGenerator(path, prefill=first_path)"
+        )
+    names = [name for name in ("input_ids", "attention_mask", "position_ids", cache_is) if name in takes]
+    like: dict[str, Any] = dict.fromkeys(names)
+    if logits not in ("all", "last"):
+        raise InvalidArgumentError(f'logits must be "all" or "last", found {logits!r}.')
+    if logits == "last":
+        if "logits_to_keep" not in takes:
+            raise InvalidArgumentError(f'{type(model).__qualname__} takes no logits_to_keep. Leave logits="last" out.')
+        like["logits_to_keep"] = 1
+    if whole_cache and slides(model.config.get_text_config(decoder=True)):
+        from transformers.cache_utils import DynamicCache
+
+        like[cache_is] = DynamicCache()
+    first, *others = [
+        dataclasses.replace(sizes, batch=rows or sizes.batch) for sizes in (DecodeSizes(), *default_sizes(model)[0])
+    ]
+    if proof != "full":
+        others = [] if proof == "none" else [max(others, key=lambda sizes: sizes.batch * (sizes.past + sizes.new))]
+    example = decode_inputs(model, first, like)
+    cases = [
+        Case(str(sizes), (), decode_inputs(model, sizes, like, seed), steps=3) for seed, sizes in enumerate(others, 1)
+    ]
+    if counts_by_itself(example[cache_is]) and why_not_sliding(model, example) is None:
+        decoder = SlidingDecoder(model, example)
+        cases = [Case(case.name, (), decoder.inputs(case.kwargs)) for case in cases]
+        return [Piece("model", decoder, decoder.inputs(example), cases, decoder.shapes(dynamic_shapes(example)))]
+    return [Piece("model", model, example, cases)]
+
+
+def keeps_more(piece: Piece, model: TransformersModel) -> bool:
+    """Return whether the cache of a piece keeps tokens that the model's own would not."""
+    cache = cache_of(piece.kwargs)
+    slid = type(cache).__name__ == "DynamicCache" and slides(model.config.get_text_config(decoder=True))
+    return slid and keeps_all(cache)
+
+
+# -- encoder and decoder ---------------------------------------------------------------------------------------------
+
+
+class Encoder(torch.nn.Module):
+    """The encoder alone: ``last_hidden_state``."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        super().__init__()
+        self.encoder = model.get_encoder()
+
+
+class TextEncoder(Encoder):
+    """Reads tokens."""
+
+    def forward(self, input_ids: Any, attention_mask: Any) -> dict[str, Any]:
+        """Return the features."""
+        found = self.encoder(input_ids=input_ids, attention_mask=attention_mask)
+        return {"last_hidden_state": found.last_hidden_state}
+
+
+class SoundEncoder(Encoder):
+    """Reads a spectrogram."""
+
+    def forward(self, input_features: Any) -> dict[str, Any]:
+        """Return the features."""
+        return {"last_hidden_state": self.encoder(input_features).last_hidden_state}
+
+
+class RawSoundEncoder(Encoder):
+    """Reads samples, of any number (Moonshine)."""
+
+    def forward(self, input_values: Any) -> dict[str, Any]:
+        """Return the features."""
+        return {"last_hidden_state": self.encoder(input_values).last_hidden_state}
+
+
+class ImageEncoder(Encoder):
+    """Reads pictures (TrOCR, and others of a vision encoder and a text decoder)."""
+
+    def forward(self, pixel_values: Any) -> dict[str, Any]:
+        """Return the features."""
+        return {"last_hidden_state": self.encoder(pixel_values).last_hidden_state}
+
+
+_ENCODERS: dict[str, type[Encoder]] = {
+    "input_ids": TextEncoder,
+    "input_features": SoundEncoder,
+    "input_values": RawSoundEncoder,
+    "pixel_values": ImageEncoder,
+}
+
+
+class _Decoder(torch.nn.Module):
+    def __init__(self, model: TransformersModel, read_as: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.read_as = read_as
+        self.cache_is = argument_of(model.forward) or installed_name()
+
+    def decode(self, tokens: Any, hidden: Any, mask: Any, cache: Any) -> Any:
+        masks = {} if mask is None else {"attention_mask": mask}
+        read = self.read_as(last_hidden_state=hidden)  # Moonshine takes no other class
+        return self.model(
+            decoder_input_ids=tokens, encoder_outputs=read, use_cache=True, **{self.cache_is: cache}, **masks
+        )
+
+
+class FirstDecoder(_Decoder):
+    """The first call: the encoder's features are made into keys, which come out with those of the first tokens."""
+
+    def forward(self, input_ids: Any, encoder_hidden_states: Any, encoder_attention_mask: Any = None) -> dict[str, Any]:
+        """Return the scores and the cache, layer by layer."""
+        found = self.decode(input_ids, encoder_hidden_states, encoder_attention_mask, None)
+        cache = cache_of(found)
+        own, cross = cache.self_attention_cache, cache.cross_attention_cache
+        sides = zip(own.layers, cross.layers, strict=True)
+        layers = [{"decoder": _pair(decoder), "encoder": _pair(encoder)} for decoder, encoder in sides]
+        return {"logits": found.logits, "present": layers}
+
+
+class NextDecoder(_Decoder):
+    """Every other call. The encoder's keys go in and stay as they are: only the decoder's own come out."""
+
+    def forward(self, input_ids: Any, cache: PlainCache, encoder_attention_mask: Any = None) -> dict[str, Any]:
+        """Return the scores and the decoder's own keys and values."""
+        own, cross = (
+            [(layer[side]["key"], layer[side]["value"]) for layer in cache] for side in ("decoder", "encoder")
+        )
+        filled = make_encoder_decoder_cache(make_dynamic_cache(own), make_dynamic_cache(cross))
+        # the features are in the cache already; what is read here is their number
+        keys = cross[0][0].transpose(1, 2).flatten(2)
+        projection = getattr(self.model, "enc_to_dec_proj", None)  # from the width of the encoder
+        hidden = keys if projection is None else keys.new_zeros(*keys.shape[:2], projection.in_features)
+        found = self.decode(input_ids, hidden, encoder_attention_mask, filled)
+        layers = cache_of(found).self_attention_cache.layers
+        return {"logits": found.logits, "present": [{"decoder": _pair(layer)} for layer in layers]}
+
+
+def _pair(layer: Any) -> dict[str, Any]:
+    return {"key": layer.keys, "value": layer.values}
+
+
+# A list states nothing of its axes, a cache does: rows and lengths vary, the number of heads and their size do not.
+_VARYING = {0: Dim.AUTO, 2: Dim.AUTO}
+
+
+def encoder_decoder_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+    """A model that reads text, sound or pictures first: an ``encoder_model``, and a decoder in two files."""
+    # rows: batch size of every example and case; `None` for several
+    reads = model.main_input_name
+    if reads not in _ENCODERS:
+        raise GenerationError(
+            f"{type(model).__qualname__} reads {reads}, and folders hold encoders that read {', '.join(_ENCODERS)}. "
+            "Record a call and export that:\n    with record_calls(model) as calls: model.generate(...)"
+        )
+    encoder = _ENCODERS[reads](model)
+    read_as = encoder_output_class(model)
+    first, following = FirstDecoder(model, read_as), NextDecoder(model, read_as)
+
+    @torch.no_grad()
+    def calls(batch: int, source: int, past: int, new: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        mask = None
+        if reads != "input_ids":
+            read: dict[str, Any] = {reads: encoder_input(model, batch, 400 * source)}
+        else:
+            mask = torch.ones(batch, source, dtype=torch.int64)
+            mask[0, source - 2 :] = 0
+            read = {"input_ids": random_tokens(model, (batch, source)), "attention_mask": mask}
+        masks = {} if mask is None else {"encoder_attention_mask": mask}
+        hidden = encoder(**read)["last_hidden_state"]
+        begun = {"input_ids": random_tokens(model, (batch, past)), "encoder_hidden_states": hidden, **masks}
+        cache = first(**begun)["present"]
+        gone_on = {"input_ids": random_tokens(model, (batch, new)), "cache": cache, **masks}
+        return read, begun, gone_on
+
+    modules = {"encoder_model": encoder, "decoder_model": first, "decoder_with_past_model": following}
+    others_sizes = [(rows or b, s, p, n) for b, s, p, n in ((1, 9, 1, 1), (3, 5, 4, 1))]
+    sizes = {f"batch {b}, source {s}, past {p}, new {n}": (b, s, p, n) for b, s, p, n in others_sizes}
+    # all sizes differ, also the sum: a branch on whether two are equal would go one way for good
+    examples, others = calls(rows or 2, 7, 5, 3), {name: calls(*size) for name, size in sizes.items()}
+    pieces = []
+    for place, (stem, module) in enumerate(modules.items()):
+        cases = [Case(name, (), made[place]) for name, made in others.items()]
+        shapes = dynamic_shapes(examples[place])
+        if stem == "encoder_model" and reads == "input_ids":
+            # what it reads is also called by the decoders
+            shapes |= {name: {0: Dim.AUTO, 1: "encoder_sequence_length"} for name in shapes}
+        if "cache" in shapes:
+            shapes["cache"] = pytree.tree_map(lambda _: _VARYING, examples[place]["cache"])
+        pieces.append(Piece(stem, module, examples[place], cases, shapes))
+    return pieces
+
+
+@torch.no_grad()
+def encoder_output_class(model: TransformersModel) -> Callable[..., Any]:
+    """Return the class in which a model takes what its encoder returned."""
+    if model.main_input_name == "input_ids":
+        tokens = random_tokens(model, (1, 4))
+        given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    else:
+        given = {model.main_input_name: encoder_input(model, 1, 4000)}
+    found = model.get_encoder()(**given)
+    return _in_a_tuple if isinstance(found, tuple) else type(found)
+
+
+def _in_a_tuple(last_hidden_state: torch.Tensor) -> tuple[torch.Tensor]:
+    return (last_hidden_state,)
+
+
+def encoder_input(model: TransformersModel, batch: int, samples: int) -> torch.Tensor:
+    """Make what the encoder of a model reads instead of tokens, of the type of its weights."""
+    # samples: number of samples of a sound, where the model reads these
+    if model.main_input_name == "input_features":
+        return _spectrogram(model, batch)
+    shape: tuple[int, ...] = (batch, samples)
+    if model.main_input_name == "pixel_values":
+        config = getattr(model.config, "encoder", model.config)
+        shape = (batch, getattr(config, "num_channels", 3), *image_size(config))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(batch)).to(model.dtype)
+
+
+def image_size(config: Any) -> tuple[int, int]:
+    """Return height and width of the pictures that a configuration states, or one in it; 224 where it states none."""
+    inner = (config, *(getattr(config, name, None) for name in ("vision_config", "backbone_config")))
+    found = next((size for size in (getattr(one, "image_size", None) for one in inner) if size), 224)
+    return (found, found) if isinstance(found, int) else (int(found[0]), int(found[1]))
+
+
+def _spectrogram(model: TransformersModel, batch: int) -> torch.Tensor:
+    missing = [name for name in ("num_mel_bins", "max_source_positions") if not hasattr(model.config, name)]
+    if missing:
+        raise GenerationError(
+            f"{type(model).__qualname__} reads sound in another form than Whisper: its configuration has no "
+            f"{missing[0]}, so the files of an encoder-decoder model are not known for it. Record a call and export "
+            "that:\n    with record_calls(model) as calls: model.generate(...)"
+        )
+    # the encoder halves the number of frames, and takes this one only
+    frames = 2 * model.config.max_source_positions
+    shape = batch, model.config.num_mel_bins, frames
+    return torch.randn(shape, generator=torch.Generator().manual_seed(batch)).to(model.dtype)
+
+
+def random_tokens(model: TransformersModel, shape: tuple[int, int]) -> torch.Tensor:
+    """Make tokens of the model's vocabulary, which the shape determines."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(sum(shape)))

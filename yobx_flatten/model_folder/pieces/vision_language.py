@@ -1,0 +1,200 @@
+"""Split a vision-language model into exported modules.
+
+.. code-block:: text
+
+    image  ──> vision_encoder ──┐
+    tokens ──> embed_tokens ────┴─ by the caller ──> decoder_model_merged ──> logits, cache
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.export import Dim
+
+from ...errors import GenerationError
+from ...export.proof.replay import Case
+from ...huggingface.cache_names import argument_of, cache_of, installed_name
+from ...recipe.aliases import TransformersCache, TransformersModel
+from ...trees.shapes import dynamic_shapes
+from .blockwise_decoder import BlockwiseDecoder
+from .deepstack_decoder import DeepstackDecoder
+from .grid_images import GridVisionEncoder, grid_image
+from .nested_images import NestedVisionEncoder
+from .text import Piece, random_tokens
+from .tiled_images import TiledVisionEncoder, tiled_image
+
+__all__ = ["VisionEncoder", "images_for", "vision_encoder", "vision_language_pieces"]
+
+_OTHER_WAYS = (
+    "Export what it takes, with export_onnx(model, kwargs=inputs, path=...), or the calls of a run: with "
+    "record_calls(model) as calls: model.generate(...)"
+)
+
+
+class VisionEncoder(torch.nn.Module):
+    """One image to the features that stand in the place of its tokens.
+
+    Models return a list with one entry for each image, whose length a trace fixes: so the file takes one at a time.
+    """
+
+    def __init__(self, model: TransformersModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Any) -> dict[str, Any]:
+        """Return features of shape (1, tokens per image, hidden size)."""
+        found = self.model.get_image_features(pixel_values)
+        found = getattr(found, "pooler_output", found)  # transformers 5 wraps them
+        return {"image_features": torch.stack(tuple(found)) if isinstance(found, (tuple, list)) else found}
+
+
+class Embedding(torch.nn.Module):
+    """Tokens to embeddings."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        super().__init__()
+        self.embedding = model.get_input_embeddings()
+
+    def forward(self, input_ids: Any) -> dict[str, Any]:
+        """Return embeddings of shape (batch, length, hidden size)."""
+        return {"inputs_embeds": self.embedding(input_ids)}
+
+
+class TextDecoder(torch.nn.Module):
+    """The language model, from embeddings to scores."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        super().__init__()
+        self.language_model = _language_model(model)
+        self.cache_is = argument_of(self.language_model.forward) or installed_name()
+        self.head = model.get_output_embeddings()
+
+    def forward(
+        self, inputs_embeds: Any, attention_mask: Any, position_ids: Any, cache: TransformersCache | None = None
+    ) -> dict[str, Any]:
+        """Return the scores and the cache."""
+        found = self.language_model(
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            **{self.cache_is: cache},
+            use_cache=True,
+        )
+        return {"logits": self.head(found.last_hidden_state), "cache": cache_of(found)}
+
+
+def _language_model(model: TransformersModel) -> Any:
+    inner = getattr(model, "model", None)
+    return getattr(inner, "text_model" if NestedVisionEncoder.fits(model) else "language_model", None)
+
+
+def vision_language_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+    """A model that sees: ``vision_encoder``, ``embed_tokens``, ``decoder_model_merged``."""
+    # rows: batch size of every example and case; `None` for several
+    kinds = [name for name in inspect.signature(model.forward).parameters if name.endswith("token_type_ids")]
+    has_grids = GridVisionEncoder.fits(model)
+    if kinds and not has_grids and not BlockwiseDecoder.fits(model):
+        # image tokens that have positions of their own: the language model alone does not get them
+        raise GenerationError(
+            f"{type(model).__qualname__} takes {kinds[0]}, by which image tokens are treated unlike text. The files "
+            "of a vision-language model have no such input."
+        )
+    if _language_model(model) is None:
+        raise GenerationError(
+            f"{type(model).__qualname__} has no model.language_model to export for itself. {_OTHER_WAYS}"
+        )
+    kinds_of = (BlockwiseDecoder, DeepstackDecoder)
+    decoder: Any = next((kind(model) for kind in kinds_of if kind.fits(model)), None) or TextDecoder(model)
+    window = getattr(model.config.get_text_config(), "sliding_window", None) or 8
+
+    @torch.no_grad()
+    def decode(batch: int, past: int, new: int, padding: int) -> dict[str, Any]:
+        embeds = model.get_input_embeddings()(random_tokens(model, (batch, past + new)))
+        mask = torch.ones(batch, past + new, dtype=torch.int64)
+        mask[0, :padding] = 0
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        if has_grids:
+            positions = torch.stack([positions, positions + 1, positions + 3])  # time, height and width differ
+        first, more = {}, {}
+        if isinstance(decoder, BlockwiseDecoder):
+            more["token_type_ids"] = decoder.types(batch, past, new)
+            first["token_type_ids"] = more["token_type_ids"][:, :past]
+        if isinstance(decoder, DeepstackDecoder):
+            features = embeds[:, :, None].repeat(1, 1, decoder.layers, 1).cos()
+            first["deepstack_embeds"], more["deepstack_embeds"] = features.split([past, new], dim=1)
+        read = decoder(embeds[:, :past], mask[:, :past], positions[..., :past], **first)
+        return {
+            "inputs_embeds": embeds[:, past:],
+            "attention_mask": mask,
+            "position_ids": positions[..., past:],
+            **more,
+            "cache": cache_of(read),
+        }
+
+    tokens = {length: {"input_ids": random_tokens(model, (rows or 3, length))} for length in (1, 6)}
+    pasts = (3, window + 3) if window <= 512 else (3, 11)
+    sizes = {f"batch {rows or b}, past {p}": decode(rows or b, p, 1, 2) for b, p in zip((3, 1), pasts, strict=True)}
+    example = decode(rows or 2, 5, 3, 0)
+    shapes: Any = "auto"
+    if "deepstack_embeds" in example:  # the number of layers and their width do not vary
+        shapes = dynamic_shapes(example, {"deepstack_embeds": {0: Dim.AUTO, 1: Dim.AUTO}})
+    return [
+        _vision_piece(model),
+        Piece(
+            "embed_tokens",
+            Embedding(model),
+            {"input_ids": random_tokens(model, (rows or 2, 4))},
+            [Case(f"length {length}", (), given) for length, given in tokens.items()],
+        ),
+        Piece(
+            "decoder_model_merged", decoder, example, [Case(name, (), given) for name, given in sizes.items()], shapes
+        ),
+    ]
+
+
+def _vision_piece(model: TransformersModel) -> Piece:
+    if TiledVisionEncoder.fits(model):
+        (tiles,) = tiled_image(model)["pixel_values"]
+        counts = {1: tiles[:1], 5: torch.cat([tiles, tiles])[:5]}
+        cases = [Case(f"{count} tiles", (), {"pixel_values": given}) for count, given in counts.items()]
+        shapes = {"pixel_values": {0: Dim.AUTO}}
+        given = {"pixel_values": tiles}
+        return Piece("vision_encoder", vision_encoder(model), given, cases, shapes, has_rows=False)
+    if not GridVisionEncoder.fits(model):
+        images = [{"pixel_values": image[None]} for image in images_for(model, 3)]
+        others = [Case(f"image {number}", (), given) for number, given in enumerate(images[1:], 2)]
+        return Piece("vision_encoder", vision_encoder(model), images[0], others, dynamic_shapes=None)
+    grids = {f"{high} x {wide} tokens": grid_image(model, high, wide) for high, wide in ((4, 3), (1, 2), (2, 5))}
+    cases = [Case(name, (), given) for name, given in grids.items()]
+    shapes = {"pixel_values": {0: Dim.AUTO}, "image_grid_thw": {}}
+    return Piece("vision_encoder", GridVisionEncoder(model), grid_image(model, 2, 3), cases, shapes, has_rows=False)
+
+
+def vision_encoder(model: TransformersModel) -> torch.nn.Module:
+    """Return what makes features of one picture, for a model whose pictures, or their tiles, are of one size."""
+    if TiledVisionEncoder.fits(model):
+        tiled = TiledVisionEncoder(model)
+        tiled.check(model)
+        return tiled
+    if not NestedVisionEncoder.fits(model):
+        return VisionEncoder(model)
+    encoder = NestedVisionEncoder(model)
+    encoder.check(model, images_for(model, 1))
+    return encoder
+
+
+def images_for(model: TransformersModel, count: int) -> torch.Tensor:
+    """Make random images of the size that the model takes: (count, channels, height, width)."""
+    # returns: A tensor of shape (count, channels, height, width), of the type of the weights
+    vision = model.config.vision_config
+    size = getattr(vision, "image_size", None)
+    sides = [size, size] if isinstance(size, int) else size
+    if not isinstance(sides, (list, tuple)) or len(sides) != 2:
+        raise GenerationError(
+            f"{type(model).__qualname__} takes images of no one size, which has no file format here. {_OTHER_WAYS}"
+        )
+    shape = (count, getattr(vision, "num_channels", 3), *sides)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(count)).to(model.dtype)

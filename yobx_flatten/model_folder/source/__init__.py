@@ -1,0 +1,1 @@
+"""Find the model to export: a folder, a name, an adapter or a configuration."""

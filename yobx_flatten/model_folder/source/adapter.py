@@ -1,0 +1,99 @@
+"""Load a folder of PEFT adapters, and merge them into their base model."""
+
+from __future__ import annotations
+
+import pathlib
+import warnings
+from typing import Any
+
+from ...errors import InvalidArgumentError, ModelSourceError
+from ...errors.dependencies import require
+from ...errors.messages import first_line
+from ...files.document import check_regular, read_document
+from .stored_weights import KeyDifferences, UnmatchedWeights
+
+__all__ = ["ADAPTER", "base_of", "holds_adapter", "merged", "not_found"]
+
+ADAPTER = "adapter_config.json"
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def holds_adapter(folder: pathlib.Path) -> bool:
+    """Return whether a folder is one of PEFT."""
+    if not (folder / ADAPTER).is_file():
+        return False
+    files = [path.name for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)]
+    more = sorted(set(files) - set(_WEIGHTS))
+    if more:
+        raise ModelSourceError(
+            f"{folder} holds an adapter ({ADAPTER}) and also weights of a model ({more[0]}). Remove one of them."
+        )
+    return True
+
+
+def base_of(folder: pathlib.Path, name: str) -> str:
+    """Return what the model is called that an adapter is of, as its configuration states."""
+    require("peft", purpose="a folder of adapters", extra="lora")
+    for path in (folder / file for file in _WEIGHTS):
+        if path.exists():
+            check_regular(path, ModelSourceError)
+    stated = read_document(folder / ADAPTER, dict[str, Any], failure=ModelSourceError, finite=False)
+    if stated.get("megatron_config") is not None:
+        raise ModelSourceError(f"{folder / ADAPTER} names a module to import (megatron_core), which is not done.")
+    import peft
+
+    if stated.get("peft_type") not in list(peft.PeftType):
+        raise ModelSourceError(f"{folder / ADAPTER} states {stated.get('peft_type')!r}, which PEFT does not know.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # entries of a newer version, which it names one by one
+        config = peft.PeftConfig.from_pretrained(str(folder))
+    if config.is_prompt_learning:
+        raise InvalidArgumentError(
+            f"{name} holds learned prompts, which are added to the inputs, and the files of a model have no such "
+            "input. Adapters that are part of the layers, as those of LoRA, are exported."
+        )
+    base = stated.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ModelSourceError(f"{name} holds an adapter, and does not state of which model. {_remedy(name)}")
+    return base
+
+
+def not_found(name: str, base: str, error: Exception) -> ModelSourceError:
+    """Return the error for an adapter whose model cannot be found."""
+    return ModelSourceError(
+        f"{name} holds an adapter of {base}, which is not found: {first_line(error)} {_remedy(name)}"
+    )
+
+
+def _remedy(name: str) -> str:
+    return (
+        f'Write its folder into {ADAPTER} ("base_model_name_or_path"), or export the merged model:\n'
+        f"    export_folder(PeftModel.from_pretrained(base, {name!r}).merge_and_unload(), ...)"
+    )
+
+
+def merged(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWeights) -> tuple[Any, KeyDifferences]:
+    """Merge the adapter of a folder into a model."""
+    # model: the model that it is of; it is changed
+    # choice: what is done where the weights of the folder are not those of the adapter
+    import peft
+
+    with warnings.catch_warnings():
+        # of weights that are missing it warns; they are compared below. And it asks models for attributes by old names
+        warnings.simplefilter("ignore")
+        adapted = peft.PeftModel.from_pretrained(model, str(folder), torch_device="cpu")
+        wanted = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        stored = peft.load_peft_weights(str(folder), device="cpu")
+        others = set(adapted.state_dict())  # embeddings whose vocabulary was changed are stored whole
+        reshaped = [
+            (key, tuple(stored[key].shape), tuple(wanted[key].shape))
+            for key in wanted.keys() & stored.keys()
+            if stored[key].shape != wanted[key].shape
+        ]
+        differences = KeyDifferences(
+            tuple(sorted(wanted.keys() - stored.keys())),
+            tuple(sorted(stored.keys() - wanted.keys() - others)),
+            tuple(sorted(reshaped)),
+        )
+        differences.check(name, f"an adapter of {type(model).__qualname__}", choice, ModelSourceError)
+        return adapted.merge_and_unload().eval(), differences

@@ -1,0 +1,112 @@
+"""Read untrusted model configurations, and refuse impossible numbers of layers or weights."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import threading
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+
+from ...errors.messages import first_line, format_bytes
+from ...export.proof.memory import memory_available
+from ...files.document import check_regular, inside, read_document
+from ...recipe.stated_config import objection_to
+from .own_code import own_code
+
+__all__ = ["FILES_ONLY", "bounded_weights", "bytes_of_weights", "read_config", "stated_weights"]
+
+FILES_ONLY: Final[dict[str, Any]] = {"local_files_only": True, "trust_remote_code": False}
+"""What every ``from_pretrained`` gets: without ``False``, transformers asks on the terminal whether code is to run."""
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_MOST_PARAMETERS = 300_000  # tensors; a model of 61 layers with 384 experts has 70,000
+
+
+def read_config(
+    file: pathlib.Path,
+    name: str,
+    *,
+    failure: type[Exception],
+    remedy: str = "",
+    runs_code: bool = False,
+    of_code: str = "",
+) -> Any:
+    """Read a ``config.json`` of transformers."""
+    import transformers
+
+    stated = read_document(file, dict[str, Any], failure=failure, remedy=remedy, finite=False)
+    objection = objection_to(stated)
+    if objection is not None:
+        raise failure(f"{file} {objection}.{remedy and ' '}{remedy}")
+    code = own_code(stated)
+    if code and not runs_code:
+        raise failure(
+            f"{name} needs code of its own ({code}, in auto_map of config.json), which is not run. {of_code or remedy}"
+        )
+    try:
+        if runs_code and "auto_map" in stated:
+            return transformers.AutoConfig.from_pretrained(file.parent, **{**FILES_ONLY, "trust_remote_code": True})
+        return transformers.AutoConfig.from_pretrained(file, **FILES_ONLY)
+    except Exception as error:  # transformers, huggingface_hub and JSON each raise their own
+        raise failure(
+            f"{name} is not a configuration of transformers: {first_line(error).rstrip('.')}.{remedy and ' '}{remedy}"
+        ) from error
+
+
+def bytes_of_weights(folder: pathlib.Path, *, failure: type[Exception]) -> int:
+    """Return how many bytes the files of weights in a folder of transformers have; 0 without weights."""
+    for index in folder.glob("*.safetensors.index.json"):
+        stated_weights(index, failure=failure)
+    files = [file for pattern in _WEIGHTS for file in folder.glob(pattern)]
+    for file in files:
+        check_regular(file, failure)
+    return sum(file.stat().st_size for file in files)
+
+
+def stated_weights(index: pathlib.Path, *, failure: type[Exception]) -> dict[str, str]:
+    """Return the file of each weight by its name, as the index of a folder states it."""
+    held = read_document(index, _Index, failure=failure, finite=False).weight_map
+    for name in set(held.values()):
+        inside(index.parent, name, failure)
+    return held
+
+
+@dataclasses.dataclass(frozen=True)
+class _Index:
+    weight_map: dict[str, str]
+
+
+@contextlib.contextmanager
+def bounded_weights(name: str, *, failure: type[Exception], stored: int = 0) -> Iterator[None]:
+    """A block in which a model is made, with no more weights than the memory holds."""
+    # stored: bytes of the files that the weights are read from; 0 for random ones
+    thread = threading.get_ident()
+    most = max(memory_available(), 4 * stored)  # files may be mapped, and their numbers widened
+    count = size = 0
+
+    def add(module: torch.nn.Module, key: str, parameter: torch.nn.Parameter | None) -> None:
+        nonlocal count, size
+        if parameter is None or threading.get_ident() != thread:
+            return
+        count, size = count + 1, size + parameter.nbytes
+        if size > most:
+            raise failure(
+                f"The configuration of {name} is of a model that is too large: its first {count} weights take "
+                f"{format_bytes(size)} already, and {format_bytes(most)} are available."
+            )
+        if count > _MOST_PARAMETERS:
+            raise failure(f"The configuration of {name} is of a model with more than {_MOST_PARAMETERS:,} weights.")
+
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(add)
+    try:
+        yield
+    except failure:
+        raise
+    except Exception as error:  # of sizes that cannot be, each class of model raises its own
+        raise failure(f"The model in {name} cannot be loaded: {first_line(error)}") from error
+    finally:
+        hook.remove()

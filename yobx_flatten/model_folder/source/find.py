@@ -1,0 +1,259 @@
+"""Load a model from a local folder, the hub, a configuration, or the name of one."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pathlib
+import re
+from typing import Any
+
+from ...errors import InvalidArgumentError, ModelSourceError
+from ...errors.dependencies import require
+from ...errors.messages import first_line
+from ..sentence import pools
+from .adapter import base_of, holds_adapter, merged, not_found
+from .classes import base_class_for, class_for
+from .configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
+from .gguf_file import GGUF, gguf_config, gguf_tokenizer, gguf_weights, is_gguf
+from .origin import reader_of
+from .own_code import ON_PURPOSE, own_auto_class
+from .packed_weights import Packing, packing_of, unpacked_weights
+from .stored_weights import UnmatchedWeights, load_stored
+from .tiny_models import small_config
+
+__all__ = ["MODEL_NAMES", "FoundModel", "find_model", "require_transformers"]
+
+MODEL_NAMES = (
+    "A folder that save_pretrained wrote, also one of adapters, a GGUF file, or an id of the hub (owner/name); or, "
+    "with random weights, a config.json, a folder without weights, or a type such as llama, for a small one."
+)
+"""What a model can be named by, in both command lines."""
+
+_FIX = 'Write a folder with weights into adapter_config.json ("base_model_name_or_path").'
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# of other frameworks and tools, which transformers reads in part, or with an argument of its own
+_OTHER_WEIGHTS = (".h5", ".msgpack", ".gguf", ".pth", ".pt", ".ckpt", ".bin", ".npz")
+# what stands next to the weights and is not code
+_BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"]
+
+
+def require_transformers(what: str) -> Any:
+    """Import transformers, or raise with the line that installs it."""
+    require("transformers", purpose=what, extra="transformers")
+    import transformers
+
+    return transformers
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundModel:
+    """A model that is not loaded yet."""
+
+    name: str  # what the user called it
+    config: Any  # a configuration of transformers
+    folder: pathlib.Path | None = None  # where its weights and its tokenizer are, `None` where there are none
+    has_weights: bool = False  # whether the folder holds weights; else they are random
+    is_small: bool = False  # whether the name is a type, which stands for a small configuration
+    unmatched_weights: UnmatchedWeights = "refuse"  # what is done where the weights are not those of the class
+    # the folder of an adapter that is merged into the model of `folder`; `None` without one
+    adapter: pathlib.Path | None = None
+    runs_code: bool = False  # whether its class is one of Python files in the folder
+    gguf: pathlib.Path | None = None  # a GGUF file that it is in; `None` for a model of a folder
+    trained_as: tuple[str, ...] = ()  # its classes with a head, where the base is asked for; empty for others
+
+    @property
+    def reader_folder(self) -> pathlib.Path | None:
+        """The folder of its tokenizer: that of the adapter, where it holds one; or the GGUF file that has it."""
+        if self.gguf is not None:
+            return self.gguf
+        return self.adapter if self.adapter is not None and reader_of(self.adapter) else self.folder
+
+    def __str__(self) -> str:
+        if self.has_weights:
+            return self.name
+        return f"{self.name}: {'a small model' if self.is_small else 'a configuration'} with random weights"
+
+    def load(self, *, dtype: str = "float32") -> Any:
+        """Return the model, in evaluation mode."""
+        return self.load_with_remarks(dtype=dtype)[0]
+
+    def load_with_remarks(self, *, dtype: str = "float32") -> tuple[Any, tuple[str, ...]]:
+        """Return the model of :meth:`load`, and notes on weights that are not those of the folder."""
+        import torch
+
+        if self.trained_as:
+            return self._load_base(dtype)
+        packing = self.packing()
+        if packing is not None and self.folder is not None:
+            return self._load_packed(packing, dtype)
+        if self.gguf is not None:
+            gguf_tokenizer(self.gguf)  # which an export needs in its end
+            with bounded_weights(self.name, failure=ModelSourceError, stored=4 * self.stored_bytes()):
+                return gguf_weights(class_for(self.config), self.config, self.gguf, getattr(torch, dtype)).eval(), ()
+        wanted, code = getattr(torch, dtype), {"trust_remote_code": True} if self.runs_code else {}
+        kind = own_auto_class(self.config) if self.runs_code else class_for(self.config)
+        with bounded_weights(self.name, failure=ModelSourceError, stored=self.stored_bytes()):
+            if self.has_weights:
+                how: dict[str, Any] = {"dtype": wanted, **FILES_ONLY, **code}
+                model, differences = load_stored(
+                    kind, self.folder, self.name, choice=self.unmatched_weights, failure=ModelSourceError, **how
+                )
+                if self.adapter is None:
+                    return model.eval(), differences.remarks()
+                model, of_adapter = merged(model, self.adapter, self.name, choice=self.unmatched_weights)
+                noted = f"the adapter of {self.name} was merged into the weights of {self.folder}."
+                return model, (noted, *differences.remarks(), *of_adapter.remarks())
+            self._check_without_weights()
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                made = kind.from_config(self.config, **code) if self.runs_code else kind(self.config)
+                random = f"the weights are random: {self.name} holds none."
+                return made.to(wanted).eval(), () if self.folder is None else (random,)
+
+    def packing(self) -> Packing | None:
+        """Return how integers of its weights are stored in the folder; ``None`` where it has none of its own."""
+        return packing_of(self.config, self.name) if self.has_weights and self.gguf is None else None
+
+    def _load_packed(self, packing: Packing, dtype: str) -> tuple[Any, tuple[str, ...]]:
+        """The model of a checkpoint of integers, with its weights in full."""
+        import torch
+
+        assert self.folder is not None
+        if self.adapter is not None:
+            raise ModelSourceError(
+                f"{self.name} holds an adapter of a model in few bits. Merge it with its library and save the model in "
+                f"full, or name {self.folder} for the model alone."
+            )
+        config = copy.deepcopy(self.config)
+        del config.quantization_config  # what is loaded is in full
+        with bounded_weights(self.name, failure=ModelSourceError, stored=8 * self.stored_bytes()):
+            weights = unpacked_weights(self.folder, packing, self.name)
+            how: dict[str, Any] = {"dtype": getattr(torch, dtype), "config": config, "state_dict": weights}
+            model, differences = load_stored(
+                class_for(config), None, self.name, choice=self.unmatched_weights, failure=ModelSourceError, **how
+            )
+        if (self.folder / "generation_config.json").is_file():
+            model.generation_config = type(model.generation_config).from_pretrained(self.folder)
+        return model.eval(), differences.remarks()
+
+    def _load_base(self, dtype: str) -> tuple[Any, tuple[str, ...]]:
+        """The model without its head: from its own weights, else what is inside of the model with its head."""
+        plain = dataclasses.replace(self, trained_as=())
+        try:
+            return plain.load_with_remarks(dtype=dtype)
+        except ModelSourceError:  # the head's class may have left out a layer of the base, such as a pooler
+            config = copy.deepcopy(self.config)
+            config.architectures = list(self.trained_as)
+            whole = dataclasses.replace(plain, config=config, unmatched_weights="refuse")
+            model, remarks = whole.load_with_remarks(dtype=dtype)
+            base = model.base_model
+            base.config.architectures = [type(base).__name__]
+            return base, remarks
+
+    def _check_without_weights(self) -> None:
+        """Refuse a folder with weights in a form that is not read: they would be random instead."""
+        if self.folder is None or self.unmatched_weights == "random":
+            return
+        files = sorted(path.name for suffix in _OTHER_WEIGHTS for path in self.folder.glob(f"*{suffix}"))
+        if files and files[0].endswith(GGUF):
+            raise ModelSourceError(f"{self.name} holds {files[0]}. Name that file: {self.folder / files[0]}")
+        if files:
+            raise ModelSourceError(
+                f"{self.name} holds {files[0]}, and weights are read from safetensors and pytorch_model.bin. Load the "
+                "model, save it with save_pretrained, and name that folder; or, for random weights on purpose: "
+                'unmatched_weights="random" (--unmatched-weights random)'
+            )
+
+    def stored_bytes(self) -> int:
+        """Return how many bytes its files of weights have; 0 without weights."""
+        if self.gguf is not None:
+            return self.gguf.stat().st_size
+        return bytes_of_weights(self.folder, failure=ModelSourceError) if self.folder is not None else 0
+
+
+def find_model(source: str, *, weights: bool = True, trust_remote_code: bool = False) -> FoundModel:
+    """Find out what a name stands for; no weights are read."""
+    # source: a folder that `save_pretrained` wrote, also that of PEFT, whose adapter is merged into the model that it
+    # names; a GGUF file; an id of the hub, `"owner/name"`; for random weights a `config.json`, a folder without
+    # weights, or a type of model such as `"llama"`, for a small one
+    # trust_remote_code: whether classes of Python files in the folder may run; `False` by default
+    require_transformers("a model")
+    return _find(source, weights=weights, trust=trust_remote_code)
+
+
+def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> FoundModel:
+    path = pathlib.Path(source)
+    if path.is_dir():
+        folder: pathlib.Path | None = path
+    elif path.is_file() and is_gguf(path):
+        return FoundModel(source, gguf_config(path), has_weights=True, gguf=path)
+    elif path.is_file():
+        folder = None
+    elif path.suffix == GGUF:
+        raise ModelSourceError(f"There is no file {source}.")
+    elif _HUB_ID.fullmatch(source) and not source.startswith("."):
+        folder = _download(source, [*(_BESIDE_WEIGHTS if weights else ["config.json"]), *(["*.py"] if trust else [])])
+    elif "/" in source or "\\" in source or source in (".", ".."):
+        raise ModelSourceError(
+            f"There is no folder {source}. Name one that save_pretrained wrote, or a type such as llama."
+        )
+    else:
+        return FoundModel(source, small_config(source), is_small=True)
+    if folder is not None and holds_adapter(folder):
+        if of_adapter:
+            raise ModelSourceError(f"{of_adapter} holds an adapter of another adapter, {source}. Merge that one first.")
+        return _adapted(source, folder, weights=weights, trust=trust)
+    file = path if folder is None else folder / "config.json"
+    if not file.is_file() and (held := sorted(file.parent.glob(f"*{GGUF}"))):
+        raise ModelSourceError(f"{source} is a folder with a GGUF file. Name the file: {held[0]}")
+    if not file.is_file():
+        raise ModelSourceError(f"{source} holds no config.json: it is not a folder that save_pretrained wrote.")
+    has_weights = folder is not None and bytes_of_weights(folder, failure=ModelSourceError) > 0
+    config = read_config(file, source, failure=ModelSourceError, runs_code=trust, of_code=ON_PURPOSE)
+    runs_code = trust and own_auto_class(config) is not None
+    found = FoundModel(source, config, folder, has_weights, runs_code=runs_code)
+    if runs_code or not pools(folder):
+        return found
+    # sentence-transformers reads the base of the model, without the head that it was trained with
+    base, trained = base_class_for(config).__name__, tuple(config.architectures or ())
+    config.architectures = [base]
+    of_head = () if trained in ((), (base,)) else trained
+    return dataclasses.replace(found, unmatched_weights="unused" if of_head else "refuse", trained_as=of_head)
+
+
+def _adapted(source: str, folder: pathlib.Path, *, weights: bool, trust: bool) -> FoundModel:
+    """The model that an adapter is of, with the adapter."""
+    base = base_of(folder, source)
+    try:
+        found = _find(base, weights=weights, trust=trust, of_adapter=source)
+    except (ModelSourceError, InvalidArgumentError) as error:
+        raise not_found(source, base, error) from error
+    if not found.has_weights:
+        raise ModelSourceError(f"{source} holds an adapter of {base}, a configuration without weights. {_FIX}")
+    return dataclasses.replace(found, name=source, adapter=folder)
+
+
+def _download(source: str, patterns: list[str]) -> pathlib.Path:
+    import huggingface_hub
+
+    try:
+        return pathlib.Path(huggingface_hub.snapshot_download(source, allow_patterns=patterns))
+    except Exception as error:  # of the network, of the hub, of the cache on disk
+        raise ModelSourceError(f"There is no folder {source}, and {_why_not(error)}") from error
+
+
+def _why_not(error: BaseException) -> str:
+    """The result of a download, in one line."""
+    chain: list[BaseException] = []
+    step: BaseException | None = error
+    while step is not None and step not in chain:
+        chain.append(step)
+        step = step.__cause__ or step.__context__
+    names = {base.__name__ for found in chain for base in type(found).__mro__}
+    if names & {"OfflineModeIsEnabled", "ConnectError", "ConnectionError", "ConnectTimeout", "LocalEntryNotFoundError"}:
+        return (
+            f"the hub cannot be reached ({first_line(chain[-1])[:120]}). Name a folder that save_pretrained wrote, or "
+            "try again with a connection"
+        )
+    return f"the hub does not give it: {first_line(error)[:200]}"

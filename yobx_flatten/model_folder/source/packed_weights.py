@@ -1,0 +1,153 @@
+"""Compute the weights of a checkpoint in 4 or 8 bits from its integers: GPTQ, AWQ and compressed-tensors.
+
+.. code-block:: text
+
+    model.layers.0.mlp.up_proj.qweight, .qzeros, .scales  ──>  model.layers.0.mlp.up_proj.weight, in float32
+
+The libraries that transformers needs for these do not install everywhere, and run on a GPU. What they compute is a
+difference and a product, in float32 exact but for one rounding; :mod:`..export.weight_grid` finds the integers again.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import ModelSourceError
+from ...files.damage import damage_as
+from .configuration import stated_weights
+
+__all__ = ["Packing", "packing_of", "unpacked_weights"]
+
+Tensors = dict[str, torch.Tensor]
+
+_INT32 = 32
+
+
+class Packing(NamedTuple):
+    """How a checkpoint stores its matrices."""
+
+    bits: int  # bits of an integer
+    names: tuple[str, ...]  # endings of the tensors that stand for a weight; the first names it
+    unpack: Callable[[Tensors, int], torch.Tensor]  # computes a weight of them
+
+
+def packing_of(config: Any, name: str) -> Packing | None:
+    """Return how a checkpoint stores its matrices, by its configuration."""
+    # `None` where transformers reads it itself
+    stated = getattr(config, "quantization_config", None)
+    if stated is None:
+        return None
+    held: Mapping[str, Any] = stated if isinstance(stated, Mapping) else stated.to_dict()
+    method = str(held.get("quant_method") or "").lower().rpartition(".")[2]
+    reader = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed}.get(method)
+    found = None if reader is None else reader(held)
+    if not isinstance(found, str):
+        return found
+    raise ModelSourceError(
+        f"{name} is quantised by {method}{found}. Of these, GPTQ in 4 and 8 bits, AWQ in 4 bits (gemm) and "
+        "compressed-tensors in 4 and 8 bits (pack-quantized) are read. Load it with its library, save it in full, and "
+        "name that folder."
+    )
+
+
+def unpacked_weights(folder: pathlib.Path, packing: Packing, name: str) -> Tensors:
+    """Return the weights of a checkpoint by their names, those of its integers in float32."""
+    held = _stored(folder, name)
+    main = f".{packing.names[0]}"
+    found: Tensors = {}
+    for key in [key for key in held if key.endswith(main)]:
+        layer = key.removesuffix(main)
+        parts = {part: held.pop(f"{layer}.{part}") for part in packing.names if f"{layer}.{part}" in held}
+        with damage_as(ModelSourceError, f"{layer} of {name}"):
+            found[f"{layer}.weight"] = packing.unpack(parts, packing.bits)
+    if not found:
+        raise ModelSourceError(f"{name} states that it is quantised, and holds no {packing.names[0]}.")
+    return {**held, **found}
+
+
+def _stored(folder: pathlib.Path, name: str) -> Tensors:
+    from safetensors.torch import load_file
+
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    named = {file for index in indices for file in stated_weights(index, failure=ModelSourceError).values()}
+    files = sorted(folder / file for file in named) or sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelSourceError(f"{name} is quantised, and holds no files of safetensors.")
+    held: Tensors = {}
+    for file in files:
+        with damage_as(ModelSourceError, str(file)):
+            held.update(load_file(file))
+    return held
+
+
+def _fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unpack integers, the lowest bits first, to a last axis of as many fields."""
+    if packed.dtype is not torch.int32:
+        raise TypeError(f"expected packed integers of int32, found {packed.dtype}")
+    shifts = torch.arange(0, _INT32, bits, dtype=torch.int32)
+    fields: torch.Tensor = (packed[..., None] >> shifts) & (2**bits - 1)
+    return fields
+
+
+def _gptq(stated: Mapping[str, Any]) -> Packing | str:
+    bits, form = stated.get("bits"), stated.get("checkpoint_format") or "gptq"
+    if bits not in (4, 8) or form not in ("gptq", "gptq_v2"):
+        return f" in {bits} bits ({form})"
+    added = 1 if form == "gptq" else 0  # zero points were stored less one
+
+    def unpack(parts: Tensors, bits: int) -> torch.Tensor:
+        numbers = _fields(parts["qweight"], bits).transpose(1, 2).flatten(0, 1)  # packed along the inputs
+        zeros, scales = _fields(parts["qzeros"], bits).flatten(1), parts["scales"].float()
+        if added and bool((zeros == 2**bits - 1).any()):  # one more has another meaning in each library
+            raise ValueError("a zero point is out of range")
+        groups = len(scales)
+        each = parts.get("g_idx", torch.arange(len(numbers)) // -(-len(numbers) // groups)).long()
+        return ((numbers - zeros[each] - added) * scales[each]).T.contiguous()
+
+    return Packing(bits, ("qweight", "qzeros", "scales", "g_idx"), unpack)
+
+
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where the eight columns of an integer are: in an order that its kernels unpack fast."""
+
+
+def _awq(stated: Mapping[str, Any]) -> Packing | str:
+    bits, form = stated.get("bits", stated.get("w_bit")), str(stated.get("version") or "gemm").lower()
+    if bits != 4 or form.rpartition(".")[2] != "gemm":
+        return f" in {bits} bits ({form})"
+
+    def unpack(parts: Tensors, bits: int) -> torch.Tensor:
+        numbers, zeros = (_fields(parts[name], bits)[..., _AWQ_ORDER].flatten(1) for name in ("qweight", "qzeros"))
+        scales = parts["scales"].float()
+        each = torch.arange(len(numbers)) // (len(numbers) // len(scales))
+        return ((numbers - zeros[each]) * scales[each]).T.contiguous()
+
+    return Packing(4, ("qweight", "qzeros", "scales"), unpack)
+
+
+def _compressed(stated: Mapping[str, Any]) -> Packing | str:
+    form, groups = stated.get("format"), stated.get("config_groups") or {}
+    kinds = [group.get("weights") or {} for group in groups.values()]
+    bits = {kind.get("num_bits") for kind in kinds}
+    rounded = any(group.get("input_activations") or group.get("output_activations") for group in groups.values())
+    if form != "pack-quantized" or bits not in ({4}, {8}) or any(kind.get("type") != "int" for kind in kinds):
+        return f" ({form})"
+    if rounded:
+        return f" ({form}, with activations in few bits)"
+
+    def unpack(parts: Tensors, bits: int) -> torch.Tensor:
+        rows, columns = parts["weight_shape"].tolist()
+        scales, half = parts["weight_scale"].float(), 2 ** (bits - 1)
+        numbers = _fields(parts["weight_packed"], bits).flatten(1)[:, :columns]
+        zeros = torch.full_like(scales, half, dtype=torch.int32)
+        if "weight_zero_point" in parts:
+            zeros = _fields(parts["weight_zero_point"], bits).transpose(1, 2).flatten(0, 1)[:rows]
+        each = parts.get("weight_g_idx", torch.arange(columns) // -(-columns // scales.shape[1])).long()
+        return (numbers - zeros[:, each]) * scales[:, each]
+
+    names = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"
+    return Packing(next(iter(bits)), names, unpack)

@@ -1,0 +1,60 @@
+"""Open the tokenizer of an untrusted folder."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from ...errors.messages import first_line
+from ...files.damage import is_failure
+from ...files.document import check_regular, read_document
+from .configuration import FILES_ONLY
+from .gguf_file import gguf_tokenizer
+
+__all__ = ["TOKENIZER_FILES", "open_tokenizer", "readable"]
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Files of which a folder with a tokenizer holds at least one."""
+
+_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
+_CONFIG = "tokenizer_config.json"
+_LARGEST = 2**30  # bytes; a tokenizer of 260,000 words has 35 million
+
+
+def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options: Any) -> Any:
+    """Return the tokenizer of a folder; no code in the folder runs."""
+    # options: further arguments of `from_pretrained`
+    import transformers
+
+    if folder.is_file():
+        return gguf_tokenizer(folder)
+    for path in (path for pattern in _PATTERNS for path in folder.glob(pattern)):
+        check_regular(path, failure, _LARGEST)  # a pipe would be waited for
+    config = folder / _CONFIG
+    stated = read_document(config, dict[str, Any], failure=failure, finite=False) if config.exists() else {}
+    # for some models transformers looks for their own class where the folder names that of bytes
+    is_bytes = stated.get("tokenizer_class") == "ByT5Tokenizer"
+    kind: Any = transformers.ByT5Tokenizer if is_bytes else transformers.AutoTokenizer
+    with readable(folder, failure):
+        return kind.from_pretrained(folder, **FILES_ONLY, **options)
+
+
+@contextlib.contextmanager
+def readable(name: pathlib.Path | str, failure: type[Exception]) -> Iterator[None]:
+    """Turn what tokenizers raise, in each library another class, into one error."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise failure(f"The tokenizer in {name} cannot be read: {first_line(error)}") from error

@@ -1,0 +1,166 @@
+"""Make the stored cases of a folder: inputs, and what the eager model returns for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..declare.scopes import register_flattening_functions
+from ..export.proof.module_state import undisturbed
+from ..export.proof.replay import Case, clone
+from ..export.proof.untouched_copy import untouched_copy
+from ..generate.settings import settings_of
+from ..private_names.of_torch import pytree
+from ..recipe.aliases import TransformersModel
+from ..trees.naming import leaf_names, output_names
+from .pieces.blockwise_decoder import BlockwiseDecoder
+from .pieces.grid_images import GridVisionEncoder, grid_image
+from .pieces.text import Piece, encoder_input
+from .pieces.tiled_images import TiledVisionEncoder, tiled_image
+
+__all__ = ["PROMPT", "SAMPLED_TOKENS", "TOKENS", "GenerationCase", "generation_case", "stored_calls"]
+
+TOKENS = 40
+"""How many tokens the case for generation has: with its prompt more than a small window holds."""
+
+PROMPT = 9
+"""Tokens of a prompt."""
+
+SAMPLED_TOKENS = 8
+"""How many it has in a sample, where each token of a large model takes a second."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationCase:
+    """A prompt, and what ``model.generate`` makes of it."""
+
+    inputs: dict[str, torch.Tensor]  # arguments of `generate`
+    sequences: torch.Tensor  # prompt and new tokens, of shape (batch, length)
+    new_tokens: int  # how many were asked for
+    # margins of shape (batch, length), how much the score of each new token is above that of the next best one;
+    # infinite for the prompt
+    margins: torch.Tensor
+
+
+def stored_calls(piece: Piece, cases: Sequence[Case]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Yield the name, the inputs and the eager outputs of the example and of each case, leaf by leaf under its name.
+
+    No class is needed to read them back.
+    """
+    for case in (Case("the example", (), piece.kwargs), *cases):
+        opened = register_flattening_functions(patch_transformers=True)
+        with opened, torch.no_grad(), undisturbed(piece.module):
+            kwargs = clone(dict(case.kwargs))
+            inputs = dict(zip(leaf_names(kwargs), pytree.tree_leaves(kwargs), strict=True))
+            outputs = piece.module(**untouched_copy(dict(case.kwargs), piece.module))
+            names = output_names(outputs, inputs)
+            results = dict(zip(names, pytree.tree_leaves(clone(outputs)), strict=True))
+        yield case.name, _without_none(inputs), _without_none(results)
+
+
+def _without_none(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in leaves.items() if value is not None}
+
+
+@torch.no_grad()
+def generation_case(
+    model: TransformersModel,
+    task: str,
+    rows: int = 3,
+    tokens: int = TOKENS,
+    length: int = PROMPT,
+    prompts: dict[str, torch.Tensor] | None = None,
+) -> GenerationCase:
+    """Let the eager model generate greedily; of three rows two are padded on the left."""
+    # tokens: the number of new tokens, where the model has room for them
+    # length: the number of tokens of a prompt that is text; 9 by default
+    # prompts: text to begin with and its mask; `None`, the default, for random tokens
+    text = model.config.get_text_config(decoder=True)
+    room = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None) or 512
+    new_tokens = min(tokens, room - 12)
+    if prompts is not None:
+        inputs, new_tokens = dict(prompts), tokens
+    elif model.main_input_name != "input_ids" and getattr(model.config, "is_encoder_decoder", False):
+        inputs = {model.main_input_name: encoder_input(model, rows, 3200)}
+    else:
+        inputs = _prompts(model, text, rows, length)
+    if task == "image-text-to-text":
+        inputs.update(_with_images(model, inputs))
+    generate = model.generate
+    if model.main_input_name == "input_features":
+        # Whisper's own `generate` finds out the language first, and leaves the start token away
+        import transformers
+
+        generate = functools.partial(transformers.GenerationMixin.generate, model)
+    with undisturbed(model):
+        found = generate(
+            **inputs,
+            max_new_tokens=new_tokens,
+            max_length=None,
+            do_sample=False,
+            num_beams=1,
+            num_return_sequences=1,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+    for name in ("mm_token_type_ids", "token_type_ids"):  # which tokens are pictures, the files' generator finds out
+        inputs.pop(name, None)
+    return GenerationCase(inputs, found.sequences, new_tokens, _margins(found.sequences, found.scores))
+
+
+def _margins(sequences: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    margins = torch.full(sequences.shape, torch.inf)
+    best, next_best = torch.stack(scores, 1).float().topk(2).values.unbind(-1)
+    margins[:, -len(scores) :] = best - next_best
+    return margins
+
+
+def _prompts(model: TransformersModel, text: Any, rows: int, length: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, text.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
+    for name in ("image_token_id", "image_token_index"):
+        token = getattr(model.config, name, None)
+        if token is not None:
+            ids[ids == token] = token + 1
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    mask[2:, :1] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _with_images(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One image for every row, before its text and after its padding."""
+    from .pieces.nested_images import NestedVisionEncoder
+    from .pieces.vision_language import images_for, vision_encoder
+
+    count = len(inputs["input_ids"])
+    pictures: dict[str, torch.Tensor] = {}
+    if GridVisionEncoder.fits(model):
+        # wide and high ones in turns
+        made = [grid_image(model, *((2, 3), (3, 2))[row % 2]) for row in range(count)]
+        pictures = {name: torch.cat([picture[name] for picture in made]) for name in made[0]}
+        places = 6
+    elif TiledVisionEncoder.fits(model):
+        cut = [tiled_image(model) for _ in range(count)]
+        pictures = {name: torch.cat([picture[name] for picture in cut]) for name in cut[0]}
+        places = len(torch.cat(tuple(model.get_image_features(**cut[0], return_dict=True).pooler_output)))
+    else:
+        pixels = images_for(model, count)
+        pictures["pixel_values"] = pixels[:, None] if NestedVisionEncoder.fits(model) else pixels
+        places = vision_encoder(model)(pixels[:1])["image_features"].shape[-2]
+    token = getattr(model.config, "image_token_id", None) or model.config.image_token_index
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    rows, masks = [], []
+    for row, kept in zip(ids, mask.bool(), strict=True):
+        rows.append(torch.cat([row[~kept], row.new_full((places,), token), row[kept]]))
+        masks.append(torch.cat([torch.zeros_like(row[~kept]), torch.ones(places + int(kept.sum()), dtype=row.dtype)]))
+    found = torch.stack(rows)
+    if GridVisionEncoder.fits(model):
+        pictures["mm_token_type_ids"] = torch.eq(found, token).long()
+    elif BlockwiseDecoder.fits(model):
+        settings = settings_of(model.config.to_dict(), {})
+        pictures["token_type_ids"] = settings.token_types(found)
+    return {"input_ids": found, "attention_mask": torch.stack(masks), **pictures}

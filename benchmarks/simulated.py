@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
-from roundpipe_runtime.engine import driver
+from roundpipe_runtime.engine import lifecycle
 from roundpipe_runtime.huggingface import WrappedModel
 from tests.accelerator import late
 
@@ -188,7 +188,7 @@ def read_clocks(devices: int) -> Times:
 
 def simulate(model: str, kind: str, devices: int, microbatches: int, tokens: int, steps: int) -> dict[str, Any]:
     """Run some steps, so that the plan is made from what was measured, and return what the last one took."""
-    driver.is_due = lambda count: False  # no run looks at numbers, which are not computed
+    lifecycle.is_due = lambda count: False  # no run looks at numbers, which are not computed
     its = KINDS[kind]
     late.set_costs(flops=its.flops, memory=its.memory, link=its.link)
     settings: dict[str, Any] = dict(MODELS[model])

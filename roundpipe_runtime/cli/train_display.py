@@ -46,6 +46,7 @@ class Display:
         self._task = self._bar.add_task("", total=steps, completed=first)
         self._shows_lines = self._bar.disable or not sys.stdout.isatty()
         self._losses: list[float] = []
+        self._of_step = ""
         self._said = time.monotonic()
 
     def __enter__(self) -> Display:
@@ -64,15 +65,15 @@ class Display:
             return
         words = format_step(record)
         self._losses.append(record.loss)
-        shown = "  ".join([sparkline(self._losses), *words[:3]])
-        self._bar.update(self._task, completed=record.step, description=shown)
+        self._of_step = "  ".join([sparkline(self._losses), *words[:3]])
+        self._bar.update(self._task, completed=record.step, description=self._of_step)
         if self._shows_lines and (record.step in (self.first + 1, self.steps) or record.step % self.log_every == 0):
             say("  ".join([f"step {record.step}/{self.steps}", *words]))
 
     def show_evaluation(self, done: int, total: int) -> None:
         """Show how far an evaluation is; as lines one in half a minute."""
         text = f"evaluating: {done} of {total} batches"
-        self._bar.update(self._task, description=text)
+        self._bar.update(self._task, description=text if done < total else self._of_step)
         if done == 1:
             self._said = time.monotonic()
         if done < total and self._shows_lines and time.monotonic() - self._said > _SECONDS:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
@@ -43,6 +44,9 @@ _FEW, _SEVERAL = 3, 4
 
 # How many times other rows are tried before layers are refused.
 _TRIALS = 3
+
+# Tables that are emptied and filled again without more than that happening.
+_TABLES = (dict, set, collections.Counter, collections.OrderedDict, collections.defaultdict)
 
 _Hook: TypeAlias = Callable[..., Any]
 
@@ -248,6 +252,7 @@ def _coarsest() -> torch.dtype | None:
 def _set_apart(layers: Sequence[nn.Module], with_hooks: bool) -> Iterator[None]:
     """Leave out norms of batches, which normalise microbatches as in a loop over them, and hooks of the caller."""
     modules = list({module: None for layer in layers for module in layer.modules()})
+    kept = [_Attributes(module) for module in modules]
     norms = [module for module in modules if isinstance(module, NormBase) and module.training]
     hooks = [] if with_hooks else [(m, (m._forward_pre_hooks, m._forward_hooks)) for m in modules]
     try:
@@ -261,6 +266,38 @@ def _set_apart(layers: Sequence[nn.Module], with_hooks: bool) -> Iterator[None]:
             norm.training = True
         for module, (before, after) in hooks:
             module._forward_pre_hooks, module._forward_hooks = before, after
+        for attributes in kept:
+            attributes.restore()
+
+
+class _Attributes:
+    """What a module keeps besides parameters and buffers, such as a counter of its calls, to be as it was before."""
+
+    _OF_TORCH = frozenset(vars(nn.Module()))
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._values = {name: value for name, value in vars(module).items() if name not in self._OF_TORCH}
+        # what calls write in place: tensors of Python attributes, and containers
+        tensors = [v for v in self._values.values() if isinstance(v, torch.Tensor) and not v.is_inference()]
+        self._tensors = [(value, value._version, value.detach().clone()) for value in tensors]
+        self._lists = [(value, list(value)) for value in self._values.values() if isinstance(value, list)]
+        self._tables = [(value, copy.copy(value)) for value in self._values.values() if type(value) in _TABLES]
+
+    def restore(self) -> None:
+        found = vars(self._module)
+        for name in found.keys() - self._values.keys() - self._OF_TORCH:
+            del found[name]
+        found.update(self._values)
+        with torch.no_grad():
+            for tensor, version, numbers in self._tensors:
+                if tensor._version != version:
+                    tensor.copy_(numbers)
+        for entries, before in self._lists:
+            entries[:] = before
+        for table, contents in self._tables:
+            table.clear()
+            table.update(contents)
 
 
 def _of_torch(hooks: dict[int, _Hook]) -> collections.OrderedDict[int, _Hook]:

@@ -50,7 +50,7 @@ def no_export(folder, monkeypatch):
         shutil.copy(folder / path.name, path)
         return ExportReport(path.name)
 
-    monkeypatch.setattr(write, "_export", copy)
+    monkeypatch.setattr(write, "export_piece", copy)
 
 
 # -- export ------------------------------------------------------------------------------------------------------------

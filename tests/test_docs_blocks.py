@@ -59,6 +59,7 @@ def test_the_kinds_of_blocks_are_those_that_tests_read():
         "javascript",
         "text",
         "json",
+        "yaml",
         "{code-block}",
         "{toctree}",
         "{include}",

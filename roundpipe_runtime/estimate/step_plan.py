@@ -101,13 +101,24 @@ def step_plan(
     optim_dtype: torch.dtype | None = None,
     measured: Sequence[LayerCost] | None = None,
 ) -> StepPlan:
-    """Describe a training step of a model."""
-    # plan: layers of each stage, as for `"fused"` runs
-    # layers: memory and operations of each layer on one microbatch, as `measure_layers` returns them
-    # model: model whose parameters the host holds; they can be on `meta`
-    # optim_dtype: dtype in which the optimizer works. Default: the dtype of each parameter.
-    # measured: seconds of each layer, as `RoundPipe.layer_costs()` returns them after some steps. Default: seconds
-    # follow from operations.
+    """Describe a training step of a model.
+
+    Args:
+        plan: layers of each stage, as for ``"fused"`` runs.
+        layers: memory and operations of each layer on one microbatch, as :func:`measure_layers` returns them.
+        model: model whose parameters the host holds; they can be on ``meta``.
+        num_microbatch: number of microbatches.
+        tokens: number of tokens of a step, all microbatches.
+        optim_dtype: dtype in which the optimizer works. Default: the dtype of each parameter.
+        measured: seconds of each layer, as ``RoundPipe.layer_costs()`` returns them after some steps. Default: seconds
+            follow from operations.
+
+    Returns:
+        The description.
+
+    Raises:
+        PlanError: the plan is not one for these layers.
+    """
     parameters = list({id(p): p for p in model.parameters()}.values())
     stages = plan.stages("fused", len(layers), most_copies=num_microbatch)
     host = host_memory(parameters, model.buffers(), stages, layers, num_microbatch, optim_dtype=optim_dtype)

@@ -24,6 +24,9 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
         values: values in order.
         width: largest number of characters.
 
+    Returns:
+        One character for each value, or for the mean of several; empty without values.
+
     >>> sparkline([4.0, 3.0, 2.0, 1.0])
     '█▆▃▁'
     """

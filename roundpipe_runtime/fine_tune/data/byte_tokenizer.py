@@ -50,7 +50,15 @@ class ByteTokenizer:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(torch.int32) + _FIRST_BYTE
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Return the text of tokens; those that are not bytes are left out, incomplete characters become U+FFFD."""
+        """Return the text of tokens; those that are not bytes are left out, incomplete characters become U+FFFD.
+
+        Args:
+            ids: tokens in order.
+            special: for the signature of other tokenizers; special tokens are left out in either case.
+
+        Returns:
+            The text.
+        """
         data = bytes(number - _FIRST_BYTE for number in map(int, ids) if 0 <= number - _FIRST_BYTE < 256)
         return data.decode("utf-8", "replace")
 

@@ -160,6 +160,9 @@ def make_chat_rows(
         eval_share: share of held-out rows, from 0 to 1.
         seed: seed of the choice.
 
+    Returns:
+        The rows, and those that are held out.
+
     Raises:
         FineTuneError: no conversation has an answer in its first ``length`` tokens, or one row cannot be held out.
 

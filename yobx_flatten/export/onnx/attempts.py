@@ -131,8 +131,8 @@ def _attempts(opset_version: int | None) -> list[_Attempt]:
 def _state_sizes(model: Any, traced: Traced, *, shared: bool) -> list[str]:
     """State in an ONNX file how sizes of its inputs depend on each other, which ONNX cannot assert; return notes.
 
-    Bounds are left out, since such a file takes any length, and so are inequalities: those of a trace are also about
-    sizes of one, which the file takes.
+    Bounds of the caller are left out, since such a file takes any length, and so are inequalities but for the largest
+    sizes of the model's own code: those of a trace are also about sizes of one, which the file takes.
     """
     fix_sizes(model, fixed_sizes(traced))
     try:
@@ -145,7 +145,7 @@ def _state_sizes(model: Any, traced: Traced, *, shared: bool) -> list[str]:
     stated = dataclasses.replace(signature, largest={}, smallest={}, relations=equal)
     if not shared:  # such a cache has room for more tokens than it holds
         model.metadata_props[KEY] = stated.to_json()
-    return _notes(refuse_sizes(model, stated))
+    return _notes(refuse_sizes(model, stated, traced.largest))
 
 
 def _notes(refused: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ A relation with an operator that has no counterpart here is met by its example's
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +28,16 @@ if TYPE_CHECKING:
 __all__ = ["fix_sizes", "refuse_sizes"]
 
 
-def refuse_sizes(model: ir.Model, signature: Signature) -> list[str]:
+def refuse_sizes(
+    model: ir.Model, signature: Signature, largest: Mapping[tuple[str, int], int] = types.MappingProxyType({})
+) -> list[str]:
     """Let a graph stop at sizes that its program refuses.
 
     Sums of sizes are left out, since the operators that add up tokens meet them. So is what is about a cache: memory
     that tools share between calls is longer than what it holds.
     """
     # model: an `onnx_ir.Model`, changed in place
+    # largest: largest sizes by name of an input and axis, above which the model's own code goes another way
     places = {name: place for name, place in place_of_sizes(signature).items() if not place[0].startswith(CACHE)}
     inputs = {value.name: value for value in model.graph.inputs}
     refused = [
@@ -43,6 +47,10 @@ def refuse_sizes(model: ir.Model, signature: Signature) -> list[str]:
     ]
     shown = {name: f"{given}.shape[{axis}]" for name, (given, axis) in places.items()}
     texts = [format_expression(one, shown) for one in refused]
+    for name, place in places.items():
+        if place in largest:
+            refused.append(("==", ("min", name, largest[place]), name))
+            texts.append(f"{shown[name]} <= {largest[place]}")
     by_input: dict[str, list[tuple[Expression, str]]] = {}
     for one, text in zip(refused, texts, strict=True):
         by_input.setdefault(places[min(names_in(one))][0], []).append((one, text))

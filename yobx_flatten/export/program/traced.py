@@ -88,8 +88,8 @@ class Traced:
         if self.largest:
             sizes = [f"{name}.shape[{axis}] is {size} at most" for (name, axis), size in self.largest.items()]
             found.append(
-                f"{', '.join(sizes)}: above, the model's code goes another way. The program refuses larger ones; a "
-                "file takes them, and computes what the model does not."
+                f"{', '.join(sizes)}: above, the model's code goes another way. The program and its "
+                "files refuse larger ones."
             )
         if self.unasserted:
             sizes = [f"{name}.shape[{axis}] == {size}" for (name, axis), size in self.unasserted.items()]

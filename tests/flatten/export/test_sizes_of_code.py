@@ -138,6 +138,26 @@ def test_a_session_names_what_it_refuses(tmp_path):
         session.run(None, {"x": torch.randn(3, 12).numpy()})
 
 
+class UpToSeven(torch.nn.Module):
+    """Computes something else above a length, as sparse attention does."""
+
+    def forward(self, x):
+        return x * 2 if x.shape[1] <= 7 else x * 3
+
+
+def test_a_session_refuses_sizes_above_which_the_model_computes_something_else(tmp_path):
+    """The largest size is computed as by the model; the next one is an error that names it."""
+    module = UpToSeven()
+    exported = export_onnx(module, (torch.randn(2, 5),), path=tmp_path / "sizes.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "sizes.onnx")
+    for size in (2, 5, 7):
+        x = torch.randn(3, size)
+        assert _same(torch.tensor(session.run(None, {"x": x.numpy()})[0]), module(x))
+    with pytest.raises(Exception, match=r"these sizes are refused, expected x\.shape\[1\] <= 7"):
+        session.run(None, {"x": torch.randn(3, 8).numpy()})
+    assert any(remark.startswith("x.shape[1] is 7 at most") for remark in exported.report.remarks)
+
+
 def test_a_given_program_that_takes_too_much_is_named():
     """A program that other code traced is not traced again here: its report names the size."""
     program = torch.export.export(

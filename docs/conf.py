@@ -90,8 +90,8 @@ nitpick_ignore_regex = [
     ("py:mod", r"yobx_flatten\..*"),
     ("py:class", r"(yobx_flatten|roundpipe_runtime)(\.\w+)+\.[A-Z]"),  # type variables
     ("py:class", r"yobx_flatten\.(declare\.scopes\.Block|generate\.score_rules\.GenerationCall)"),  # internal
-    ("py:class", r"yobx_flatten\.generate\.(beams\.BeamSettings|switch\.Switch|documents\.Documents)"),
-    ("py:class", r"yobx_flatten\.(export\.yardstick\.Yardstick|model_folder\.verify_tokens\.TokenCount)"),
+    ("py:class", r"yobx_flatten\.generate\.(beams\.BeamSettings|switch\.Switch|documents\.Documents|tiles\.Tiles)"),
+    ("py:class", r"yobx_flatten\.(export\.proof\.yardstick\.Yardstick|model_folder\.verify_tokens\.TokenCount)"),
     ("py:class", r"yobx_flatten\.record\.snapshot\.Fact"),
     ("py:class", r"yobx_flatten\.errors\.tried_versions\.VersionDependentError"),  # a base that only adds a line
     ("py:class", r"roundpipe_runtime\.batch\.loss\.LossValue"),

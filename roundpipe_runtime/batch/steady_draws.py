@@ -58,6 +58,8 @@ class SteadyDraws(NoDropout):
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function, and put what is steady in place of what it drew."""
+        if torch.compiler.is_dynamo_compiling():  # flex attention compiles itself, and states cannot be read in a trace
+            return func(*args, **kwargs)
         before = [one.get_state() for one in self._generators]
         found = func(*args, **kwargs)
         is_drawn = isinstance(kwargs.get("generator"), torch.Generator) or not all(

@@ -126,13 +126,18 @@ def test_the_command_line_names_the_weight_and_its_option(llama, capsys):
     assert "--unmatched-weights random" in shown
 
 
-@pytest.mark.parametrize(
-    "name", ["tf_model.h5", "flax_model.msgpack", "model.gguf", "consolidated.00.pth", "model.bin"]
-)
+@pytest.mark.parametrize("name", ["tf_model.h5", "flax_model.msgpack", "consolidated.00.pth", "model.bin"])
 def test_weights_in_another_form_are_not_replaced_by_random_ones(name, llama):
     """Their folder would look like one without weights."""
     (llama / "model.safetensors").rename(llama / name)
     with pytest.raises(ModelSourceError, match=rf"holds {name}, and weights are read from.*unmatched_weights"):
+        find_model(str(llama)).load()
+
+
+def test_a_gguf_file_in_a_folder_is_named_as_the_model_to_export(llama):
+    """It has its own configuration and tokenizer, which may be others than the folder's."""
+    (llama / "model.safetensors").rename(llama / "model.gguf")
+    with pytest.raises(ModelSourceError, match=r"holds model\.gguf\. Name that file: .*model\.gguf"):
         find_model(str(llama)).load()
 
 

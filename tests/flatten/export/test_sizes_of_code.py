@@ -205,3 +205,25 @@ def test_depth_anything_takes_pictures_of_any_size(tmp_path):
             expected = model(pixel_values=pixels).predicted_depth
         (found,) = session.run(None, {"pixel_values": pixels.numpy()})
         torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-4)
+
+
+class Biased(torch.nn.Module):
+    """Adds a bias whose length is that of two others together, as ALiBi of Bloom does with a cache."""
+
+    def forward(self, query, x, y, bias):
+        return bias[:, None].baddbmm(query, torch.cat([x, y], 1).transpose(1, 2))
+
+
+def test_a_size_that_is_one_or_a_sum_stays_dynamic():
+    """torch asserts *or*; no size is fixed for it."""
+
+    def inputs(first, second):
+        names = {"query": (2, 3, 4), "x": (2, first, 4), "y": (2, second, 4), "bias": (2, first + second)}
+        return {name: torch.randn(*shape) for name, shape in names.items()}
+
+    module = Biased()
+    exported = export_program(module, kwargs=inputs(5, 3))
+    assert not any("fixed" in remark for remark in exported.report.remarks)
+    for sizes in ((7, 4), (2, 9)):
+        given = inputs(*sizes)
+        assert _same(exported(**given), module(**given))

@@ -62,9 +62,16 @@ def unasserted_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
     for one in [] if environment is None else itertools.chain(*environment.deferred_runtime_asserts.values()):
         expression = environment.replace(one.expr)
         symbols = expression.free_symbols
-        if as_expression(expression) is None and symbols <= examples.keys() and _restricts(expression, examples):
+        if not _is_of_sizes(expression) and symbols <= examples.keys() and _restricts(expression, examples):
             fixed |= symbols
     return {place: examples[size.node.expr] for place, size in sizes.items() if size.node.expr in fixed}
+
+
+def _is_of_sizes(expression: sympy.Basic) -> bool:
+    """Whether a comparison, or several joined by *or*, *and*, *not*, are of sizes only: torch asserts those."""
+    if type(expression).__name__ in ("Or", "And", "Not"):
+        return all(map(_is_of_sizes, expression.args))
+    return as_expression(expression) is not None
 
 
 def _restricts(expression: sympy.Basic, examples: Mapping[Any, int]) -> bool:

@@ -231,7 +231,7 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """What is read, and in rows of which length."""
+    """The data of a training, and the length of its rows."""
 
     text: Text = None
     field: Field = "text"
@@ -312,7 +312,7 @@ class LearningOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileOptions:
-    """What is written next to the model, and when."""
+    """The files that a training writes besides the model, and how often."""
 
     checkpoint: CheckpointFolder = None
     every: Every = None

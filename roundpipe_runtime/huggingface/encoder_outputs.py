@@ -67,7 +67,7 @@ def _present(column: Iterable[Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Pictures:
-    """What is known of the pictures of the microbatches."""
+    """The number of pictures in each microbatch, and whether all have the same ones."""
 
     counts: Sequence[int] = ()  # number of pictures of each; empty where it is not known
     are_alike: bool = True  # whether each has the same pictures

@@ -64,6 +64,6 @@ class RowWays:
 
 
 def _leaves(output: Any) -> Sequence[object]:
-    """What is compared of a piece; losses have a proof of their own, and are not means over rows."""
+    """Return the outputs of a piece that are compared. Losses are left out: they have a proof of their own."""
     found = state_leaves(output) if isinstance(output, CutState) else pytree.tree_leaves(output)
     return [one for one in found if not isinstance(one, torch.Tensor) or one.dim() > 0]

@@ -35,10 +35,16 @@ def export_piece(
 ) -> ExportReport:
     """Export a piece, with pictures of one size where those of others do not become a file."""
     # bounds: the largest sizes; `None` without them
+
+    def export(one: Piece) -> ExportReport:
+        report = _written(one, path, batch, options, runtime, bounds)
+        report.remark(*one.remarks)
+        return report
+
     logger.info("exporting %s", path.name, extra=STEP)
     if piece.narrower is not None:
         try:
-            return _export_piece(piece, path, batch, options, runtime, bounds)
+            return export(piece)
         except (OSError, MemoryError, InvalidArgumentError):
             raise
         except Exception as error:  # of the trace, the exporter, the replay: pictures of one size may pass them all
@@ -46,7 +52,7 @@ def export_piece(
         remark = f"pictures are of the example's size: others do not become a file ({reason})."
         piece = dataclasses.replace(piece, dynamic_shapes=piece.narrower, remarks=(*piece.remarks, remark))
     try:
-        return _export_piece(piece, path, batch, options, runtime, bounds)
+        return export(piece)
     except (FlattenError, OSError, MemoryError):
         raise
     except Exception as error:  # of torch's trace, of the model inside it, of the exporter: each has its classes
@@ -57,19 +63,6 @@ def export_piece(
             f"{first_line(error)[:300]}). Export it with your own inputs, export_onnx(model, kwargs=inputs, path=...), "
             "or the calls of a run: with record_calls(model) as calls: ..."
         ) from error
-
-
-def _export_piece(
-    piece: Piece,
-    path: pathlib.Path,
-    batch: int | None,
-    options: dict[str, Any],
-    runtime: str,
-    bounds: Bounds | None,
-) -> ExportReport:
-    report = _written(piece, path, batch, options, runtime, bounds)
-    report.remark(*piece.remarks)
-    return report
 
 
 def _written(

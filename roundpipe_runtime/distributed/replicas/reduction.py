@@ -39,7 +39,7 @@ class Bucket:
 
 
 class ReductionPlan:
-    """What is summed in a call, in which order."""
+    """The gradients that a call sums, in order, and the dtype in which they travel."""
 
     # reduce_dtype: dtype in which gradients travel. Default: that of their sums.
 

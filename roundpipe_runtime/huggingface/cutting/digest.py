@@ -28,7 +28,7 @@ _ROWS = 128  # at once: 2 MB of float32, which stay in a cache
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Digest:
-    """What is known of a gradient."""
+    """A gradient, or a summary of it that is compared in its place."""
 
     shape: torch.Size  # the shape of the gradient
     values: torch.Tensor  # its numbers, or sums of them with random factors; 0 in place of those that are not finite

@@ -17,6 +17,7 @@ from ..program.flat_program import flat_program, quietly, signature_of
 from ..program.traced import Traced
 from .aotinductor_scans import lift_sizes
 from .aotinductor_sizes import refused_when_empty
+from .aotinductor_tails import whole_tails
 
 __all__ = ["check_compiler", "write_package"]
 
@@ -51,7 +52,7 @@ def write_package(traced: Traced, path: pathlib.Path) -> None:
 
 
 def _compile(program: ExportedProgram, signature: Signature, path: pathlib.Path) -> None:
-    with quietly("torch._inductor"):
+    with quietly("torch._inductor"), whole_tails():
         aot_compile(
             program,
             package_path=str(path),

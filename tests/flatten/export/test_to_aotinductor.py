@@ -130,7 +130,7 @@ print(program.to_aotinductor("gated.pt2").cases[0].max_difference)
 
 
 def test_a_sum_whose_last_rows_are_fewer_than_a_vector_stays_within_its_output(tmp_path):
-    """torch alone writes past the end of the output here, which ends the process or changes other rows: so in one of its own."""
+    """torch alone writes past the end here, which ends the process or changes other rows: so in one of its own."""
     done = subprocess.run([sys.executable, "-c", _TAIL], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert float(done.stdout) < 1e-4  # beside eager; sums of 66 products

@@ -40,7 +40,7 @@ NEEDS_dev := --editable '.[all]' --group dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch compat newest kills fuzz ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix trainings genai runtimes clean distclean
+.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch compat newest kills fuzz ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix trainings genai real runtimes clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -188,6 +188,12 @@ trainings: $(VENV)/.has-test  ## train every head of transformers, losses, adapt
 genai: $(VENV)/.has-test  ## export decoders and open them with onnxruntime-genai (MATRIX_ARGS="--sample 5")
 	$(BIN)/python -m matrix.genai $(MATRIX_ARGS)
 	$(BIN)/python -m matrix.genai --page docs/genai.md
+
+# ExecuTorch's row is measured with .venv-executorch/bin/python -m matrix.real, after make executorch.
+real: $(VENV)/.has-test  ## export a model with trained weights in every form, and ask it questions (MATRIX_ARGS='--only float32')
+	$(BIN)/python -m matrix.real_model
+	$(BIN)/python -m matrix.real $(MATRIX_ARGS)
+	$(BIN)/python -m matrix.real --page docs/real.md
 
 # All columns are there where ExecuTorch is: make executorch, then .venv-executorch/bin/python -m matrix.runtimes
 runtimes: $(VENV)/.has-test  ## export models for every runtime and prove them there (MATRIX_ARGS="--only llama")

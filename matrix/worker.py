@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import pathlib
+import re
 import time
 import traceback
 import warnings
@@ -31,7 +32,7 @@ def first_line(error: BaseException) -> str:
     if type(error).__module__.startswith("torch.onnx"):
         while error.__cause__ is not None:
             error = error.__cause__
-    said = " ".join(str(error).split())
+    said = re.sub(r"\S*/site-packages/", "", " ".join(str(error).split()))  # the place of a library differs
     return f"{type(error).__name__}: {said[:200]}" if said else type(error).__name__
 
 

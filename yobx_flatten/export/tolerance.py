@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
-import torch
-
-from ..huggingface.sliding_decoder import SlidingDecoder
 from .example.example import Example
+from .model_facts import ModelFacts
 from .program.traced import Traced
-from .proof.replay import Case, following
 from .proof.report import ExportReport, tolerance_of
-from .proof.yardstick import Yardstick, in_half
+from .proof.yardstick import Yardstick
 
-__all__ = ["Allowed", "explained_by"]
+__all__ = ["Allowed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +21,9 @@ class Allowed:
     measures: bool = False  # whether the cost of the type of the weights is measured
 
     @staticmethod
-    def of(module: torch.nn.Module, asked: float | None) -> Allowed:
+    def of(facts: ModelFacts, asked: float | None) -> Allowed:
         """Return what was asked for; by default what the type of the weights explains."""
-        return Allowed(tolerance_of(module), in_half(module)) if asked is None else Allowed(asked)
+        return Allowed(tolerance_of(facts.types), facts.is_in_half) if asked is None else Allowed(asked)
 
     def measure(self, report: ExportReport, example: Example, traced: Traced, known: Yardstick | None = None) -> None:
         """Let a report allow what the type of the weights costs, or note why that cannot be measured."""
@@ -41,11 +37,5 @@ class Allowed:
                 f"what the type of the weights costs was not measured, since {reason}: {report.tolerance} is allowed."
             )
             return
-        after = module.next_inputs if isinstance(module, SlidingDecoder) else following()
         is_same = known is not None and known.is_of(module)
-        report.yardstick = known if is_same else Yardstick(module, after, example.names, traced.written)
-
-
-def explained_by(report: ExportReport, case: Case) -> Mapping[str, float] | None:
-    """Return by output the largest difference that is explained on a case; ``None`` where nothing is measured."""
-    return None if report.yardstick is None else report.yardstick.allowed(case)
+        report.yardstick = known if is_same else Yardstick(module, example.names, traced.written)

@@ -11,12 +11,15 @@ import torch
 
 from ..errors import InvalidArgumentError
 from ..export.example.bounds import Bounds
-from ..export.program_export import export_program, left_out, shortened, source_of
+from ..export.exported_model import source_of
+from ..export.program_export import export_program
 from ..export.proof.levels import sampled
 from ..export.proof.replay import Case
 from ..export.proof.report import ExportReport
 from ..export.quantization.options import Quantization
-from ..export.runtimes.write import check_libraries, write_for
+from ..export.runtimes.file_options import FileOptions, check_libraries
+from ..export.runtimes.write import write_for
+from ..export.source import left_out, shortened
 from ..runners.open import check_runtime
 from ..trees.shapes import dynamic_shapes
 from .pieces.text import Piece
@@ -129,7 +132,7 @@ def write_piece(
     example = shortened(source.example, source.example.case(2 if proof == "sample" else 3))
     chosen = [example, *(sampled(fitting) if proof == "sample" else fitting)]
     source = dataclasses.replace(source, cases=[] if proof == "none" else chosen, proof=proof)
-    report = write_for(runtime, source, path, caller="export_folder", quantize=quantize)
+    report = write_for(source, FileOptions(runtime, path, "export_folder", quantize=quantize))
     report.remark(*left_out(len(piece.cases) - len(fitting)))
     return report
 

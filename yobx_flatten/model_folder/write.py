@@ -22,6 +22,7 @@ from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
 from ..errors.dependencies import is_installed
 from ..errors.log import STEP
 from ..export.free_space import check_room
+from ..export.model_facts import ModelFacts
 from ..export.onnx.file import check_opset
 from ..export.onnx.kernels import has_kernels
 from ..export.onnx.rewrite.group_query_attention import shared_inputs
@@ -30,7 +31,7 @@ from ..export.proof.module_state import undisturbed
 from ..export.proof.quality import SCORES, text_losses
 from ..export.proof.replay import Case
 from ..export.proof.report import TOLERANCES, ExportReport
-from ..export.quantization.options import Quantization, WeightBits, choose_quantization, has_projections
+from ..export.quantization.options import Quantization, WeightBits, choose_quantization
 from ..export.quantization.text_cases import text_cases
 from ..files.scratch import publish_folder, scratch_for, settle
 from ..generate.settings import settings_of
@@ -221,7 +222,8 @@ def export_folder(
     if largest is not None:
         largest.check_positions(model)
     dtype = str(model.dtype).removeprefix("torch.")
-    proof = choose_proof(proof, model)
+    facts = ModelFacts.of(model)
+    proof = choose_proof(proof, facts.weight_bytes)
     if dtype not in TOLERANCES or (form == "onnx" and proof != "none" and not has_kernels(dtype)):
         raise InvalidArgumentError(
             f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Take float32 or float16, or to='program'; "
@@ -231,7 +233,7 @@ def export_folder(
         settings_of(model.config.to_dict(), model.generation_config.to_dict())  # raises for what files do not do
     if quantize is None and opened.has_integers and runtime == "onnxruntime":
         quantize = "keep"
-    quantization = choose_quantization(quantize, model, "export_folder", runtime)
+    quantization = choose_quantization(quantize, facts, "export_folder", runtime)
     if optimize not in (None, "onnxruntime") or (optimize is not None and form != "onnx"):
         raise InvalidArgumentError(f'optimize must be None, or "onnxruntime" for to="onnx"; found {optimize!r}.')
     prompts = () if calibration is None else read_prompts(calibration)
@@ -241,7 +243,7 @@ def export_folder(
             'and without logits="last".'
         )
     room: dict[str, Any] = {"in_memory": 0 if proof == "none" else 1, "quantization": quantization, "proof": proof}
-    check_room(model, place, **room)
+    check_room(facts, place, **room)
     if form == "onnx":
         check_opset(opset_version)
     if logits == "last" and quantization is not None and quantization.tokens is not None:
@@ -258,7 +260,7 @@ def export_folder(
                 raise
             opened = opened.as_a_whole("a weight is read where its layer is not called")
             model = opened.model
-            check_room(model, place, **room)
+            check_room(ModelFacts.of(model), place, **room)
             task, pieces = pieces_for(model, task, batch, whole_cache=whole_cache, **cut)
     modules = read_modules(None if source is None else pathlib.Path(source))
     if modules is not None and task == "feature-extraction" and "input_ids" in pieces[0].kwargs:
@@ -286,7 +288,7 @@ def export_folder(
         shared: list[str] = []
         for piece in pieces:
             name = piece.stem + suffix
-            quantized = quantization if has_projections(piece.module) else None
+            quantized = quantization if ModelFacts.of(piece.module).matrix_types else None
             how: dict[str, Any] = {"proof": proof, "quantize": quantized}
             if form == "onnx":
                 how |= {"opset_version": opset_version, "optimize": optimize}

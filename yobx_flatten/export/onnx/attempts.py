@@ -11,17 +11,16 @@ from ...errors import InvalidArgumentError
 from ...errors.log import STEP
 from ...errors.messages import first_line
 from ...runners.signature import KEY
-from ..example.example import Example
 from ..program.flat_program import fixed_sizes, signature_of
 from ..program.traced import Traced
 from ..proof.first_difference import first_difference
-from ..proof.replay import Case
 from ..proof.report import ExportReport
 from ..quantization.options import Quantization
+from ..source import Source
 from .file import UnprovenFile, convert
 from .opset import ATTENTION_OPSET, attention_opset
 from .quantize import quantize_model, remark_quantized
-from .replay import replay_file
+from .replay import replay_onnx
 from .rewrite.attention import count_operators
 from .sizes import fix_sizes, refuse_sizes
 
@@ -55,9 +54,7 @@ class _Attempt:
 
 def write_proven(
     file: UnprovenFile,
-    example: Example,
-    traced: Traced,
-    cases: Sequence[Case],
+    source: Source,
     report: ExportReport,
     opset_version: int | None,
     *,
@@ -70,6 +67,7 @@ def write_proven(
     # opset_version: the opset to write; `None` for the newest that onnxruntime computes right
     # share: whether to try attention of onnxruntime first, whose cache stays in one piece of memory
     # quantization: how the weights are stored in fewer bits where nothing is replayed; `None` where they are not
+    example, traced = source.example, source.traced
     attempts = _attempts(opset_version)
     if share and attempts[0].fuse:
         attempts.insert(0, dataclasses.replace(attempts[0], share=True))
@@ -104,10 +102,10 @@ def write_proven(
         report.operators = count_operators(converted.model.graph)
         decomposed = converted.exported_program
         del converted
-        replay_file(file.path, example, traced, cases, report)
+        replay_onnx(file.path, source, report)
         failed = [case for case in report.cases[done:] if not case.within(report.tolerance)]
         if failed and last and failed[0].error is None and decomposed is not None:
-            case = next(one for one in cases if one.name == failed[0].case)
+            case = next(one for one in source.cases if one.name == failed[0].case)
             report.remark(*first_difference(file.path, decomposed, case, example.names, report.tolerance))
         if not failed or last:
             if "GroupQueryAttention" in report.operators:

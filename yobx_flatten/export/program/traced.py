@@ -63,6 +63,12 @@ class Traced:
     # sizes that the model's code bounds, and the caller does not
     largest: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
 
+    @property
+    def complex_outputs(self) -> list[str]:
+        """The outputs that are complex numbers, which files have as pairs of real ones."""
+        types = zip(self.output_names, self.output_types, strict=True)
+        return [name for name, dtype in types if dtype is not None and dtype.is_complex]
+
     def check_cache_outputs(self, name: str) -> None:
         """Refuse to make a file of a module that takes a cache and does not return it."""
         remedy = (

@@ -15,6 +15,7 @@ from ...errors import FlattenError, InvalidArgumentError, MissingDependencyError
 from ...errors.dependencies import require
 from ...errors.messages import first_line
 from ...runners.onnx_session import open_session
+from ..model_facts import ModelFacts
 
 __all__ = [
     "CHAT_SHARES",
@@ -23,7 +24,6 @@ __all__ = [
     "Quantization",
     "WeightBits",
     "choose_quantization",
-    "has_projections",
 ]
 
 WeightBits = Literal["int8", "int4", "keep"]
@@ -114,7 +114,7 @@ class Quantization:
 
 
 def choose_quantization(
-    quantize: WeightBits | Quantization | None, module: torch.nn.Module, caller: str, runtime: str = "onnxruntime"
+    quantize: WeightBits | Quantization | None, facts: ModelFacts, caller: str, runtime: str = "onnxruntime"
 ) -> Quantization | None:
     """Return what is quantized, ``None`` for nothing."""
     # quantize: `"int8"`, `"int4"`, a `Quantization`, or `None`
@@ -130,17 +130,16 @@ def choose_quantization(
             f'{caller}: quantize must be None, "int8", "int4", "keep" or a Quantization, found {found}.'
         )
     chosen: Quantization = given
-    types = {weight.dtype for weight in _matrices(module)}
-    if not types:
+    if not facts.matrix_types:
         raise InvalidArgumentError(
             f"{caller}: quantize={chosen.weights!r} stores the weights of projections in fewer bits, and "
-            f"{type(module).__qualname__} has none. Leave quantize out."
+            f"{facts.name} has none. Leave quantize out."
         )
-    others = sorted(str(dtype).removeprefix("torch.") for dtype in types - {torch.float32, torch.float16})
+    others = [dtype for dtype in facts.matrix_types if dtype not in ("float32", "float16")]
     if others:
         raise InvalidArgumentError(
             f"{caller}: quantize={chosen.weights!r} takes weights of float32 or float16, and "
-            f"{type(module).__qualname__} has some of {others[0]}. Convert them first: model.float()"
+            f"{facts.name} has some of {others[0]}. Convert them first: model.float()"
         )
     if runtime != "onnxruntime":
         _check_tool(chosen, runtime, caller)
@@ -177,20 +176,6 @@ def _check_tool(chosen: Quantization, runtime: str, caller: str) -> None:
             f"{caller}: {asked} is for files of onnxruntime, OpenVINO and ExecuTorch, not of {runtime}: leave it out, "
             'or take\n    target="onnxruntime", target="openvino" or target="executorch"'
         )
-
-
-def has_projections(module: torch.nn.Module) -> bool:
-    """Return whether a module has weights that may be those of projections."""
-    return next(_matrices(module), None) is not None
-
-
-def _matrices(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters that may be multiplied with: matrices, but for those of embeddings alone."""
-    tables = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)}
-    heads = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Linear)}
-    for weight in module.parameters():
-        if weight.dim() == 2 and weight.is_floating_point() and (id(weight) not in tables or id(weight) in heads):
-            yield weight
 
 
 def _is_text(tokens: Any) -> bool:

@@ -24,7 +24,7 @@ class ModelFacts:
     kernel_types: tuple[str, ...]  # of floating-point parameters, which a runtime needs kernels for
     matrix_types: tuple[str, ...]  # of parameters that may be stored in fewer bits
     projected: int  # number of weights in projections
-    projected_bytes: int  # bytes of those of them that are not tables of embeddings as well
+    projected_bytes: int  # bytes of those of them that are not also tables of embeddings
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> ModelFacts:

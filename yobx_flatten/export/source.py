@@ -110,6 +110,7 @@ def prove(
     """Choose the cases of a program and replay them, if anything is replayed. The block must be open."""
     # fitting: returns the cases that the program takes; all of them by default
     # runs: whether the program is replayed, and not a file of it alone; `True` by default
+    # before anything is replayed, since the cost of half precision is what a result is judged by
     asked.allowed.measure(report, example, traced)
     with report.timed("replay"):
         cases = fitting(_cases_of(example, asked, report))

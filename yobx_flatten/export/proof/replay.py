@@ -243,6 +243,7 @@ def replay(
     # taken: names of inputs, see `naming.output_names`; none by default
     # written: parameters that the module writes to, see `undisturbed.undisturbed`; none by default
     # allowed: what outputs may differ by, as far as it was measured; nothing by default
+    # all steps of the module first: what it writes to is put back before the other side runs
     expected = eager_steps(module, case, written, twice=side.keeps_state or not written)
     padding, seconds = Padding(), 0.0
     differences: dict[str, float] = {}

@@ -13,6 +13,7 @@ import torch
 
 from ...errors import FlattenError, InvalidArgumentError, MissingDependencyError, describe_class
 from ...errors.dependencies import require
+from ...errors.failures import result_or
 from ...errors.messages import first_line
 from ...runners.onnx_session import open_session
 from ..model_facts import ModelFacts
@@ -240,12 +241,14 @@ def _why_not_run(bits: int) -> str | None:
     versions = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
     probe: onnx.ModelProto = helper.make_model(graph, opset_imports=versions, ir_version=10)
     given = numpy.eye(1, 32, dtype=numpy.float32)
-    try:
-        session = open_session(probe.SerializeToString(), caller="quantize")
-        found = session.run(None, {"x": given})[0]
-    except FlattenError as error:
-        return first_line(error.__cause__ or error)[:200]
-    except Exception as error:  # onnxruntime has no base class for its errors
-        return first_line(error)[:200]
-    wrong = float(numpy.abs(found - weight[:1]).max())
-    return None if wrong < 0.1 else f"its result is off by {wrong:.1g}"
+
+    def computed() -> str | None:
+        found = open_session(probe.SerializeToString(), caller="quantize").run(None, {"x": given})[0]
+        wrong = float(numpy.abs(found - weight[:1]).max())
+        return None if wrong < 0.1 else f"its result is off by {wrong:.1g}"
+
+    def refused(error: Exception) -> str | None:
+        stated = error.__cause__ or error if isinstance(error, FlattenError) else error
+        return first_line(stated)[:200]
+
+    return result_or(computed, refused)  # onnxruntime has no base class for its errors

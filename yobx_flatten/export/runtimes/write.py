@@ -68,6 +68,7 @@ def write_for(source: Source, options: FileOptions) -> ExportReport:
 def write_file(source: Source, options: FileOptions, file: UnprovenFile, report: ExportReport) -> None:
     """Write the file of a runtime, replay it there, and give it its name. The block must be open."""
     # options: options that were checked
+    # no tool feeds a counter: the file reads from the mask how many tokens were seen
     fed = source if options.counter_input else without_counter(source, report)
     source.allowed.measure(report, fed.example, fed.traced, source.yardstick)
     report.input_names, report.output_names = fed.traced.input_names, fed.traced.output_names
@@ -174,6 +175,7 @@ def _pte(job: _Job) -> None:
                 raise
             report.remark(f"kernels of {backend} were left out: {first_line(error)}")
             continue
+        # in float first: what differs then is not the quantisation
         job.replay()
         job.quantize(functools.partial(job.measured, functools.partial(_quantized_pte, job)))
         failed = report.failed()

@@ -109,6 +109,18 @@ class FolderModel:
             found = model_of_files(generator.steps, (cls,))
             found.folder = path
             return found
+        return cls._of_one_call(path, runtime, threads, trust, device, providers)
+
+    @classmethod
+    def _of_one_call(
+        cls,
+        path: pathlib.Path,
+        runtime: str | None,
+        threads: int | None,
+        trust: bool,
+        device: str | None,
+        providers: Providers | None,
+    ) -> Any:
         from .plain_model import plain_model
 
         chosen = runtime_of_folder(path) if runtime is None else runtime

@@ -73,10 +73,7 @@ def export(
             unmatched_weights=unmatched_weights,
             layout=layout,
         )
-    if json:
-        say_json(_as_dict(done, found))
-    else:
-        _show(done, found, output)
+    say_json(_as_dict(done, found)) if json else _show(done, found, output)
     return 0
 
 

@@ -186,11 +186,7 @@ def decode_inputs(
     encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
     like = named_for(forward_of(model), dict.fromkeys(_usual_inputs(model, encoder_decoder)) if like is None else like)
     cache_is = name_in(like)
-    if sizes.past == 0 and cache_is is not None:
-        raise InvalidArgumentError(
-            f"decode_inputs: a cache cannot be filled with no tokens ({sizes}). Give past=1 or more, or leave "
-            f"{cache_is} out of `like`."
-        )
+    _check_fills(sizes, cache_is)
     generator = torch.Generator().manual_seed(seed)
     tokens = _given_or_random(model, "tokens", tokens, sizes, sizes.past + sizes.new, generator)
     mask = torch.ones_like(tokens)
@@ -237,6 +233,15 @@ def _check_decodes(model: TransformersModel) -> None:
             f"decode_inputs: the encoder of {type(model).__qualname__} reads {model.main_input_name}, and tokens are "
             "all that is made here. Record a call instead:\n    with record_calls(model) as calls: "
             f"model.generate({model.main_input_name}, max_new_tokens=4)\n    calls.example('decode')"
+        )
+
+
+def _check_fills(sizes: DecodeSizes, cache_is: str | None) -> None:
+    """Refuse to fill a cache with nothing."""
+    if sizes.past == 0 and cache_is is not None:
+        raise InvalidArgumentError(
+            f"decode_inputs: a cache cannot be filled with no tokens ({sizes}). Give past=1 or more, or leave "
+            f"{cache_is} out of `like`."
         )
 
 

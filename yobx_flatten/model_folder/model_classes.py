@@ -18,9 +18,8 @@ from ..generate.layout import MANIFEST, located
 from ..runners.devices import Providers, choose_providers, only_for_onnxruntime
 from ..runners.open import RUNTIMES, check_runtime, open_runner
 from .chat import chat_tokenizer, reply
-from .digests import check_digests
 from .generators import open_generator, runtime_of_folder
-from .manifest import read_manifest
+from .manifest import check_digests, read_manifest
 from .pieces.tasks import GENERATES
 
 __all__ = [

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ import torch
 from ..diagnose.report import Report
 from ..errors import DamagedFileError, FlattenError, ForeignFileError, ReplayError
 from ..errors.messages import first_line, table
-from ..export.proof.quality import Quality
+from ..export.proof.padding import Padding
+from ..export.proof.quality import SCORES, Distance, Quality, text_losses
 from ..export.proof.yardstick import explained
 from ..export.quantization.options import CHAT_SHARES, TOKEN_SHARES
 from ..files.document import inside
@@ -28,9 +29,7 @@ from ..runners.runner import Runner
 from ..storage.cases import StoredCase, load_case
 from ..storage.replay import OutputDifference, run_case
 from .chat_prompts import CHATS
-from .digests import check_digests
-from .manifest import FolderManifest, read_manifest
-from .verify_quality import measure_again
+from .manifest import FolderManifest, check_digests, read_manifest
 from .verify_tokens import TokenCount, count_tokens
 
 __all__ = ["FolderCheck", "FolderReport", "verify_folder"]
@@ -217,12 +216,34 @@ def _check_quality(
     start = time.perf_counter()
     shown = f"{len(cases)} cases"
     try:
-        found = measure_again(stored, (load_case(inside(folder, case, DamagedFileError)) for case in cases), runner)
+        found = _measured_again(stored, (load_case(inside(folder, case, DamagedFileError)) for case in cases), runner)
     except (ReplayError, KeyError) as failed:
         seconds = time.perf_counter() - start
         return FolderCheck(name, shown, float("inf"), False, seconds, first_line(failed))
     seconds = time.perf_counter() - start
     return FolderCheck(name, shown, found.max_difference, found.ok, seconds, None, found)
+
+
+def _measured_again(stored: Quality, cases: Iterable[StoredCase], runner: Runner) -> Quality:
+    """Return the quality of a file."""
+    # stored: what was measured when it was exported
+    distance = Distance()
+    for case in cases:
+        outputs = runner.run({name: case.inputs[name] for name in runner.ports})
+        missing = [name for name in case.outputs if name not in outputs and name not in ("losses", "greedy")]
+        if missing:
+            raise ReplayError(f"{runner.name} has no output {missing[0]}.")
+        if "losses" in case.outputs:
+            distance.add_text(case.outputs, text_losses(outputs[SCORES], case.inputs["input_ids"]))
+            continue
+        padding = Padding()
+        padding.next_call(case.inputs)
+        expected = {name: value for name, value in case.outputs.items() if isinstance(value, torch.Tensor)}
+        sides: list[dict[str, Any]] = [
+            {name: padding.blank(name, side[name]) for name in expected} for side in (expected, outputs)
+        ]
+        distance.add(*sides)
+    return distance.quality(stored.weights, stored.block_size, stored.allowed)
 
 
 def _where(runtime: str, device: str | None, providers: Providers | None) -> Providers | None:

@@ -35,9 +35,8 @@ from ..storage.cases import save_case
 from .card import write_card
 from .chat_prompts import CHAT_TOKENS, CHATS
 from .client_layout import Layout, apply_layout
-from .digests import digests
 from .export_piece import export_piece
-from .manifest import FolderManifest, write_manifest
+from .manifest import FolderManifest, digests, write_manifest
 from .pieces.positions import positions_of
 from .pieces.tasks import GENERATES
 from .pieces.text import Piece, keeps_more

@@ -33,6 +33,9 @@ __all__ = [
 _DECODER = {"input_ids", "attention_mask", "position_ids", "use_cache"}
 _ENCODER_DECODER = {"decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "attention_mask", "use_cache"}
 
+_LONGEST = 1024
+"""Tokens of the longest case: more take minutes."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSizes:
@@ -111,7 +114,7 @@ def ambiguous_without(model: TransformersModel, kwargs: Mapping[str, Any]) -> st
     )
 
 
-def default_sizes(model: TransformersModel, longest: int = 1024) -> tuple[list[DecodeSizes], str | None]:
+def default_sizes(model: TransformersModel) -> tuple[list[DecodeSizes], str | None]:
     """Choose sizes that are hard: below, at and past the smallest window, one and several tokens, a padded row.
 
     Where positions change with the length (longrope, dynamic), two more pass that length.
@@ -119,15 +122,15 @@ def default_sizes(model: TransformersModel, longest: int = 1024) -> tuple[list[D
     # returns: the sizes, and a remark when a window, or the length where positions change, is too long to be passed
     config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-    room = getattr(config, "max_position_embeddings", None) or longest
+    room = getattr(config, "max_position_embeddings", None) or _LONGEST
     if not isinstance(window, int) or window < 3:
         window = None
     remark = None
-    if window is not None and 2 * window + 8 > min(longest, room):
-        remark = f"The sliding window of {window} was not passed: that takes more than {min(longest, room)} tokens."
+    if window is not None and 2 * window + 8 > min(_LONGEST, room):
+        remark = f"The sliding window of {window} was not passed: that takes more than {min(_LONGEST, room)} tokens."
         window = None
     switch, across = switch_of(config.to_dict()), []
-    if switch is not None and switch + 8 > longest:
+    if switch is not None and switch + 8 > _LONGEST:
         passed = f"The length of {switch} at which the angles of positions change was not passed."
         remark = passed if remark is None else f"{remark} {passed}"
     elif switch is not None and switch > 4:

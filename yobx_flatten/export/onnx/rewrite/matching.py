@@ -16,15 +16,15 @@ def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
     return node if node is not None and node.op_type == op_type and node.domain == "" else None
 
 
-def only_reader(value: ir.Value, op_type: str | None = None, place: int = 0) -> ir.Node | None:
-    """Return the only node that reads a value, at one place; ``None`` where another one does, or the caller."""
+def only_reader(value: ir.Value, op_type: str | None = None) -> ir.Node | None:
+    """Return the only node that reads a value, as its first input; ``None`` where another one does, or the caller."""
     # op_type: its operator; `None`, the default, for any
     # an output of the graph is read by the caller: a rewrite that only one node sees would change it
     uses = list(value.uses())
     if len(uses) != 1 or value.is_graph_output():
         return None
     node, index = uses[0]
-    return node if index == place and op_type in (None, node.op_type) else None
+    return node if index == 0 and op_type in (None, node.op_type) else None
 
 
 def number_of(value: ir.Value | None) -> float | None:

@@ -58,26 +58,20 @@ def export_onnx(
         dynamic_shapes: see :func:`export_program`. Names in it are names of axes in the file.
         cases: see :func:`export_program`.
         steps: see :func:`export_program`; 3 by default.
-        tolerance: see :func:`export_program`; by default 1e-4. For weights in half precision, what the type costs the
-            model itself is measured on every case, next to float32, and each output may differ by five times that.
-            Where the memory is too small for that, 6e-2 for float16 and 2e-1 for bfloat16.
-        opset_version: version of ONNX's operators; ``None``, the default, for the newest whose attention and
-            normalisation the installed onnxruntime computes right (23, found with a small model that is run once), and
-            for the exporter's own choice where the replay of such a file fails. The report names it.
+        tolerance: see :func:`export_program`; by default 1e-4, and for weights in half precision what the type costs.
+        opset_version: version of ONNX's operators; ``None``, the default, for the newest that the installed onnxruntime
+            computes right, and for the exporter's own choice where the replay of such a file fails.
         keep_failed: a folder for a file that failed its replay; ``None``, the default, removes such a file.
-        counter_input: for a cache of which every layer slides: whether to add an input ``past_key_values.length``, as
-            the program has. By default the file has the inputs that tools feed, ``attention_mask`` and ``position_ids``
-            among them, and reads from the mask how many tokens were seen.
+        counter_input: for a cache of which every layer slides: whether to have an input ``past_key_values.length``, as
+            the program has. By default the file reads from ``attention_mask``, which tools feed, how many were seen.
         proof: what is replayed, see :func:`export_program`. ``"sample"`` replays the file, and not the program in
             addition; with ``"none"`` the file is not even loaded.
         quantize: ``"int8"`` or ``"int4"`` to store the weights of projections in blocks of so many bits, with a scale
             and a zero point each; a :class:`.quantization.Quantization` for other blocks, another threshold, or a text
-            for the perplexity. The file is replayed in float first; then ``report.quality`` states how far the
-            quantised one is from the model. ``None``, the default, stores all weights as they are.
-        optimize: ``"onnxruntime"`` for operators that only onnxruntime has: attention that writes into the memory of
-            the cache instead of copying it (:class:`OnnxGenerator` and onnxruntime-genai use it so), for every layer
-            whose cache holds all tokens. Several tokens after others are taken for one row only then. ``None``, the
-            default, for the operators of ONNX.
+            for the perplexity. ``report.quality`` states how far the file is from the model. ``None`` by default.
+        optimize: ``"onnxruntime"`` for its own attention, which writes into the memory of the cache instead of copying
+            it, for every layer whose cache holds all tokens. Several tokens after others are taken for one row only
+            then. ``None``, the default, for the operators of ONNX.
         translations: for operators of your own, functions of onnxscript by operator (``torch.ops.mine.twice.default``),
             as ``custom_translation_table`` of ``torch.onnx.export``. None by default.
 

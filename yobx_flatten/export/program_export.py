@@ -39,24 +39,16 @@ def export_program(
     Args:
         module: the module, in the mode (``eval()``) it is to be exported in.
         args: example positional arguments; none by default.
-        kwargs: example keyword arguments, with caches among them; none by default. For a transformers model an
-            example that ``torch.export`` would fix at a size of 0 or 1 (one row, one token, an empty cache) is replaced
-            by a larger one, and the report states it.
-        dynamic_shapes: as for ``torch.export.export``; ``"auto"`` writes them (see
-            :func:`~yobx_flatten.dynamic_shapes`); ``None`` keeps every size fixed.
-        bounds: the largest sizes of the axes that vary: ``"batch"``, ``"length"`` (tokens in the cache and the mask),
-            and ``"new"`` for the tokens of one call, where these are fewer. ``{"batch": 4, "length": 512}`` is what
-            ``to_executorch`` needs, which plans memory for them. A file refuses a larger input by name, the program by
-            a guard of torch. No bounds by default.
+        kwargs: example keyword arguments, with caches among them; none by default. Of a transformers model, sizes of 0
+            and 1, which ``torch.export`` would fix, are replaced by larger ones, and the report states it.
+        dynamic_shapes: as for ``torch.export.export``; ``"auto"`` writes them; ``None`` keeps every size fixed.
+        bounds: the largest sizes, ``{"batch": 4, "length": 512}``: rows, and tokens in the cache; ``"new"`` for tokens
+            of one call, where these are fewer. ``to_executorch`` needs them; larger inputs are refused.
         strict: as for ``torch.export.export``; ``False`` by default.
-        cases: what to replay in addition to the example. By default, for a transformers model: other
-            batch sizes and lengths below, at and past its window, several tokens at once, a padded row.
-        steps: number of calls per case, 3 by default; after the first, each gets the cache that the call before
-            returned.
-        tolerance: largest absolute difference to the module's own outputs; by default 1e-4. For weights in half
-            precision, what the type costs the model itself is measured on every case, next to float32, and each output
-            of the program, and of files that are made of it, may differ by five times that. Where the memory is too
-            small for that, 6e-2 for float16 and 2e-1 for bfloat16.
+        cases: what to replay in addition; by default, for a transformers model, sizes around its window and padding.
+        steps: calls per case, 3 by default; each gets the cache that the call before returned.
+        tolerance: largest absolute difference to the module's own outputs; by default 1e-4, and for weights in half
+            precision five times what the type costs the model itself on that case.
         proof: what is replayed: ``"full"``, the example and all cases; ``"sample"``, the example and the largest case,
             two calls each; ``"none"``, nothing, which the report states as unproven. ``"auto"``, the default, is
             ``"full"`` for weights of less than 1 GB, and ``"sample"`` for others.
@@ -67,8 +59,7 @@ def export_program(
     Raises:
         InvalidArgumentError: when the module does not take these arguments, or another argument is invalid.
         NotRegisteredError: when an input holds an object of a class that is not registered.
-        DynamicShapesError: when ``dynamic_shapes`` does not fit the inputs; when the example, or the model's number of
-            positions, is on the other side of a bound.
+        DynamicShapesError: when ``dynamic_shapes`` or ``bounds`` does not fit the inputs or the model.
         ReplayError: when a case fails or differs by more than ``tolerance``; ``error.report`` holds all of them.
 
     >>> class Scale(torch.nn.Module):

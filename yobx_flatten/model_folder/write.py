@@ -116,55 +116,41 @@ def export_folder(
     The folder appears when all of it is proven; until then the files are in a hidden folder next to it.
 
     Args:
-        model: a model of transformers, in evaluation mode. Adapters of peft are weights of the files; merged ones
-            (``model.merge_and_unload()``) take no operators of their own. Or the folder, the id of the hub or the type
-            of a model, or a GGUF file, as ``yobx-flatten export`` takes them.
+        model: a model of transformers, in evaluation mode, with adapters of peft or without; or the folder, the id of
+            the hub or the type of a model, or a GGUF file, as ``yobx-flatten export`` takes them.
         folder: the folder to write; it must not exist, or be empty.
-        task: the task to export for, which decides what becomes a file: see :data:`TASKS`. ``"auto"``, the default,
-            takes the task of the model.
+        task: what the files are for, see :data:`TASKS`; ``"auto"``, the default, for the task of the model.
         to: format of the files: ``"onnx"``, the default, for onnxruntime, or ``"program"`` for ``torch.export``.
-        source: the folder the model is from, whose tokenizer and processor are copied. By default the folder that
-            ``model`` names, or was loaded from. Where that is not known, there is no tokenizer, and the report states
-            why; a type or a ``config.json``, whose weights are random, gets one of bytes.
+        source: the folder whose tokenizer and processor are copied; by default the folder that ``model`` names, or was
+            loaded from. Where that is not known, there is no tokenizer, and the report states why.
         opset_version: version of ONNX's operators; ``None``, the default, for what :func:`export_onnx` finds best.
         batch: a fixed batch size; ``None`` for any.
         overwrite: whether to replace the contents of ``folder``; ``False`` by default.
         proof: what is proven before the folder appears. ``"full"``: every file is replayed with the example and all
             cases, and 40 tokens are generated. ``"sample"``: the example, the largest case and 8 tokens. ``"none"``:
-            nothing; the manifest, the report and :func:`verify_folder` state that the folder is unproven. ``"auto"``,
-            the default, is ``"full"`` for weights of less than 1 GB, and ``"sample"`` for others.
-        quantize: see :func:`export_onnx`. For a model that generates text the perplexity is measured on the source of
-            modules of Python, in the tokens of the model; the folder keeps what the model made of it, and
-            :func:`verify_folder` measures again. For a GGUF file whose weights are integers ``None``, the default, is
+            nothing, and the folder states that it is unproven. ``"auto"``, the default, is ``"full"`` for weights of
+            less than 1 GB, and ``"sample"`` for others.
+        quantize: see :func:`export_onnx`. For a GGUF file whose weights are integers ``None``, the default, is
             ``"keep"``: they go into the files of onnxruntime as they are.
-        calibration: a file of prompts, one in each line, for a model that generates text and is quantised: the bits are
-            chosen by this text, and the folder is judged by the model's answers to the first ten. ``None``, the
-            default, for the source of modules of Python and ten questions of our own.
-        optimize: ``"onnxruntime"`` for attention that writes into the memory of the cache instead of copying it, where
-            the model's layers allow it; see :func:`export_onnx`. ``None`` by default.
-        logits: for a model that generates text, positions whose scores the file returns: ``"all"``, the default, as
-            tools that score a text or check several drafted tokens at once need them, or ``"last"``, the one position
-            that a token is chosen by. Reading a prompt takes less time and memory then; the perplexity of quantised
-            weights cannot be measured.
-        target: the runtime that the files are for: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"``
-            or ``"openvino"``; ``None``, the default, for that of ``to``. Every file is replayed, and the tokens are
-            generated, with that runtime.
+        calibration: a file of prompts, one in each line, that quantised weights of a model that generates text are
+            chosen and judged by. ``None``, the default, for the source of modules of Python and ten questions.
+        optimize: ``"onnxruntime"`` for its own attention, see :func:`export_onnx`; ``None`` by default.
+        logits: for a model that generates text, positions whose scores the file returns: ``"all"``, the default, or
+            ``"last"``, the one that a token is chosen by: a prompt takes less time and memory then.
+        target: the runtime of the files, which proves them: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``,
+            ``"executorch"`` or ``"openvino"``; ``None``, the default, for that of ``to``.
         bounds: the largest sizes, ``{"batch": 4, "length": 512}``: rows, and tokens in the cache; ``"new"`` for tokens
             of one call, where these are fewer. ExecuTorch, which plans its memory, needs them. ``None`` by default.
         dtype: type of the weights of a model that is named, ``"float32"`` by default. A model has its own.
-        weights: where the weights of a model that is named are meanwhile. ``"memory"`` loads them all. ``"stream"``
-            reads them from the files of safetensors, those of a layer when it is called and each one when it is
-            written, so that the memory holds one layer. ``"auto"``, the default, streams weights of more than a
-            quarter of the free memory to ONNX files.
-        unmatched_weights: what is done where the weights of a model that is named are not those of its class.
-            ``"refuse"``, the default, raises, with their names. ``"unused"`` leaves out those that the class does not
-            have; ``"random"`` also draws those that the folder lacks or has in another shape. The report
-            names them.
-        trust_remote_code: whether the code of a model that is named may run: classes in Python files next to its
-            ``config.json`` (``auto_map``). ``False``, the default, refuses such a model, and never asks.
-        layout: where the files are. ``"flat"``, the default, as optimum, sentence-transformers and onnxruntime-genai
-            look for them; ``"transformers.js"`` for that library, in ``onnx/`` with the type of the weights in the name
-            (``onnx/model_q4.onnx``), which these also open.
+        weights: how weights of a model given by name are held: ``"memory"`` loads them all, ``"stream"`` reads those of
+            a layer when it is called. ``"auto"``, the default, streams more than a quarter of the free memory to ONNX.
+        unmatched_weights: what is done where weights of a model given by name are not those of its class: ``"refuse"``,
+            the default, ``"unused"``, which leaves out those that the class does not have, or ``"random"``, which also
+            draws those that the folder lacks.
+        trust_remote_code: whether Python files next to a ``config.json`` (``auto_map``) may run. ``False``, the
+            default, refuses such a model, and never asks.
+        layout: where the files are: ``"flat"``, the default, or ``"transformers.js"``, in ``onnx/`` with the type of
+            the weights in the name, as that library looks for them.
 
     Returns:
         The folder, with a report of every export and every replay.

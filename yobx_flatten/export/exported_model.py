@@ -37,6 +37,7 @@ class ExportedModel:
         report: the record of the export and of every replay.
         path: the ONNX file, ``None`` without one.
 
+    >>> from yobx_flatten import export_program
     >>> exported = export_program(torch.nn.Linear(3, 2), (torch.zeros(4, 3),))
     >>> exported(torch.ones(7, 3)).shape
     torch.Size([7, 2])

@@ -93,13 +93,14 @@ class ProgramTrial(Trial):
 
     def calls(self, exported: Any, file: pathlib.Path, runtime: str) -> dict[str, int]:
         """Run each case with slices and transposed tensors, and one with inputs that do not fit; count both."""
-        from yobx_flatten.export.program_export import source_of
+        from yobx_flatten.export.exported_model import source_of
         from yobx_flatten.export.proof.report import ExportReport
+        from yobx_flatten.export.runtimes.without_counter import without_counter
         from yobx_flatten.runners.open import open_runner
 
         runner = open_runner(file, runtime=runtime, trust=True)
         with self.way.block(self.model):
-            source = source_of(exported).feedable(ExportReport(self.name))
+            source = without_counter(source_of(exported), ExportReport(self.name))
             moved = sum(_moved(runner, source, case) for case in source.cases)
             return {"moved": moved, "refused": _refused(runner, source, source.cases[-1])}
 

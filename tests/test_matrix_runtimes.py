@@ -150,7 +150,7 @@ def test_a_file_that_is_wrong_about_one_input_does_not_pass(wrong, said, trial, 
 
 def test_a_file_that_takes_what_the_model_refuses_does_not_pass(trial):
     """A mask without the last row; torch's own program refuses it, as the model does."""
-    from yobx_flatten.export.program_export import source_of
+    from yobx_flatten.export.exported_model import source_of
 
     source = source_of(trial.free)
     with trial.way.block(trial.model):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pathlib
 import sys
 import time
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -19,12 +18,13 @@ from ..model_folder.generators import open_generator
 from ..model_folder.source.find import require_transformers
 from ..terminal.failures import UserError
 from ..terminal.output import say, say_json
+from .options import Device, Folder, Runtime, Seed, Temperature, Threads, TopK, TopP, Trust
 
 __all__ = ["chat"]
 
 
 def chat(
-    folder: Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A folder that export wrote.")],
+    folder: Folder,
     message: Annotated[
         list[str] | None, typer.Option(help="What you write, one turn each; by default the lines of the input.")
     ] = None,
@@ -33,26 +33,14 @@ def chat(
     sample: Annotated[
         bool | None, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest; as configured.")
     ] = None,
-    temperature: Annotated[float, typer.Option(help="Below 1: likely tokens become likelier.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample among the likeliest tokens with this total probability.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Random seed of sampling.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of onnxruntime.")] = None,
-    runtime: Annotated[
-        Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
-        typer.Option(help="Runtime (default: the folder's). openvino also runs ONNX files."),
-    ] = None,
-    trust: Annotated[
-        bool,
-        typer.Option(
-            "--trust", help="Load files that may run code (AOTInductor, pickles). Only if you trust their author."
-        ),
-    ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="Where onnxruntime computes: cpu, cuda, cuda:1, directml, coreml, openvino ...")
-    ] = None,
+    temperature: Temperature = 1.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    threads: Threads = None,
+    runtime: Runtime = None,
+    trust: Trust = False,
+    device: Device = None,
     json: Annotated[bool, typer.Option("--json", help="Print the conversation as JSON, at the end.")] = False,
 ) -> int:
     """Talk to an exported folder: a turn for each line, replies as they are written.

@@ -4,96 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Annotated, Literal
-
-import typer
 
 from ..export.quantization.options import Quantization
-from ..model_folder.pieces.tasks import TASKS
-from ..model_folder.source.find import MODEL_NAMES, FoundModel, find_model
+from ..model_folder.source.find import FoundModel, find_model
 from ..model_folder.write import ExportedFolder, check_target, export_folder
 from ..terminal.failures import UserError
 from ..terminal.output import progress, say, say_json
+from . import export_options as option
 
 __all__ = ["export"]
 
-_TASKS = ", ".join(("auto", *TASKS))
-
 
 def export(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help=MODEL_NAMES,
-        ),
-    ],
-    output: Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")],
-    target: Annotated[
-        Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
-        typer.Option(help="Target runtime (default: the runtime of --to)."),
-    ] = None,
-    task: Annotated[str, typer.Option(metavar="TASK", help=f"One of {_TASKS}.")] = "auto",
-    to: Annotated[Literal["onnx", "program"], typer.Option(help="Write ONNX files or torch.export programs.")] = "onnx",
-    dtype: Annotated[
-        Literal["float32", "float16", "bfloat16"],
-        typer.Option(help="Data type of the weights; bfloat16 only for programs, or with --proof none."),
-    ] = "float32",
-    opset: Annotated[
-        int | None, typer.Option(min=18, help="ONNX opset (default: the fastest that passes the proof).")
-    ] = None,
-    dynamic: Annotated[
-        Literal["all", "length"], typer.Option(help="Dynamic sizes: batch and lengths, or lengths only.")
-    ] = "all",
-    batch: Annotated[int, typer.Option(min=1, help="Batch size, with --dynamic length.")] = 1,
-    max_batch: Annotated[int, typer.Option(min=1, help="Largest batch size, with --max-length.")] = 4,
-    max_length: Annotated[
-        int | None, typer.Option(min=1, help="Largest number of tokens in the cache; ExecuTorch plans memory for it.")
-    ] = None,
-    proof: Annotated[
-        Literal["auto", "full", "sample", "none"],
-        typer.Option(help="How much is checked against the model; auto: full below 1 GB of weights, sample above."),
-    ] = "auto",
-    quantize: Annotated[
-        Literal["int8", "int4", "keep"] | None,
-        typer.Option(help="Weights of projections in 8 or 4 bits; keep: the integers that they were made of."),
-    ] = None,
-    perplexity_ratio: Annotated[
-        float | None,
-        typer.Option(help="With --quantize: largest allowed perplexity relative to the model (int8: 1.01, int4: 1.1)."),
-    ] = None,
-    calibration: Annotated[
-        pathlib.Path | None,
-        typer.Option(metavar="FILE", help="With --quantize: your prompts, one in each line, to measure it by."),
-    ] = None,
-    optimize: Annotated[
-        Literal["onnxruntime"] | None,
-        typer.Option(help="Use onnxruntime's own attention, which writes the cache in place."),
-    ] = None,
-    logits: Annotated[
-        Literal["all", "last"],
-        typer.Option(help="Return the scores of all tokens, or of the last one, which generation needs."),
-    ] = "all",
-    weights: Annotated[
-        Literal["auto", "memory", "stream"],
-        typer.Option(help="Load all weights, or read them layer by layer; auto: by free memory."),
-    ] = "auto",
-    unmatched_weights: Annotated[
-        Literal["refuse", "unused", "random"],
-        typer.Option(help="Weights that do not match the model class: refuse, drop unused ones, or use random ones."),
-    ] = "refuse",
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-remote-code", help="Run the Python files of MODEL (auto_map). Only if you trust their author."
-        ),
-    ] = False,
-    layout: Annotated[
-        Literal["flat", "transformers.js"],
-        typer.Option(help="Where the files are: flat, or as transformers.js looks for them (onnx/model_q4.onnx)."),
-    ] = "flat",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the contents of DIR.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    model: option.Model,
+    output: option.Output,
+    target: option.Target = None,
+    task: option.Task = "auto",
+    to: option.To = "onnx",
+    dtype: option.Dtype = "float32",
+    opset: option.Opset = None,
+    dynamic: option.Dynamic = "all",
+    batch: option.Batch = 1,
+    max_batch: option.MaxBatch = 4,
+    max_length: option.MaxLength = None,
+    proof: option.Proof = "auto",
+    quantize: option.Quantize = None,
+    perplexity_ratio: option.PerplexityRatio = None,
+    calibration: option.Calibration = None,
+    optimize: option.Optimize = None,
+    logits: option.Logits = "all",
+    weights: option.Weights = "auto",
+    unmatched_weights: option.UnmatchedWeights = "refuse",
+    trust_remote_code: option.TrustRemoteCode = False,
+    layout: option.Layout = "flat",
+    overwrite: option.Overwrite = False,
+    json: option.AsJson = False,
 ) -> int:
     """Export a transformers model to a folder that generates text, and check it against the model.
 
@@ -117,7 +62,7 @@ def export(
             batch=None if dynamic == "all" else batch,
             overwrite=overwrite,
             proof=proof,
-            quantize=None if quantize is None else Quantization(quantize, perplexity_ratio=perplexity_ratio),
+            quantize=quantize and Quantization(quantize, perplexity_ratio=perplexity_ratio),
             calibration=calibration,
             optimize=optimize,
             logits=logits,
@@ -128,18 +73,16 @@ def export(
             unmatched_weights=unmatched_weights,
             layout=layout,
         )
-    if json:
-        say_json(_as_dict(done, found))
-    else:
-        if not found.has_weights:
-            say(f"{found}\n")
-        say(str(done))
-        say(f"\nNext:  yobx-flatten verify {output}" + _next(done, output))
+    say_json(_as_dict(done, found)) if json else _show(done, found, output)
     return 0
 
 
-def _next(done: ExportedFolder, output: pathlib.Path) -> str:
-    return f'\n       yobx-flatten generate {output} --prompt "..."' if "text" in done.task else ""
+def _show(done: ExportedFolder, found: FoundModel, output: pathlib.Path) -> None:
+    if not found.has_weights:
+        say(f"{found}\n")
+    say(str(done))
+    following = f'\n       yobx-flatten generate {output} --prompt "..."' if "text" in done.task else ""
+    say(f"\nNext:  yobx-flatten verify {output}{following}")
 
 
 def _as_dict(done: ExportedFolder, found: FoundModel) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -18,39 +18,28 @@ from ..model_folder.source.find import require_transformers
 from ..model_folder.source.tokenizer_files import open_tokenizer, readable
 from ..terminal.failures import UserError
 from ..terminal.output import say, say_json
+from .options import Device, Folder, Runtime, Seed, Temperature, Threads, TopK, TopP, Trust
 
 __all__ = ["generate"]
 
 
 def generate(
-    folder: Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A folder that export wrote.")],
+    folder: Folder,
     prompt: Annotated[list[str], typer.Option(help="Text to continue; several make a batch.")],
     tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens.")] = 40,
     sample: Annotated[bool, typer.Option("--sample", help="Sample tokens instead of taking the likeliest.")] = False,
-    temperature: Annotated[float, typer.Option(help="Below 1: likely tokens become likelier.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample among the likeliest tokens with this total probability.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Random seed of sampling.")] = None,
+    temperature: Temperature = 1.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: Seed = None,
     beams: Annotated[int, typer.Option(min=1, help="Number of beams; printed at the end.")] = 1,
     chat: Annotated[
         bool, typer.Option("--chat", help="Each prompt is a message; the tokenizer's chat template makes the text.")
     ] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of onnxruntime.")] = None,
-    runtime: Annotated[
-        Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
-        typer.Option(help="Runtime (default: the folder's). openvino also runs ONNX files."),
-    ] = None,
-    trust: Annotated[
-        bool,
-        typer.Option(
-            "--trust", help="Load files that may run code (AOTInductor, pickles). Only if you trust their author."
-        ),
-    ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="Where onnxruntime computes: cpu, cuda, cuda:1, directml, coreml, openvino ...")
-    ] = None,
+    threads: Threads = None,
+    runtime: Runtime = None,
+    trust: Trust = False,
+    device: Device = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, at the end.")] = False,
 ) -> int:
     """Generate text from an exported folder, token by token.

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors.failures import raised_as
 from ..terminal.failures import UserError
 
 __all__ = ["call_of", "import_module", "is_object_name", "object_of"]
@@ -29,10 +30,13 @@ def import_module(name: str) -> Any:
     """Import a module; those of the current folder are found, as with ``python -m``."""
     here = os.getcwd()
     sys.path.insert(0, here)
+
+    def failed(error: BaseException) -> UserError:
+        return UserError(f"the module {name} cannot be imported: {type(error).__name__}: {error}")
+
     try:
-        return importlib.import_module(name)
-    except Exception as error:  # the module is the user's, and may raise anything
-        raise UserError(f"the module {name} cannot be imported: {type(error).__name__}: {error}") from error
+        with raised_as(failed):  # the module is the user's, and may raise anything
+            return importlib.import_module(name)
     finally:
         if here in sys.path:
             sys.path.remove(here)
@@ -51,10 +55,8 @@ def object_of(name: str) -> Any:
 
     if not callable(found) or isinstance(found, torch.nn.Module):
         return found
-    try:
+    with raised_as(lambda error: UserError(f"{name}() failed: {type(error).__name__}: {error}")):
         return found()
-    except Exception as error:  # the function is the user's
-        raise UserError(f"{name}() failed: {type(error).__name__}: {error}") from error
 
 
 def call_of(returned: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from typing import Annotated
 
 import typer
@@ -11,21 +10,15 @@ import typer
 from ..model_folder.verify import verify_folder
 from ..terminal.failures import CHECK_FAILED
 from ..terminal.output import progress, say, say_json
+from .options import Device, Folder, Trust
 
 __all__ = ["verify"]
 
 
 def verify(
-    folder: Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A folder that export wrote.")],
-    trust: Annotated[
-        bool,
-        typer.Option(
-            "--trust", help="Load files that may run code (AOTInductor, pickles). Only if you trust their author."
-        ),
-    ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="Where onnxruntime computes: cpu, cuda, cuda:1, directml, coreml, openvino ...")
-    ] = None,
+    folder: Folder,
+    trust: Trust = False,
+    device: Device = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Check an exported folder: replay its stored cases, and generate with its files.

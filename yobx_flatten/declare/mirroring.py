@@ -7,12 +7,14 @@ writes.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..errors import InvalidArgumentError, NotRegisteredError, describe_class
 from ..errors.dependencies import require
+from ..errors.failures import undone_on_failure
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import Static
 from ..recipe.contract import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_node
@@ -93,11 +95,8 @@ def mirror(
     if claim is None:
         return False
     if f_check is not None:
-        try:
+        with undone_on_failure(functools.partial(REGISTRY.release, claim)):
             check_round_trip(recipe, f_check())
-        except BaseException:  # also Ctrl-C; raised again
-            REGISTRY.release(claim)
-            raise
     return True
 
 

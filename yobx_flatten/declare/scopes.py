@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import logging
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 from ..errors import InvalidRegistrationError, RoundTripError, describe_class
 from ..errors.dependencies import require
+from ..errors.failures import undone_on_failure
 from ..errors.log import say, verbosity
 from ..recipe.contract import (
     Flatten,
@@ -115,11 +117,8 @@ def register_class_flattening(
             say(logging.DEBUG, "%s is registered already", describe_class(cls))
             return False
         if f_check is not None:
-            try:
+            with undone_on_failure(functools.partial(REGISTRY.release, claim)):  # also Ctrl-C in a check of the user
                 _run_check(recipe, f_check)
-            except BaseException:  # also Ctrl-C in a check of the user; raised again
-                REGISTRY.release(claim)
-                raise
         say(logging.INFO, "registered %s", describe_class(cls))
     return True
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import TypeVar, cast
 
-__all__ = ["raised_as", "result_or", "undone_on_failure"]
+__all__ = ["noted_on_failure", "raised_as", "result_or", "undone_on_failure"]
 
 _T = TypeVar("_T")
 _U = TypeVar("_U")
@@ -29,7 +29,7 @@ def result_or(run: Callable[[], _T], otherwise: Callable[[Exception], _U]) -> _T
 
 
 @contextlib.contextmanager
-def raised_as(error_of: Callable[[Exception], Exception], *own: type[Exception]) -> Iterator[None]:
+def raised_as(error_of: Callable[[Exception], Exception | None], *own: type[Exception]) -> Iterator[None]:
     """Raise an error of ours, with the cause, for whatever a block raises.
 
     >>> with raised_as(lambda error: ValueError(f"not a number: {error}")):
@@ -37,12 +37,39 @@ def raised_as(error_of: Callable[[Exception], Exception], *own: type[Exception])
     Traceback (most recent call last):
     ValueError: not a number: invalid literal for int() with base 10: 'three'
     """
+    # error_of: returns the error that comes out; `None` for the one that was raised
+    # own: classes that come out as they are
     try:
         yield
     except own:
         raise
-    except Exception as error:  # it is the cause of the one that comes out
-        raise error_of(error) from error
+    except BaseException as error:  # it is the cause of the one that comes out
+        # a panic of a library in Rust is no `Exception`, and its class cannot be imported; Ctrl-C is neither
+        is_failure = isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
+        found = error_of(cast("Exception", error)) if is_failure else None
+        if found is None:
+            raise
+        raise found from error
+
+
+@contextlib.contextmanager
+def noted_on_failure(note_for: Callable[[Exception], str]) -> Iterator[None]:
+    """Add a note to whatever a block raises, and let it come out.
+
+    >>> with noted_on_failure(lambda error: "in the third row"):
+    ...     int("three")
+    Traceback (most recent call last):
+    ValueError: invalid literal for int() with base 10: 'three'
+    in the third row
+    """
+    # note_for: returns the note; empty for none
+    try:
+        yield
+    except Exception as error:  # its text is not ours, so it stays as it is
+        note = note_for(error)
+        if note:
+            error.add_note(note)
+        raise
 
 
 @contextlib.contextmanager

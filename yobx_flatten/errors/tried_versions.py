@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
-from collections.abc import Iterator
+
+from .failures import noted_on_failure
 
 __all__ = [
     "NEWEST_TRIED",
@@ -84,13 +85,12 @@ def without_cause(error: BaseException) -> str:
     return text.removesuffix(f"\n{line}") if line and isinstance(error, VersionDependentError) else text
 
 
-@contextlib.contextmanager
-def naming_untried_versions() -> Iterator[None]:
+def naming_untried_versions() -> contextlib.AbstractContextManager[None]:
     """Add the line as a note to an error of another library that leaves the block: its text is not ours."""
-    try:
-        yield
-    except Exception as error:  # of any library; raised again, with a line more
+
+    def note_for(error: Exception) -> str:
         line = possible_cause()
-        if line and not isinstance(error, VersionDependentError) and line not in getattr(error, "__notes__", ()):
-            error.add_note(line)
-        raise
+        is_named = isinstance(error, VersionDependentError) or line in getattr(error, "__notes__", ())
+        return "" if is_named else line
+
+    return noted_on_failure(note_for)

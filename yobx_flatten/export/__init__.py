@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from .exported_model import ExportedModel
 from .foreign_program import prove_program
 from .onnx_export import export_onnx
-from .program_export import ExportedModel, export_program
+from .program_export import export_program
 from .proof.quality import Quality
 from .proof.replay import Case, CaseResult
 from .proof.report import ExportReport

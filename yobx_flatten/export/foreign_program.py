@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,19 +21,17 @@ from ..diagnose.spec_diff import compare_specs
 from ..errors import InvalidArgumentError, SpecMismatchError, describe_class
 from ..huggingface.cache_names import name_in
 from ..private_names.of_torch import pytree
-from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
 from ..trees.naming import leaf_names
 from ..trees.shapes import dynamic_shapes
 from ..trees.weights import has_no_data
 from .example.example import Example, sizes_of
+from .exported_model import ExportedModel, finish
 from .program.traced import described
-from .program_export import ExportedModel, cases_of, finish, replay_program
-from .proof.levels import Proof, choose_proof
-from .proof.replay import Case, check_cases, clone
+from .proof.levels import Proof
+from .proof.replay import Case, clone
 from .proof.report import ExportReport
-from .runtimes.write import Source
-from .tolerance import Allowed
+from .source import Asked, noted, prove
 
 __all__ = ["prove_program"]
 
@@ -85,24 +84,18 @@ def prove_program(
             f"prove_program: expected a torch.export.ExportedProgram, found {describe_class(program)}. Of what "
             "transformers' DynamoExporter returns it is:\n    prove_program(exported.program, model)"
         )
-    cases = cases if cases is None else check_cases(cases)
-    allowed = Allowed.of(module, tolerance)
-    report = ExportReport(type(module).__qualname__, tolerance=allowed.tolerance, proof=choose_proof(proof, module))
+    asked = Asked.of(module, cases, steps, tolerance, proof)
+    report = asked.report()
     with register_flattening_functions(**options_in_use()):
         example = _example_of(program, module)
-        report.remark(*example.remarks)
         traced = described(program, example)
-        report.input_names, report.output_names = traced.input_names, traced.output_names
-        report.remark(*traced.remarks())
-        allowed.measure(report, example, traced)
-        with report.timed("replay"):
-            chosen = cases_of(example, cases, 1 if example.shapes is None else steps, report)
-            if cases is None:
-                chosen = _fitting(program, chosen, report)
-            if chosen:
-                report.cases += replay_program(ProgramRunner(program), example, traced, chosen, report)
-    source = Source(example, traced, chosen, allowed, report.proof, is_given=True, yardstick=report.yardstick)
-    return finish(traced, report, source=source)
+        noted(example, traced, report)
+        if example.shapes is None:
+            asked = dataclasses.replace(asked, steps=1)
+        # cases that were named are run as they are: their caller wants to know
+        chosen = (lambda made: _fitting(program, made, report)) if cases is None else list
+        source = prove(example, traced, asked, report, fitting=chosen)
+        return finish(dataclasses.replace(source, is_given=True), report)
 
 
 def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pathlib
 import shutil
 
-import torch
-
 from ..errors import NoRoomError
 from ..errors.messages import format_bytes
-from ..huggingface.layer_weights import largest_layer
-from .proof.memory import memory_available, weight_bytes
+from .model_facts import ModelFacts
+from .proof.memory import memory_available
 from .quantization.options import Quantization
 
 __all__ = ["check_room"]
@@ -20,7 +18,7 @@ _TRIFLE = 2**28  # below, the libraries take more than the weights
 
 
 def check_room(
-    module: torch.nn.Module,
+    facts: ModelFacts,
     path: pathlib.Path,
     *,
     in_memory: int = 1,
@@ -28,12 +26,12 @@ def check_room(
     proof: str = "full",
 ) -> None:
     """Refuse an export that would fill the disk or the memory."""
-    # module: the module. Of one whose weights are read layer by layer, the memory holds the largest layer, its weights
+    # facts: the module. Of one whose weights are read layer by layer, the memory holds the largest layer, its weights
     # in the type of the file, and what is written of it.
     # quantization: how weights will be stored in fewer bits; `None` where they are not
     # proof: what is replayed; with `"none"` no file in float is written before one in fewer bits
-    weights = weight_bytes(module)
-    few = 0 if quantization is None else _bytes_in_bits(module, quantization.bits)
+    weights, largest = facts.weight_bytes, facts.layer_bytes
+    few = 0 if quantization is None else facts.bytes_in(quantization.bits)
     written = weights if quantization is None else few if proof == "none" else weights + few
     there = next(folder for folder in (path.absolute().parent, *path.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(there).free
@@ -42,7 +40,6 @@ def check_room(
             f"The disk is too small: the weights take {format_bytes(written)}, and {format_bytes(free)} are free in "
             f"{there}. Name a folder on another disk, or make room there."
         )
-    largest = largest_layer(module)
     # a file is mapped next to a model that is read layer by layer, and gives way
     needed = (4 * largest if largest else in_memory * weights) + _BESIDE
     left = memory_available()
@@ -52,15 +49,3 @@ def check_room(
             "available. Close other programs, export in float16, or leave the proof out, which is most of it:\n"
             '    proof="none"'
         )
-
-
-def _bytes_in_bits(module: torch.nn.Module, bits: int) -> int:
-    """Return how many bytes the weights take where those of projections are stored in few bits."""
-    numbers = {id(part.weight): part.weight.numel() for part in module.modules() if isinstance(part, torch.nn.Linear)}
-    tables = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)}
-    kept = weight_bytes(module) - sum(
-        weight.numel() * weight.element_size()
-        for weight in module.parameters()
-        if id(weight) in numbers and id(weight) not in tables
-    )
-    return kept + sum(numbers.values()) * bits // 8

@@ -10,26 +10,18 @@ from typing import Any, Literal
 import torch
 
 from ..declare.scopes import options_in_use, register_flattening_functions
-from ..errors import InvalidArgumentError
 from ..errors.dependencies import require
 from ..recipe.aliases import DynamicShapes
-from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
 from .example.example import make_example
-from .free_space import check_room
-from .onnx.attempts import write_proven
-from .onnx.file import check_opset, check_translations, unproven_file
-from .onnx.kernels import check_kernels
-from .onnx.quantized import quantize_file
-from .program_export import ExportedModel, cases_of, finish, replay_program, traced_example
-from .proof.levels import Proof, choose_proof
-from .proof.replay import Case, check_cases
-from .proof.report import ExportReport
-from .quantization.options import Quantization, WeightBits, choose_quantization
-from .quantization.text_cases import check_text
-from .runtimes.without_counter import without_counter
-from .runtimes.write import Source
-from .tolerance import Allowed
+from .exported_model import ExportedModel, finish
+from .onnx.file import unproven_file
+from .proof.levels import Proof
+from .proof.replay import Case
+from .quantization.options import Quantization, WeightBits
+from .runtimes.file_options import FileOptions
+from .runtimes.write import write_file
+from .source import Asked, prove, traced_example
 
 __all__ = ["export_onnx"]
 
@@ -66,26 +58,20 @@ def export_onnx(
         dynamic_shapes: see :func:`export_program`. Names in it are names of axes in the file.
         cases: see :func:`export_program`.
         steps: see :func:`export_program`; 3 by default.
-        tolerance: see :func:`export_program`; by default 1e-4. For weights in half precision, what the type costs the
-            model itself is measured on every case, next to float32, and each output may differ by five times that.
-            Where the memory is too small for that, 6e-2 for float16 and 2e-1 for bfloat16.
-        opset_version: version of ONNX's operators; ``None``, the default, for the newest whose attention and
-            normalisation the installed onnxruntime computes right (23, found with a small model that is run once), and
-            for the exporter's own choice where the replay of such a file fails. The report names it.
+        tolerance: see :func:`export_program`; by default 1e-4, and for weights in half precision what the type costs.
+        opset_version: version of ONNX's operators; ``None``, the default, for the newest that the installed onnxruntime
+            computes right, and for the exporter's own choice where the replay of such a file fails.
         keep_failed: a folder for a file that failed its replay; ``None``, the default, removes such a file.
-        counter_input: for a cache of which every layer slides: whether to add an input ``past_key_values.length``, as
-            the program has. By default the file has the inputs that tools feed, ``attention_mask`` and ``position_ids``
-            among them, and reads from the mask how many tokens were seen.
+        counter_input: for a cache of which every layer slides: whether to have an input ``past_key_values.length``, as
+            the program has. By default the file reads from ``attention_mask``, which tools feed, how many were seen.
         proof: what is replayed, see :func:`export_program`. ``"sample"`` replays the file, and not the program in
             addition; with ``"none"`` the file is not even loaded.
         quantize: ``"int8"`` or ``"int4"`` to store the weights of projections in blocks of so many bits, with a scale
             and a zero point each; a :class:`.quantization.Quantization` for other blocks, another threshold, or a text
-            for the perplexity. The file is replayed in float first; then ``report.quality`` states how far the
-            quantised one is from the model. ``None``, the default, stores all weights as they are.
-        optimize: ``"onnxruntime"`` for operators that only onnxruntime has: attention that writes into the memory of
-            the cache instead of copying it (:class:`OnnxGenerator` and onnxruntime-genai use it so), for every layer
-            whose cache holds all tokens. Several tokens after others are taken for one row only then. ``None``, the
-            default, for the operators of ONNX.
+            for the perplexity. ``report.quality`` states how far the file is from the model. ``None`` by default.
+        optimize: ``"onnxruntime"`` for its own attention, which writes into the memory of the cache instead of copying
+            it, for every layer whose cache holds all tokens. Several tokens after others are taken for one row only
+            then. ``None``, the default, for the operators of ONNX.
         translations: for operators of your own, functions of onnxscript by operator (``torch.ops.mine.twice.default``),
             as ``custom_translation_table`` of ``torch.onnx.export``. None by default.
 
@@ -110,60 +96,29 @@ def export_onnx(
     """
     require("onnx", "onnxscript", "onnxruntime", purpose="export_onnx", extra="onnx")
     check_arguments(module, args, kwargs)
-    cases = cases if cases is None else check_cases(cases)
-    if optimize not in (None, "onnxruntime"):
-        raise InvalidArgumentError(f'optimize must be "onnxruntime" or None, found {optimize!r}.')
-    target = pathlib.Path(path)
-    folder = None if keep_failed is None else pathlib.Path(keep_failed)
-    if folder is not None and folder.absolute() == target.parent.absolute():
-        raise InvalidArgumentError(
-            f"keep_failed={os.fspath(folder)!r} is the folder of the file itself, where a file that failed would "
-            "replace one that did not. Name another folder."
-        )
-    quantization = choose_quantization(quantize, module, "export_onnx")
-    allowed = Allowed.of(module, tolerance)
-    report = ExportReport(type(module).__qualname__, tolerance=allowed.tolerance, proof=choose_proof(proof, module))
-    if report.proof != "none" and folder is None:
-        check_kernels(module, "export_onnx")
-    check_opset(opset_version)
-    check_translations(translations)
-    in_memory = 0 if report.proof == "none" else 1
-    check_room(module, target, in_memory=in_memory, quantization=quantization, proof=report.proof)
+    asked = Asked.of(module, cases, steps, tolerance, proof)
+    target, folder = pathlib.Path(path), None if keep_failed is None else pathlib.Path(keep_failed)
+    options = FileOptions(
+        "onnxruntime",
+        target,
+        "export_onnx",
+        quantize=quantize,
+        opset_version=opset_version,
+        optimize=optimize,
+        translations=translations,
+        counter_input=counter_input,
+        keep_failed=folder,
+    ).checked(asked.facts, proof=asked.proof)
+    report = asked.report()
     with register_flattening_functions(**options_in_use()):
         example = make_example(module, args, dict(kwargs or {}), dynamic_shapes)
-        if example.no_data:
-            raise InvalidArgumentError(
-                f"export_onnx writes the weights, and {example.no_data}. Load them first; export_program works without."
-            )
-        check_text(example, quantization)
+        options.check_example(example)
         with unproven_file(target) as file:
-            traced = program = traced_example(example, report)
-            traced.check_cache_outputs(report.module)
-            allowed.measure(report, example, traced)
-            with report.timed("replay"):
-                chosen = cases_of(example, cases, steps, report)
-                if report.proof == "full" and traced.readers:
-                    report.remark("the file was replayed, and not the program: it has no weights of its own.")
-                elif report.proof == "full":  # else the file alone, which holds what the program does
-                    report.cases += replay_program(ProgramRunner(traced.program), example, traced, chosen, report)
-            source = Source(example, traced, chosen, allowed, report.proof, yardstick=report.yardstick)
-            fed = None if counter_input else without_counter(example, traced, report)
-            if fed is not None:
-                decoder: Any = fed.module
-                example, chosen = fed, [Case(c.name, (), decoder.inputs(c.kwargs), c.steps) for c in chosen]
-                program = traced_example(example, report)
-                allowed.measure(report, example, program)
-            at_once = quantization if report.proof == "none" else None
-            how: dict[str, Any] = {"share": optimize is not None, "quantization": at_once}
-            how["translations"] = translations
-            write_proven(file, example, program, chosen, report, opset_version, **how)
-            if report.ok and quantization is not None and at_once is None:
-                quantize_file(file, quantization, example, program, chosen, report)
-            if report.ok:
-                file.publish()
-                return finish(traced, report, target, source=source)
-            if folder is None:
-                otherwise = f'Nothing was written to {target}. To look at the file, pass keep_failed="a folder".'
-            else:
-                otherwise = f"Nothing was written to {target}. The file that failed is {file.keep(folder)}."
-            return finish(traced, report, target, f"\n{otherwise}")
+            traced = traced_example(example, report)
+            traced.check_cache_outputs(asked.facts.name)
+            if traced.readers and asked.proof == "full":
+                report.remark("the file was replayed, and not the program: it has no weights of its own.")
+            # of a sample the file is replayed alone: it holds what the program does
+            source = prove(example, traced, asked, report, runs=asked.proof == "full" and not traced.readers)
+            write_file(source, options, file, report)
+        return finish(source, report, target)

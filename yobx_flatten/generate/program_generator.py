@@ -9,7 +9,7 @@ from typing import Any
 from torch.export import ExportedProgram
 
 from ..errors import InvalidArgumentError, describe_class
-from ..export.program_export import ExportedModel
+from ..export.exported_model import ExportedModel
 from ..runners.program_runner import ProgramRunner, open_program
 from .generator import Generator, Parts
 from .layout import find_parts, folder_of

@@ -33,6 +33,9 @@ __all__ = [
 _DECODER = {"input_ids", "attention_mask", "position_ids", "use_cache"}
 _ENCODER_DECODER = {"decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "attention_mask", "use_cache"}
 
+_LONGEST = 1024
+"""Tokens of the longest case: more take minutes."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSizes:
@@ -111,7 +114,7 @@ def ambiguous_without(model: TransformersModel, kwargs: Mapping[str, Any]) -> st
     )
 
 
-def default_sizes(model: TransformersModel, longest: int = 1024) -> tuple[list[DecodeSizes], str | None]:
+def default_sizes(model: TransformersModel) -> tuple[list[DecodeSizes], str | None]:
     """Choose sizes that are hard: below, at and past the smallest window, one and several tokens, a padded row.
 
     Where positions change with the length (longrope, dynamic), two more pass that length.
@@ -119,15 +122,15 @@ def default_sizes(model: TransformersModel, longest: int = 1024) -> tuple[list[D
     # returns: the sizes, and a remark when a window, or the length where positions change, is too long to be passed
     config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-    room = getattr(config, "max_position_embeddings", None) or longest
+    room = getattr(config, "max_position_embeddings", None) or _LONGEST
     if not isinstance(window, int) or window < 3:
         window = None
     remark = None
-    if window is not None and 2 * window + 8 > min(longest, room):
-        remark = f"The sliding window of {window} was not passed: that takes more than {min(longest, room)} tokens."
+    if window is not None and 2 * window + 8 > min(_LONGEST, room):
+        remark = f"The sliding window of {window} was not passed: that takes more than {min(_LONGEST, room)} tokens."
         window = None
     switch, across = switch_of(config.to_dict()), []
-    if switch is not None and switch + 8 > longest:
+    if switch is not None and switch + 8 > _LONGEST:
         passed = f"The length of {switch} at which the angles of positions change was not passed."
         remark = passed if remark is None else f"{remark} {passed}"
     elif switch is not None and switch > 4:
@@ -182,77 +185,114 @@ def decode_inputs(
     >>> cache_of(inputs).get_seq_length()
     5
     """
+    _check_decodes(model)
+    encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    like = named_for(forward_of(model), dict.fromkeys(_usual_inputs(model, encoder_decoder)) if like is None else like)
+    cache_is = name_in(like)
+    _check_fills(sizes, cache_is)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = _given_or_random(model, "tokens", tokens, sizes, sizes.past + sizes.new, generator)
+    mask = torch.ones_like(tokens)
+    mask[0, : sizes.padding] = 0
+    with torch.no_grad():
+        if encoder_decoder:
+            read = _given_or_random(model, "source", source, sizes, sizes.source, generator)
+            made = _inputs_of_both(model, sizes, like, tokens, mask, read)
+        else:
+            made = _inputs_of_decoder(model, sizes, like, tokens, mask)
+    if cache_is is not None:
+        made = {name: contiguous(value) for name, value in made.items()}
+    # what is not a tensor (use_cache=True, ...) is the caller's
+    return {name: made.get(name, value) for name, value in like.items()}
+
+
+def _given_or_random(
+    model: TransformersModel,
+    name: str,
+    given: torch.Tensor | None,
+    sizes: DecodeSizes,
+    length: int,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """Tokens that were given, or random ones, where the model's inputs belong."""
+    shape = (sizes.batch, length)
+    if given is None:
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        given = torch.randint(0, vocabulary, shape, generator=generator)
+    elif tuple(given.shape) != shape:
+        raise FlattenError(f"decode_inputs: {name} has shape {tuple(given.shape)}, but {sizes} needs {shape}.")
+    return given.to(device_of_inputs(model))
+
+
+def _check_decodes(model: TransformersModel) -> None:
+    """Refuse a model that no inputs of a decode call are made for."""
     if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
         raise InvalidArgumentError(
             f"decode_inputs: {describe_class(type(model))} is not a model of transformers. Make its inputs yourself, "
             'and other sizes for the replay:\n    export_program(module, args, cases=[Case("five rows", other_args)])'
         )
-    config = model.config.get_text_config(decoder=True)
-    encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
-    if encoder_decoder and not _encoder_reads_tokens(model):
+    if getattr(model.config, "is_encoder_decoder", False) and not _encoder_reads_tokens(model):
         raise InvalidArgumentError(
             f"decode_inputs: the encoder of {type(model).__qualname__} reads {model.main_input_name}, and tokens are "
             "all that is made here. Record a call instead:\n    with record_calls(model) as calls: "
             f"model.generate({model.main_input_name}, max_new_tokens=4)\n    calls.example('decode')"
         )
-    device = device_of_inputs(model)
-    generator = torch.Generator().manual_seed(seed)
 
-    def given_or_random(name: str, given: torch.Tensor | None, length: int) -> torch.Tensor:
-        shape = (sizes.batch, length)
-        if given is None:
-            given = torch.randint(0, config.vocab_size, shape, generator=generator)
-        elif tuple(given.shape) != shape:
-            raise FlattenError(f"decode_inputs: {name} has shape {tuple(given.shape)}, but {sizes} needs {shape}.")
-        return given.to(device)
 
-    tokens = given_or_random("tokens", tokens, sizes.past + sizes.new)
-    if like is None:
-        like = dict.fromkeys(_usual_inputs(model, encoder_decoder))
-    like = named_for(forward_of(model), like)
-    cache_is = name_in(like)
+def _check_fills(sizes: DecodeSizes, cache_is: str | None) -> None:
+    """Refuse to fill a cache with nothing."""
     if sizes.past == 0 and cache_is is not None:
         raise InvalidArgumentError(
             f"decode_inputs: a cache cannot be filled with no tokens ({sizes}). Give past=1 or more, or leave "
             f"{cache_is} out of `like`."
         )
-    mask = torch.ones_like(tokens)
-    mask[0, : sizes.padding] = 0
+
+
+def _inputs_of_both(
+    model: TransformersModel,
+    sizes: DecodeSizes,
+    like: Mapping[str, Any],
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+    source: torch.Tensor,
+) -> dict[str, Any]:
+    """The inputs of a model with an encoder, with a cache if the example has one."""
+    source_mask = torch.ones_like(source)
+    source_mask[0, sizes.source - min(2, sizes.source - 1) :] = 0  # encoders are padded on the right
+    encoder_outputs = model.get_encoder()(input_ids=source, attention_mask=source_mask)
+    prefill = {"encoder_outputs": encoder_outputs, "attention_mask": source_mask}
+    cache_is = name_in(like)
+    if cache_is is None:
+        return {**prefill, "decoder_input_ids": tokens, "decoder_attention_mask": mask}
+    past, new = tokens[:, : sizes.past], tokens[:, sizes.past :]
+    if "decoder_attention_mask" in like:
+        prefill["decoder_attention_mask"] = mask[:, : sizes.past]
+    empty = _fresh_cache(model, like.get(cache_is))
+    filled = model(decoder_input_ids=past, use_cache=True, **{cache_is: empty}, **prefill)
+    made = {**prefill, "decoder_input_ids": new, "decoder_attention_mask": mask}
+    return {**made, cache_is: cache_of(filled)}
+
+
+def _inputs_of_decoder(
+    model: TransformersModel, sizes: DecodeSizes, like: Mapping[str, Any], tokens: torch.Tensor, mask: torch.Tensor
+) -> dict[str, Any]:
+    """The inputs of a causal model, with a cache if the example has one."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache_is = name_in(like)
+    if cache_is is None:
+        return {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
     past, new = slice(0, sizes.past), slice(sizes.past, None)
-    fresh = _fresh_cache(model, like.get(cache_is or ""))
-    made: dict[str, Any] = {}
-    with torch.no_grad():
-        if encoder_decoder:
-            source = given_or_random("source", source, sizes.source)
-            source_mask = torch.ones_like(source)
-            source_mask[0, sizes.source - min(2, sizes.source - 1) :] = 0  # encoders are padded on the right
-            encoder_outputs = model.get_encoder()(input_ids=source, attention_mask=source_mask)
-            prefill = {"encoder_outputs": encoder_outputs, "attention_mask": source_mask}
-            if cache_is is None:
-                made = {**prefill, "decoder_input_ids": tokens, "decoder_attention_mask": mask}
-                return {name: made.get(name, value) for name, value in like.items()}
-            if "decoder_attention_mask" in like:
-                prefill["decoder_attention_mask"] = mask[:, past]
-            filled = model(decoder_input_ids=tokens[:, past], use_cache=True, **{cache_is: fresh}, **prefill)
-            made = {**prefill, "decoder_input_ids": tokens[:, new], "decoder_attention_mask": mask}
-        else:
-            prefill = {"attention_mask": mask[:, past]} if "attention_mask" in like else {}
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)
-            if cache_is is None:
-                made = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
-                return {name: made.get(name, value) for name, value in like.items()}
-            if "position_ids" in like:
-                prefill["position_ids"] = positions[:, past]
-            filled = model(input_ids=tokens[:, past], use_cache=True, **{cache_is: fresh}, **prefill)
-            if cache_of(filled) is None:
-                # generate() always hands one over, and some models make none of their own (Granite4Vision)
-                fresh = new_dynamic_cache(config)
-                filled = model(input_ids=tokens[:, past], use_cache=True, **{cache_is: fresh}, **prefill)
-            made = {"input_ids": tokens[:, new], "attention_mask": mask, "position_ids": positions[:, new]}
-    made[cache_is] = cache_of(filled)
-    made = {name: contiguous(value) for name, value in made.items()}
-    # what is not a tensor (use_cache=True, ...) is the caller's
-    return {name: made.get(name, value) for name, value in like.items()}
+    prefill = {"attention_mask": mask[:, past]} if "attention_mask" in like else {}
+    if "position_ids" in like:
+        prefill["position_ids"] = positions[:, past]
+    empty = _fresh_cache(model, like.get(cache_is))
+    filled = model(input_ids=tokens[:, past], use_cache=True, **{cache_is: empty}, **prefill)
+    if cache_of(filled) is None:
+        # generate() always hands one over, and some models make none of their own (Granite4Vision)
+        empty = new_dynamic_cache(model.config.get_text_config(decoder=True))
+        filled = model(input_ids=tokens[:, past], use_cache=True, **{cache_is: empty}, **prefill)
+    made = {"input_ids": tokens[:, new], "attention_mask": mask, "position_ids": positions[:, new]}
+    return {**made, cache_is: cache_of(filled)}
 
 
 def next_inputs(kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any] | None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..errors import DamagedFileError, InvalidArgumentError, describe_class
+from ..errors.failures import raised_as
 from ..errors.messages import first_line
-from ..files.damage import is_failure
 from .source.tokenizer_files import open_tokenizer
 
 __all__ = ["chat_text", "chat_tokenizer", "message_tokens", "reply", "text_pieces"]
@@ -87,11 +87,11 @@ def _written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
                 f"messages[{number}] is {describe_class(message)} without a role. It has a role ({', '.join(_ROLES)}) "
                 'and a content: {"role": "user", "content": "Hello"}'
             )
-    try:
+
+    def refused(error: BaseException) -> InvalidArgumentError:
+        return InvalidArgumentError(f"The chat template refuses these messages: {first_line(error)}")
+
+    with raised_as(refused):  # a template is a program of others, in jinja's sandbox
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **options)
-    except BaseException as error:  # a template is a program of others, in jinja's sandbox
-        if not is_failure(error):
-            raise
-        raise InvalidArgumentError(f"The chat template refuses these messages: {first_line(error)}") from error
     assert isinstance(text, str)
     return text

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import ModelSourceError
+from ..errors.failures import result_or
 from ..recipe.aliases import TransformersModel
 from .source.tokenizer_files import open_tokenizer
 
@@ -58,7 +59,7 @@ def chat_prompts(
 
 
 def _tokens(source: pathlib.Path, questions: Sequence[str], *, plain: bool) -> list[list[int]]:
-    try:
+    def read() -> list[list[int]]:
         tokenizer: Any = open_tokenizer(source, failure=ModelSourceError)
         if getattr(tokenizer, "chat_template", None):
             messages = [[{"role": "user", "content": question}] for question in questions]
@@ -68,6 +69,7 @@ def _tokens(source: pathlib.Path, questions: Sequence[str], *, plain: bool) -> l
         else:
             return []
         found: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    except Exception:  # templates are programs of others, each tokenizer has its own errors; none is needed
-        return []
-    return found
+        return found
+
+    # templates are programs of others, each tokenizer has its own errors; none is needed
+    return result_or(read, lambda error: [])

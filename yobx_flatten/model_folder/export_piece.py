@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import pathlib
 from typing import Any
 
 from ..errors import FlattenError, GenerationError, InvalidArgumentError
+from ..errors.failures import raised_as, result_or
 from ..errors.log import STEP
 from ..errors.messages import first_line
-from ..export.example.bounds import Bounds
+from ..export.exported_model import source_of
 from ..export.onnx_export import export_onnx
 from ..export.program_export import export_program
+from ..export.proof.levels import Proof, sampled
 from ..export.proof.report import ExportReport
-from ..recipe.aliases import TransformersModel
+from ..export.quantization.options import Quantization
+from ..export.runtimes.file_options import FileOptions
+from ..export.runtimes.write import write_for
+from ..export.source import left_out, shortened
 from ..trees.shapes import dynamic_shapes
 from .pieces.text import Piece
-from .targets import fitting_cases, write_piece
+from .targets import FolderFormat, fitting_cases
 
 __all__ = ["export_piece"]
 
@@ -25,67 +31,71 @@ logger = logging.getLogger("yobx_flatten")
 
 
 def export_piece(
-    model: TransformersModel,
+    model: str,
     piece: Piece,
     path: pathlib.Path,
-    batch: int | None,
-    options: dict[str, Any],
-    runtime: str,
-    bounds: Bounds | None,
+    form: FolderFormat,
+    proof: Proof,
+    quantization: Quantization | None = None,
 ) -> ExportReport:
     """Export a piece, with pictures of one size where those of others do not become a file."""
-    # bounds: the largest sizes; `None` without them
+    # model: name of the class that the piece is of
 
     def export(one: Piece) -> ExportReport:
-        report = _written(one, path, batch, options, runtime, bounds)
+        report = _written(one, path, form, proof, quantization)
         report.remark(*one.remarks)
         return report
 
     logger.info("exporting %s", path.name, extra=STEP)
     if piece.narrower is not None:
-        try:
-            return export(piece)
-        except (OSError, MemoryError, InvalidArgumentError):
-            raise
-        except Exception as error:  # of the trace, the exporter, the replay: pictures of one size may pass them all
-            reason = first_line(error)[:200]
-        remark = f"pictures are of the example's size: others do not become a file ({reason})."
+        # of the trace, the exporter, the replay: pictures of one size may pass them all
+        found = result_or(functools.partial(export, piece), lambda error: error)
+        if isinstance(found, ExportReport):
+            return found
+        if isinstance(found, (OSError, MemoryError, InvalidArgumentError)):
+            raise found
+        remark = f"pictures are of the example's size: others do not become a file ({first_line(found)[:200]})."
         piece = dataclasses.replace(piece, dynamic_shapes=piece.narrower, remarks=(*piece.remarks, remark))
-    try:
-        return export(piece)
-    except (FlattenError, OSError, MemoryError):
-        raise
-    except Exception as error:  # of torch's trace, of the model inside it, of the exporter: each has its classes
+
+    def failed(error: BaseException) -> GenerationError | None:
         if "No space left on device" in str(error):  # libraries in C++ wrap the system's error
-            raise
-        raise GenerationError(
-            f"{type(model).__qualname__} does not become {path.name} ({type(error).__name__}: "
-            f"{first_line(error)[:300]}). Export it with your own inputs, export_onnx(model, kwargs=inputs, path=...), "
-            "or the calls of a run: with record_calls(model) as calls: ..."
-        ) from error
+            return None
+        return GenerationError(
+            f"{model} does not become {path.name} ({type(error).__name__}: {first_line(error)[:300]}). Export it with "
+            "your own inputs, export_onnx(model, kwargs=inputs, path=...), or the calls of a run: with "
+            "record_calls(model) as calls: ..."
+        )
+
+    # of torch's trace, of the model inside it, of the exporter: each has its classes
+    with raised_as(failed, FlattenError, OSError, MemoryError):
+        return export(piece)
 
 
 def _written(
-    piece: Piece,
-    path: pathlib.Path,
-    batch: int | None,
-    options: dict[str, Any],
-    runtime: str,
-    bounds: Bounds | None,
+    piece: Piece, path: pathlib.Path, form: FolderFormat, proof: Proof, quantization: Quantization | None
 ) -> ExportReport:
+    """Export a piece with the runtime of the folder, or with ``torch.export`` alone."""
     shapes: Any = piece.dynamic_shapes
-    if batch is not None and shapes is not None and piece.has_rows:
+    if form.batch is not None and shapes is not None and piece.has_rows:
         shapes = _with_fixed_batch(dynamic_shapes(dict(piece.kwargs)) if shapes == "auto" else shapes)
-    if runtime not in ("onnxruntime", "torch"):
-        return write_piece(runtime, piece, path, shapes, bounds, **options)
-    how: dict[str, Any] = {"dynamic_shapes": shapes, "cases": piece.cases, **options}
-    if runtime == "onnxruntime":
-        return export_onnx(piece.module, (), piece.kwargs, path, **how).report
-    del how["quantize"]  # a program has none
-    how |= {"cases": fitting_cases(piece, bounds), "bounds": None if bounds is None else vars(bounds)}
-    exported = export_program(piece.module, (), piece.kwargs, **how)
-    exported.save(path)
-    return exported.report
+    how: dict[str, Any] = {"kwargs": piece.kwargs, "dynamic_shapes": shapes}
+    if form.runtime == "onnxruntime":
+        how |= {"cases": piece.cases, "proof": proof, "quantize": quantization}
+        how |= {"opset_version": form.opset_version, "optimize": form.optimize}
+        return export_onnx(piece.module, path=path, **how).report
+    how["bounds"] = None if form.largest is None else vars(form.largest)
+    fitting = fitting_cases(piece, form.largest)
+    if form.runtime == "torch":
+        exported = export_program(piece.module, cases=fitting, proof=proof, **how)
+        exported.save(path)
+        return exported.report
+    source = source_of(export_program(piece.module, proof="none", **how))  # the file is replayed, and not the program
+    example = shortened(source.example, source.example.case(2 if proof == "sample" else 3))
+    chosen = [example, *(sampled(fitting) if proof == "sample" else fitting)]
+    source = dataclasses.replace(source, cases=[] if proof == "none" else chosen, proof=proof)
+    report = write_for(source, FileOptions(form.runtime, path, "export_folder", quantize=quantization))
+    report.remark(*left_out(len(piece.cases) - len(fitting)))
+    return report
 
 
 def _with_fixed_batch(shapes: Any) -> Any:

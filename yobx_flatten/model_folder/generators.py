@@ -10,8 +10,7 @@ from ..generate.generator import Generator
 from ..generate.runtime_generator import generator_for
 from ..runners.devices import Providers
 from ..runners.open import check_runtime
-from .digests import check_digests
-from .manifest import MANIFEST, read_manifest
+from .manifest import MANIFEST, check_digests, read_manifest
 
 __all__ = ["open_generator", "runtime_of_folder"]
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import pathlib
+from collections.abc import Iterable, Mapping
 
 from ..errors import DamagedFileError, ForeignFileError
 from ..export.proof.quality import Quality
 from ..export.proof.report import TOLERANCES
-from ..files.document import read_document
+from ..files.document import inside, read_document
 from ..generate.layout import MANIFEST
 from ..runners.open import RUNTIMES
 
-__all__ = ["MANIFEST", "FolderManifest", "read_manifest", "write_manifest"]
+__all__ = ["MANIFEST", "FolderManifest", "check_digests", "digests", "read_manifest", "write_manifest"]
 
 _VERSION = 3
 
@@ -100,3 +102,28 @@ def read_manifest(folder: pathlib.Path) -> FolderManifest:
 @dataclasses.dataclass(frozen=True)
 class _Version:
     format_version: int
+
+
+# -- digests ---------------------------------------------------------------------------------------------------------
+
+# A digest does not prove who wrote a file, since the author of the file can also write the manifest. So it does not
+# stand for trust.
+
+
+def digests(folder: pathlib.Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the SHA-256 of files by name, in hexadecimal digits."""
+    found = {}
+    for name in names:
+        with (folder / name).open("rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def check_digests(folder: pathlib.Path, expected: Mapping[str, str]) -> None:
+    """Check that files are those that were exported."""
+    for name, digest in expected.items():
+        inside(folder, name, DamagedFileError)
+        if digests(folder, [name]) != {name: digest}:
+            raise DamagedFileError(
+                f"{folder / name} is not the file that was exported: copy it again, or export again."
+            )

@@ -18,9 +18,8 @@ from ..generate.layout import MANIFEST, located
 from ..runners.devices import Providers, choose_providers, only_for_onnxruntime
 from ..runners.open import RUNTIMES, check_runtime, open_runner
 from .chat import chat_tokenizer, reply
-from .digests import check_digests
 from .generators import open_generator, runtime_of_folder
-from .manifest import read_manifest
+from .manifest import check_digests, read_manifest
 from .pieces.tasks import GENERATES
 
 __all__ = [
@@ -109,6 +108,18 @@ class FolderModel:
             found = model_of_files(generator.steps, (cls,))
             found.folder = path
             return found
+        return cls._of_one_call(path, runtime, threads, trust, device, providers)
+
+    @classmethod
+    def _of_one_call(
+        cls,
+        path: pathlib.Path,
+        runtime: str | None,
+        threads: int | None,
+        trust: bool,
+        device: str | None,
+        providers: Providers | None,
+    ) -> Any:
         from .plain_model import plain_model
 
         chosen = runtime_of_folder(path) if runtime is None else runtime

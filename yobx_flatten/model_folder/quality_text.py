@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import ModelSourceError
+from ..errors.failures import result_or
 from ..files.document import check_regular
 from ..recipe.aliases import TransformersModel
 from .source.tokenizer_files import open_tokenizer
@@ -58,16 +59,16 @@ def python_text(
 
 
 def _tokens(source: pathlib.Path | None, text: str) -> list[int]:
-    from transformers import ByT5Tokenizer
+    def read() -> list[int]:
+        from transformers import ByT5Tokenizer
 
-    try:
         tokenizer: Any = (
             ByT5Tokenizer(extra_ids=0) if source is None else open_tokenizer(source, failure=ModelSourceError)
         )
         found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    except Exception:  # each tokenizer has its own errors, and a model without one can be exported
-        return []
-    return found
+        return found
+
+    return result_or(read, lambda error: [])  # each tokenizer has its own errors, and a model without one is exported
 
 
 def _source() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,26 +11,15 @@ import torch
 
 from ..errors import InvalidArgumentError
 from ..export.example.bounds import Bounds
-from ..export.program_export import export_program, left_out, shortened, source_of
-from ..export.proof.levels import sampled
+from ..export.onnx.file import check_opset
 from ..export.proof.replay import Case
-from ..export.proof.report import ExportReport
-from ..export.quantization.options import Quantization
-from ..export.runtimes.write import check_libraries, write_for
-from ..runners.open import check_runtime
+from ..export.runtimes.file_options import check_libraries
+from ..runners.open import RUNTIMES, check_runtime
 from ..trees.shapes import dynamic_shapes
+from .client_layout import Layout
 from .pieces.text import Piece
 
-__all__ = [
-    "FORMATS",
-    "Target",
-    "choose_bounds",
-    "choose_target",
-    "fitting_cases",
-    "fitting_text",
-    "room_for_tokens",
-    "write_piece",
-]
+__all__ = ["FORMATS", "FolderFormat", "Target", "fitting_cases", "fitting_text", "room_for_tokens"]
 
 Target = Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"]
 """Runtimes that folders are written for."""
@@ -47,7 +36,65 @@ FORMATS: Mapping[str, str] = {
 _PROMPT = 9  # tokens of the prompt that is generated from
 
 
-def choose_bounds(given: Mapping[str, int] | None, rows: int | None) -> Bounds | None:
+@dataclasses.dataclass(frozen=True)
+class FolderFormat:
+    """The form of the files of a folder; see :func:`.write.export_folder`."""
+
+    to: str = "onnx"  # `"onnx"` or `"program"`, where no target is named
+    target: Target | None = None  # the runtime; `None`, the default, for that of `to`
+    batch: int | None = None  # a fixed number of rows; `None`, the default, for several
+    bounds: Mapping[str, int] | None = None  # the largest sizes; `None`, the default, without them
+    opset_version: int | None = None
+    optimize: Literal["onnxruntime"] | None = None
+    logits: str = "all"  # positions whose scores are returned: `"all"` or `"last"`
+    layout: Layout = "flat"
+
+    def __post_init__(self) -> None:
+        if self.batch is None and (self.bounds or {}).get("batch") == 1:
+            # the calls that prove a folder of several rows have three
+            object.__setattr__(self, "batch", 1)
+        if self.to not in ("onnx", "program"):
+            raise InvalidArgumentError(f'to must be "onnx" or "program", found {self.to!r}.')
+        check_runtime(self.runtime)
+        if self.runtime == "executorch" and self.bounds is None:
+            raise InvalidArgumentError(
+                "ExecuTorch plans memory for the largest sizes. Name them:\n"
+                '    bounds={"batch": 4, "length": 512}   (--max-batch 4 --max-length 512)'
+            )
+        if self.bounds is not None and self.runtime == "onnxruntime":
+            raise InvalidArgumentError("An ONNX file takes every length: leave bounds= out for onnxruntime.")
+        _ = self.largest  # raises where a bound is missing
+        if self.runtime != "torch":
+            check_libraries(self.runtime, "export_folder")
+        if self.optimize not in (None, "onnxruntime") or (self.optimize is not None and self.name != "onnx"):
+            raise InvalidArgumentError(
+                f'optimize must be None, or "onnxruntime" for to="onnx"; found {self.optimize!r}.'
+            )
+        if self.name == "onnx":
+            check_opset(self.opset_version)
+
+    @property
+    def runtime(self) -> str:
+        """The library that runs the files."""
+        return {"onnx": "onnxruntime", "program": "torch"}[self.to] if self.target is None else self.target
+
+    @property
+    def name(self) -> str:
+        """The format, as the manifest names it."""
+        return FORMATS[self.runtime]
+
+    @property
+    def suffix(self) -> str:
+        """The suffix of the files."""
+        return RUNTIMES[self.runtime][0]
+
+    @functools.cached_property
+    def largest(self) -> Bounds | None:
+        """The largest sizes; ``None`` without them."""
+        return _bounds(self.bounds, self.batch)
+
+
+def _bounds(given: Mapping[str, int] | None, rows: int | None) -> Bounds | None:
     """Return the bounds of a folder, with 4 rows by default."""
     # given: `{"batch": 4, "length": 512}`, and `"new"` if it is less than the length; `None` without bounds
     # rows: a fixed number of rows; `None` for several
@@ -79,59 +126,6 @@ def fitting_text(tokens: torch.Tensor | None, bounds: Bounds | None) -> torch.Te
     if tokens is None or bounds is None or bounds.length is None or bounds.new is None:
         return tokens
     return tokens[:, : min(bounds.length, bounds.new + 1)]
-
-
-def choose_target(to: str, target: str | None, bounds: Mapping[str, int] | None, rows: int | None) -> str:
-    """Return the runtime of a folder."""
-    # target: the runtime; `None` for that of `to`
-    # bounds: the largest sizes; `None` without them
-    # rows: a fixed number of rows; `None` for several
-    if to not in ("onnx", "program"):
-        raise InvalidArgumentError(f'to must be "onnx" or "program", found {to!r}.')
-    runtime = {"onnx": "onnxruntime", "program": "torch"}[to] if target is None else target
-    check_runtime(runtime)
-    if runtime == "executorch" and bounds is None:
-        raise InvalidArgumentError(
-            "ExecuTorch plans memory for the largest sizes. Name them:\n"
-            '    bounds={"batch": 4, "length": 512}   (--max-batch 4 --max-length 512)'
-        )
-    if bounds is not None and runtime == "onnxruntime":
-        raise InvalidArgumentError("An ONNX file takes every length: leave bounds= out for onnxruntime.")
-    choose_bounds(bounds, rows)
-    if runtime != "torch":
-        check_libraries(runtime, "export_folder")
-    return runtime
-
-
-def write_piece(
-    runtime: str,
-    piece: Piece,
-    path: pathlib.Path,
-    shapes: Any,
-    bounds: Bounds | None,
-    proof: str,
-    quantize: Quantization | None = None,
-) -> ExportReport:
-    """Export a piece and write its file."""
-    # bounds: the largest sizes; `None` without them
-    # proof: what is replayed: `"full"`, `"sample"` or `"none"`
-    # quantize: weights in fewer bits; `None`, the default, for none
-    exported = export_program(
-        piece.module,
-        (),
-        piece.kwargs,
-        dynamic_shapes=shapes,
-        bounds=None if bounds is None else vars(bounds),
-        proof="none",
-    )
-    source = source_of(exported)
-    fitting = fitting_cases(piece, bounds)
-    example = shortened(source.example, source.example.case(2 if proof == "sample" else 3))
-    chosen = [example, *(sampled(fitting) if proof == "sample" else fitting)]
-    source = dataclasses.replace(source, cases=[] if proof == "none" else chosen, proof=proof)
-    report = write_for(runtime, source, path, caller="export_folder", quantize=quantize)
-    report.remark(*left_out(len(piece.cases) - len(fitting)))
-    return report
 
 
 def fitting_cases(piece: Piece, bounds: Bounds | None) -> Sequence[Case]:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ import torch
 from ..diagnose.report import Report
 from ..errors import DamagedFileError, FlattenError, ForeignFileError, ReplayError
 from ..errors.messages import first_line, table
-from ..export.proof.quality import Quality
+from ..export.proof.padding import Padding
+from ..export.proof.quality import SCORES, Distance, Quality, text_losses
 from ..export.proof.yardstick import explained
 from ..export.quantization.options import CHAT_SHARES, TOKEN_SHARES
 from ..files.document import inside
@@ -28,9 +29,7 @@ from ..runners.runner import Runner
 from ..storage.cases import StoredCase, load_case
 from ..storage.replay import OutputDifference, run_case
 from .chat_prompts import CHATS
-from .digests import check_digests
-from .manifest import FolderManifest, read_manifest
-from .verify_quality import measure_again
+from .manifest import FolderManifest, check_digests, read_manifest
 from .verify_tokens import TokenCount, count_tokens
 
 __all__ = ["FolderCheck", "FolderReport", "verify_folder"]
@@ -165,42 +164,40 @@ def verify_folder(
     manifest = read_manifest(path)
     check_digests(path, manifest.sha256)
     where = _where(manifest.runtime, device, providers)
-    if where is not None and not is_on_cpu(where):
-        stated = {f: {o: _OF_DEVICES * t for o, t in of.items()} for f, of in manifest.tolerances.items()}
-        manifest = dataclasses.replace(manifest, tolerance=_OF_DEVICES * manifest.tolerance, tolerances=stated)
-    checks, opened = [], _Opened(path, manifest, trust, where)
-    stored = manifest.quality
-    # each of two scores may be off by as much
-    scores = [outputs["logits"] for outputs in manifest.tolerances.values() if "logits" in outputs]
-    tolerance = max([manifest.tolerance, *(min(one, _MOST_OF_TOLERANCE * manifest.tolerance) for one in scores)])
-    for name in stored:
-        checks.append(_check_quality(path, name, stored[name], manifest.cases.get(name, []), opened, on_check))
+    manifest = _for_device(manifest, where)
+    opened = _Opened(path, manifest, trust, where)
+    checks = [
+        _check_quality(path, name, quality, manifest.cases.get(name, []), opened, on_check)
+        for name, quality in manifest.quality.items()
+    ]
     for name, case_path in _cases(manifest):
-        if name in stored:
-            continue
-        case = load_case(inside(path, case_path, DamagedFileError))
-        if on_check is not None:
-            on_check(f"{name or 'generate'}: {case.name}")
-        nan: Mapping[str, float] = {}
-        tokens = None
-        file = None  # the last one, so that it can be closed
-        file = opened(name)  # one that cannot be opened is not a failed check: the folder is not ours
-        start = time.perf_counter()
-        try:
-            if file is None:
-                tokens = _check_tokens(path, manifest, case, tolerance, case_path == CHATS, trust, where)
-                difference, ok = float(tokens.different), tokens.ok
-            else:
-                report = run_case(case, file, tolerance=manifest.tolerance)
-                difference, (nan,) = report.max_difference, report.nan_shares()
-                ok = all(_is_close(one, case, manifest, name) for one in report.outputs)
-            error = None
-        except (FlattenError, OSError) as failed:
-            difference, ok, error = float("inf"), False, first_line(failed)
-        seconds = time.perf_counter() - start
-        found = FolderCheck(name or "generate", case.name, difference, ok, seconds, error, nan=nan, tokens=tokens)
-        checks.append(found)
+        if name not in manifest.quality:
+            case = load_case(inside(path, case_path, DamagedFileError))
+            if on_check is not None:
+                on_check(f"{name or 'generate'}: {case.name}")
+            checks.append(_check_case(opened, name, case, is_chat=case_path == CHATS))
     return FolderReport(path, manifest, tuple(checks))
+
+
+def _check_case(opened: _Opened, name: str, case: StoredCase, *, is_chat: bool) -> FolderCheck:
+    """Run a stored case through its file; one without a name is generated with all of them."""
+    manifest, tokens = opened.manifest, None
+    nan: Mapping[str, float] = {}
+    file = opened(name)  # one that cannot be opened is not a failed check: the folder is not ours
+    start = time.perf_counter()
+    try:
+        if file is None:
+            tokens = _check_tokens(opened, case, is_chat=is_chat)
+            difference, ok = float(tokens.different), tokens.ok
+        else:
+            report = run_case(case, file, tolerance=manifest.tolerance)
+            difference, (nan,) = report.max_difference, report.nan_shares()
+            ok = all(_is_close(one, case, manifest, name) for one in report.outputs)
+        error = None
+    except (FlattenError, OSError) as failed:
+        difference, ok, error = float("inf"), False, first_line(failed)
+    seconds = time.perf_counter() - start
+    return FolderCheck(name or "generate", case.name, difference, ok, seconds, error, nan=nan, tokens=tokens)
 
 
 def _check_quality(
@@ -219,12 +216,34 @@ def _check_quality(
     start = time.perf_counter()
     shown = f"{len(cases)} cases"
     try:
-        found = measure_again(stored, (load_case(inside(folder, case, DamagedFileError)) for case in cases), runner)
+        found = _measured_again(stored, (load_case(inside(folder, case, DamagedFileError)) for case in cases), runner)
     except (ReplayError, KeyError) as failed:
         seconds = time.perf_counter() - start
         return FolderCheck(name, shown, float("inf"), False, seconds, first_line(failed))
     seconds = time.perf_counter() - start
     return FolderCheck(name, shown, found.max_difference, found.ok, seconds, None, found)
+
+
+def _measured_again(stored: Quality, cases: Iterable[StoredCase], runner: Runner) -> Quality:
+    """Return the quality of a file."""
+    # stored: what was measured when it was exported
+    distance = Distance()
+    for case in cases:
+        outputs = runner.run({name: case.inputs[name] for name in runner.ports})
+        missing = [name for name in case.outputs if name not in outputs and name not in ("losses", "greedy")]
+        if missing:
+            raise ReplayError(f"{runner.name} has no output {missing[0]}.")
+        if "losses" in case.outputs:
+            distance.add_text(case.outputs, text_losses(outputs[SCORES], case.inputs["input_ids"]))
+            continue
+        padding = Padding()
+        padding.next_call(case.inputs)
+        expected = {name: value for name, value in case.outputs.items() if isinstance(value, torch.Tensor)}
+        sides: list[dict[str, Any]] = [
+            {name: padding.blank(name, side[name]) for name in expected} for side in (expected, outputs)
+        ]
+        distance.add(*sides)
+    return distance.quality(stored.weights, stored.block_size, stored.allowed)
 
 
 def _where(runtime: str, device: str | None, providers: Providers | None) -> Providers | None:
@@ -236,6 +255,14 @@ def _where(runtime: str, device: str | None, providers: Providers | None) -> Pro
     return choose_providers(device, providers)
 
 
+def _for_device(manifest: FolderManifest, where: Providers | None) -> FolderManifest:
+    """What a folder allows where it is run: other devices than the CPU add in another order."""
+    if where is None or is_on_cpu(where):
+        return manifest
+    stated = {f: {o: _OF_DEVICES * t for o, t in of.items()} for f, of in manifest.tolerances.items()}
+    return dataclasses.replace(manifest, tolerance=_OF_DEVICES * manifest.tolerance, tolerances=stated)
+
+
 def _cases(manifest: FolderManifest) -> Iterator[tuple[str, str]]:
     for name, paths in manifest.cases.items():
         yield from ((name, path) for path in paths)
@@ -245,7 +272,8 @@ class _Opened:
     """The file that was asked for last, opened once for all of its cases; an empty name closes it."""
 
     def __init__(self, folder: pathlib.Path, manifest: FolderManifest, trust: bool, where: Providers | None) -> None:
-        self._folder, self._name, self._packed = folder, "", manifest.quality
+        self.folder, self.manifest, self.trust, self.where = folder, manifest, trust, where
+        self._name = ""
         self._how: dict[str, Any] = {"runtime": manifest.runtime, "trust": trust, "caller": "verify_folder"}
         if where is not None:
             self._how["providers"] = where
@@ -255,15 +283,15 @@ class _Opened:
         if self._runner is None or name != self._name:
             self._name, self._runner = name, None  # a large file is closed before the next is opened
             if name:
-                found = located(self._folder, name).relative_to(self._folder).as_posix()
-                path = inside(self._folder, found, DamagedFileError)
+                found = located(self.folder, name).relative_to(self.folder).as_posix()
+                path = inside(self.folder, found, DamagedFileError)
                 options = {"options": mapped_options(path)} if self._maps(name) else {}
                 self._runner = open_runner(path, **self._how, **options)
         return self._runner
 
     def _maps(self, name: str) -> bool:
         """Whether its weights stay where they are; those in few bits are computed with in another order only."""
-        return has_mapped_weights(located(self._folder, name)) and name not in self._packed
+        return has_mapped_weights(located(self.folder, name)) and name not in self.manifest.quality
 
 
 def _is_close(found: OutputDifference, case: StoredCase, manifest: FolderManifest, file: str) -> bool:
@@ -275,24 +303,20 @@ def _is_close(found: OutputDifference, case: StoredCase, manifest: FolderManifes
     return found.error is None and found.difference <= allowed
 
 
-def _check_tokens(
-    folder: pathlib.Path,
-    manifest: FolderManifest,
-    case: StoredCase,
-    tolerance: float,
-    is_chat: bool,
-    trust: bool,
-    where: Providers | None,
-) -> TokenCount:
+def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenCount:
     """Generate with the files of a folder, and count the tokens that are not those of the eager model.
 
     Two scores that are no further apart than rounding may change their order, and the rest of that row continues
     another text. So a row whose first different token was such a tie is excused (half precision, mostly). Weights in
     few bits also change other scores: of those files a share of the tokens has to agree, see ``TOKEN_SHARES``.
     """
+    folder, manifest = opened.folder, opened.manifest
+    # each of two scores may be off by as much
+    scores = [outputs["logits"] for outputs in manifest.tolerances.values() if "logits" in outputs]
+    tolerance = max([manifest.tolerance, *(min(one, _MOST_OF_TOLERANCE * manifest.tolerance) for one in scores)])
     mapped = any(map(has_mapped_weights, [*folder.glob("*.onnx"), *folder.glob(f"{SUBFOLDER}/*.onnx")]))
     pack = bool(manifest.quality) or not mapped  # the model that was exported can also be in memory
-    generator = generator_for(folder, manifest.runtime, pack=pack, trust=trust, providers=where)
+    generator = generator_for(folder, manifest.runtime, pack=pack, trust=opened.trust, providers=opened.where)
     if "input_features" in case.inputs:  # the case begins with the start token, and Whisper's own loop with others
         begun = {"decoder_input_ids": case.outputs["sequences"][:, :1], **case.inputs}
         case = dataclasses.replace(case, inputs=begun)

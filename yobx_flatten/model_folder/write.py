@@ -14,41 +14,33 @@ import logging
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
 from ..errors.dependencies import is_installed
 from ..errors.log import STEP
-from ..export.free_space import check_room
-from ..export.onnx.file import check_opset
-from ..export.onnx.kernels import has_kernels
+from ..export.model_facts import ModelFacts
 from ..export.onnx.rewrite.group_query_attention import shared_inputs
-from ..export.proof.levels import Proof, choose_proof, sampled
-from ..export.proof.module_state import undisturbed
+from ..export.proof.levels import Proof, sampled
 from ..export.proof.quality import SCORES, text_losses
 from ..export.proof.replay import Case
 from ..export.proof.report import TOLERANCES, ExportReport
-from ..export.quantization.options import Quantization, WeightBits, choose_quantization, has_projections
+from ..export.quantization.options import Quantization, WeightBits
 from ..export.quantization.text_cases import text_cases
 from ..files.scratch import publish_folder, scratch_for, settle
-from ..generate.settings import settings_of
-from ..huggingface.position_switch import rereads_at_switch, switch_of
 from ..recipe.aliases import TransformersModel
-from ..runners.open import RUNTIMES
 from ..storage.cases import save_case
 from .card import write_card
-from .chat_prompts import CHAT_TOKENS, CHATS, chat_prompts
-from .client_layout import Layout, apply_layout, check_layout
-from .digests import digests
+from .chat_prompts import CHAT_TOKENS, CHATS
+from .client_layout import Layout, apply_layout
 from .export_piece import export_piece
-from .manifest import FolderManifest, write_manifest
+from .manifest import FolderManifest, digests, write_manifest
 from .pieces.positions import positions_of
-from .pieces.tasks import GENERATES, pieces_for, task_of
+from .pieces.tasks import GENERATES
 from .pieces.text import Piece, keeps_more
-from .quality_text import python_text, read_prompts
-from .sentence import read_modules, with_embedding
+from .plan import Accuracy, FolderPlan, plan_folder
 from .sidecar_files import (
     TOKENIZER_INPUTS,
     genai_config,
@@ -62,15 +54,7 @@ from .source.open import OpenedModel, WeightsIn, open_model
 from .source.origin import origin_of, reader_of
 from .source.stored_weights import UnmatchedWeights, check_unmatched
 from .stored_cases import PROMPT, SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
-from .targets import (
-    FORMATS,
-    Target,
-    choose_bounds,
-    choose_target,
-    fitting_cases,
-    fitting_text,
-    room_for_tokens,
-)
+from .targets import FolderFormat, Target, fitting_cases, room_for_tokens
 from .verify import FolderReport, verify_folder
 from .writable import check_writable
 
@@ -80,9 +64,6 @@ logger = logging.getLogger("yobx_flatten")
 
 _LONGEST = 1024
 """The longest text that is generated from where positions change at a length; more take minutes."""
-
-_CHATS = 10
-"""Answers that a file with quantised weights is compared with."""
 
 _LIBRARIES = ("torch", "transformers", "onnx", "onnxruntime", "executorch", "openvino")
 
@@ -135,55 +116,41 @@ def export_folder(
     The folder appears when all of it is proven; until then the files are in a hidden folder next to it.
 
     Args:
-        model: a model of transformers, in evaluation mode. Adapters of peft are weights of the files; merged ones
-            (``model.merge_and_unload()``) take no operators of their own. Or the folder, the id of the hub or the type
-            of a model, or a GGUF file, as ``yobx-flatten export`` takes them.
+        model: a model of transformers, in evaluation mode, with adapters of peft or without; or the folder, the id of
+            the hub or the type of a model, or a GGUF file, as ``yobx-flatten export`` takes them.
         folder: the folder to write; it must not exist, or be empty.
-        task: the task to export for, which decides what becomes a file: see :data:`TASKS`. ``"auto"``, the default,
-            takes the task of the model.
+        task: what the files are for, see :data:`TASKS`; ``"auto"``, the default, for the task of the model.
         to: format of the files: ``"onnx"``, the default, for onnxruntime, or ``"program"`` for ``torch.export``.
-        source: the folder the model is from, whose tokenizer and processor are copied. By default the folder that
-            ``model`` names, or was loaded from. Where that is not known, there is no tokenizer, and the report states
-            why; a type or a ``config.json``, whose weights are random, gets one of bytes.
+        source: the folder whose tokenizer and processor are copied; by default the folder that ``model`` names, or was
+            loaded from. Where that is not known, there is no tokenizer, and the report states why.
         opset_version: version of ONNX's operators; ``None``, the default, for what :func:`export_onnx` finds best.
         batch: a fixed batch size; ``None`` for any.
         overwrite: whether to replace the contents of ``folder``; ``False`` by default.
         proof: what is proven before the folder appears. ``"full"``: every file is replayed with the example and all
             cases, and 40 tokens are generated. ``"sample"``: the example, the largest case and 8 tokens. ``"none"``:
-            nothing; the manifest, the report and :func:`verify_folder` state that the folder is unproven. ``"auto"``,
-            the default, is ``"full"`` for weights of less than 1 GB, and ``"sample"`` for others.
-        quantize: see :func:`export_onnx`. For a model that generates text the perplexity is measured on the source of
-            modules of Python, in the tokens of the model; the folder keeps what the model made of it, and
-            :func:`verify_folder` measures again. For a GGUF file whose weights are integers ``None``, the default, is
+            nothing, and the folder states that it is unproven. ``"auto"``, the default, is ``"full"`` for weights of
+            less than 1 GB, and ``"sample"`` for others.
+        quantize: see :func:`export_onnx`. For a GGUF file whose weights are integers ``None``, the default, is
             ``"keep"``: they go into the files of onnxruntime as they are.
-        calibration: a file of prompts, one in each line, for a model that generates text and is quantised: the bits are
-            chosen by this text, and the folder is judged by the model's answers to the first ten. ``None``, the
-            default, for the source of modules of Python and ten questions of our own.
-        optimize: ``"onnxruntime"`` for attention that writes into the memory of the cache instead of copying it, where
-            the model's layers allow it; see :func:`export_onnx`. ``None`` by default.
-        logits: for a model that generates text, positions whose scores the file returns: ``"all"``, the default, as
-            tools that score a text or check several drafted tokens at once need them, or ``"last"``, the one position
-            that a token is chosen by. Reading a prompt takes less time and memory then; the perplexity of quantised
-            weights cannot be measured.
-        target: the runtime that the files are for: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"``
-            or ``"openvino"``; ``None``, the default, for that of ``to``. Every file is replayed, and the tokens are
-            generated, with that runtime.
+        calibration: a file of prompts, one in each line, that quantised weights of a model that generates text are
+            chosen and judged by. ``None``, the default, for the source of modules of Python and ten questions.
+        optimize: ``"onnxruntime"`` for its own attention, see :func:`export_onnx`; ``None`` by default.
+        logits: for a model that generates text, positions whose scores the file returns: ``"all"``, the default, or
+            ``"last"``, the one that a token is chosen by: a prompt takes less time and memory then.
+        target: the runtime of the files, which proves them: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``,
+            ``"executorch"`` or ``"openvino"``; ``None``, the default, for that of ``to``.
         bounds: the largest sizes, ``{"batch": 4, "length": 512}``: rows, and tokens in the cache; ``"new"`` for tokens
             of one call, where these are fewer. ExecuTorch, which plans its memory, needs them. ``None`` by default.
         dtype: type of the weights of a model that is named, ``"float32"`` by default. A model has its own.
-        weights: where the weights of a model that is named are meanwhile. ``"memory"`` loads them all. ``"stream"``
-            reads them from the files of safetensors, those of a layer when it is called and each one when it is
-            written, so that the memory holds one layer. ``"auto"``, the default, streams weights of more than a
-            quarter of the free memory to ONNX files.
-        unmatched_weights: what is done where the weights of a model that is named are not those of its class.
-            ``"refuse"``, the default, raises, with their names. ``"unused"`` leaves out those that the class does not
-            have; ``"random"`` also draws those that the folder lacks or has in another shape. The report
-            names them.
-        trust_remote_code: whether the code of a model that is named may run: classes in Python files next to its
-            ``config.json`` (``auto_map``). ``False``, the default, refuses such a model, and never asks.
-        layout: where the files are. ``"flat"``, the default, as optimum, sentence-transformers and onnxruntime-genai
-            look for them; ``"transformers.js"`` for that library, in ``onnx/`` with the type of the weights in the name
-            (``onnx/model_q4.onnx``), which these also open.
+        weights: how weights of a model given by name are held: ``"memory"`` loads them all, ``"stream"`` reads those of
+            a layer when it is called. ``"auto"``, the default, streams more than a quarter of the free memory to ONNX.
+        unmatched_weights: what is done where weights of a model given by name are not those of its class: ``"refuse"``,
+            the default, ``"unused"``, which leaves out those that the class does not have, or ``"random"``, which also
+            draws those that the folder lacks.
+        trust_remote_code: whether Python files next to a ``config.json`` (``auto_map``) may run. ``False``, the
+            default, refuses such a model, and never asks.
+        layout: where the files are: ``"flat"``, the default, or ``"transformers.js"``, in ``onnx/`` with the type of
+            the weights in the name, as that library looks for them.
 
     Returns:
         The folder, with a report of every export and every replay.
@@ -210,150 +177,142 @@ def export_folder(
     True
     """
     require_transformers("export_folder")
-    if batch is None and (bounds or {}).get("batch") == 1:
-        batch = 1  # the calls that prove a folder of several rows have three
-    runtime = choose_target(to, target, bounds, batch)
-    form, suffix, largest = FORMATS[runtime], RUNTIMES[runtime][0], choose_bounds(bounds, batch)
+    form = FolderFormat(to, target, batch, bounds, opset_version, optimize, logits, layout)
     place = pathlib.Path(folder)
     check_target(place, overwrite)
-    opened = _open(model, dtype, weights, form, unmatched_weights, trust=trust_remote_code)
-    model, source = without_peft(opened.model), opened.folder if source is None else source
-    if largest is not None:
-        largest.check_positions(model)
-    dtype = str(model.dtype).removeprefix("torch.")
-    proof = choose_proof(proof, model)
-    if dtype not in TOLERANCES or (form == "onnx" and proof != "none" and not has_kernels(dtype)):
-        raise InvalidArgumentError(
-            f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Take float32 or float16, or to='program'; "
-            'or proof="none" for files of another provider, unproven.'
-        )
-    if task_of(model) in GENERATES and getattr(model, "generation_config", None) is not None:
-        settings_of(model.config.to_dict(), model.generation_config.to_dict())  # raises for what files do not do
-    if quantize is None and opened.has_integers and runtime == "onnxruntime":
-        quantize = "keep"
-    quantization = choose_quantization(quantize, model, "export_folder", runtime)
-    if optimize not in (None, "onnxruntime") or (optimize is not None and form != "onnx"):
-        raise InvalidArgumentError(f'optimize must be None, or "onnxruntime" for to="onnx"; found {optimize!r}.')
-    prompts = () if calibration is None else read_prompts(calibration)
-    if prompts and (quantization is None or quantization.tokens is not None or logits == "last"):
-        raise InvalidArgumentError(
-            "calibration= (--calibration) is the text of quantised weights: add quantize=, without tokens= of its own "
-            'and without logits="last".'
-        )
-    room: dict[str, Any] = {"in_memory": 0 if proof == "none" else 1, "quantization": quantization, "proof": proof}
-    check_room(model, place, **room)
-    if form == "onnx":
-        check_opset(opset_version)
-    if logits == "last" and quantization is not None and quantization.tokens is not None:
-        raise InvalidArgumentError('A text is scored at all of its positions: leave tokens= out with logits="last".')
-    cut: dict[str, Any] = {"logits": logits, "proof": proof if largest is None else "full"}
-    started = ExportReport(type(model).__qualname__)
-    whole_cache = optimize is not None
-    with started.timed("inputs"):
-        try:
-            with undisturbed(model):  # positions can depend on the longest text that was read
-                task, pieces = pieces_for(model, task, batch, whole_cache=whole_cache, **cut)
-        except RuntimeError as error:
-            if not opened.is_streamed or "meta" not in str(error):
-                raise
-            opened = opened.as_a_whole("a weight is read where its layer is not called")
-            model = opened.model
-            check_room(model, place, **room)
-            task, pieces = pieces_for(model, task, batch, whole_cache=whole_cache, **cut)
-    modules = read_modules(None if source is None else pathlib.Path(source))
-    if modules is not None and task == "feature-extraction" and "input_ids" in pieces[0].kwargs:
-        pieces = with_embedding(pieces, model, modules)
-    tokens = None
-    if quantization is not None and quantization.tokens is None and task == "text-generation" and logits == "all":
-        rows = (8 if proof == "full" else 2) if batch is None else batch
-        tokens = python_text(model, None if source is None else pathlib.Path(source), rows, "\n".join(prompts))
-        if prompts and tokens is None:
-            raise InvalidArgumentError(
-                f"{calibration} has less than 16 tokens of {type(model).__qualname__}, or others."
-            )
-        quantization = dataclasses.replace(quantization, tokens=fitting_text(tokens, largest))
-    elif prompts:
-        raise InvalidArgumentError(f"calibration= (--calibration) is for models that generate text, not for {task}.")
-    chats = None
-    if quantization is not None and task == "text-generation" and proof == "full" and batch is None and largest is None:
-        chats = chat_prompts(model, None if source is None else pathlib.Path(source), _CHATS, prompts)
-    switch = switch_of(model.config.get_text_config(decoder=True).to_dict()) if task == "text-generation" else None
-    rereads = None if switch is None else rereads_at_switch(model, switch)
-    bits = None if quantization is None else quantization.weights
-    check_layout(layout, form, task, bits, dtype)
+    opened = _open(model, dtype, weights, form.name, unmatched_weights, trust=trust_remote_code)
+    accuracy = Accuracy(proof, quantize, calibration)
+    plan = plan_folder(opened, place, form, accuracy, task, None if source is None else pathlib.Path(source))
     with scratch_for(place) as work:
-        reports, cases = {}, {}
-        shared: list[str] = []
-        for piece in pieces:
-            name = piece.stem + suffix
-            quantized = quantization if has_projections(piece.module) else None
-            how: dict[str, Any] = {"proof": proof, "quantize": quantized}
-            if form == "onnx":
-                how |= {"opset_version": opset_version, "optimize": optimize}
-            reports[name] = export_piece(model, piece, work / name, batch, how, runtime, largest)
-            shared = [] if optimize is None else shared_inputs(work / name)
-            if not shared and keeps_more(piece, model):
-                (piece,) = pieces_for(model, task, batch, **cut)[1]
-                reports[name] = export_piece(model, piece, work / name, batch, {**how, "optimize": None}, runtime, None)
-            reports[name].remark(*opened.remarks)
-            if proof != "none":
-                calls = fitting_cases(piece, largest)
-                with reports[name].timed("store cases"):
-                    cases[name] = _store_calls(piece, sampled(calls) if proof == "sample" else calls, work)
-                    if quantized is not None and quantized.tokens is not None:
-                        cases[name] += _store_text(piece, quantized.tokens, work)
-        first = next(iter(reports.values()))
-        first.seconds = started.seconds | first.seconds
-        first.peak_growth = started.peak_growth | first.peak_growth
-        if task in GENERATES and proof != "none":
-            logger.info("generating with %s", type(model).__qualname__, extra=STEP)
-            count = TOKENS if proof == "full" else SAMPLED_TOKENS
-            with first.timed("generate"):
-                cases[""] = [_store_generation(model, task, batch, room_for_tokens(largest, count), work)]
-                crosses = rereads is not None and proof == "full" and largest is None
-                if switch is not None and crosses and 4 < switch <= _LONGEST:
-                    cases[""].append(_store_generation(model, task, batch, 12, work, switch - 3))
-                if chats is not None:
-                    cases[""].append(_store_chats(model, task, chats, work))
-        if modules is not None and (modules.why_not is not None or task != "feature-extraction"):
-            why = modules.why_not or f"{task} has no hidden states among its outputs"
-            first.remark(f"there is no sentence_embedding in the file: {why}. sentence-transformers computes it")
-        write_companions(work, model, None if source is None else pathlib.Path(source), reads_bytes=opened.reads_bytes)
-        if not reader_of(work):
-            why = opened.no_folder if source is None else f"{source} holds none"
-            first.remark(f"there is no tokenizer in the folder: {why}. Name a folder with its files: source=FOLDER")
-        if task != "image-text-to-text":  # where a processor hands over more
-            state_tokenizer_inputs(work, [name for name in TOKENIZER_INPUTS if name in pieces[0].kwargs])
-        if task == "text-generation" and form == "onnx":
-            contents = genai_config(model, reports["model.onnx"].input_names, shared=shared)
-            if contents is not None:
-                write_genai_config(work, contents)
-        versions = {name: importlib.metadata.version(name) for name in _LIBRARIES if is_installed(name)}
-        names = [piece.stem + suffix for piece in pieces]
-        if layout != "flat":
-            names = apply_layout(work, names, bits, dtype)
-        name, tolerance = type(model).__qualname__, TOLERANCES[dtype]
-        cache = "shared" if shared else "growing"
-        quality = {name: report.quality for name, report in reports.items() if report.quality}
-        measured = {name: dict(one.yardstick.largest) for name, one in reports.items() if one.yardstick is not None}
-        described = (name, task, form, dtype, tolerance, names, cases, versions, proof, quality, cache)
-        made = sorted(file.name for file in work.iterdir() if file.suffix in (suffix, ".bin"))
-        sha256 = {} if runtime in ("onnxruntime", "torch") else digests(work, made)
-        asks = task in GENERATES and not opened.is_streamed  # each call would read all weights
-        positions = positions_of(model, is_large=proof != "full") if asks else None
-        write_manifest(work, FolderManifest(*described, runtime, sha256, rereads, positions, measured))
-        verified = verify_folder(work, trust=True)  # of what was made here
-        if not verified.ok and proof != "none":
-            raise ReplayError(f"The exported {type(model).__qualname__} does not do what the model does.\n{verified}")
-        if quality:
-            is_own = quantization is not None and quantization.tokens is not None and tokens is None
-            text = (
-                "a text" if is_own else "sources of Python" if calibration is None else pathlib.Path(calibration).name
-            )
-            counts = {check.case: check.tokens for check in verified.checks if check.tokens is not None}
-            write_card(work, name, text, quality, counts)
+        made = _Made(work)
+        _write_files(plan, made)
+        _write_cases(plan, made)
+        _write_configuration(plan, made)
+        verified = _verified(plan, made, _described(plan, made))
         publish_folder(work, place)
-    return ExportedFolder(place, task, reports, dataclasses.replace(verified, path=place))
+    return ExportedFolder(place, plan.task, made.reports, dataclasses.replace(verified, path=place))
+
+
+@dataclasses.dataclass
+class _Made:
+    """What was written of a folder so far."""
+
+    work: pathlib.Path  # the hidden folder
+    reports: dict[str, ExportReport] = dataclasses.field(default_factory=dict)  # by name of the file
+    cases: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # paths of stored cases, by that name
+    shared: list[str] = dataclasses.field(default_factory=list)  # inputs of the last file that share their memory
+
+    @property
+    def first(self) -> ExportReport:
+        """The report that has the notes and the times of the whole folder."""
+        return next(iter(self.reports.values()))
+
+
+def _write_files(plan: FolderPlan, made: _Made) -> None:
+    """Export each piece, and store its cases."""
+    form, model, work = plan.form, plan.model, made.work
+    for piece in plan.pieces:
+        name = piece.stem + form.suffix
+        quantized = plan.quantization if ModelFacts.of(piece.module).matrix_types else None
+        report = export_piece(type(model).__qualname__, piece, work / name, form, plan.proof, quantized)
+        made.shared = [] if form.optimize is None else shared_inputs(work / name)
+        if not made.shared and keeps_more(piece, model):
+            # a cache that keeps all tokens is of use where it is one piece of memory, and there is none
+            piece, plain = plan.sliding_piece(), dataclasses.replace(form, optimize=None)
+            report = export_piece(type(model).__qualname__, piece, work / name, plain, plan.proof, quantized)
+        report.remark(*plan.opened.remarks)
+        made.reports[name] = report
+        if plan.proof == "none":
+            continue
+        calls = fitting_cases(piece, form.largest)
+        with report.timed("store cases"):
+            made.cases[name] = _store_calls(piece, sampled(calls) if plan.proof == "sample" else calls, work)
+            if quantized is not None and quantized.tokens is not None:
+                made.cases[name] += _store_text(piece, quantized.tokens, work)
+    # the time before any file is that of the first one
+    first, before = made.first, plan.timed
+    first.seconds = before.seconds | first.seconds
+    first.peak_growth = before.peak_growth | first.peak_growth
+
+
+def _write_cases(plan: FolderPlan, made: _Made) -> None:
+    """Store what the model generates, for a folder that generates."""
+    if plan.task not in GENERATES or plan.proof == "none":
+        return
+    model, form, work = plan.model, plan.form, made.work
+    logger.info("generating with %s", type(model).__qualname__, extra=STEP)
+    count = room_for_tokens(form.largest, TOKENS if plan.proof == "full" else SAMPLED_TOKENS)
+    with made.first.timed("generate"):
+        found = [_store_generation(model, plan.task, form.batch, count, work)]
+        crosses = plan.rereads is not None and plan.proof == "full" and form.largest is None
+        if plan.switch is not None and crosses and 4 < plan.switch <= _LONGEST:
+            found.append(_store_generation(model, plan.task, form.batch, 12, work, plan.switch - 3))
+        if plan.chats is not None:
+            found.append(_store_chats(model, plan.task, plan.chats, work))
+    made.cases[""] = found
+
+
+def _write_configuration(plan: FolderPlan, made: _Made) -> None:
+    """Write what belongs next to the files: configuration, tokenizer, processor."""
+    model, work, task, modules = plan.model, made.work, plan.task, plan.modules
+    if modules is not None and (modules.why_not is not None or task != "feature-extraction"):
+        why = modules.why_not or f"{task} has no hidden states among its outputs"
+        made.first.remark(f"there is no sentence_embedding in the file: {why}. sentence-transformers computes it")
+    write_companions(work, model, plan.source, reads_bytes=plan.opened.reads_bytes)
+    if not reader_of(work):
+        why = plan.opened.no_folder if plan.source is None else f"{plan.source} holds none"
+        made.first.remark(f"there is no tokenizer in the folder: {why}. Name a folder with its files: source=FOLDER")
+    if task != "image-text-to-text":  # where a processor hands over more
+        state_tokenizer_inputs(work, [name for name in TOKENIZER_INPUTS if name in plan.pieces[0].kwargs])
+    if task == "text-generation" and plan.form.name == "onnx":
+        contents = genai_config(model, made.reports["model.onnx"].input_names, shared=made.shared)
+        if contents is not None:
+            write_genai_config(work, contents)
+
+
+def _described(plan: FolderPlan, made: _Made) -> FolderManifest:
+    """Give the files the places of their layout, and write the manifest."""
+    form, work = plan.form, made.work
+    names = [piece.stem + form.suffix for piece in plan.pieces]
+    # after the companions: configurations stay where they are
+    if form.layout != "flat":
+        names = apply_layout(work, names, plan.bits, plan.dtype)
+    # packages and files of machine code have no check of their own where they are loaded
+    parts = sorted(file.name for file in work.iterdir() if file.suffix in (form.suffix, ".bin"))
+    asks = plan.task in GENERATES and not plan.opened.is_streamed  # each call would read all weights
+    manifest = FolderManifest(
+        model=type(plan.model).__qualname__,
+        task=plan.task,
+        format=form.name,
+        dtype=plan.dtype,
+        tolerance=TOLERANCES[plan.dtype],
+        files=names,
+        cases=made.cases,
+        versions={name: importlib.metadata.version(name) for name in _LIBRARIES if is_installed(name)},
+        proof=plan.proof,
+        quality={name: report.quality for name, report in made.reports.items() if report.quality},
+        cache="shared" if made.shared else "growing",
+        runtime=form.runtime,
+        sha256={} if form.runtime in ("onnxruntime", "torch") else digests(work, parts),
+        rereads_at_switch=plan.rereads,
+        positions=positions_of(plan.model, is_large=plan.proof != "full") if asks else None,
+        tolerances={
+            name: dict(one.yardstick.largest) for name, one in made.reports.items() if one.yardstick is not None
+        },
+    )
+    write_manifest(work, manifest)
+    return manifest
+
+
+def _verified(plan: FolderPlan, made: _Made, manifest: FolderManifest) -> FolderReport:
+    """Verify the folder as its readers can, and write its card where weights are quantised."""
+    verified = verify_folder(made.work, trust=True)  # of what was made here
+    if not verified.ok and plan.proof != "none":
+        raise ReplayError(f"The exported {manifest.model} does not do what the model does.\n{verified}")
+    if manifest.quality:
+        counts = {check.case: check.tokens for check in verified.checks if check.tokens is not None}
+        write_card(made.work, manifest.model, plan.text, manifest.quality, counts)
+    return verified
 
 
 def _open(

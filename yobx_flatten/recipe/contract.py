@@ -57,7 +57,6 @@ class Recipe:
         unflatten: Unflatten,
         flatten_with_keys: FlattenWithKeys | None,
         *,
-        name: str | None = None,
         remedy: str | None = None,
     ) -> Recipe:
         """Check the functions a user gave and make a recipe of them."""
@@ -74,7 +73,7 @@ class Recipe:
             flatten,
             unflatten,
             flatten_with_keys,
-            name or f"yobx_flatten:{qualified}",
+            f"yobx_flatten:{qualified}",
             remedy or f"register_class_flattening({target.__qualname__}, ...)",
         )
 

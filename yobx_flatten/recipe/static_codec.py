@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import StaticDataError, describe_class
+from ..errors.failures import result_or
 from .aliases import Static
 from .safe_names import find_named
 from .stated_config import objection_to
@@ -113,14 +114,17 @@ def check_static(value: Static, *, where: str = "") -> None:
     yobx_flatten.errors.StaticDataError: Static data holds the Tensor tensor([0., 0.]) at State.config['sizes'][0], ...
     """
     # where: what the value is, for the message: `"State.window"`
-    try:
+
+    def fits() -> bool:
         # in a list, where NaN equals NaN if both are the one that all code uses
-        fits = [load_static(dump_static(value, where=where))] == [value]
-    except StaticDataError:
-        raise
-    except Exception:  # whatever an __eq__ or a from_dict raises
-        fits = False
-    if not fits:
+        return [load_static(dump_static(value, where=where))] == [value]
+
+    def failed(error: Exception) -> bool:
+        if isinstance(error, StaticDataError):
+            raise error
+        return False
+
+    if not result_or(fits, failed):  # whatever an __eq__ or a from_dict raises
         raise StaticDataError(
             f"Static data holds {describe_class(value)}{_at(where)}, which is not equal to itself once it was stored "
             "and loaded: a loaded program would refuse its own inputs. Give its class an __eq__ that compares what it "

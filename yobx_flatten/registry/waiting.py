@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType
 
+from ..errors.failures import result_or
 from ..recipe.contract import Recipe
 from .locking import LOCK
 from .patches import ImportHook
@@ -77,7 +79,9 @@ class Waiting:
             self._hook.remove()
             recipes, self._recipes = self._recipes, {}
             for recipe in recipes.values():
-                try:
-                    self._deliver(recipe)
-                except Exception:  # another library's import must not fail because of us
-                    logger.exception("%s did not take %s", module.__name__, recipe.cls)
+                # another library's import must not fail because of us
+                result_or(functools.partial(self._deliver, recipe), functools.partial(_refused, module, recipe))
+
+
+def _refused(module: ModuleType, recipe: Recipe, error: Exception) -> None:
+    logger.error("%s did not take %s", module.__name__, recipe.cls, exc_info=error)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import DamagedFileError, FlattenError, ForeignFileError, UntrustedFileError
+from ..errors.failures import raised_as
 from ..errors.messages import first_line
 from ..files.document import parse_document
 from ..private_names.of_torch import aot_load, has_instructions
@@ -84,10 +85,9 @@ def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]
             f"{path} holds machine code, which runs as soon as it is loaded. Pass trust=True (--trust) if you made it, "
             "or know who did."
         )
-    try:
+    # torch raises whatever the loader of shared libraries does
+    with raised_as(lambda error: failure(f"torch cannot load {path}: {first_line(error)}")):
         package = aot_load(str(path))
-    except Exception as error:  # torch raises whatever the loader of shared libraries does
-        raise failure(f"torch cannot load {path}: {first_line(error)}") from error
     return AOTInductorRunner(package, signature, path.name)
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import GenerationError, ReplayError
+from ..errors.failures import raised_as
 from ..errors.messages import first_line
 from .ports import CacheSlot, Port, cache_slots, split_cache, with_rows
 from .signature import Signature
@@ -29,10 +30,12 @@ class CheckedRunner:
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run one call; see :meth:`.runner.Runner.run`."""
         tensors = self.signature.bind(inputs, ReplayError, self.name)
-        try:
+
+        def failed(error: BaseException) -> ReplayError:
+            return ReplayError(f"{self.runtime} fails on the inputs of the case: {self._reason(error)}")
+
+        with raised_as(failed):  # the libraries have no base classes for their errors
             return dict(zip(self.outputs, self._call(tensors), strict=True))
-        except Exception as error:  # the libraries have no base classes for their errors
-            raise ReplayError(f"{self.runtime} fails on the inputs of the case: {self._reason(error)}") from error
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return a cache for :meth:`step`: the tensors themselves."""
@@ -43,10 +46,8 @@ class CheckedRunner:
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Run one call of a loop; see :meth:`.runner.Runner.step`."""
         tensors = self.signature.bind({**cache, **feeds}, GenerationError, self.name)
-        try:
+        with raised_as(lambda error: GenerationError(f"{self.name} stopped: {self._reason(error)}")):
             found = dict(zip(self.outputs, self._call(tensors), strict=True))
-        except Exception as error:  # the libraries have no base classes for their errors
-            raise GenerationError(f"{self.name} stopped: {self._reason(error)}") from error
         return split_cache(found, self.slots, cache)
 
     def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:

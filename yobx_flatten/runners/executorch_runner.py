@@ -13,6 +13,7 @@ import torch
 
 from ..errors import DamagedFileError, FlattenError, ForeignFileError, MissingDependencyError
 from ..errors.dependencies import require
+from ..errors.failures import raised_as
 from ..errors.messages import first_line
 from .checked_runner import CheckedRunner
 from .signature import KEY, Signature
@@ -69,13 +70,14 @@ def open_pte(path: pathlib.Path, *, caller: str, failure: type[FlattenError]) ->
         head = file.read(8)
     if head[4:6] != b"ET":
         raise ForeignFileError(f"{path} is not a file of ExecuTorch.")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that its own interface is experimental
-            program = Runtime.get().load_program(path, verification=Verification.InternalConsistency)
-            names = program.method_names
-    except Exception as error:  # the runtime raises RuntimeError with its own code
-        raise DamagedFileError(f"{path} is damaged: {first_line(error)}") from error
+    # the runtime raises RuntimeError with its own code
+    with (
+        raised_as(lambda error: DamagedFileError(f"{path} is damaged: {first_line(error)}")),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # that its own interface is experimental
+        program = Runtime.get().load_program(path, verification=Verification.InternalConsistency)
+        names = program.method_names
     if not {METHOD, SIGNATURE} <= set(names):
         raise ForeignFileError(f"{path} was not written by to_executorch: it does not state its inputs.")
     (text,) = program.load_method(SIGNATURE).execute([])

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import GenerationError, ReplayError
+from ..errors.failures import raised_as
 from ..errors.messages import first_line
 from .one_by_one import is_refused, one_by_one, row_by_row
 from .onnx_buffers import SHARED_CACHE, BufferedCache
@@ -60,11 +61,10 @@ class OnnxRunner:
         if self._signature is not None:
             shapes = {name: tuple(getattr(inputs[name], "shape", ())) for name in self.ports}
             self._signature.check_sizes(shapes, ReplayError, self.name)
-        try:
+        # onnxruntime has no base class for its errors
+        with raised_as(lambda e: ReplayError(f"onnxruntime fails on the inputs of the case: {first_line(e)}")):
             found = self._call_with_text(values) if self._has_text else self._call(values)
             return {name: from_value(value) for name, value in found.items()}
-        except Exception as error:  # onnxruntime has no base class for its errors
-            raise ReplayError(f"onnxruntime fails on the inputs of the case: {first_line(error)}") from error
 
     def refuses(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the file refuses a call: several tokens of several rows after others."""
@@ -110,10 +110,8 @@ class OnnxRunner:
         for slot in self.slots:
             if slot.port.name not in self.shared:
                 values[slot.port.name] = cache[slot.port.name]
-        try:
+        with raised_as(lambda error: GenerationError(f"{self.name} stopped: {first_line(error)}")):
             found = self._call(values, buffers)
-        except Exception as error:  # onnxruntime has no base class for its errors
-            raise GenerationError(f"{self.name} stopped: {first_line(error)}") from error
         outputs, following = split_cache(found, self.slots, cache)
         if buffers is not None:
             buffers.update(following)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import FlattenError, ReplayError
 from ..errors.dependencies import require
+from ..errors.failures import raised_as
 from ..errors.messages import first_line
 from .devices import check_runs_on
 
@@ -93,9 +94,8 @@ def open_session(
     if not isinstance(model, bytes) and not os.path.isfile(model):
         raise failure(f"There is no file {shown}.")
     given = model if isinstance(model, bytes) else shown
-    try:
+    # onnxruntime has no base class for its errors
+    with raised_as(lambda error: failure(f"onnxruntime cannot load {shown}: {first_line(error)}")):
         session = runtime.InferenceSession(given, options or session_options(), providers=list(providers))
-    except Exception as error:  # onnxruntime has no base class for its errors
-        raise failure(f"onnxruntime cannot load {shown}: {first_line(error)}") from error
     check_runs_on(session, providers, shown, failure)
     return session

@@ -16,6 +16,7 @@ import torch
 
 from ..errors import DamagedFileError, FlattenError, ForeignFileError
 from ..errors.dependencies import require
+from ..errors.failures import raised_as
 from .checked_runner import CheckedRunner
 from .signature import KEY, Signature, Size
 
@@ -73,10 +74,8 @@ def read_model(path: pathlib.Path) -> Any:
     """Read a model of OpenVINO, or an ONNX file."""
     # path: the `.xml` file, with the weights in a `.bin` file of the same name next to it; or an `.onnx` file
     openvino = import_openvino()
-    try:
+    with raised_as(lambda error: DamagedFileError(f"OpenVINO cannot read {path}: {_last_line(error)}")):
         return openvino.Core().read_model(str(path))
-    except Exception as error:  # OpenVINO raises RuntimeError, over several lines
-        raise DamagedFileError(f"OpenVINO cannot read {path}: {_last_line(error)}") from error
 
 
 def open_openvino(path: pathlib.Path, *, caller: str, failure: type[FlattenError]) -> OpenVINORunner:
@@ -88,11 +87,9 @@ def open_openvino(path: pathlib.Path, *, caller: str, failure: type[FlattenError
         raise failure(f"There is no file {path}.")
     model = read_model(path)
     signature = _signature(model, path)
-    try:
+    written = "" if path.suffix == ".xml" else ' Files that are written for it are those of target="openvino".'
+    with raised_as(lambda error: failure(f"OpenVINO cannot compile {path}: {_last_line(error)}{written}")):
         compiled = openvino.Core().compile_model(model, "CPU", dict(FLOAT32))
-    except Exception as error:  # OpenVINO raises RuntimeError, over several lines
-        written = "" if path.suffix == ".xml" else ' Files that are written for it are those of target="openvino".'
-        raise failure(f"OpenVINO cannot compile {path}: {_last_line(error)}{written}") from error
     return OpenVINORunner(compiled, signature, path.name)
 
 

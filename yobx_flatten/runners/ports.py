@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import FlattenError, GenerationError
+from ..errors import GenerationError
 from ..huggingface.cache_names import CACHE, PRESENT, after_cache
 
 __all__ = [
@@ -71,7 +71,6 @@ def check_cache_outputs(
     *,
     of: str | None = None,
     remedy: str = _NAMES,
-    failure: type[FlattenError] = GenerationError,
 ) -> None:
     """Refuse what takes a cache that grows, and does not return all of it.
 
@@ -79,13 +78,12 @@ def check_cache_outputs(
     """
     # of: name of the file that takes the inputs, where that is another one; `None`, the default, for the same
     # remedy: what to do about it; by default for a file that exists
-    # failure: class of the error; `GenerationError` by default
     lost = {name: present for name in inputs if (present := _grown(name)) is not None and present not in outputs}
     if lost:
         name, present = next(iter(lost.items()))
         takes, returns = f"{of or where} takes", "does not return" if of is None else f"{where} does not return"
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        raise failure(
+        raise GenerationError(
             f"{takes} {name} and {returns} {present}{more}: the next call would not know what this one "
             f"read. It returns {', '.join(outputs)}. {remedy}"
         )

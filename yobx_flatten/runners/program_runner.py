@@ -22,6 +22,7 @@ from ..errors import (
     UntrustedFileError,
 )
 from ..errors.dependencies import is_installed
+from ..errors.failures import raised_as
 from ..errors.messages import first_line
 from ..private_names.of_torch import pytree
 from ..trees.naming import leaf_names, output_names
@@ -45,18 +46,19 @@ def open_program(
     if is_installed("transformers"):
         import transformers  # noqa: F401 # the block registers the caches of what is imported
     known_only = contextlib.nullcontext() if trust else known_pickles_only()
-    try:
-        with register_flattening_functions(**options_in_use()), known_only:
-            if trust:
-                return torch.export.load(os.fspath(path))
-            check_archive(path)
-            program = torch.export.load(os.fspath(path))
-            check_keys(program, path)
-            return program
-    except (UntrustedFileError, NotRegisteredError, DamagedFileError):
-        raise
-    except Exception as error:  # torch raises whatever its reader of archives does
-        raise failure(f"torch.export cannot load {os.fspath(path)}: {first_line(error)}") from error
+
+    def failed(error: BaseException) -> FlattenError:
+        return failure(f"torch.export cannot load {os.fspath(path)}: {first_line(error)}")
+
+    own = UntrustedFileError, NotRegisteredError, DamagedFileError
+    # torch raises whatever its reader of archives does
+    with raised_as(failed, *own), register_flattening_functions(**options_in_use()), known_only:
+        if trust:
+            return torch.export.load(os.fspath(path))
+        check_archive(path)
+        program = torch.export.load(os.fspath(path))
+        check_keys(program, path)
+        return program
 
 
 class ProgramRunner:
@@ -123,10 +125,9 @@ class ProgramRunner:
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run one call; see :meth:`.runner.Runner.run`."""
-        try:
+        # a guard, or any operator
+        with raised_as(lambda e: ReplayError(f"torch.export fails on the inputs of the case: {first_line(e)}")):
             return self._call({name: inputs[name] for name in self.ports})
-        except Exception as error:  # a guard, or any operator
-            raise ReplayError(f"torch.export fails on the inputs of the case: {first_line(error)}") from error
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return a cache for :meth:`step`: the tensors themselves."""

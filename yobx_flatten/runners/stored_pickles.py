@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import UntrustedFileError
+from ..errors.failures import raised_as
 from ..errors.messages import first_line
 from ..huggingface.loaded import subclasses_of
 from ..private_names.of_torch import pytree
@@ -54,16 +55,18 @@ def _restricted(original: Callable[..., Any]) -> Callable[..., Any]:
         if not _READING.is_restricted:
             return original(*args, **kwargs)
         kwargs.pop("weights_only", None)
-        try:
-            with torch.serialization.safe_globals(_known_classes()):
-                return original(*args, weights_only=True, **kwargs)
-        except Exception as error:  # whatever the unpickler raises for a class that it does not know
-            raise UntrustedFileError(
-                "The program holds a pickle with more than tensors and registered classes, which runs code when it is "
-                f"loaded ({first_line(error)[:160]}). {REMEDY}"
-            ) from error
+        # whatever the unpickler raises for a class that it does not know
+        with raised_as(_untrusted), torch.serialization.safe_globals(_known_classes()):
+            return original(*args, weights_only=True, **kwargs)
 
     return load
+
+
+def _untrusted(error: BaseException) -> UntrustedFileError:
+    return UntrustedFileError(
+        "The program holds a pickle with more than tensors and registered classes, which runs code when it is "
+        f"loaded ({first_line(error)[:160]}). {REMEDY}"
+    )
 
 
 def _known_classes() -> list[Any]:

@@ -120,11 +120,14 @@ class _Writer:
             return "..."
         self.log("string_type: a %s", type(obj).__qualname__)
         self.inside.append(id(obj))
-        try:
-            return _rule(obj)(self, obj)
-        except Exception as error:  # a property or flatten function of the user failed: a description must not
+
+        def opaque(error: Exception) -> str:
             self.log("string_type: %s cannot be described: %r", type(obj).__qualname__, error)
             return _opaque(self, obj)
+
+        try:
+            # a property or flatten function of the user may fail: a description must not
+            return result_or(lambda: _rule(obj)(self, obj), opaque)
         finally:
             self.inside.pop()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import describe_class
+from ..errors.failures import noted_on_failure
 from ..private_names.of_torch import get_node_type, pytree
 from ..recipe.aliases import PyTree
 
@@ -95,13 +96,11 @@ def torch_children(name: str) -> Children:
 def children_of(node: pytree.NodeDef, obj: object, name: str, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
     """Return the children of a registered object with their keys."""
     # keys: the keys on the way from there to the object; none by default
-    try:
+    # of a user's flatten function
+    with noted_on_failure(lambda _: f"while {format_path(name, keys)}, {describe_class(type(obj))}, was flattened"):
         if node.flatten_with_keys_fn is not None:
             return list(node.flatten_with_keys_fn(obj)[0])
         return [(pytree.SequenceKey(index), child) for index, child in enumerate(node.flatten_fn(obj)[0])]
-    except Exception as error:  # of a user's flatten function; raised again, with the place
-        error.add_note(f"while {format_path(name, keys)}, {describe_class(type(obj))}, was flattened")
-        raise
 
 
 def format_path(name: str, keys: Iterable[Any]) -> str:

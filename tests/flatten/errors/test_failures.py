@@ -2,7 +2,7 @@
 
 import pytest
 
-from yobx_flatten.errors.failures import raised_as, result_or, undone_on_failure
+from yobx_flatten.errors.failures import noted_on_failure, raised_as, result_or, undone_on_failure
 
 
 def raising(error):
@@ -45,6 +45,38 @@ def test_named_classes_come_out_as_they_are():
     with pytest.raises(KeyError) as found, raised_as(lambda error: ValueError("ours"), LookupError):
         raising(own)()
     assert found.value is own
+
+
+def test_an_error_that_has_no_better_words_comes_out_as_it_is():
+    """Without a cause of its own, which a traceback would show twice."""
+    theirs = KeyError("theirs")
+    with pytest.raises(KeyError) as found, raised_as(lambda error: None):
+        raising(theirs)()
+    assert found.value is theirs
+    assert found.value.__cause__ is None
+
+
+def test_a_panic_of_a_library_in_rust_is_an_error():
+    """Its class is not an `Exception`; tokenizers and safetensors raise it for files that are damaged."""
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})("damaged")
+    with (
+        pytest.raises(ValueError, match="ours: damaged") as found,
+        raised_as(lambda error: ValueError(f"ours: {error}")),
+    ):
+        raising(panic)()
+    assert found.value.__cause__ is panic
+
+
+def test_a_note_is_added_to_the_error_itself():
+    """The same object comes out, and Ctrl-C without a note."""
+    theirs, ending = KeyError("theirs"), KeyboardInterrupt()
+    with pytest.raises(KeyError) as found, noted_on_failure(lambda error: f"of {type(error).__name__}"):
+        raising(theirs)()
+    assert found.value is theirs
+    assert theirs.__notes__ == ["of KeyError"]
+    with pytest.raises(KeyboardInterrupt), noted_on_failure(lambda error: "a note"):
+        raising(ending)()
+    assert not hasattr(ending, "__notes__")
 
 
 @pytest.mark.parametrize("ending", [ValueError, KeyboardInterrupt, SystemExit])

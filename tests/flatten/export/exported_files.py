@@ -6,7 +6,7 @@ import tempfile
 
 from tests.models import make_model
 from yobx_flatten import DecodeSizes, decode_inputs, export_onnx
-from yobx_flatten.export.program_export import ExportedModel
+from yobx_flatten.export.exported_model import ExportedModel
 
 __all__ = ["exported_file"]
 

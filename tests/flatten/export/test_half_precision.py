@@ -20,7 +20,6 @@ from yobx_flatten import (
 )
 from yobx_flatten.errors import ReplayError
 from yobx_flatten.export.onnx import attempts as onnx_attempts
-from yobx_flatten.export.proof.replay import following
 from yobx_flatten.export.proof.yardstick import Yardstick, explained
 from yobx_flatten.export.runtimes import write as runtimes
 from yobx_flatten.huggingface.cases import DecodeSizes, decode_inputs
@@ -212,7 +211,7 @@ def test_measuring_leaves_the_model_as_it_was(model):
     before = {name: (id(one), one.dtype, one._version) for name, one in model.named_parameters()}
     with register_flattening_functions(patch_transformers=True):
         case = Case("one", (), decode_inputs(model, DecodeSizes()), steps=2)
-        yardstick = Yardstick(model, following(), ())
+        yardstick = Yardstick(model, ())
         assert yardstick.allowed(case) is yardstick.allowed(case)
     assert {name: (id(one), one.dtype, one._version) for name, one in model.named_parameters()} == before
 

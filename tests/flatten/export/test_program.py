@@ -25,6 +25,7 @@ from yobx_flatten import (
     export_program,
     register_flattening_functions,
 )
+from yobx_flatten.runners.open import open_runner
 
 pytestmark = pytest.mark.slow
 
@@ -124,6 +125,22 @@ def test_a_model_that_slides_has_the_inputs_that_tools_feed(mistral, tmp_path):
     exported = export_onnx(make_model("mistral"), (), bare, tmp_path / "a.onnx", cases=[], counter_input=True)
     assert exported.report.input_names == ["input_ids", *names[3:], "past_key_values.length"]
     assert "present.length" in exported.report.output_names
+
+
+def test_a_cache_that_does_not_fit_the_mask_is_refused(mistral):
+    """A window holds what was seen, up to its size: with a key less the file would compute other scores."""
+    kwargs = decode_inputs(make_model("mistral"), DecodeSizes(batch=2, past=3, new=1))
+    feeds = {"input_ids": kwargs["input_ids"], "attention_mask": kwargs["attention_mask"]}
+    feeds["position_ids"] = torch.full((2, 1), 3)
+    for index, layer in enumerate(cache_of(kwargs).layers):
+        feeds |= {f"past_key_values.{index}.key": layer.keys, f"past_key_values.{index}.value": layer.values}
+    runner = open_runner(mistral.path)
+    with torch.no_grad():
+        expected = make_model("mistral")(**kwargs).logits
+    torch.testing.assert_close(runner.run(feeds)["logits"], expected, atol=1e-5, rtol=1e-5)
+    shorter = {name: value[:, :, 1:] if name.startswith("past") else value for name, value in feeds.items()}
+    with pytest.raises(ReplayError, match=r"holds 2 tokens, and .* takes 3 there, since attention_mask has 3 columns"):
+        runner.run(shorter)
 
 
 def test_a_padded_row_past_the_window_needs_no_counter(mistral):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from yobx_flatten import export_onnx, export_program
 from yobx_flatten.errors import InvalidArgumentError, NoRoomError
 from yobx_flatten.export import free_space as room
+from yobx_flatten.export.model_facts import ModelFacts
 from yobx_flatten.export.proof import levels as proofs
+from yobx_flatten.export.proof.memory import weight_bytes
 from yobx_flatten.export.proof.replay import Case
 
 pytestmark = pytest.mark.slow
@@ -74,12 +77,13 @@ def test_without_a_proof_the_report_says_unproven(tmp_path):
 
 def test_the_size_of_the_weights_decides_by_default(monkeypatch):
     """Full below the limit, a sample from there."""
-    module = torch.nn.Linear(3, 2)  # 32 bytes
+    size = ModelFacts.of(torch.nn.Linear(3, 2)).weight_bytes
+    assert size == 32
     monkeypatch.setattr(proofs, "SAMPLED_FROM", 33)
-    assert proofs.choose_proof("auto", module) == "full"
+    assert proofs.choose_proof("auto", size) == "full"
     monkeypatch.setattr(proofs, "SAMPLED_FROM", 32)
-    assert proofs.choose_proof("auto", module) == "sample"
-    assert proofs.choose_proof("full", module) == "full"
+    assert proofs.choose_proof("auto", size) == "sample"
+    assert proofs.choose_proof("full", size) == "full"
 
 
 def test_an_unknown_proof_is_refused():
@@ -101,7 +105,7 @@ def test_tied_weights_are_counted_once():
     """Two modules that share a table of 4 rows and 2 columns of float32 hold 32 bytes."""
     first, second = torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False)
     second.weight = first.weight
-    assert room.weight_bytes(torch.nn.Sequential(first, second)) == 32
+    assert weight_bytes(torch.nn.Sequential(first, second)) == 32
 
 
 def test_a_full_disk_is_found_before_anything_is_traced(tmp_path, monkeypatch):
@@ -116,12 +120,12 @@ def test_a_full_disk_is_found_before_anything_is_traced(tmp_path, monkeypatch):
 
 def test_too_little_memory_is_found_before_anything_is_traced(monkeypatch):
     """The message names what is needed, what there is, and the argument that needs less."""
-    monkeypatch.setattr(room, "weight_bytes", lambda module: 2**31)
+    facts = dataclasses.replace(ModelFacts.of(torch.nn.Linear(3, 2)), weight_bytes=2**31)
     monkeypatch.setattr(room, "memory_available", lambda: 2**30)
     monkeypatch.setattr(room.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 2**40}))
     with pytest.raises(NoRoomError, match=r"needs 2\.68 GB .* 1\.07 GB are available(?s:.*)proof=\"none\""):
-        room.check_room(torch.nn.Linear(3, 2), pathlib.Path("a.onnx"))
-    room.check_room(torch.nn.Linear(3, 2), pathlib.Path("a.onnx"), in_memory=0)
+        room.check_room(facts, pathlib.Path("a.onnx"))
+    room.check_room(facts, pathlib.Path("a.onnx"), in_memory=0)
 
 
 def test_an_opset_that_onnxruntime_lacks_is_found_before_anything_is_traced(tmp_path, monkeypatch):

@@ -58,6 +58,25 @@ def _stored(path) -> dict[str, tuple[int, int]]:
     return found
 
 
+def _contents(path):
+    """The operators of a file with their inputs, and the bytes of its weights."""
+    import onnx
+
+    graph = onnx.load(path).graph
+    return [(node.op_type, *node.input) for node in graph.node], {w.name: w.raw_data for w in graph.initializer}
+
+
+@pytest.mark.parametrize("options", [{"quantize": "int8"}, {"quantize": "int4", "optimize": "onnxruntime"}])
+def test_a_program_writes_the_file_that_export_onnx_writes(tmp_path, options):
+    """The same operators and the same bytes in the same bits, with the same distance from the model."""
+    model = trained_model()
+    how = {"kwargs": decode_inputs(model, DecodeSizes(batch=2, past=5, new=3)), "cases": [], "steps": 2}
+    straight = export_onnx(model, path=tmp_path / "straight.onnx", **how, **options).report
+    report = export_program(model, **how).to_onnx(tmp_path / "program.onnx", **options)
+    assert _contents(tmp_path / "program.onnx") == _contents(tmp_path / "straight.onnx")
+    assert (report.quality, report.operators) == (straight.quality, straight.operators)
+
+
 @pytest.mark.parametrize(("weights", "allowed", "bytes_each"), [("int8", 1.005, 0.29), ("int4", 1.03, 0.2)])
 def test_a_trained_model_keeps_its_perplexity(tmp_path, weights, allowed, bytes_each):
     """All 15 projections are stored in so many bits; the text is one that the model has not seen."""

@@ -16,6 +16,7 @@ from yobx_flatten import (
 )
 from yobx_flatten.errors import dependencies
 from yobx_flatten.export import CaseResult
+from yobx_flatten.export.runtimes import file_options
 from yobx_flatten.export.runtimes import write as runtimes
 from yobx_flatten.runners.open import open_runner
 
@@ -149,7 +150,7 @@ def test_a_file_that_differs_is_not_left(tmp_path):
 
 def test_a_size_without_a_bound_is_refused_for_executorch(tmp_path, monkeypatch):
     """The message names every axis, before ExecuTorch is asked."""
-    monkeypatch.setattr("yobx_flatten.export.runtimes.write.require_executorch", lambda caller: None)
+    monkeypatch.setattr("yobx_flatten.export.runtimes.file_options.require_executorch", lambda caller: None)
     free = export_program(make_step(), (), inputs(2, 3, 2), dynamic_shapes=shapes(bounded=False), cases=[])
     with pytest.raises(DynamicShapesError, match="input_ids axis 0, input_ids axis 1, attention_mask axis 0"):
         free.to_executorch(tmp_path / "step.pte")
@@ -162,13 +163,13 @@ def test_kernels_of_xnnpack_are_left_out_where_they_differ(exported, tmp_path, m
         path.write_text(backend, encoding="utf-8")
         return 64
 
-    def replayed(source, file, report):
-        found = 1e-3 if file.path.read_text(encoding="utf-8") == "xnnpack" else 1e-6
-        report.cases.append(CaseResult("the example", "executorch", 1, {"logits": found}, 0.0))
+    def replayed(job):
+        found = 1e-3 if job.file.path.read_text(encoding="utf-8") == "xnnpack" else 1e-6
+        job.report.cases.append(CaseResult("the example", "executorch", 1, {"logits": found}, 0.0))
 
-    monkeypatch.setattr(runtimes, "require_executorch", lambda caller: None)
+    monkeypatch.setattr(file_options, "require_executorch", lambda caller: None)
     monkeypatch.setattr(runtimes, "write_pte", write)
-    monkeypatch.setattr(runtimes, "_replay", replayed)
+    monkeypatch.setattr(runtimes._Job, "replay", replayed)
     report = exported.to_executorch(tmp_path / "step.pte")
     assert (tmp_path / "step.pte").read_text(encoding="utf-8") == "portable"
     assert [case.max_difference for case in report.cases] == [1e-6]

@@ -49,6 +49,7 @@ def names_of(inputs: Mapping[str, Any], stated: Stated) -> dict[tuple[str, int],
         if size.axis is None or size.variable is None or size.variable.name == "anon":
             continue
         name = size.variable.name
+        # two variables may have one name, and axes of one name are equal
         same = sum(other == name or other.startswith(f"{name}_") for other in chosen.values())
         found[leaves[size.leaf], size.axis] = chosen.setdefault(size.expression, f"{name}_{same}" if same else name)
     return found
@@ -59,6 +60,7 @@ def relations_of(inputs: Mapping[str, Any], stated: Stated) -> tuple[Relation, .
     leaves = leaf_names(inputs)
     places: dict[str, Place] = {}
     found: list[Expression] = []
+    # the first place of a variable is what its name stands for; all others are compared with it
     for size in stated.sizes:
         if size.variable is not None and str(size.expression) not in places:
             places[str(size.expression)] = (leaves[size.leaf], size.axis)

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from ...errors import InvalidArgumentError
+from ...errors.failures import result_or
 from ...errors.log import STEP
 from ...errors.messages import first_line
 from ...runners.signature import KEY
-from ..example.example import Example
 from ..program.flat_program import fixed_sizes, signature_of
 from ..program.traced import Traced
 from ..proof.first_difference import first_difference
-from ..proof.replay import Case
 from ..proof.report import ExportReport
 from ..quantization.options import Quantization
+from ..source import Source
 from .file import UnprovenFile, convert
 from .opset import ATTENTION_OPSET, attention_opset
 from .quantize import quantize_model, remark_quantized
-from .replay import replay_file
+from .replay import replay_onnx
 from .rewrite.attention import count_operators
 from .sizes import fix_sizes, refuse_sizes
 
@@ -55,9 +58,7 @@ class _Attempt:
 
 def write_proven(
     file: UnprovenFile,
-    example: Example,
-    traced: Traced,
-    cases: Sequence[Case],
+    source: Source,
     report: ExportReport,
     opset_version: int | None,
     *,
@@ -70,44 +71,33 @@ def write_proven(
     # opset_version: the opset to write; `None` for the newest that onnxruntime computes right
     # share: whether to try attention of onnxruntime first, whose cache stays in one piece of memory
     # quantization: how the weights are stored in fewer bits where nothing is replayed; `None` where they are not
+    example = source.example
     attempts = _attempts(opset_version)
     if share and attempts[0].fuse:
         attempts.insert(0, dataclasses.replace(attempts[0], share=True))
-    done, names = len(report.cases), (traced.input_names, traced.output_names)
+    done = len(report.cases)
+
     for number, attempt in enumerate(attempts, 1):
         last = number == len(attempts)
         logger.info("converting %s to ONNX", type(example.module).__qualname__, extra=STEP)
-        try:
-            with report.timed("convert"):
-                converted = convert(
-                    traced.program,
-                    *names,
-                    attempt.opset,
-                    example.axis_names,
-                    fuse=attempt.fuse,
-                    share=attempt.share,
-                    readers=traced.readers,
-                    translations=translations,
-                )
-            report.remark(*_state_sizes(converted.model, traced, shared=attempt.share))
-            with report.timed("save"):
-                if quantization is not None:
-                    done_to = quantize_model(converted.model, quantization, report)
-                    remark_quantized(done_to, quantization, report)
-                report.onnx_bytes = file.save(converted)
-        except Exception as error:  # whatever torch's exporter raises for an operator of that opset
+        # whatever torch's exporter raises for an operator of that opset
+        converted = result_or(
+            functools.partial(_written, attempt, file, source, report, quantization, translations), lambda error: error
+        )
+        if isinstance(converted, Exception):
             if last:
-                raise
-            report.remark(f"{attempt} was left out: the conversion raised {type(error).__name__}: {first_line(error)}")
+                raise converted
+            reason = f"{type(converted).__name__}: {first_line(converted)}"
+            report.remark(f"{attempt} was left out: the conversion raised {reason}")
             continue
         report.opset = converted.model.opset_imports.get("")
         report.operators = count_operators(converted.model.graph)
         decomposed = converted.exported_program
         del converted
-        replay_file(file.path, example, traced, cases, report)
+        replay_onnx(file.path, source, report)
         failed = [case for case in report.cases[done:] if not case.within(report.tolerance)]
         if failed and last and failed[0].error is None and decomposed is not None:
-            case = next(one for one in cases if one.name == failed[0].case)
+            case = next(one for one in source.cases if one.name == failed[0].case)
             report.remark(*first_difference(file.path, decomposed, case, example.names, report.tolerance))
         if not failed or last:
             if "GroupQueryAttention" in report.operators:
@@ -117,6 +107,36 @@ def write_proven(
         reason = failed[0].error or f"{name} differs by {difference:.1e}, allowed {most:.1e}"
         report.remark(f"{attempt} was left out: {failed[0].case}: {reason}")
         del report.cases[done:]
+
+
+def _written(
+    attempt: _Attempt,
+    file: UnprovenFile,
+    source: Source,
+    report: ExportReport,
+    quantization: Quantization | None,
+    translations: Mapping[Any, Callable[..., Any]] | None,
+) -> torch.onnx.ONNXProgram:
+    """Convert a program and write the file."""
+    traced = source.traced
+    with report.timed("convert"):
+        converted = convert(
+            traced.program,
+            traced.input_names,
+            traced.output_names,
+            attempt.opset,
+            source.example.axis_names,
+            fuse=attempt.fuse,
+            share=attempt.share,
+            readers=traced.readers,
+            translations=translations,
+        )
+    report.remark(*_state_sizes(converted.model, traced, shared=attempt.share))
+    with report.timed("save"):
+        if quantization is not None:
+            remark_quantized(quantize_model(converted.model, quantization, report), quantization, report)
+        report.onnx_bytes = file.save(converted)
+    return converted
 
 
 def _attempts(opset_version: int | None) -> list[_Attempt]:

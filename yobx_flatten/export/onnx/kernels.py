@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-
-import torch
+from collections.abc import Iterable
 
 from ...errors import InvalidArgumentError, ReplayError
 from ...runners.onnx_session import open_session
@@ -35,10 +34,10 @@ def has_kernels(dtype: str) -> bool:
     return True
 
 
-def check_kernels(module: torch.nn.Module, caller: str) -> None:
+def check_kernels(types: Iterable[str], caller: str) -> None:
     """Refuse to prove a file that onnxruntime cannot run on the CPU, before anything is traced."""
-    types = {weight.dtype for weight in module.parameters() if weight.is_floating_point()}
-    for dtype in sorted(str(dtype).removeprefix("torch.") for dtype in types):
+    # types: those of the weights: `"float32"`
+    for dtype in types:
         if not has_kernels(dtype):
             raise InvalidArgumentError(
                 f"{caller}: onnxruntime has no kernels for weights of {dtype} on the CPU, so the file cannot be "

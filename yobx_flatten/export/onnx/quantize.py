@@ -104,17 +104,9 @@ def quantize_graph(
             products.replace(node, matrix)
     tables = [value for value in gathered(model.graph) if value.name not in read]
     for value in tables:
-        grid, size = grids.find(value, transposed=True), math.prod(value.const_value.shape)
-        is_kept = grid is not None and gathers_blocks(grid.bits, grid.block_size)
-        matrix = None
-        if grid is not None and is_kept:
-            matrix = keep_integers(model.graph, value, grid, transposed=True)
-        elif quantization.weights != "keep" and size >= _TABLE and gathers_blocks(8, 32):
-            matrix = round_table(model.graph, value)
-            found.tables += matrix is not None
+        matrix = _quantized_table(model.graph, value, quantization, grids, found)
         if matrix is not None:
             stored[value.name, True] = matrix
-            found.add(value, matrix, is_kept=is_kept)
             read[value.name] = value, True
     if found.count:
         model.opset_imports["com.microsoft"] = 1
@@ -127,6 +119,23 @@ def quantize_graph(
         else:
             del model.graph.initializers[name]
     return found
+
+
+def _quantized_table(
+    graph: Any, value: Any, quantization: Quantization, grids: Grids, found: QuantizedWeights
+) -> StoredMatrix | None:
+    """Store a table of embeddings as its integers, or in 8 bits; ``None`` where it stays as it is."""
+    grid, size = grids.find(value, transposed=True), math.prod(value.const_value.shape)
+    is_kept = grid is not None and gathers_blocks(grid.bits, grid.block_size)
+    matrix = None
+    if grid is not None and is_kept:
+        matrix = keep_integers(graph, value, grid, transposed=True)
+    elif quantization.weights != "keep" and size >= _TABLE and gathers_blocks(8, 32):
+        matrix = round_table(graph, value)
+        found.tables += matrix is not None
+    if matrix is not None:
+        found.add(value, matrix, is_kept=is_kept)
+    return matrix
 
 
 def _in_bits(quantization: Quantization, bits: int) -> Quantization:

@@ -8,40 +8,27 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
-from collections.abc import Sequence
 
-from ...errors.log import STEP
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import open_session
-from ..example.example import Example
-from ..program.traced import Traced
 from ..proof.quality import Quality
-from ..proof.replay import Case
 from ..proof.report import ExportReport
 from ..quantization.bit_budget import Bits, Budget
 from ..quantization.measure import Texts, measure
 from ..quantization.options import Quantization
+from ..source import Source
 from .file import UnprovenFile
 from .kept_integers import Grids
 from .quantize import quantize_model, remark_quantized
 
 __all__ = ["quantize_file"]
 
-logger = logging.getLogger("yobx_flatten")
-
 
 def quantize_file(
-    file: UnprovenFile,
-    quantization: Quantization,
-    example: Example,
-    traced: Traced,
-    cases: Sequence[Case],
-    report: ExportReport,
-) -> None:
-    """Quantize a file that passed its replay, and compare it with the model. The block must be open."""
-    logger.info("quantizing %s to %s", file.path.name, quantization.weights, extra=STEP)
+    file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport
+) -> Quality | None:
+    """Quantize a file that passed its replay; return how far it is from the model. The block must be open."""
     import onnx_ir as ir
 
     grids = Grids()
@@ -59,19 +46,18 @@ def quantize_file(
                 trial.save_model(model)
             with report.timed("measure"):
                 runner = OnnxRunner(open_session(trial.path, caller="export_onnx"), file.path.name)
-                return measure(runner, quantization, example, traced, cases, known=known)
+                return measure(runner, quantization, source, known=known)
         finally:
             shutil.rmtree(trial.folder)
 
     bits: Bits = dict.fromkeys(roles, quantization.bits)
-    if cases:
-        if quantization.weights == "keep":
-            report.quality = try_bits(bits)
-        else:
-            bits, report.quality = Budget(roles, quantization.bits, try_bits).find()
+    quality = None
+    if source.cases and quantization.weights == "keep":
+        quality = try_bits(bits)
+    elif source.cases:
+        bits, quality = Budget(roles, quantization.bits, try_bits).find()
     with report.timed("quantize"):
         model = ir.load(file.path)
         remark_quantized(quantize_model(model, quantization, report, bits, grids), quantization, report, bits)
         report.onnx_bytes = file.replace_by(model)
-    if cases:
-        report.remark("the table is of the file before its weights were quantised.")
+    return quality

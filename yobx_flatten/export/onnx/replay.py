@@ -2,66 +2,43 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
+import functools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ...errors import ReplayError
-from ...errors.log import STEP
+from ...errors import FlattenError
 from ...errors.messages import first_line
 from ...huggingface.cache_names import CACHE, argument_of
-from ...huggingface.sliding_decoder import SlidingDecoder
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import has_mapped_weights, mapped_options, open_session
 from ..example.example import Example
 from ..program.traced import Traced
 from ..proof.exported_call import ByName
-from ..proof.replay import Case, CaseResult, following, replay
+from ..proof.replay import Side
 from ..proof.report import ExportReport
 from ..proof.shared_memory import InSharedMemory
-from ..tolerance import explained_by
+from ..source import Source, replay_file
 
-__all__ = ["replay_file"]
-
-logger = logging.getLogger("yobx_flatten")
+__all__ = ["replay_onnx"]
 
 
-def replay_file(
-    path: pathlib.Path, example: Example, traced: Traced, cases: Sequence[Case], report: ExportReport
-) -> None:
-    """Replay cases with a file. The block must be open."""
-    # report: gets one result per case, times and notes; where the file cannot be loaded, one result that states why
+def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> None:
+    """Replay the cases with a file, and note what it cannot do. The block must be open."""
+    example, traced = source.example, source.traced
     report.remark(*_remarks(example, traced))
-    if not cases:
-        return
-    module = example.module
-    try:
-        with report.timed("load"):
-            # the module can also be in memory
-            options = mapped_options(path) if has_mapped_weights(path) else None
-            session = open_session(path, caller="export_onnx", options=options)
-            runner = OnnxRunner(session, path.name)
-    except ReplayError as error:
-        reason = _why_not_loaded(module, error.__cause__ or error)
-        report.cases.append(CaseResult("(loading)", OnnxRunner.runtime, 0, {}, 0.0, reason))
-        return
-    types = zip(traced.output_names, traced.output_types, strict=True)
-    pairs = [name for name, dtype in types if dtype is not None and dtype.is_complex]
-    sides = [ByName(runner, example.names, pairs)]
-    if runner.shared:
-        sides.append(ByName(InSharedMemory(session, path.name), example.names, pairs))
-    after = module.next_inputs if isinstance(module, SlidingDecoder) else following()
-    for case, side in itertools.product(cases, sides):
-        logger.info("replaying %s with %s", case.name, side.runtime, extra=STEP)
-        with report.timed("replay"):
-            how: dict[str, Any] = {"taken": example.names, "written": traced.written}
-            how["allowed"] = explained_by(report, case)
-            result = replay(side, module, case, after, **how)
-        report.cases.append(result)
+
+    def load() -> Sequence[Side]:
+        # the module can also be in memory
+        options = mapped_options(path) if has_mapped_weights(path) else None
+        session = open_session(path, caller="export_onnx", options=options)
+        runner = OnnxRunner(session, path.name)
+        runners = [runner, InSharedMemory(session, path.name)] if runner.shared else [runner]
+        return [ByName(one, example.names, traced.complex_outputs) for one in runners]
+
+    replay_file(load, source, report, functools.partial(_why_not_loaded, example.module))
 
 
 def _remarks(example: Example, traced: Traced) -> list[str]:
@@ -89,8 +66,9 @@ def _remarks(example: Example, traced: Traced) -> list[str]:
     return remarks
 
 
-def _why_not_loaded(module: torch.nn.Module, error: BaseException) -> str:
+def _why_not_loaded(module: torch.nn.Module, failure: FlattenError) -> str:
     """What onnxruntime reports about a file that it does not load, and what to do about it."""
+    error = failure.__cause__ or failure
     reported = f"{type(error).__name__}: {first_line(error)[:300]}"
     weights = {str(tensor.dtype).removeprefix("torch.") for tensor in module.parameters()}
     half = sorted(weights & {"bfloat16", "float16"})

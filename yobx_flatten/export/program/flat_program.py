@@ -88,6 +88,7 @@ def _write_to_copies(module: torch.fx.GraphModule, inputs: Collection[str]) -> N
                 if argument.alias_info is not None and value in reached:
                     reached.add(user)
                     written |= argument.alias_info.is_write
+        # states of the program are its own, and may be written to
         if written and node.name in inputs:
             with module.graph.inserting_after(node):
                 copied = module.graph.call_function(torch.ops.aten.clone.default, (node,))
@@ -131,6 +132,7 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
         inputs.append((name, value.dtype, sizes))
     ranges = {str(symbol): found for symbol, found in program.range_constraints.items()}
     largest = {name: int(found.upper) for name, found in ranges.items() if _is_finite(found.upper)}
+    # a trace assumes 2 or more of every size that varies, which is nothing that the code asks for
     smallest = {name: int(found.lower) for name, found in ranges.items() if _is_finite(found.lower) and found.lower > 2}
     made_by = {name: _version(name) for name in (*_MADE_BY, *versions) if is_installed(name)}
     alone = {name for _, _, sizes in inputs for size in sizes if isinstance(size, Mapping) for name in size if name}
@@ -155,6 +157,7 @@ def _rows(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
         table, given = node.args[:2]
+        # tokens may be reshaped on their way to the table
         while _name(given) in _SAME_VALUES:
             given = given.args[0]
         size = table.meta["val"].shape[0]
@@ -180,6 +183,7 @@ def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[s
             count = _length_of_range(place)
             for origin in inputs if count is not None else ():
                 own, same = origin.meta["val"].shape[axis], read.meta["val"].shape[axis]
+                # a size that is one symbol by itself: of others it is not known which input is too short
                 if isinstance(own, torch.SymInt) and own.node.expr.is_Symbol and str(own) == str(same):
                     found[names[origin.name], axis] = _size(count)
     return found
@@ -206,6 +210,7 @@ def _length_of_range(place: Any) -> Any:
     if not isinstance(place, torch.fx.Node):
         return None
     entries = place.meta["val"].numel()
+    # a range is given axes to meet those of other indices; its entries stay
     while _name(place) in (*_SAME_VALUES, *_SAME_AXES):
         place = place.args[0]
     if place.target is not torch.ops.aten.arange.default or str(place.meta["val"].shape[0]) != str(entries):

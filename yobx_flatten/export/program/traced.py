@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import logging
 import re
@@ -18,6 +19,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec,
 from ...diagnose.export_errors import explain_error
 from ...diagnose.refused import explain_leaf
 from ...errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError
+from ...errors.failures import raised_as
 from ...errors.log import STEP
 from ...errors.tried_versions import naming_untried_versions
 from ...huggingface.cache_names import CACHE
@@ -62,6 +64,12 @@ class Traced:
     fixed: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
     # sizes that the model's code bounds, and the caller does not
     largest: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def complex_outputs(self) -> list[str]:
+        """The outputs that are complex numbers, which files have as pairs of real ones."""
+        types = zip(self.output_names, self.output_types, strict=True)
+        return [name for name, dtype in types if dtype is not None and dtype.is_complex]
 
     def check_cache_outputs(self, name: str) -> None:
         """Refuse to make a file of a module that takes a cache and does not return it."""
@@ -145,7 +153,7 @@ def _by_leaf(
 def _traced(example: Example, strict: bool) -> ExportedProgram:
     module = example.module
     swallowed = [] if example.shapes is None else swallowed_names(module, example.kwargs)
-    try:
+    with raised_as(functools.partial(_explain, example)):  # of the model, or of torch
         leaves = pytree.tree_leaves(example.inputs)
         named = named_in_forward(module, swallowed)
         asserted = asserted_in_forward(module, example.args, example.kwargs, example.names, example.relations)
@@ -161,11 +169,6 @@ def _traced(example: Example, strict: bool) -> ExportedProgram:
                 strict=strict,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
-    except Exception as error:  # of the model, or of torch; raised again, with an explanation
-        explained = _explain(example, error)
-        if explained is None:
-            raise
-        raise explained from error
     for name, tensor in program.constants.items():  # a copy in which the trace may have written
         program.constants[name] = originals.get(id(tensor), tensor)
     check_all_read(module, swallowed, program, _by_argument(example.inputs, _user_inputs(program)))
@@ -217,7 +220,7 @@ def fill(program: ExportedProgram, readers: Mapping[str, Reader]) -> None:
         program.state_dict[name] = read.setdefault((tensor.data_ptr(), tensor.shape), found)
 
 
-def _explain(example: Example, error: Exception) -> FlattenError | None:
+def _explain(example: Example, error: BaseException) -> FlattenError | None:
     """An error of the trace in our words, where it is one of those that name neither place nor remedy."""
     module, inputs, message = example.module, example.inputs, str(error)
     if re.search(r"data-dependent expression|[Dd]ata-dependent branching|Dynamic control flow is not", message):

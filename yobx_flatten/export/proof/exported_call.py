@@ -5,6 +5,7 @@ A library that runs exported files needs a :class:`~yobx_flatten.runners.runner.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -13,13 +14,14 @@ import torch
 from ...diagnose.compare import compare_outputs, largest_difference
 from ...errors import ReplayError
 from ...errors.tried_versions import without_cause
-from ...huggingface.cache_names import cache_of
+from ...huggingface.cache_names import PRESENT, cache_of
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
 from ...runners.ports import present_of
 from ...runners.program_runner import ProgramRunner
 from ...runners.runner import Runner
 from ...trees.naming import leaf_names
+from .module_state import undisturbed
 from .padding import Padding
 from .replay import clone
 
@@ -30,10 +32,17 @@ class Nested:
     """A program that is called as the module was. Its outputs are compared with their classes and static parts."""
 
     # cache_is: name of the input that is the cache; `""` without one
+    # written: parameters that the module writes to; none by default
 
-    def __init__(self, runner: ProgramRunner, cache_is: str) -> None:
+    keeps_state = True
+
+    def __init__(self, runner: ProgramRunner, cache_is: str, written: Collection[str] = ()) -> None:
         self.runtime: str = runner.runtime
-        self._runner, self._cache_is = runner, cache_is
+        self._runner, self._cache_is, self._written = runner, cache_is, written
+
+    def from_the_start(self) -> contextlib.AbstractContextManager[object]:
+        """Run a case inside; what the program writes to is put back afterwards."""
+        return undisturbed(self._runner.module, self._written)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
         """Run one step; return its nested outputs."""
@@ -46,6 +55,8 @@ class Nested:
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
         """Put the program's own cache object in place of the eager one."""
+        if isinstance(outputs, Mapping) and PRESENT in outputs:  # of a `SlidingDecoder`
+            return {**kwargs, "cache": outputs[PRESENT]}
         return {**kwargs, self._cache_is: cache_of(outputs)}
 
 
@@ -58,9 +69,15 @@ class ByName:
     # input_leaves: the names of all leaves of the module's inputs, in order
     # pairs: outputs that are complex numbers in the module; none by default
 
+    keeps_state = False
+
     def __init__(self, runner: Runner, input_leaves: Sequence[str], pairs: Collection[str] = ()) -> None:
         self.runtime: str = runner.runtime
         self._runner, self._input_leaves, self._pairs = runner, input_leaves, pairs
+
+    def from_the_start(self) -> contextlib.AbstractContextManager[object]:
+        """Run a case inside: a file keeps nothing."""
+        return contextlib.nullcontext()
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
         """Run one step; return its outputs by name."""

@@ -9,7 +9,6 @@ import torch
 
 from ...errors import InvalidArgumentError
 from ...private_names.of_torch import pytree
-from .memory import weight_bytes
 from .replay import Case
 
 __all__ = ["SAMPLED_FROM", "UNPROVEN", "Proof", "choose_proof", "sampled"]
@@ -23,10 +22,10 @@ SAMPLED_FROM = 10**9
 UNPROVEN = 'UNPROVEN: nothing was replayed, as asked for by proof="none". Compare it with the model before it is used.'
 
 
-def choose_proof(proof: Proof, module: torch.nn.Module) -> Literal["full", "sample", "none"]:
+def choose_proof(proof: Proof, weight_bytes: int) -> Literal["full", "sample", "none"]:
     """Return the proof of an export: ``"full"``, ``"sample"`` or ``"none"``.
 
-    >>> choose_proof("auto", torch.nn.Linear(3, 2))
+    >>> choose_proof("auto", 32)
     'full'
     """
     # proof: a `Proof`. `"auto"` is `"full"` for weights of less than 1 GB (`SAMPLED_FROM`), since a call of a larger
@@ -34,7 +33,7 @@ def choose_proof(proof: Proof, module: torch.nn.Module) -> Literal["full", "samp
     if proof not in get_args(Proof):
         raise InvalidArgumentError(f"proof must be one of {', '.join(map(repr, get_args(Proof)))}, found {proof!r}.")
     if proof == "auto":
-        return "full" if weight_bytes(module) < SAMPLED_FROM else "sample"
+        return "full" if weight_bytes < SAMPLED_FROM else "sample"
     return proof
 
 

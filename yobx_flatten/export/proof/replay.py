@@ -15,10 +15,11 @@ import torch
 from ...diagnose.compare import shares_of_nan
 from ...diagnose.export_errors import explain_error
 from ...errors import FlattenError, InvalidArgumentError, ReplayError, describe_class
-from ...errors.failures import raised_as
+from ...errors.failures import raised_as, result_or
 from ...errors.messages import first_line
 from ...errors.tried_versions import without_cause
 from ...huggingface.cache_names import forward_of, named_for
+from ...huggingface.sliding_decoder import SlidingDecoder
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
 from ...trees.naming import output_names
@@ -26,7 +27,7 @@ from .module_state import seeded, undisturbed
 from .padding import Padding
 from .untouched_copy import untouched_copy
 
-__all__ = ["Case", "CaseResult", "Side", "check_cases", "clone", "following", "replay"]
+__all__ = ["Case", "CaseResult", "Pair", "Side", "check_cases", "clone", "eager_steps", "replay", "side_by_side"]
 
 Next = Callable[[Mapping[str, Any], Any, int], dict[str, Any] | None]
 
@@ -127,7 +128,7 @@ class _Step(NamedTuple):
 
 
 def eager_steps(
-    module: torch.nn.Module, case: Case, following: Next, written: Collection[str] = (), *, twice: bool = False
+    module: torch.nn.Module, case: Case, written: Collection[str] = (), *, twice: bool = False
 ) -> list[_Step]:
     """Run a case eagerly: inputs and outputs of each step, both copied before anything writes to them.
 
@@ -143,6 +144,7 @@ def eager_steps(
         return args, named_for(forward_of(module), kwargs)
 
     steps: list[_Step] = []
+    following = _following(module)
     args, first = copied()
     kwargs: Mapping[str, Any] | None = first
     with undisturbed(module, written) as changed:
@@ -178,9 +180,14 @@ def _naming(case: Case, module: torch.nn.Module, step: int) -> Iterator[None]:
 
 
 class Side(Protocol):
-    """One side of a replay: something exported that is called step after step. See :mod:`.sides`."""
+    """One side of a replay: something exported that is called step after step. See :mod:`.exported_call`."""
 
     runtime: str  # name of the library that runs it
+    keeps_state: bool  # whether what the module writes to is kept from call to call
+
+    def from_the_start(self) -> contextlib.AbstractContextManager[object]:
+        """Run a case inside; what it writes to is put back afterwards."""
+        ...
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
         """Run one step; return its outputs as the two other methods take them."""
@@ -197,52 +204,73 @@ class Side(Protocol):
         ...
 
 
+class Pair(NamedTuple):
+    """One step of a case by both sides."""
+
+    eager: PyTree  # what the module returned
+    outputs: PyTree  # what the side returned
+    names: list[str]  # of the leaves of `eager`
+    seconds: float  # duration of the side's call
+
+
+def side_by_side(
+    side: Side, module: torch.nn.Module, case: Case, steps: Sequence[_Step], taken: Collection[str], padding: Padding
+) -> Iterator[Pair]:
+    """Run by what was exported the steps that the module ran, with its own cache in place of the module's."""
+    # taken: names of inputs, see `naming.output_names`
+    # padding: gets the inputs of each call
+    positional = inspect.signature(module.forward).bind_partial(*case.args).arguments
+    outputs: Any = None
+    for index, step in enumerate(steps):
+        fed = side.feed_back(step.given, outputs) if step.goes_on else step.given
+        padding.next_call({**positional, **step.given})
+        start = time.perf_counter()
+        with seeded(index):
+            outputs = side.run(clone(case.args), fed)
+        yield Pair(step.outputs, outputs, output_names(step.outputs, taken), time.perf_counter() - start)
+
+
 def replay(
     side: Side,
     module: torch.nn.Module,
     case: Case,
-    following: Next,
     *,
     taken: Collection[str] = (),
     written: Collection[str] = (),
-    keeps_state: bool = False,
     allowed: Mapping[str, float] | None = None,
 ) -> CaseResult:
     """Run one case eagerly and by what was exported, and compare every output of every step."""
     # taken: names of inputs, see `naming.output_names`; none by default
     # written: parameters that the module writes to, see `undisturbed.undisturbed`; none by default
-    # keeps_state: whether what was exported keeps what it writes from call to call; `False` by default
     # allowed: what outputs may differ by, as far as it was measured; nothing by default
-    expected = eager_steps(module, case, following, written, twice=keeps_state or not written)
+    # all steps of the module first: what it writes to is put back before the other side runs
+    expected = eager_steps(module, case, written, twice=side.keeps_state or not written)
+    padding, seconds = Padding(), 0.0
     differences: dict[str, float] = {}
     nan: dict[str, list[float]] = {}
-    outputs: Any = None
-    seconds = 0.0
-    padding = Padding()
-    positional = inspect.signature(module.forward).bind_partial(*case.args).arguments
-    for index, (kwargs, eager, goes_on) in enumerate(expected):
-        fed = side.feed_back(kwargs, outputs) if goes_on else kwargs
-        padding.next_call({**positional, **kwargs})
-        start = time.perf_counter()
-        try:
-            with seeded(index):
-                outputs = side.run(clone(case.args), fed)
-        except Exception as error:  # whatever the runtime raises is the result of this case
-            reason = f"step {index}: {type(error).__name__}: {without_cause(error).strip()[:500]}"
-            return CaseResult(case.name, side.runtime, index, differences, seconds, reason)
-        seconds += time.perf_counter() - start
-        names = output_names(eager, taken)
-        try:
-            found = side.compare(padding.blank_leaves(eager, names), outputs, names, padding)
-        except ReplayError as error:
-            reason = f"step {index}, {without_cause(error)}"
-            return CaseResult(case.name, side.runtime, index, differences, seconds, reason)
-        for name, difference in found.items():
-            differences[name] = max(differences.get(name, 0.0), difference)
-        for name, share in shares_of_nan(padding.kept_leaves(eager, names), names).items():
-            nan.setdefault(name, []).append(share)
-    left_out, means = tuple(padding.left_out), {name: sum(shares) / len(shares) for name, shares in nan.items()}
-    how: dict[str, Any] = {"left_out": left_out, "nan": means, "allowed": allowed or {}}
+    pairs = side_by_side(side, module, case, expected, taken, padding)
+
+    def failed(index: int, reason: str) -> CaseResult:
+        return CaseResult(case.name, side.runtime, index, differences, seconds, f"step {index}{reason}")
+
+    with side.from_the_start():
+        for index in range(len(expected)):
+            # whatever the runtime raises is the result of this case
+            pair = result_or(lambda: next(pairs), lambda error: error)
+            if isinstance(pair, Exception):
+                return failed(index, f": {type(pair).__name__}: {without_cause(pair).strip()[:500]}")
+            seconds += pair.seconds
+            blank = padding.blank_leaves(pair.eager, pair.names)
+            try:
+                found = side.compare(blank, pair.outputs, pair.names, padding)
+            except ReplayError as error:
+                return failed(index, f", {without_cause(error)}")
+            for name, difference in found.items():
+                differences[name] = max(differences.get(name, 0.0), difference)
+            for name, share in shares_of_nan(padding.kept_leaves(pair.eager, pair.names), pair.names).items():
+                nan.setdefault(name, []).append(share)
+    means = {name: sum(shares) / len(shares) for name, shares in nan.items()}
+    how: dict[str, Any] = {"left_out": tuple(padding.left_out), "nan": means, "allowed": allowed or {}}
     return CaseResult(case.name, side.runtime, len(expected), differences, seconds, **how)
 
 
@@ -258,8 +286,10 @@ def check_cases(cases: Iterable[Any]) -> list[Case]:
     return found
 
 
-def following() -> Any:
-    """Return what makes the inputs of the next step from the outputs of the last."""
+def _following(module: torch.nn.Module) -> Next:
+    """What makes the inputs of the next step from the outputs of the last."""
+    if isinstance(module, SlidingDecoder):
+        return module.next_inputs
     if "transformers" not in sys.modules:
         return lambda kwargs, outputs, seed: None
     from ...huggingface.cases import next_inputs

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
-
-import torch
+from collections.abc import Iterable, Iterator, Mapping
 
 from ...diagnose.report import Report
 from ...errors.messages import table
 from .levels import UNPROVEN
 from .memory import peak_memory
 from .quality import Quality
-from .replay import CaseResult
+from .replay import Case, CaseResult
 from .yardstick import Yardstick
 
 __all__ = ["TOLERANCES", "ExportReport", "tolerance_of"]
@@ -23,14 +21,12 @@ TOLERANCES = {"float32": 1e-4, "float64": 1e-4, "float16": 6e-2, "bfloat16": 2e-
 """By type of the weights: half precision rounds at three digits, and a model does so thousands of times."""
 
 
-def tolerance_of(module: torch.nn.Module) -> float:
+def tolerance_of(types: Iterable[str]) -> float:
     """Return the largest difference that the coarsest type of a module's weights explains.
 
-    >>> tolerance_of(torch.nn.Linear(2, 3)), tolerance_of(torch.nn.Linear(2, 3).half())
+    >>> tolerance_of(["float32"]), tolerance_of(["float32", "float16"])
     (0.0001, 0.06)
     """
-    weights = (*module.parameters(), *module.buffers())
-    types = {str(tensor.dtype).removeprefix("torch.") for tensor in weights}
     return max((TOLERANCES.get(name, 1e-4) for name in types), default=1e-4)
 
 
@@ -152,6 +148,14 @@ class ExportReport(Report):
         finally:
             self.seconds[step] = self.seconds.get(step, 0.0) + time.perf_counter() - start
             self.peak_growth[step] = self.peak_growth.get(step, 0) + peak_memory() - before
+
+    def explained(self, case: Case) -> Mapping[str, float] | None:
+        """Return by output the largest difference that is explained on a case; ``None`` where nothing is measured.
+
+        Args:
+            case: the case, of which the type of the weights costs so much.
+        """
+        return None if self.yardstick is None else self.yardstick.allowed(case)
 
     def remark(self, *texts: str) -> None:
         """Add notes that are not there yet.

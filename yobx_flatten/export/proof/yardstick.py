@@ -22,9 +22,9 @@ from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
 from ...trees.naming import output_names
 from .memory import memory_available, weight_bytes
-from .replay import Case, Next, eager_steps
+from .replay import Case, eager_steps
 
-__all__ = ["Yardstick", "explained", "in_half"]
+__all__ = ["Yardstick", "explained"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -38,11 +38,6 @@ _IN_FLOAT32 = 1e-4
 
 _PART = 0.1
 """The part of an output's range that is allowed at most, whatever the type costs: beyond, a comparison shows little."""
-
-
-def in_half(module: torch.nn.Module) -> bool:
-    """Return whether a module has weights of half precision."""
-    return any(tensor.dtype in _HALF for tensor in (*module.parameters(), *module.buffers()))
 
 
 def explained(stated: float, expected: torch.Tensor) -> float:
@@ -65,10 +60,8 @@ def explained(stated: float, expected: torch.Tensor) -> float:
 class Yardstick:
     """What a replay may differ by, output by output, where the weights are in half precision."""
 
-    def __init__(
-        self, module: torch.nn.Module, following: Next, names: Collection[str], written: Collection[str] = ()
-    ) -> None:
-        self._module, self._following, self._names, self._written = module, following, names, written
+    def __init__(self, module: torch.nn.Module, names: Collection[str], written: Collection[str] = ()) -> None:
+        self._module, self._names, self._written = module, names, written
         self._found: dict[int, tuple[Case, dict[str, float]]] = {}
         self.costs: dict[str, float] = {}
         self.largest: dict[str, float] = {}
@@ -95,10 +88,10 @@ class Yardstick:
         return self._found[id(case)][1]
 
     def _measured(self, case: Case) -> dict[str, float]:
-        steps = eager_steps(self._module, case, self._following, self._written, twice=True)
+        steps = eager_steps(self._module, case, self._written, twice=True)
         wide = Case(case.name, _wide(case.args), _wide(dict(case.kwargs)), case.steps)
         with _in_float32(self._module):
-            others = eager_steps(self._module, wide, self._following, self._written, twice=True)
+            others = eager_steps(self._module, wide, self._written, twice=True)
         allowed: dict[str, float] = {}
         for step, other in zip(steps, others, strict=True):
             names = output_names(step.outputs, self._names)

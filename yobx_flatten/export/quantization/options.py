@@ -13,8 +13,10 @@ import torch
 
 from ...errors import FlattenError, InvalidArgumentError, MissingDependencyError, describe_class
 from ...errors.dependencies import require
+from ...errors.failures import result_or
 from ...errors.messages import first_line
 from ...runners.onnx_session import open_session
+from ..model_facts import ModelFacts
 
 __all__ = [
     "CHAT_SHARES",
@@ -23,7 +25,6 @@ __all__ = [
     "Quantization",
     "WeightBits",
     "choose_quantization",
-    "has_projections",
 ]
 
 WeightBits = Literal["int8", "int4", "keep"]
@@ -114,7 +115,7 @@ class Quantization:
 
 
 def choose_quantization(
-    quantize: WeightBits | Quantization | None, module: torch.nn.Module, caller: str, runtime: str = "onnxruntime"
+    quantize: WeightBits | Quantization | None, facts: ModelFacts, caller: str, runtime: str = "onnxruntime"
 ) -> Quantization | None:
     """Return what is quantized, ``None`` for nothing."""
     # quantize: `"int8"`, `"int4"`, a `Quantization`, or `None`
@@ -130,17 +131,16 @@ def choose_quantization(
             f'{caller}: quantize must be None, "int8", "int4", "keep" or a Quantization, found {found}.'
         )
     chosen: Quantization = given
-    types = {weight.dtype for weight in _matrices(module)}
-    if not types:
+    if not facts.matrix_types:
         raise InvalidArgumentError(
             f"{caller}: quantize={chosen.weights!r} stores the weights of projections in fewer bits, and "
-            f"{type(module).__qualname__} has none. Leave quantize out."
+            f"{facts.name} has none. Leave quantize out."
         )
-    others = sorted(str(dtype).removeprefix("torch.") for dtype in types - {torch.float32, torch.float16})
+    others = [dtype for dtype in facts.matrix_types if dtype not in ("float32", "float16")]
     if others:
         raise InvalidArgumentError(
             f"{caller}: quantize={chosen.weights!r} takes weights of float32 or float16, and "
-            f"{type(module).__qualname__} has some of {others[0]}. Convert them first: model.float()"
+            f"{facts.name} has some of {others[0]}. Convert them first: model.float()"
         )
     if runtime != "onnxruntime":
         _check_tool(chosen, runtime, caller)
@@ -177,20 +177,6 @@ def _check_tool(chosen: Quantization, runtime: str, caller: str) -> None:
             f"{caller}: {asked} is for files of onnxruntime, OpenVINO and ExecuTorch, not of {runtime}: leave it out, "
             'or take\n    target="onnxruntime", target="openvino" or target="executorch"'
         )
-
-
-def has_projections(module: torch.nn.Module) -> bool:
-    """Return whether a module has weights that may be those of projections."""
-    return next(_matrices(module), None) is not None
-
-
-def _matrices(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters that may be multiplied with: matrices, but for those of embeddings alone."""
-    tables = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)}
-    heads = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Linear)}
-    for weight in module.parameters():
-        if weight.dim() == 2 and weight.is_floating_point() and (id(weight) not in tables or id(weight) in heads):
-            yield weight
 
 
 def _is_text(tokens: Any) -> bool:
@@ -255,12 +241,14 @@ def _why_not_run(bits: int) -> str | None:
     versions = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
     probe: onnx.ModelProto = helper.make_model(graph, opset_imports=versions, ir_version=10)
     given = numpy.eye(1, 32, dtype=numpy.float32)
-    try:
-        session = open_session(probe.SerializeToString(), caller="quantize")
-        found = session.run(None, {"x": given})[0]
-    except FlattenError as error:
-        return first_line(error.__cause__ or error)[:200]
-    except Exception as error:  # onnxruntime has no base class for its errors
-        return first_line(error)[:200]
-    wrong = float(numpy.abs(found - weight[:1]).max())
-    return None if wrong < 0.1 else f"its result is off by {wrong:.1g}"
+
+    def computed() -> str | None:
+        found = open_session(probe.SerializeToString(), caller="quantize").run(None, {"x": given})[0]
+        wrong = float(numpy.abs(found - weight[:1]).max())
+        return None if wrong < 0.1 else f"its result is off by {wrong:.1g}"
+
+    def refused(error: Exception) -> str | None:
+        stated = error.__cause__ or error if isinstance(error, FlattenError) else error
+        return first_line(stated)[:200]
+
+    return result_or(computed, refused)  # onnxruntime has no base class for its errors

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ...errors import FlattenError, InvalidArgumentError
+from ...errors.failures import raised_as
 from ...errors.messages import first_line
 from ...runners.openvino_runner import import_openvino, read_model
 from ..example.example import Example
@@ -43,16 +44,18 @@ def compress_openvino(path: pathlib.Path, quantization: Quantization, report: Ex
     """Store the weights of a model of OpenVINO in fewer bits, in the place of the model."""
     openvino = import_openvino()
     four = quantization.bits == 4
+
+    def refused(error: BaseException) -> FlattenError:
+        return FlattenError(
+            f"NNCF cannot compress {path.name} ({type(error).__name__}: {first_line(error)}). Take another block "
+            'size or 8 bits:\n    quantize="int8"'
+        )
+
     with _nncf() as nncf, tempfile.TemporaryDirectory(dir=path.parent, prefix=".compressed-") as folder:
         mode = nncf.CompressWeightsMode.INT4_ASYM if four else nncf.CompressWeightsMode.INT8_ASYM
-        try:
-            blocks = {"group_size": quantization.block_size} if four else {}
+        blocks = {"group_size": quantization.block_size} if four else {}
+        with raised_as(refused):  # NNCF has errors of several kinds, without a common class
             made = nncf.compress_weights(read_model(path), mode=mode, **blocks)
-        except Exception as error:  # NNCF has errors of several kinds, without a common class
-            raise FlattenError(
-                f"NNCF cannot compress {path.name} ({type(error).__name__}: {first_line(error)}). Take another block "
-                'size or 8 bits:\n    quantize="int8"'
-            ) from error
         compressed = pathlib.Path(folder) / path.name
         openvino.save_model(made, str(compressed), compress_to_fp16=False)
         del made  # reads from the file that is replaced now
@@ -106,11 +109,13 @@ def quantized_example(example: Example, quantization: Quantization, report: Expo
         weight_dtype=getattr(torch, quantization.weights),
         weight_granularity=granularity.PerGroup(block) if block else granularity.PerAxis(0),
     )
-    try:
-        api.quantize_(module, config, filter_fn=fits)
-    except Exception as error:  # torchao has no class for its errors
+
+    def refused(error: BaseException) -> FlattenError:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise FlattenError(f"torchao cannot quantize {type(module).__qualname__} ({reason}).") from error
+        return FlattenError(f"torchao cannot quantize {type(module).__qualname__} ({reason}).")
+
+    with raised_as(refused):  # torchao has no class for its errors
+        api.quantize_(module, config, filter_fn=fits)
     report.remark(
         f"torchao stored the weights of {count} of {len(linears)} projections in {quantization.weights}; activations "
         "are rounded to 8 bits, embeddings stay as they are."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -12,15 +13,27 @@ from ...huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why
 from ..example.example import Example, make_example
 from ..program.traced import Traced
 from ..proof.module_state import seeded, undisturbed
-from ..proof.replay import clone
+from ..proof.replay import Case, clone
 from ..proof.report import ExportReport
 from ..proof.untouched_copy import untouched_copy
+from ..source import Source, traced_example
 
 __all__ = ["without_counter"]
 
 
-def without_counter(example: Example, traced: Traced, report: ExportReport) -> Example | None:
-    """Return the example of a model whose layers all slide, without the counter that no tool feeds."""
+def without_counter(source: Source, report: ExportReport) -> Source:
+    """Return a source without the counter that no tool feeds, for a model whose layers all slide."""
+    example = None if source.is_given else _without_counter(source.example, source.traced, report)
+    if example is None:
+        return source
+    decoder: Any = example.module
+    traced = dataclasses.replace(traced_example(example, report), kept=decoder.kept)
+    cases = [Case(case.name, (), decoder.inputs(case.kwargs), case.steps) for case in source.cases]
+    return dataclasses.replace(source, example=example, traced=traced, cases=cases)
+
+
+def _without_counter(example: Example, traced: Traced, report: ExportReport) -> Example | None:
+    """The example of the model without the counter; ``None`` where it has none, or it cannot go."""
     module, kwargs = example.module, example.kwargs
     if not counts_by_itself(cache_of(kwargs)):
         return None

@@ -68,6 +68,7 @@ def _sliding_update(original: Function) -> Function:
         keys = torch.cat([self.keys, key_states], dim=-2)
         values = torch.cat([self.values, value_states], dim=-2)
         recording = getattr(self, "record_past", False)
+        # a layer that records returns to earlier tokens, so it keeps all that the new ones can see
         last = last_places(keys, self.sliding_window - 1 + (new if recording else 0))
         some = keys.index_select(2, last), values.index_select(2, last)
         (self.keys, self.values), found = ((keys, values), some) if recording else (some, (keys, values))
@@ -95,6 +96,7 @@ def _sliding_mask_sizes(original: Function) -> Function:
     def get_mask_sizes(self: Any, query: torch.Tensor | Size) -> tuple[Length, Length]:
         kept = 0 if self.keys is None or self.keys.dim() < 2 else self.keys.shape[-2]
         if getattr(self, "record_past", False):
+            # what is recorded in addition is not attended to
             kept = torch.sym_min(kept, self.sliding_window - 1)
         return kept + count(query), self.cumulative_length - kept
 
@@ -127,6 +129,7 @@ def _start_empty(layer: CacheLayer, key_states: torch.Tensor, value_states: torc
     layer.device = key_states.device
     if keeps_dtype(layer.__class__):
         layer.dtype = key_states.dtype
+    # not torch.empty: see the head of this file
     layer.keys, layer.values = key_states[..., :0, :], value_states[..., :0, :]
     layer.is_initialized = True
 
@@ -145,6 +148,7 @@ def _sliding_init(original: Function) -> Function:
         # the layer's tensor copy of its window is only read by DDP's gather, outside of any trace
         with _without_new_tensors():
             original(self, sliding_window, *args, **kwargs)
+        # else it is a constant that the program holds and nothing reads
         self.__dict__.pop("_sliding_window_tensor", None)
 
     return __init__

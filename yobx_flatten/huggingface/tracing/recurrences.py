@@ -89,12 +89,14 @@ def _mamba_selective_scan(original: Function) -> Function:
         dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
         dt = F.softplus(dt) if delta_softplus else dt
         dt, inputs, B, C = (part.permute(2, 0, 1) for part in (dt, hidden_states, B, C))  # tokens first
+        # one step of the scan for each token: state = decay * state + added
         decay = torch.exp(A * dt[..., None])
         added = (dt * inputs.float())[..., None] * B[:, :, None].float()
         states = _scan(_start(next(_WAITING.states, None), added), decay, added)
         outputs = states.to(inputs.dtype).matmul(C[..., None]).squeeze(-1).permute(1, 2, 0)
         outputs = outputs if D is None else outputs + hidden_states * D[None, :, None]
         outputs = outputs if z is None else outputs * F.silu(z)
+        # the state after the last token, which the layer's cache keeps
         return (outputs, states[-1]) if return_last_state else outputs
 
     return mamba_selective_scan
@@ -105,6 +107,7 @@ def _start(state: torch.Tensor | None, added: torch.Tensor) -> torch.Tensor:
     zero = torch.zeros_like(added[0])
     if state is None:
         return zero
+    # the number of the last token, as a tensor: 0 where there is one, and no size that a trace would compare
     last = torch.arange(added.shape[0], device=added.device).amax(0)
     return torch.where(last == 0, state.to(added.dtype), zero)
 
@@ -115,6 +118,7 @@ def _scan(state: torch.Tensor, decay: torch.Tensor, added: torch.Tensor) -> torc
 
     def step(state: torch.Tensor, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         state = given[0] * state + given[1]
+        # what is carried on and what is returned may not be one tensor in a scan
         return state, state.clone()
 
     states: torch.Tensor = scan(step, state, (decay, added))[1]
@@ -149,10 +153,13 @@ def _minimax_lightning_attention(original: Function) -> Function:
 
         token = torch.arange(count, device=query.device)
         distance = token[:, None] - token[None, :]
+        # 0 for tokens that come later
         fade = torch.exp(-self.slope_rate * distance).masked_fill(distance < 0, 0.0)
         output = (query.matmul(key.mT) * fade).matmul(value)
+        # each key faded by its distance to the last token: what the next call goes on from
         state = (key * torch.exp(-self.slope_rate * (count - 1 - token[:, None]))).mT.matmul(value)
         if past is not None:
+            # the past is one token further away than the first of these
             output = output + (query * torch.exp(-self.slope_rate * (token[:, None] + 1))).matmul(past)
             state = state + torch.exp(-self.slope_rate * count) * past
 
@@ -190,6 +197,7 @@ def _zaya_projection(original: Function) -> Function:
             hidden_states = hidden_states * conv_mask[:, :, None].to(hidden_states.dtype)
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        # as many as the kernel takes before the first new token, so that the convolution pads nothing
         mixed = torch.cat([past, torch.cat([query, key], dim=-1).transpose(1, 2)], dim=-1)
         cache.update_conv_state(_last(mixed, self.conv_kernel_size, -1), self.layer_idx)
         mixed = self.conv_qk_grouped(self.conv_qk_depthwise(mixed)).transpose(1, 2)
@@ -203,6 +211,7 @@ def _zaya_projection(original: Function) -> Function:
 
         delayed = torch.cat([delayed.unsqueeze(1), self.v_proj_delayed(hidden_states)], dim=1)
         cache.update_recurrent_state(_last(delayed, 1, 1).squeeze(1), self.layer_idx)
+        # all but the last: each token gets what the one before it left
         earlier = torch.arange(hidden_states.shape[1], device=hidden_states.device)
         value = torch.cat([self.v_proj_current(hidden_states), delayed.index_select(1, earlier)], dim=-1)
         return query, key, value.view(*shape)

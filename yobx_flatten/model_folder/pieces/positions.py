@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...errors.failures import result_or
 from ...export.proof.module_state import undisturbed
 from ...recipe.aliases import TransformersModel
 from .text import encoder_output_class
@@ -43,12 +44,13 @@ def _ends_at(more: Any, length: int | None, model: TransformersModel, stated: in
 
     def is_read(last: int) -> bool:
         tokens = torch.zeros(1, length or last + 1, dtype=torch.int64)
-        try:
+
+        def called() -> bool:
             with undisturbed(model):  # rotations may be made anew for positions that are far away
                 _call(model, tokens, more(last))
-        except Exception:  # the model's own code refuses, in its own way
-            return False
-        return True
+            return True
+
+        return result_or(called, lambda error: False)  # the model's own code refuses, in its own way
 
     return is_read(stated - 1) and not is_read(stated)
 

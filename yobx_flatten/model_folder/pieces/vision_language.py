@@ -94,18 +94,8 @@ def _language_model(model: TransformersModel) -> Any:
 def vision_language_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
     """A model that sees: ``vision_encoder``, ``embed_tokens``, ``decoder_model_merged``."""
     # rows: batch size of every example and case; `None` for several
-    kinds = [name for name in inspect.signature(model.forward).parameters if name.endswith("token_type_ids")]
+    _check_splits(model)
     has_grids = GridVisionEncoder.fits(model)
-    if kinds and not has_grids and not BlockwiseDecoder.fits(model):
-        # image tokens that have positions of their own: the language model alone does not get them
-        raise GenerationError(
-            f"{type(model).__qualname__} takes {kinds[0]}, by which image tokens are treated unlike text. The files "
-            "of a vision-language model have no such input."
-        )
-    if _language_model(model) is None:
-        raise GenerationError(
-            f"{type(model).__qualname__} has no model.language_model to export for itself. {_OTHER_WAYS}"
-        )
     kinds_of = (BlockwiseDecoder, DeepstackDecoder)
     decoder: Any = next((kind(model) for kind in kinds_of if kind.fits(model)), None) or TextDecoder(model)
     window = getattr(model.config.get_text_config(), "sliding_window", None) or 8
@@ -153,6 +143,21 @@ def vision_language_pieces(model: TransformersModel, rows: int | None = None) ->
             "decoder_model_merged", decoder, example, [Case(name, (), given) for name, given in sizes.items()], shapes
         ),
     ]
+
+
+def _check_splits(model: TransformersModel) -> None:
+    """Refuse a model whose text is not read by a module that the files can have alone."""
+    kinds = [name for name in inspect.signature(model.forward).parameters if name.endswith("token_type_ids")]
+    if kinds and not GridVisionEncoder.fits(model) and not BlockwiseDecoder.fits(model):
+        # image tokens that have positions of their own: the language model alone does not get them
+        raise GenerationError(
+            f"{type(model).__qualname__} takes {kinds[0]}, by which image tokens are treated unlike text. The files "
+            "of a vision-language model have no such input."
+        )
+    if _language_model(model) is None:
+        raise GenerationError(
+            f"{type(model).__qualname__} has no model.language_model to export for itself. {_OTHER_WAYS}"
+        )
 
 
 def _vision_piece(model: TransformersModel) -> Piece:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from ...errors.failures import raised_as
 from ...errors.messages import first_line, format_bytes
 from ...export.proof.memory import memory_available
 from ...files.document import check_regular, inside, read_document
@@ -47,14 +48,15 @@ def read_config(
         raise failure(
             f"{name} needs code of its own ({code}, in auto_map of config.json), which is not run. {of_code or remedy}"
         )
-    try:
+
+    def refused(error: BaseException) -> Exception:
+        reason = first_line(error).rstrip(".")
+        return failure(f"{name} is not a configuration of transformers: {reason}.{remedy and ' '}{remedy}")
+
+    with raised_as(refused):  # transformers, huggingface_hub and JSON each raise their own
         if runs_code and "auto_map" in stated:
             return transformers.AutoConfig.from_pretrained(file.parent, **{**FILES_ONLY, "trust_remote_code": True})
         return transformers.AutoConfig.from_pretrained(file, **FILES_ONLY)
-    except Exception as error:  # transformers, huggingface_hub and JSON each raise their own
-        raise failure(
-            f"{name} is not a configuration of transformers: {first_line(error).rstrip('.')}.{remedy and ' '}{remedy}"
-        ) from error
 
 
 def bytes_of_weights(folder: pathlib.Path, *, failure: type[Exception]) -> int:
@@ -103,10 +105,8 @@ def bounded_weights(name: str, *, failure: type[Exception], stored: int = 0) -> 
 
     hook = torch.nn.modules.module.register_module_parameter_registration_hook(add)
     try:
-        yield
-    except failure:
-        raise
-    except Exception as error:  # of sizes that cannot be, each class of model raises its own
-        raise failure(f"The model in {name} cannot be loaded: {first_line(error)}") from error
+        # of sizes that cannot be, each class of model raises its own
+        with raised_as(lambda error: failure(f"The model in {name} cannot be loaded: {first_line(error)}"), failure):
+            yield
     finally:
         hook.remove()

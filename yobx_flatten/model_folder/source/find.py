@@ -10,6 +10,7 @@ from typing import Any
 
 from ...errors import InvalidArgumentError, ModelSourceError
 from ...errors.dependencies import require
+from ...errors.failures import raised_as
 from ...errors.messages import first_line
 from ..sentence import pools
 from .adapter import base_of, holds_adapter, merged, not_found
@@ -237,10 +238,9 @@ def _adapted(source: str, folder: pathlib.Path, *, weights: bool, trust: bool) -
 def _download(source: str, patterns: list[str]) -> pathlib.Path:
     import huggingface_hub
 
-    try:
+    # of the network, of the hub, of the cache on disk
+    with raised_as(lambda error: ModelSourceError(f"There is no folder {source}, and {_why_not(error)}")):
         return pathlib.Path(huggingface_hub.snapshot_download(source, allow_patterns=patterns))
-    except Exception as error:  # of the network, of the hub, of the cache on disk
-        raise ModelSourceError(f"There is no folder {source}, and {_why_not(error)}") from error
 
 
 def _why_not(error: BaseException) -> str:

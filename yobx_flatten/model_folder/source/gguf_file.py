@@ -11,8 +11,8 @@ from typing import Any
 
 from ...errors import ModelSourceError
 from ...errors.dependencies import require
+from ...errors.failures import raised_as
 from ...errors.messages import first_line
-from ...files.damage import is_failure
 from ...files.document import check_regular
 
 __all__ = ["GGUF", "gguf_config", "gguf_tokenizer", "gguf_weights", "is_gguf"]
@@ -83,14 +83,14 @@ def _tokenizer(path: pathlib.Path, changed: int) -> Any:
 @contextlib.contextmanager
 def _readable(path: pathlib.Path) -> Iterator[None]:
     """Read a file of a stranger, silently; what libraries raise becomes one error."""
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # bars that no option of transformers turns off
-            yield
-    except (OSError, MemoryError) as error:
-        raise ModelSourceError(f"{path} cannot be read: {first_line(error)}") from error
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        raise ModelSourceError(
+
+    def failure(error: BaseException) -> ModelSourceError:
+        if isinstance(error, (OSError, MemoryError)):
+            return ModelSourceError(f"{path} cannot be read: {first_line(error)}")
+        return ModelSourceError(
             f"{path} cannot be read as a model ({type(error).__name__}: {first_line(error).rstrip('.')})."
-        ) from error
+        )
+
+    # bars that no option of transformers turns off
+    with raised_as(failure), contextlib.redirect_stderr(io.StringIO()):
+        yield

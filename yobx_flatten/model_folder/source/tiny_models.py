@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...errors import InvalidArgumentError
+from ...errors.failures import raised_as
 from .classes import class_for
 
 __all__ = ["small_config", "small_model"]
@@ -98,14 +99,16 @@ def small_config(name: str) -> Any:
         close = difflib.get_close_matches(name, list(CONFIG_MAPPING.keys()), n=3)
         hint = f" Did you mean {', '.join(close)}?" if close else ""
         raise InvalidArgumentError(f"{name!r} is neither a folder nor a type of model that transformers has.{hint}")
-    try:
-        return _shrunk(CONFIG_MAPPING[name])
-    except Exception as error:  # each configuration checks its sizes in its own way
+
+    def refused(error: BaseException) -> InvalidArgumentError:
         # where a field is checked, the second line states why
         lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2] or [type(error).__name__]
-        raise InvalidArgumentError(
+        return InvalidArgumentError(
             f"A small {name} cannot be made: {' '.join(lines).rstrip('.:')}. Name a folder or a config.json instead."
-        ) from error
+        )
+
+    with raised_as(refused):  # each configuration checks its sizes in its own way
+        return _shrunk(CONFIG_MAPPING[name])
 
 
 def _shrunk(config_class: Any) -> Any:

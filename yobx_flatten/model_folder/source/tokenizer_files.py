@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
+from ...errors.failures import raised_as
 from ...errors.messages import first_line
-from ...files.damage import is_failure
 from ...files.document import check_regular, read_document
 from .configuration import FILES_ONLY
 from .gguf_file import gguf_tokenizer
@@ -49,12 +48,6 @@ def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options:
         return kind.from_pretrained(folder, **FILES_ONLY, **options)
 
 
-@contextlib.contextmanager
-def readable(name: pathlib.Path | str, failure: type[Exception]) -> Iterator[None]:
+def readable(name: pathlib.Path | str, failure: type[Exception]) -> contextlib.AbstractContextManager[None]:
     """Turn what tokenizers raise, in each library another class, into one error."""
-    try:
-        yield
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        raise failure(f"The tokenizer in {name} cannot be read: {first_line(error)}") from error
+    return raised_as(lambda error: failure(f"The tokenizer in {name} cannot be read: {first_line(error)}"))

@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from .matching import number_of, only_reader, producer, replace_value
 from .repair import attribute, copy_type, input_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["count_operators", "fuse_attention", "match_scores", "producer", "replace_value", "take_cache", "unrepeated"]
+__all__ = ["count_operators", "fuse_attention", "match_scores", "take_cache", "unrepeated"]
 
 _COUNTED = (
     *("Attention", "GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding"),
@@ -42,6 +43,7 @@ def fuse_attention(model: ir.Model) -> None:
 
     graph = model.graph
     changed = False
+    # first, since what is spelled out becomes an operator that takes the cache then
     for node in list(graph):
         if node.op_type == "Softmax":
             changed |= _fuse_spelled_out(graph, node)
@@ -64,11 +66,13 @@ def take_cache(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
 
     inputs = [*node.inputs, *[None] * (7 - len(node.inputs))]
     query, key, value, mask, *others = inputs
+    # is_causal pairs other queries and keys where the cache is an input of its own
     if any(other is not None for other in others) or attribute(node, "is_causal", 0) or len(node.outputs) > 1:
         return None
     keys, values = _concatenated(key), _concatenated(value)
     if key is None or value is None or keys is None or values is None:
         return None
+    # its own present would be needed before it is computed
     if key is value or any(_leads_to(read, node) for read in (key, value)):
         return None
     (past_key, new_key), (past_value, new_value) = keys, values
@@ -101,6 +105,7 @@ def _leads_to(value: ir.Value, attention: ir.Node) -> bool:
     ahead = [node for node in value.consumers() if node is not attention]
     seen = set(map(id, ahead))
     while ahead:
+        # readers that far away are not looked at: then the answer that changes nothing
         if len(seen) > _AHEAD:
             return True
         for output in ahead.pop().outputs:
@@ -120,6 +125,7 @@ def _repeat_mask(graph: ir.Graph, node: ir.Node) -> None:
     if mask is None:
         return
     query = input_of(node, 0)
+    # as many rows as queries already
     if mask.shape is not None and query.shape is not None and mask.shape[-2] == query.shape[2] != 1:
         return
     rows = ir.node("Shape", [query], attributes={"start": 2, "end": 3})
@@ -138,11 +144,13 @@ def _fuse_spelled_out(graph: ir.Graph, softmax: ir.Node) -> bool:
     """``softmax(scores + mask) @ value`` to the operator; return whether it was that, and nothing else reads it."""
     import onnx_ir as ir
 
-    product = _only_reader(_through_cast(softmax.outputs[0]), "MatMul", 0)
+    product = only_reader(_through_cast(softmax.outputs[0]), "MatMul")
     if product is None or attribute(softmax, "axis", -1) not in (-1, 3):
         return False
+    # models of half precision compute the softmax in float32
     scores, mask = _uncast(input_of(softmax, 0)), None
     parts, added = match_scores(scores), producer(scores, "Add")
+    # a sum has its terms in any order
     for terms in () if added is None else (added.inputs, added.inputs[::-1]):
         parts, mask = match_scores(terms[0]), terms[1]
         if parts is not None:
@@ -152,8 +160,10 @@ def _fuse_spelled_out(graph: ir.Graph, softmax: ir.Node) -> bool:
     query, key, scale, cap = parts
     key, value = unrepeated(key), unrepeated(input_of(product, 1))
     shapes = [one.shape for one in (query, key, value) if one.shape is not None and len(one.shape) == 4]
+    # the operator repeats keys and values by itself, a whole number of times
     if len(shapes) < 3 or not _divides(*(shape[1] for shape in shapes)):
         return False
+    # bools would have been numbers here: a softmax reads a sum
     if mask is not None and (mask.shape is None or len(mask.shape) > 4 or mask.dtype != query.dtype):
         return False
     attributes = {"scale": scale, "softcap": cap}
@@ -170,6 +180,7 @@ def match_scores(value: ir.Value | None) -> tuple[ir.Value, ir.Value, float, flo
     if value is None:
         return None
     inner, scale = _scaled(value)
+    # cap * tanh(x / cap): the factor outside is the cap, the one inside has it below
     cap, tanh = 0.0, producer(inner, "Tanh")
     if tanh is not None:
         cap = scale
@@ -186,9 +197,11 @@ def match_scores(value: ir.Value | None) -> tuple[ir.Value, ir.Value, float, flo
 def _scaled(value: ir.Value) -> tuple[ir.Value, float]:
     """A value without the constants it is multiplied with or divided by, and their product."""
     factor = 1.0
+    # queries, keys or scores are scaled, depending on the model
     while (node := producer(value, "Mul") or producer(value, "Div")) is not None:
+        # a constant that is divided by something is not a scale
         for place in (0, 1) if node.op_type == "Mul" else (1,):
-            number = _number(node.inputs[place])
+            number = number_of(node.inputs[place])
             if number:
                 factor = factor * number if node.op_type == "Mul" else factor / number
                 value = input_of(node, 1 - place)
@@ -208,6 +221,7 @@ def _transposed(value: ir.Value | None) -> ir.Value | None:
 def unrepeated(value: ir.Value) -> ir.Value:
     """Return keys or values without their repetition for every query head; as they are where there is none."""
     reshaped = producer(value, "Reshape")
+    # repeat_kv of transformers: an axis after the heads, expanded, and joined with them
     expanded = None if reshaped is None else producer(reshaped.inputs[0], "Expand")
     unsqueezed = None if expanded is None else producer(expanded.inputs[0], "Unsqueeze")
     if expanded is None or unsqueezed is None:
@@ -219,6 +233,7 @@ def unrepeated(value: ir.Value) -> ir.Value:
     heads = given.shape[1], wide[2], flat[1]
     if len(given.shape) != 4 or len(flat) != 4 or not all(isinstance(size, int) for size in heads):
         return value
+    # else heads were joined with something else than their own repetition
     return given if heads[0] * heads[1] == heads[2] else value
 
 
@@ -231,38 +246,11 @@ def _divides(queries: int | ir.SymbolicDim, keys: int | ir.SymbolicDim, values: 
 # -- nodes and values ------------------------------------------------------------------------------------------------
 
 
-def replace_value(old: ir.Value, new: ir.Value) -> None:
-    """Let every reader of a value, and the graph's outputs, read another one, which gets its name."""
-    new.shape, new.type = old.shape, old.type
-    name = old.name
-    old.replace_all_uses_with(new, replace_graph_outputs=True)
-    old.name, new.name = f"{name}_before", name
-
-
-def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """Return the node that makes a value, where it is this operator of ONNX."""
-    node = None if value is None else value.producer()
-    return node if node is not None and node.op_type == op_type and node.domain == "" else None
-
-
-def _only_reader(value: ir.Value, op_type: str, place: int) -> ir.Node | None:
-    uses = list(value.uses())
-    if len(uses) != 1 or value.is_graph_output():
-        return None
-    node, index = uses[0]
-    return node if node.op_type == op_type and index == place else None
-
-
 def _through_cast(value: ir.Value) -> ir.Value:
-    cast = _only_reader(value, "Cast", 0)
+    cast = only_reader(value, "Cast")
     return value if cast is None else cast.outputs[0]
 
 
 def _uncast(value: ir.Value) -> ir.Value:
     cast = producer(value, "Cast")
     return value if cast is None else input_of(cast, 0)
-
-
-def _number(value: ir.Value | None) -> float | None:
-    constant = None if value is None else value.const_value
-    return float(constant.numpy().reshape(())) if constant is not None and constant.size == 1 else None

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from .matching import only_reader
 from .repair import attribute, copy_type, input_of, insert_before
 
 if TYPE_CHECKING:
@@ -47,12 +48,14 @@ def _put_tokens_first(node: ir.Node) -> bool:
         made.append(ir.node(op_type, inputs, attributes))
         return made[-1].outputs[0]
 
+    # the operator takes one form for all three: with one that cannot be had, all stay as they are
     taken = [first for place in range(3) if (first := tokens_first(input_of(node, place), make)) is not None]
     if len(taken) < 3:
         return False
     settings = {**node.attributes, "q_num_heads": heads, "kv_num_heads": keys}
     inputs = [*taken, *node.inputs[3:]]
     fused = ir.node("Attention", inputs, settings, num_outputs=len(node.outputs), name=node.name)
+    # asked last, since it changes the readers
     if not heads_first(node.outputs[0], fused.outputs[0], heads * size):
         return False
     for old, new in zip(node.outputs[1:], fused.outputs[1:], strict=True):
@@ -77,9 +80,11 @@ def tokens_first(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | N
     # make: called with an operator, its inputs and attributes; adds a node and returns its output
     node = value.producer()
     if node is not None and node.op_type == "RotaryEmbedding" and node.domain == "" and not node.inputs[3:]:
+        # with a second reader the rotation would be computed twice, once in each form
         before, found = _unswapped(input_of(node, 0), make) if len(list(value.uses())) == 1 else None, heads_of(value)
         if before is None or found is None:
             return None
+        # of four axes the operator reads the number of heads; of three it needs the attribute
         settings = {**{one.name: one.value for one in node.attributes.values()}, "num_heads": found[0]}
         turned = make("RotaryEmbedding", before, *node.inputs[1:], **settings)
         turned.shape = before.shape
@@ -112,16 +117,18 @@ def _unswapped(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | Non
 def heads_first(old: ir.Value, new: ir.Value, width: int) -> bool:
     """Let the readers of (batch, heads, tokens, size) read (batch, tokens, heads * size), if they swap and join it."""
     place = old
-    while (reader := _only_reader(place)) is not None:
+    while (reader := only_reader(place)) is not None:
         found = reader.outputs[0]
+        # a Reshape that changes nothing
         if reader.op_type == "Reshape" and found.shape is not None and found.shape == place.shape:
             place = found
             continue
         if reader.op_type == "Transpose" and tuple(attribute(reader, "perm", ())) == SWAP:
-            joined = _only_reader(found)
+            joined = only_reader(found)
             flat = None if joined is None or joined.op_type != "Reshape" else joined.outputs[0]
             if flat is None or flat.shape is None or flat.is_graph_output():
                 return False
+            # all heads of a token next to each other, as the operator returns them
             if list(flat.shape)[2:] == [width]:
                 new.shape = flat.shape
                 copy_type(new, old)
@@ -129,8 +136,3 @@ def heads_first(old: ir.Value, new: ir.Value, width: int) -> bool:
                 return True
         return False
     return False
-
-
-def _only_reader(value: ir.Value) -> ir.Node | None:
-    uses = list(value.uses())
-    return uses[0][0] if len(uses) == 1 and uses[0][1] == 0 and not value.is_graph_output() else None

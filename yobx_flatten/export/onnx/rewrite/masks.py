@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .attention import producer
+from .matching import number_of, producer
 from .repair import attribute, copy_type, input_of
 
 if TYPE_CHECKING:
@@ -35,8 +35,10 @@ def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
         if node.domain != "":
             continue
         found = None
+        # keys past the mask, of a cache with more room than there are tokens, are looked up in what was added
         padded = producer(node.inputs[0], "Pad") if node.op_type == "GatherND" else None
         if padded is not None and _reads_each_key(node, padded, mask, new, past):
+            # (batch, keys) to (batch, heads, queries, keys): one for all heads and queries
             axes = ir.node("Constant", [], {"value_ints": [1, 2]})
             whole = ir.node("Unsqueeze", [padded.inputs[0], axes.outputs[0]])
             graph.insert_before(node, [axes, whole])
@@ -44,7 +46,9 @@ def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
             found.shape = node.outputs[0].shape
             copy_type(found, node.outputs[0])
         elif node.op_type == "And":
+            # what is always true adds nothing to the other side
             found = next((node.inputs[1 - place] for place in (0, 1) if _is_true(node.inputs[place])), None)
+        # to the same shape, which is tested below: the operators broadcast by themselves
         elif node.op_type == "Expand":
             found = node.inputs[0]
         if found is None or found.shape is None or node.outputs[0].is_graph_output():
@@ -58,9 +62,10 @@ def _reads_each_key(node: ir.Node, padded: ir.Node, mask: ir.Value, new: ir.Valu
     places, given = producer(node.inputs[1], "Concat"), producer(padded.inputs[0], "Cast")
     if given is None or given.inputs[0] is not mask or places is None or len(places.inputs) != 2:
         return False
+    # only then is what was added never read for a row that is there
     if attribute(padded, "mode", "constant") != "constant" or attribute(node, "batch_dims", 0):
         return False
-    before = [_number(one) for one in _elements(padded.inputs[1])]
+    before = [number_of(one) for one in _elements(padded.inputs[1])]
     if before[:3] != [0, 0, 0]:  # only columns after those of the mask
         return False
     rows, keys = (_counted(one) for one in places.inputs)
@@ -68,6 +73,7 @@ def _reads_each_key(node: ir.Node, padded: ir.Node, mask: ir.Value, new: ir.Valu
         return False
     added = producer(keys[1], "Add")
     counts = [] if added is None else [_unsqueezed(one) for one in added.inputs]
+    # as many keys as seen and new tokens: the columns of the mask, in their order
     return keys[0][:3] == [1, 1, 1] and len(counts) == 2 and set(counts) == {new, past}
 
 
@@ -82,10 +88,11 @@ def _counted(value: ir.Value | None) -> tuple[list[int | ir.SymbolicDim], ir.Val
         return None
     value = input_of(expanded, 0)
     wide = value.shape
+    # one axis after the other, as the model's code adds them
     while (unsqueezed := producer(value, "Unsqueeze")) is not None:
         value = input_of(unsqueezed, 0)
     counted = producer(value, "Range")
-    if counted is None or wide is None or len(wide) != 4 or [_number(one) for one in counted.inputs[::2]] != [0, 1]:
+    if counted is None or wide is None or len(wide) != 4 or [number_of(one) for one in counted.inputs[::2]] != [0, 1]:
         return None
     return list(wide), input_of(counted, 1)
 
@@ -99,11 +106,6 @@ def _unsqueezed(value: ir.Value | None) -> ir.Value | None:
 def _elements(value: ir.Value | None) -> list[ir.Value | None]:
     joined = producer(value, "Concat")
     return [] if joined is None else list(joined.inputs)
-
-
-def _number(value: ir.Value | None) -> int | None:
-    constant = None if value is None else value.const_value
-    return int(constant.numpy().reshape(())) if constant is not None and constant.size == 1 else None
 
 
 def _is_true(value: ir.Value | None) -> bool:

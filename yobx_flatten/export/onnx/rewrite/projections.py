@@ -34,6 +34,7 @@ def join_projections(model: ir.Model) -> None:
 def _product(value: ir.Value | None) -> ir.Node | None:
     """The product with a matrix of the file that a value is made of."""
     node = None if value is None else value.producer()
+    # biases, norms and rotations work on what comes out of the Split as they did on the product
     while node is not None and node.op_type in _BETWEEN:
         node = input_of(node, 0).producer()
     if node is None or node.op_type != "MatMul" or not input_of(node, 1).is_initializer():
@@ -69,11 +70,13 @@ def _join(graph: ir.Graph, products: list[ir.Node]) -> None:
     product.metadata_props.update(products[0].metadata_props)  # which layer it is of
     sizes = ir.node("Constant", [], {"value_ints": widths})
     split = ir.node("Split", [product.outputs[0], sizes.outputs[0]], {"axis": -1}, num_outputs=3)
+    # before all of their readers
     first = min(products, key=list(graph).index)
     graph.insert_before(first, [product, sizes, split])
     for old, new in zip(products, split.outputs, strict=True):
         new.shape, new.type = old.outputs[0].shape, old.outputs[0].type
         old.outputs[0].replace_all_uses_with(new)
     graph.remove(products, safe=True)
+    # the matrices are in the joint one: a file would hold them twice
     for value in unused:
         graph.initializers.pop(str(value.name), None)

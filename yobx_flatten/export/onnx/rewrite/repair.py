@@ -88,6 +88,7 @@ def _name_apart(graph: ir.Graph) -> None:
         owner = given.get(value.name)
         if owner is None or owner is value:
             continue
+        # a number that no other value has: names of the caller may end with one
         number = 1
         while f"{value.name}_{number}" in taken:
             number += 1
@@ -129,11 +130,14 @@ def _as_many_rows(graph: ir.Graph) -> None:
         count = None if tokens.shape is None else tokens.shape[0]
         for place in (1, 2):
             table = input_of(node, place)
+            # as many rows already
             if count is not None and table.shape is not None and table.shape[0] == count:
                 continue
             size = str(count if isinstance(count, int) or count is None else count.value)
             expanded = known.get((table, size))
+            # what is made in a subgraph is not seen outside of it, and unknown sizes may differ
             if expanded is None or size == "None" or node.graph is not graph:
+                # an input is there from the start; the tokens of a node may be computed after another node of that size
                 given = (value for value in graph.inputs if value.shape and value.shape[0] == count)
                 rows = ir.node("Shape", [next(given, tokens)], attributes={"start": 0, "end": 1})
                 rest = ir.node("Shape", [table], attributes={"start": 1})

@@ -40,10 +40,12 @@ def _rotate(node: ir.Node, tables: _Tables) -> bool:
     if queries is None or keys is None:
         return False
     interleaved = attribute(queries, "interleaved", 0)
+    # one rotation for both has one table of angles
     if list(queries.inputs[1:]) != list(keys.inputs[1:]) or interleaved != attribute(keys, "interleaved", 0):
         return False
     heads, kv_heads = attribute(node, "num_heads", 0), attribute(node, "kv_num_heads", 0)
     split = input_of(queries, 0).producer()
+    # the three in this order are what the operator takes as one
     if split is None or list(split.outputs) != [queries.inputs[0], keys.inputs[0], node.inputs[2]]:
         return False
     widths = [value.shape[2] for value in split.outputs if value.shape is not None and len(value.shape) == 3]
@@ -51,10 +53,12 @@ def _rotate(node: ir.Node, tables: _Tables) -> bool:
     if split.op_type != "Split" or not size or widths != [heads * size, kv_heads * size, kv_heads * size]:
         return False
     make = tables.make
+    # each head as a token of its own, since a row of angles is for one token
     apart = make("Reshape", split.inputs[0], tables.shape(size))
     given = tables.of(input_of(queries, 1), input_of(queries, 2), heads + kv_heads, kv_heads, size)
     turned = make("RotaryEmbedding", apart, *given, num_heads=1, interleaved=interleaved)
     joined = make("Reshape", turned, tables.shape((heads + 2 * kv_heads) * size))
+    # without keys and values the operator splits the queries itself
     for place, value in enumerate((joined, None, None)):
         node.replace_input_with(place, value)
     return True
@@ -65,6 +69,7 @@ def _rotation(value: ir.Value | None) -> ir.Node | None:
     node = None if value is None else value.producer()
     if node is None or node.op_type != "RotaryEmbedding" or node.domain != "" or node.inputs[3:]:
         return None
+    # a head of which a part is turned has columns of another kind
     return None if attribute(node, "rotary_embedding_dim", 0) else node
 
 
@@ -83,6 +88,7 @@ class _Tables:
             import numpy
             import onnx_ir as ir
 
+            # an angle of 0 (cosine 1, sine 0) leaves values as they are
             stays = ir.tensor(numpy.arange(turned + kept)[:, None] >= turned)
             axis = self.make("Constant", value_ints=[2])
             made = []

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from .attention import match_scores, producer, replace_value, take_cache, unrepeated
+from .attention import match_scores, take_cache, unrepeated
+from .matching import only_reader, producer, replace_value
 from .repair import attribute, input_of
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
         replace_value(product.outputs[0], attention.outputs[0])
         graph.remove(product, safe=True)
         fused = take_cache(graph, attention)
+        # a sink without the cache would be left to ONNX's operator, which has none: the next attempt spells it out
         if fused is None:
             raise ValueError(f"the attention with sinks of {softmax.name} shares its cache with something else")
         fused.resize_inputs(7)
@@ -52,8 +54,9 @@ def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
 
 def _matched(softmax: ir.Node) -> _Matched | None:
     """Scores, values, mask, sinks and the last product; ``None`` for another softmax."""
-    sliced = _only_reader(softmax.outputs[0], "Slice")
-    product = None if sliced is None else _only_reader(sliced.outputs[0], "MatMul")
+    sliced = only_reader(softmax.outputs[0], "Slice")
+    product = None if sliced is None else only_reader(sliced.outputs[0], "MatMul")
+    # the column of the sinks is cut off: it took its part of the sum, and has no value
     if sliced is None or product is None or [_numbers(one) for one in sliced.inputs[1:4]] != [[0], [-1], [3]]:
         return None
     joined = input_of(softmax, 0)
@@ -63,6 +66,7 @@ def _matched(softmax: ir.Node) -> _Matched | None:
     both = producer(joined, "Concat")
     if both is None or len(both.inputs) != 2:
         return None
+    # one number for each head, for all rows and queries
     masked, expanded = producer(both.inputs[0], "Add"), producer(both.inputs[1], "Expand")
     if masked is None or expanded is None or attribute(both, "axis", 0) not in (-1, 3):
         return None
@@ -84,12 +88,6 @@ def _is_cache(value: ir.Value) -> bool:
     """Whether keys or values are the file's cache with new ones after it."""
     joined = producer(value, "Concat")
     return joined is not None and input_of(joined, 0).is_graph_input() and value.is_graph_output()
-
-
-def _only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
-    uses = list(value.uses())
-    node = uses[0][0] if len(uses) == 1 and uses[0][1] == 0 and not value.is_graph_output() else None
-    return node if node is not None and node.op_type == op_type else None
 
 
 def _numbers(value: ir.Value | None) -> list[int] | None:

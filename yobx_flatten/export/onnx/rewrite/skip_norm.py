@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .attention import producer, replace_value
+from .matching import producer, replace_value
 from .repair import attribute, input_of
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def fuse_skip_norms(model: ir.Model) -> None:
             num_outputs=4,
             name=norm.name,
         )
+        # mean and variance, which are for training; an empty name leaves an output out
         for unused in fused.outputs[1:3]:
             unused.name = ""
         graph.insert_before(add, fused)
@@ -50,11 +51,14 @@ def fuse_skip_norms(model: ir.Model) -> None:
 def _fits(add: ir.Node, norm: ir.Node) -> bool:
     """Whether the sum is over values of one shape (batch, tokens, hidden), and each token is normalised by itself."""
     left, right, total, weights = input_of(add, 0), input_of(add, 1), add.outputs[0], input_of(norm, 1)
+    # the kernel on the CPU is for float32 (1) and float16 (10), of one type for all
     if left.dtype is None or not left.dtype == right.dtype == weights.dtype or left.dtype not in (1, 10):
         return False
     if left.shape is None or right.shape is None or total.shape is None or weights.shape is None:
         return False
+    # the operator of onnxruntime knows no other axis
     last = attribute(norm, "axis", -1) in (-1, len(total.shape) - 1)
     if not last or len(total.shape) != 3 or len(weights.shape) != 1 or weights.shape[0] != total.shape[-1]:
         return False
+    # it does not broadcast: a bias that is added is not a residual
     return list(left.shape) == list(right.shape) == list(total.shape)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .attention import producer, replace_value
+from .matching import number_of, producer, replace_value
 from .repair import attribute, input_of
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ def slice_windows(graph: ir.Graph) -> None:
     """Replace each ``Gather`` of the last places of an axis by a ``Slice``, in place."""
     import onnx_ir as ir
 
+    # layers of one window read the same places
     ends: dict[tuple[ir.Value, int], tuple[ir.Value, ir.Value, ir.Value]] = {}
     for node in [node for node in graph if node.op_type == "Gather" and node.domain == ""]:
         places = input_of(node, 1)
@@ -46,21 +47,18 @@ def _last_places(places: ir.Value) -> tuple[ir.Value, ir.Value] | None:
     """First place and end of ``arange(kept) + (count - kept)``, where ``kept`` is ``min(count, most)``."""
     flat = producer(places, "Reshape")  # to as many as there are
     added = producer(places if flat is None else flat.inputs[0], "Add")
+    # a sum has its terms in any order
     for place in (0, 1) if added is not None else ():
         counted, less = producer(added.inputs[place], "Range"), producer(added.inputs[1 - place], "Sub")  # type: ignore[union-attr]
         if counted is None or less is None:
             continue
         (first, kept, step), count, taken = counted.inputs, input_of(less, 0), input_of(less, 1)
         least = producer(kept, "Min")
+        # only then do the places end with the last one, and none is below 0
         if kept is not taken or least is None or len(least.inputs) != 2 or count not in least.inputs:
             continue
         most = least.inputs[1 - list(least.inputs).index(count)]
-        numbers = [_number(one) for one in (first, step, most)]
+        numbers = [number_of(one) for one in (first, step, most)]
         if numbers[:2] == [0, 1] and numbers[2] is not None and numbers[2] >= 0:
             return less.outputs[0], count
     return None
-
-
-def _number(value: ir.Value | None) -> int | None:
-    constant = None if value is None else value.const_value
-    return int(constant.numpy().reshape(())) if constant is not None and constant.size == 1 else None

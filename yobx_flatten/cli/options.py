@@ -1,0 +1,29 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Annotated, Literal
+
+import typer
+
+__all__ = ["Device", "Folder", "Runtime", "Seed", "Temperature", "Threads", "TopK", "TopP", "Trust"]
+Folder = Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A folder that export wrote.")]
+Temperature = Annotated[float, typer.Option(help="Below 1: likely tokens become likelier.")]
+TopK = Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens.")]
+TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens with this total probability.")]
+Seed = Annotated[int | None, typer.Option(help="Random seed of sampling.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads of onnxruntime.")]
+Runtime = Annotated[
+    Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
+    typer.Option(help="Runtime (default: the folder's). openvino also runs ONNX files."),
+]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust", help="Load files that may run code (AOTInductor, pickles). Only if you trust their author."
+    ),
+]
+Device = Annotated[
+    str | None, typer.Option(help="Where onnxruntime computes: cpu, cuda, cuda:1, directml, coreml, openvino ...")
+]

@@ -1,0 +1,235 @@
+"""An exported program: it is called, stored, and written for runtimes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch.export import ExportedProgram
+
+from ..declare.scopes import options_in_use, register_flattening_functions
+from ..errors import InvalidArgumentError, ReplayError
+from ..files.native import file_for_torch
+from ..files.scratch import publish_files, scratch_for
+from ..runners.program_runner import ProgramRunner
+from .program.to_transformers import to_hf_exporter
+from .proof.report import ExportReport
+from .quantization.options import Quantization, WeightBits
+from .runtimes.executorch import Backend
+from .runtimes.file_options import FileOptions
+from .runtimes.write import write_for
+from .source import Source
+
+__all__ = ["ExportedModel", "finish", "source_of"]
+
+
+@dataclasses.dataclass
+class ExportedModel:
+    """An exported program that can be called anywhere: it enters the context manager itself.
+
+    Attributes:
+        program: the ``torch.export.ExportedProgram``.
+        report: the record of the export and of every replay.
+        path: the ONNX file, ``None`` without one.
+
+    >>> from yobx_flatten import export_program
+    >>> exported = export_program(torch.nn.Linear(3, 2), (torch.zeros(4, 3),))
+    >>> exported(torch.ones(7, 3)).shape
+    torch.Size([7, 2])
+    >>> exported.report.input_names, exported.path
+    (['input'], None)
+    """
+
+    program: ExportedProgram
+    report: ExportReport
+    path: pathlib.Path | None = None
+    _patches: dict[str, bool] = dataclasses.field(default_factory=dict, repr=False)
+    _source: Source | None = dataclasses.field(default=None, init=False, repr=False)
+
+    @functools.cached_property
+    def _runner(self) -> ProgramRunner:
+        return ProgramRunner(self.program, options=self._patches)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the program with the arguments of the original module.
+
+        Args:
+            *args: positional arguments.
+            **kwargs: keyword arguments.
+
+        Returns:
+            What the module returns.
+        """
+        return self._runner.call(args, kwargs)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Store the program with ``torch.export.save``.
+
+        Load it with ``torch.export.load`` inside ``register_flattening_functions``; a class of your own must be
+        registered before that.
+
+        Args:
+            path: the file to write, usually with the suffix ``.pt2``. It appears when it is complete.
+        """
+        target = pathlib.Path(path)
+        with register_flattening_functions(**self._patches), scratch_for(target) as folder:
+            with file_for_torch(folder / target.name) as file:
+                torch.export.save(self.program, file)
+            publish_files(folder, target)
+
+    def to_transformers(self) -> Any:
+        """Return the program as ``transformers.exporters`` returns one: called, saved and loaded by its code.
+
+        Use it inside ``register_flattening_functions``: transformers writes and reads caches with the registration that
+        it finds, and registers its own for good where there is none.
+
+        Returns:
+            A ``transformers.exporters.ExportedModel`` with this program as its only component, ``"model"``, and the
+            configuration of the model.
+
+        Raises:
+            InvalidArgumentError: when this was made by hand, or the program takes positional arguments.
+            MissingDependencyError: when the installed transformers has no such class: 5.23 has.
+        """
+        return to_hf_exporter(self.program, source_of(self).example)
+
+    def to_onnx(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        opset_version: int | None = None,
+        quantize: WeightBits | Quantization | None = None,
+        optimize: Literal["onnxruntime"] | None = None,
+        translations: Mapping[Any, Callable[..., Any]] | None = None,
+    ) -> ExportReport:
+        """Write the program as an ONNX file, and replay the cases of this export in onnxruntime.
+
+        Args:
+            path: the file to write, with the suffix ``.onnx``. It takes its name when the replay has passed.
+            opset_version: see :func:`export_onnx`.
+            quantize: see :func:`export_onnx`; ``None``, the default, stores all weights as they are.
+            optimize: see :func:`export_onnx`; ``None``, the default, for the operators of ONNX.
+            translations: see :func:`export_onnx`; none by default.
+
+        Returns:
+            The report: one result per case.
+
+        Raises:
+            InvalidArgumentError: when an argument is invalid.
+            MissingDependencyError: when onnx, onnxscript or onnxruntime is not installed.
+            NoRoomError: when disk or memory is too small.
+            ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
+        """
+        return self._write(
+            "onnxruntime",
+            path,
+            "to_onnx",
+            opset_version=opset_version,
+            quantize=quantize,
+            optimize=optimize,
+            translations=translations,
+        )
+
+    def to_aotinductor(self, path: str | os.PathLike[str]) -> ExportReport:
+        """Compile the program with AOTInductor for this machine, and replay the cases of this export.
+
+        The file holds machine code, which runs when it is loaded: load only what you know the author of.
+
+        Args:
+            path: the file to write, with the suffix ``.pt2``. It takes its name when the replay has passed.
+
+        Returns:
+            The report: one result per case.
+
+        Raises:
+            InvalidArgumentError: when the suffix is another one, or an input is a number that varies.
+            MissingDependencyError: when there is no C++ compiler.
+            NoRoomError: when disk or memory is too small.
+            ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
+        """
+        return self._write("aotinductor", path, "to_aotinductor")
+
+    def to_executorch(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        backend: Backend = "auto",
+        quantize: WeightBits | Quantization | None = None,
+    ) -> ExportReport:
+        """Lower the program to a file of ExecuTorch, and replay the cases of this export in its runtime.
+
+        ExecuTorch plans memory for the largest sizes, so every size that varies needs a bound: ``bounds=`` of the
+        export, or a ``Dim`` with ``max=`` in ``dynamic_shapes``.
+
+        Args:
+            path: the file to write, with the suffix ``.pte``. It takes its name when the replay has passed.
+            backend: ``"xnnpack"`` for the kernels of XNNPACK where it has them; ``"portable"`` for ExecuTorch's own,
+                which are slower. ``"auto"``, the default, takes XNNPACK's where their replay passes; its GELU is an
+                approximation, off by 1e-3 in a small Gemma 3.
+            quantize: ``"int8"`` or ``"int4"`` to store the weights of projections in so many bits with torchao, for
+                kernels of XNNPACK that also round activations to 8 bits; measured as :func:`export_onnx` does it.
+                ``None``, the default, stores them as they are.
+
+        Returns:
+            The report: one result per case, and the memory that is planned.
+
+        Raises:
+            InvalidArgumentError: when an argument is invalid, or an input is a number that varies.
+            DynamicShapesError: when a size that varies has no bound.
+            MissingDependencyError: when ExecuTorch is not installed, or does not fit the installed torch.
+            NoRoomError: when disk or memory is too small.
+            ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
+        """
+        return self._write("executorch", path, "to_executorch", quantize=quantize, backend=backend)
+
+    def to_openvino(
+        self, path: str | os.PathLike[str], *, quantize: WeightBits | Quantization | None = None
+    ) -> ExportReport:
+        """Write the program as files of OpenVINO, and replay the cases of this export there, in float32.
+
+        OpenVINO itself computes in bfloat16 where the processor has it: compile the file with
+        ``{"INFERENCE_PRECISION_HINT": "f32"}``, as the replay does.
+
+        Args:
+            path: the file to write, with the suffix ``.xml``; the weights get the suffix ``.bin``. Both take their name
+                when the replay has passed.
+            quantize: ``"int8"`` or ``"int4"`` to store the weights in so many bits with NNCF, measured as
+                :func:`export_onnx` does it. ``None``, the default, stores them as they are.
+
+        Returns:
+            The report: one result per case.
+
+        Raises:
+            InvalidArgumentError: when an argument is invalid, or an input is a number that varies.
+            MissingDependencyError: when openvino, onnx, onnxscript, or NNCF for ``quantize``, is not installed.
+            NoRoomError: when disk or memory is too small.
+            ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
+        """
+        return self._write("openvino", path, "to_openvino", quantize=quantize)
+
+    def _write(self, runtime: str, path: str | os.PathLike[str], caller: str, **options: Any) -> ExportReport:
+        return write_for(source_of(self), FileOptions(runtime, pathlib.Path(path), caller, **options))
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+
+def source_of(exported: ExportedModel) -> Source:
+    """Return what files for runtimes are made of."""
+    if exported._source is None:
+        raise InvalidArgumentError("This program was not made by export_program: there is nothing to replay.")
+    return exported._source
+
+
+def finish(source: Source, report: ExportReport, path: pathlib.Path | None = None) -> ExportedModel:
+    """Return what was proven."""
+    if not report.ok:
+        raise ReplayError(f"{report.failure()}\n{report}", report)
+    exported = ExportedModel(source.traced.program, report, path, options_in_use())
+    exported._source = source
+    return exported

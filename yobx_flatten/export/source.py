@@ -1,0 +1,212 @@
+"""What files are made of: a program, next to its module, with the cases that it passed.
+
+.. code-block:: text
+
+    arguments ──> example ──> traced ──> cases ──> replay ──> Source ──> a file for each runtime
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from ..errors import FlattenError
+from ..errors.log import STEP
+from ..errors.messages import first_line
+from ..runners.program_runner import ProgramRunner
+from .example.example import Example
+from .model_facts import ModelFacts
+from .program.traced import Traced, trace
+from .proof.exported_call import Nested
+from .proof.levels import Proof, choose_proof, sampled
+from .proof.replay import Case, CaseResult, Side, check_cases, replay
+from .proof.report import ExportReport, tolerance_of
+from .proof.yardstick import Yardstick
+
+__all__ = [
+    "Asked",
+    "Source",
+    "left_out",
+    "noted",
+    "prove",
+    "replay_cases",
+    "replay_file",
+    "shortened",
+    "traced_example",
+]
+
+logger = logging.getLogger("yobx_flatten")
+
+
+@dataclasses.dataclass(frozen=True)
+class Allowed:
+    """What outputs may differ by, for a program and the files of all runtimes."""
+
+    tolerance: float  # largest absolute difference of an output that is not measured
+    measures: bool = False  # whether the cost of the type of the weights is measured
+
+    @staticmethod
+    def of(facts: ModelFacts, asked: float | None) -> Allowed:
+        """Return what was asked for; by default what the type of the weights explains."""
+        return Allowed(tolerance_of(facts.types), facts.is_in_half) if asked is None else Allowed(asked)
+
+    def measure(self, report: ExportReport, example: Example, traced: Traced, known: Yardstick | None = None) -> None:
+        """Let a report allow what the type of the weights costs, or note why that cannot be measured."""
+        # known: a yardstick of the same module, whose measurements are taken; `None`, the default, for none
+        if not self.measures or report.proof == "none" or example.no_data:
+            return
+        module = example.module
+        reason = Yardstick.why_not(module)
+        if reason:
+            report.remark(
+                f"what the type of the weights costs was not measured, since {reason}: {report.tolerance} is allowed."
+            )
+            return
+        is_same = known is not None and known.is_of(module)
+        report.yardstick = known if is_same else Yardstick(module, example.names, traced.written)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a caller asked of a proof."""
+
+    facts: ModelFacts  # the module
+    cases: Sequence[Case] | None  # what is replayed in addition to the example; `None` for other sizes of it
+    steps: int  # calls of each case that is made here
+    proof: Proof  # `"full"`, `"sample"` or `"none"`
+    allowed: Allowed  # what outputs may differ by
+
+    @classmethod
+    def of(
+        cls, module: torch.nn.Module, cases: Iterable[Case] | None, steps: int, tolerance: float | None, proof: Proof
+    ) -> Asked:
+        """Check what was asked for."""
+        checked, facts = None if cases is None else check_cases(cases), ModelFacts.of(module)
+        allowed = Allowed.of(facts, tolerance)
+        return cls(facts, checked, steps, choose_proof(proof, facts.weight_bytes), allowed)
+
+    def report(self) -> ExportReport:
+        """Return an empty report."""
+        return ExportReport(self.facts.name, tolerance=self.allowed.tolerance, proof=self.proof)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A program, with what its files are compared with."""
+
+    facts: ModelFacts  # the module
+    example: Example  # the module with its arguments
+    traced: Traced  # the program
+    cases: Sequence[Case]  # what is replayed
+    allowed: Allowed  # what outputs may differ by from the module
+    proof: str  # what is replayed, for the report
+    # whether the program was handed over, so that files are made of it as it is; `False` by default
+    is_given: bool = False
+    yardstick: Yardstick | None = None  # what was measured with the program already; `None`, the default, for nothing
+
+
+def traced_example(example: Example, report: ExportReport, *, strict: bool = False) -> Traced:
+    """Trace an example, and put what is known of the program into the report."""
+    # strict: as for `torch.export.export`; `False` by default
+    with report.timed("trace"):
+        traced = trace(example, strict=strict)
+    noted(example, traced, report)
+    return traced
+
+
+def noted(example: Example, traced: Traced, report: ExportReport) -> None:
+    """Put what is known of a program into the report."""
+    report.remark(*example.remarks)
+    report.input_names, report.output_names = traced.input_names, traced.output_names
+    report.remark(*traced.remarks())
+
+
+def prove(
+    example: Example,
+    traced: Traced,
+    asked: Asked,
+    report: ExportReport,
+    *,
+    fitting: Callable[[list[Case]], list[Case]] = list,
+    runs: bool = True,
+) -> Source:
+    """Choose the cases of a program and replay them, if anything is replayed. The block must be open."""
+    # fitting: returns the cases that the program takes; all of them by default
+    # runs: whether the program is replayed, and not a file of it alone; `True` by default
+    # before anything is replayed, since the cost of half precision is what a result is judged by
+    asked.allowed.measure(report, example, traced)
+    with report.timed("replay"):
+        cases = fitting(_cases_of(example, asked, report))
+    if cases and runs:
+        side = Nested(ProgramRunner(traced.program), example.cache_is, traced.written)
+        replay_cases([side], example, traced, cases, report)
+    return Source(asked.facts, example, traced, cases, asked.allowed, asked.proof, yardstick=report.yardstick)
+
+
+def replay_cases(
+    sides: Sequence[Side], example: Example, traced: Traced, cases: Sequence[Case], report: ExportReport
+) -> None:
+    """Replay cases next to the module, and put the results into the report. The block must be open."""
+    for case, side in itertools.product(cases, sides):
+        logger.info("replaying %s with %s", case.name, side.runtime, extra=STEP)
+        with report.timed("replay"):
+            allowed = report.explained(case)
+            found = replay(side, example.module, case, taken=example.names, written=traced.written, allowed=allowed)
+        report.cases.append(found)
+
+
+def replay_file(
+    load: Callable[[], Sequence[Side]],
+    source: Source,
+    report: ExportReport,
+    why_not: Callable[[FlattenError], str] = first_line,
+) -> None:
+    """Load a file and replay the cases with it; where it cannot be loaded, one result states why."""
+    # why_not: returns what the report states of an error of `load`; its first line by default
+    if not source.cases:
+        return
+    try:
+        with report.timed("load"):
+            sides = load()
+    except FlattenError as error:
+        report.cases.append(CaseResult("(loading)", report.runtime or "onnxruntime", 0, {}, 0.0, why_not(error)))
+        return
+    replay_cases(sides, source.example, source.traced, source.cases, report)
+
+
+# -- cases -------------------------------------------------------------------------------------------------------------
+
+
+def _cases_of(example: Example, asked: Asked, report: ExportReport) -> list[Case]:
+    """The example, and the cases that were asked for, or those of other sizes."""
+    if asked.proof == "none":
+        return []
+    if example.no_data:
+        report.remark(f"nothing was replayed, since {example.no_data}.")
+        return []
+    is_sample = asked.proof == "sample"
+    steps = min(asked.steps, 2) if is_sample else asked.steps  # the second call gets the cache of the first
+    if asked.cases is None:
+        others, remarks = example.other_cases(steps, only_largest=is_sample)
+        report.remark(*remarks)
+    else:
+        others = sampled(asked.cases) if is_sample else list(asked.cases)
+    fitting = [case for case in others if example.holds(case, case.steps)]
+    report.remark(*left_out(len(others) - len(fitting)))
+    chosen = [shortened(example, example.case(steps)), *fitting]
+    return [dataclasses.replace(case, steps=min(case.steps, steps)) for case in chosen] if is_sample else chosen
+
+
+def shortened(example: Example, case: Case) -> Case:
+    """Return a case that ends before its cache is larger than the bounds of an example."""
+    steps = next((steps for steps in range(case.steps, 1, -1) if example.holds(case, steps)), 1)
+    return dataclasses.replace(case, steps=steps)
+
+
+def left_out(count: int) -> list[str]:
+    """Return the note on cases that were not replayed; none where there are none."""
+    return [f"{count} cases were left out: they are larger than the bounds."] if count else []

@@ -1,0 +1,185 @@
+"""Decide what becomes of a model before anything is exported, and refuse what no folder can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import torch
+
+from ..errors import InvalidArgumentError
+from ..export.free_space import check_room
+from ..export.model_facts import ModelFacts
+from ..export.onnx.kernels import has_kernels
+from ..export.proof.levels import Proof, choose_proof
+from ..export.proof.module_state import undisturbed
+from ..export.proof.report import TOLERANCES, ExportReport
+from ..export.quantization.options import Quantization, WeightBits, choose_quantization
+from ..generate.settings import settings_of
+from ..huggingface.position_switch import rereads_at_switch, switch_of
+from ..recipe.aliases import TransformersModel
+from .chat_prompts import chat_prompts
+from .client_layout import check_layout
+from .pieces.tasks import GENERATES, pieces_for, task_of
+from .pieces.text import Piece
+from .quality_text import python_text, read_prompts
+from .sentence import SentenceModules, read_modules, with_embedding
+from .source.classes import without_peft
+from .source.open import OpenedModel
+from .targets import FolderFormat, fitting_text
+
+__all__ = ["Accuracy", "FolderPlan", "plan_folder"]
+
+_CHATS = 10
+"""Answers that a file with quantised weights is compared with."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Accuracy:
+    """How close to the model a folder has to be, and how that is found; see :func:`.write.export_folder`."""
+
+    proof: Proof = "auto"
+    quantize: WeightBits | Quantization | None = None
+    calibration: str | os.PathLike[str] | None = None  # a file of prompts
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderPlan:
+    """What is written of a model, and how it is proven."""
+
+    form: FolderFormat
+    opened: OpenedModel
+    model: TransformersModel  # without the wrapper of peft
+    source: pathlib.Path | None  # whose tokenizer and processor are copied; `None` where it is not known
+    dtype: str  # type of the weights
+    proof: Proof  # `"full"`, `"sample"` or `"none"`
+    task: str
+    pieces: list[Piece]
+    modules: SentenceModules | None  # what sentence-transformers does after the model; `None` for others
+    quantization: Quantization | None
+    timed: ExportReport  # the time that making the inputs took
+    text: str = ""  # what the perplexity is measured on, in words
+    chats: dict[str, torch.Tensor] | None = None  # prompts whose answers are compared; `None` without them
+    switch: int | None = None  # the length at which positions change; `None` for other models
+    # whether `model.generate` reads all tokens again there; `None` where there is no such length, or it is not known
+    rereads: bool | None = None
+
+    @property
+    def bits(self) -> WeightBits | None:
+        """The type of stored weights; ``None`` where all are stored as they are."""
+        return None if self.quantization is None else self.quantization.weights
+
+    def sliding_piece(self) -> Piece:
+        """Return the decoder with a cache that slides, where none in one piece of memory is possible."""
+        (piece,) = _cut(self.model, self.task, self.form, self.proof, whole_cache=False)[1]
+        return piece
+
+
+def plan_folder(
+    opened: OpenedModel,
+    folder: pathlib.Path,
+    form: FolderFormat,
+    accuracy: Accuracy,
+    task: str,
+    source: pathlib.Path | None,
+) -> FolderPlan:
+    """Check a model and what is asked of its folder, and split it into pieces."""
+    # task: what the folder is for; `"auto"` for the task of the model
+    # source: the folder of its tokenizer; `None` for the one that the model is from
+    model, source = without_peft(opened.model), opened.folder if source is None else source
+    dtype, facts = str(model.dtype).removeprefix("torch."), ModelFacts.of(model)
+    proof = choose_proof(accuracy.proof, facts.weight_bytes)
+    _check_model(model, form, dtype, proof)
+    # integers that a file holds would be rounded again in float
+    asked = accuracy.quantize
+    if asked is None and opened.has_integers and form.runtime == "onnxruntime":
+        asked = "keep"
+    quantization = choose_quantization(asked, facts, "export_folder", form.runtime)
+    prompts = _checked_prompts(accuracy, quantization, form)
+    room: dict[str, Any] = {"in_memory": 0 if proof == "none" else 1, "quantization": quantization, "proof": proof}
+    check_room(facts, folder, **room)
+    timed = ExportReport(facts.name)
+    with timed.timed("inputs"):
+        try:
+            with undisturbed(model):  # positions can depend on the longest text that was read
+                task, pieces = _cut(model, task, form, proof, whole_cache=form.optimize is not None)
+        except RuntimeError as error:
+            if not opened.is_streamed or "meta" not in str(error):
+                raise
+            opened = opened.as_a_whole("a weight is read where its layer is not called")
+            model = opened.model
+            check_room(ModelFacts.of(model), folder, **room)
+            task, pieces = _cut(model, task, form, proof, whole_cache=form.optimize is not None)
+    modules = read_modules(source)
+    if modules is not None and task == "feature-extraction" and "input_ids" in pieces[0].kwargs:
+        pieces = with_embedding(pieces, model, modules)
+    plan = FolderPlan(form, opened, model, source, dtype, proof, task, pieces, modules, quantization, timed=timed)
+    # needs the task and the pieces: texts are in the tokens of the model
+    plan = _with_text(plan, prompts, accuracy.calibration)
+    if task == "text-generation":
+        switch = switch_of(model.config.get_text_config(decoder=True).to_dict())
+        rereads = None if switch is None else rereads_at_switch(model, switch)
+        plan = dataclasses.replace(plan, switch=switch, rereads=rereads)
+    check_layout(form.layout, form.name, task, plan.bits, dtype)
+    return plan
+
+
+def _cut(
+    model: TransformersModel, task: str, form: FolderFormat, proof: Proof, *, whole_cache: bool
+) -> tuple[str, list[Piece]]:
+    """The task and the pieces of a model."""
+    every = proof if form.largest is None else "full"  # those that are within the bounds are chosen later
+    return pieces_for(model, task, form.batch, whole_cache=whole_cache, logits=form.logits, proof=every)
+
+
+def _check_model(model: TransformersModel, form: FolderFormat, dtype: str, proof: Proof) -> None:
+    """Refuse a model whose files could not be proven, or could not generate as it does."""
+    if form.largest is not None:
+        form.largest.check_positions(model)
+    if dtype not in TOLERANCES or (form.name == "onnx" and proof != "none" and not has_kernels(dtype)):
+        raise InvalidArgumentError(
+            f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Take float32 or float16, or to='program'; "
+            'or proof="none" for files of another provider, unproven.'
+        )
+    if task_of(model) in GENERATES and getattr(model, "generation_config", None) is not None:
+        settings_of(model.config.to_dict(), model.generation_config.to_dict())  # raises for what files do not do
+
+
+def _checked_prompts(accuracy: Accuracy, quantization: Quantization | None, form: FolderFormat) -> tuple[str, ...]:
+    """The prompts that weights are quantised by; none without a file of them."""
+    prompts = () if accuracy.calibration is None else read_prompts(accuracy.calibration)
+    has_text = quantization is not None and quantization.tokens is not None
+    if prompts and (quantization is None or has_text or form.logits == "last"):
+        raise InvalidArgumentError(
+            "calibration= (--calibration) is the text of quantised weights: add quantize=, without tokens= of its own "
+            'and without logits="last".'
+        )
+    if has_text and form.logits == "last":
+        raise InvalidArgumentError('A text is scored at all of its positions: leave tokens= out with logits="last".')
+    return prompts
+
+
+def _with_text(plan: FolderPlan, prompts: tuple[str, ...], file: str | os.PathLike[str] | None) -> FolderPlan:
+    """The plan with what quantised weights are measured on: a text, and the answers to some prompts."""
+    quantization, form, model = plan.quantization, plan.form, plan.model
+    generates = plan.task == "text-generation"
+    if quantization is None or quantization.tokens is not None or not generates or form.logits != "all":
+        if prompts:
+            raise InvalidArgumentError(
+                f"calibration= (--calibration) is for models that generate text, not for {plan.task}."
+            )
+        text = "a text"
+    else:
+        rows = (8 if plan.proof == "full" else 2) if form.batch is None else form.batch
+        tokens = python_text(model, plan.source, rows, "\n".join(prompts))
+        if prompts and tokens is None:
+            raise InvalidArgumentError(f"{file} has less than 16 tokens of {type(model).__qualname__}, or others.")
+        quantization = dataclasses.replace(quantization, tokens=fitting_text(tokens, form.largest))
+        text = "sources of Python" if file is None else pathlib.Path(file).name
+    chats = None
+    any_size = form.batch is None and form.largest is None
+    if quantization is not None and generates and plan.proof == "full" and any_size:
+        chats = chat_prompts(model, plan.source, _CHATS, prompts)
+    return dataclasses.replace(plan, quantization=quantization, text=text, chats=chats)

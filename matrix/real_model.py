@@ -41,7 +41,10 @@ def _save() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
     read = AutoModelForCausalLM.from_pretrained(_ROOT, gguf_file=GGUF.name)
-    plain = LlamaForCausalLM(read.config)  # the one that was read keeps its form, and is not saved
+    config = read.config
+    if hasattr(config, "quantization_config"):  # which says "gguf", and such a model is not saved
+        del config.quantization_config
+    plain = LlamaForCausalLM(config)
     plain.load_state_dict(read.state_dict())
     plain.generation_config = read.generation_config
     AutoTokenizer.from_pretrained(_ROOT, gguf_file=GGUF.name).save_pretrained(MODEL)

@@ -30,6 +30,7 @@ def export(
     proof: option.Proof = "auto",
     quantize: option.Quantize = None,
     perplexity_ratio: option.PerplexityRatio = None,
+    activations: option.Activations = "auto",
     calibration: option.Calibration = None,
     optimize: option.Optimize = None,
     logits: option.Logits = "all",
@@ -50,6 +51,10 @@ def export(
     """
     if perplexity_ratio is not None and quantize is None:
         raise UserError("--perplexity-ratio is of quantised weights. Add --quantize int8 or --quantize int4.")
+    if activations != "auto" and quantize is None:
+        raise UserError(
+            "--activations is of quantised weights. Add --quantize keep, --quantize int8 or --quantize int4."
+        )
     check_target(output, overwrite)
     with progress(f"loading {model}"):
         found = find_model(model, trust_remote_code=trust_remote_code)
@@ -62,7 +67,7 @@ def export(
             batch=None if dynamic == "all" else batch,
             overwrite=overwrite,
             proof=proof,
-            quantize=quantize and Quantization(quantize, perplexity_ratio=perplexity_ratio),
+            quantize=quantize and Quantization(quantize, perplexity_ratio=perplexity_ratio, activations=activations),
             calibration=calibration,
             optimize=optimize,
             logits=logits,

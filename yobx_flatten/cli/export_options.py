@@ -48,6 +48,10 @@ PerplexityRatio = Annotated[
     float | None,
     typer.Option(help="With --quantize: largest allowed perplexity relative to the model (int8: 1.01, int4: 1.1)."),
 ]
+Activations = Annotated[
+    Literal["auto", "float", "int8"],
+    typer.Option(help="With --quantize: what is multiplied with the weights. int8 is faster; auto: as it costs."),
+]
 Calibration = Annotated[
     pathlib.Path | None,
     typer.Option(metavar="FILE", help="With --quantize: your prompts, one in each line, to measure it by."),

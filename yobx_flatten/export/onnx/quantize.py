@@ -19,10 +19,11 @@ from ..proof.report import ExportReport
 from ..quantization.bit_budget import Bits, Role
 from ..quantization.options import Quantization
 from .kept_integers import Grids, keep_integers
+from .products import Products
 from .quantized_table import gathered, gathers_blocks, share_table
 from .rewrite.repair import attribute
 from .rounded import round_table, round_to_8_bits
-from .stored_matrix import Products, StoredMatrix, new_value
+from .stored_matrix import StoredMatrix, new_value
 from .weights import unmap
 
 __all__ = ["QuantizedWeights", "quantize_graph", "quantize_model", "remark_quantized"]
@@ -63,7 +64,12 @@ class QuantizedWeights:
 
 
 def quantize_graph(
-    model: Any, quantization: Quantization, bits: Bits | None = None, grids: Grids | None = None
+    model: Any,
+    quantization: Quantization,
+    bits: Bits | None = None,
+    grids: Grids | None = None,
+    *,
+    rounds_inputs: bool = True,
 ) -> QuantizedWeights:
     """Quantize the weights of all projections of a graph in place, one after the other, when they are written.
 
@@ -72,6 +78,7 @@ def quantize_graph(
     """
     # bits: bits by role, where these are others than those of the quantization; `None`, the default, for nowhere
     # grids: such integers, as far as they were searched for in this graph; `None`, the default, for not yet
+    # rounds_inputs: whether the inputs of these products are rounded to 8 bits
     grids = Grids() if grids is None else grids
     found, made = QuantizedWeights(), {width: _Parts(_in_bits(quantization, width)) for width in (4, 8)}
     if quantization.weights == "keep":
@@ -101,7 +108,7 @@ def quantize_graph(
                 read[value.name] = value, transposed
         matrix = stored[key]
         if matrix is not None:
-            products.replace(node, matrix)
+            products.replace(node, matrix, rounds_inputs=rounds_inputs)
     tables = [value for value in gathered(model.graph) if value.name not in read]
     for value in tables:
         matrix = _quantized_table(model.graph, value, quantization, grids, found)
@@ -157,10 +164,12 @@ def quantize_model(
     report: ExportReport,
     bits: Bits | None = None,
     grids: Grids | None = None,
+    *,
+    rounds_inputs: bool = True,
 ) -> QuantizedWeights:
     """Quantize the weights of a model, when they are written."""
     # model: an `onnx_ir.Model`; it is changed in place
-    found = quantize_graph(model, quantization, bits, grids)
+    found = quantize_graph(model, quantization, bits, grids, rounds_inputs=rounds_inputs)
     if not found.roles:
         raise InvalidArgumentError(
             f"quantize={quantization.weights!r}: the file of {report.module} multiplies with no weights of "

@@ -1,13 +1,4 @@
-"""Put a matrix of few bits into a graph, in the place of one in float.
-
-.. code-block:: text
-
-    x ──┬── MatMulNBits(bits, scales) ────────────────────────┬──> y     weights are (number - 8) * scale
-        └── sum of each block ── MatMul(offsets) ── Add ──────┘          + offset of the block, where there is one
-
-onnxruntime multiplies with a zero point between integers a hundred times slower. The offset of a block is the same
-for all of its weights, so it meets the sum of their inputs: one product of a thirty-second of the size.
-"""
+"""A matrix of few bits in a graph, and the rows that an embedding reads of it."""
 
 from __future__ import annotations
 
@@ -15,11 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Products", "StoredMatrix", "new_value", "take_rows"]
-
-_INTEGERS = 4
-"""The ``accuracy_level`` at which onnxruntime also rounds activations to 8 bits, in blocks, and multiplies integers.
-Without it, 8 bits have no kernel of their own on the CPU and are 15 times slower."""
+__all__ = ["StoredMatrix", "new_value", "plus", "reshaped", "take_rows"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,52 +39,6 @@ def new_value(graph: Any, name: str, tensor: Any) -> Any:
     return value
 
 
-class Products:
-    """Replaces products of a graph, in its order; those of the same inputs share the sums of their blocks."""
-
-    def __init__(self) -> None:
-        self._sums: dict[tuple[Any, int, bool], Any] = {}
-
-    def replace(self, node: Any, stored: StoredMatrix) -> None:
-        """Replace a ``MatMul`` or ``Gemm`` by a product with a matrix of few bits."""
-        import onnx_ir as ir
-
-        sizes = {"K": stored.rows, "N": stored.columns, "bits": stored.bits, "block_size": stored.block_size}
-        sizes["accuracy_level"] = _INTEGERS
-        output, x = node.outputs[0], node.inputs[0]
-        product = ir.node("MatMulNBits", [x, *stored.parts], sizes, domain="com.microsoft", name=node.name)
-        made = [product]
-        if stored.offsets is not None:
-            turned = ir.node("Transpose", [stored.offsets], {"perm": [1, 0]})
-            made += [*self._sum(node.graph, x, stored), turned]
-            times = ir.node("MatMul", [self._sums[x, stored.block_size, stored.is_half], turned.outputs[0]])
-            made += [times, *_plus(product.outputs[0], times.outputs[0], stored)]
-        if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
-            made.append(ir.node("Add", [made[-1].outputs[0], node.inputs[2]], name=f"{node.name}_bias"))
-        if len(made) > 1:
-            product.outputs[0].type = output.type
-            product.outputs[0].name = f"{output.name}_product"
-        before = node.inputs[1].producer()
-        ir.convenience.replace_nodes_and_values(node.graph, node, [node], made, [output], [made[-1].outputs[0]])
-        if before is not None and not before.outputs[0].uses():
-            before.graph.remove(before, safe=True)
-
-    def _sum(self, graph: Any, x: Any, stored: StoredMatrix) -> list[Any]:
-        """The nodes that sum the blocks of inputs, in float32; none where there are some already."""
-        import onnx_ir as ir
-
-        key = x, stored.block_size, stored.is_half
-        known = self._sums.get(key)
-        if known is not None and known.producer().graph is graph:
-            return []
-        cast = [ir.node("Cast", [x], {"to": ir.DataType.FLOAT.value})] if stored.is_half else []
-        cut = _reshaped(cast[0].outputs[0] if cast else x, len(x.shape) - 1, [stored.blocks, stored.block_size])
-        last = ir.node("Constant", [], {"value_ints": [-1]})
-        total = ir.node("ReduceSum", [cut[-1].outputs[0], last.outputs[0]], {"keepdims": 0})
-        self._sums[key] = total.outputs[0]
-        return [*cast, *cut, last, total]
-
-
 def take_rows(node: Any, stored: StoredMatrix) -> None:
     """Replace a ``Gather`` of rows, which are the columns of a matrix of few bits."""
     import onnx_ir as ir
@@ -113,16 +54,16 @@ def take_rows(node: Any, stored: StoredMatrix) -> None:
     made = [shape, *flat, gather]
     if stored.offsets is not None:
         rank = len(rows.shape)
-        cut = _reshaped(gather.outputs[0], rank, [stored.blocks, stored.block_size])
+        cut = reshaped(gather.outputs[0], rank, [stored.blocks, stored.block_size])
         found = ir.node("Gather", [stored.offsets, rows], {"axis": 0})
         last = ir.node("Constant", [], {"value_ints": [-1]})
         each = ir.node("Unsqueeze", [found.outputs[0], last.outputs[0]])
-        made += [*cut, found, last, each, *_plus(cut[-1].outputs[0], each.outputs[0], stored)]
-        made += _reshaped(made[-1].outputs[0], rank, [stored.rows])
+        made += [*cut, found, last, each, *plus(cut[-1].outputs[0], each.outputs[0], stored)]
+        made += reshaped(made[-1].outputs[0], rank, [stored.rows])
     ir.convenience.replace_nodes_and_values(node.graph, node, [node], made, [output], [made[-1].outputs[0]])
 
 
-def _reshaped(value: Any, rank: int, sizes: Sequence[int]) -> list[Any]:
+def reshaped(value: Any, rank: int, sizes: Sequence[int]) -> list[Any]:
     """Nodes that keep the first axes of a value and give the rest other sizes."""
     import onnx_ir as ir
 
@@ -130,7 +71,7 @@ def _reshaped(value: Any, rank: int, sizes: Sequence[int]) -> list[Any]:
     return [shape, ir.node("Reshape", [value, shape.outputs[0]])]
 
 
-def _plus(value: Any, offset: Any, stored: StoredMatrix) -> list[Any]:
+def plus(value: Any, offset: Any, stored: StoredMatrix) -> list[Any]:
     """Nodes that add offsets, computed in float32."""
     import onnx_ir as ir
 

@@ -22,6 +22,7 @@ __all__ = [
     "CHAT_SHARES",
     "PERPLEXITY_RATIOS",
     "TOKEN_SHARES",
+    "Activations",
     "Quantization",
     "WeightBits",
     "choose_quantization",
@@ -29,6 +30,9 @@ __all__ = [
 
 WeightBits = Literal["int8", "int4", "keep"]
 """``"keep"`` rounds nothing: weights that are made of integers with scales are stored as these, others as they are."""
+
+Activations = Literal["auto", "float", "int8"]
+"""Precision of what is multiplied with quantised weights."""
 
 PERPLEXITY_RATIOS: Mapping[str, float] = {"int8": 1.01, "int4": 1.1, "keep": 1.01}
 """By the type of the weights: what rounding explains. A small model without training between them is close to 1."""
@@ -60,6 +64,9 @@ class Quantization:
             int8 and 1.1 with int4.
         tokens: a text for the perplexity, int64 of shape (texts, length), without padding. ``None``, the default, for
             the text that the model itself would write, see :class:`.quality.Quality`.
+        activations: precision of what is multiplied with these weights. ``"int8"`` rounds it to 8 bits, in blocks;
+            ``"float"`` does not, and a token takes up to twice as long. ``"auto"``, the default, does not round where
+            that costs a language model more than the rounding of its weights.
 
     Raises:
         InvalidArgumentError: when a value is not one of these.
@@ -72,6 +79,7 @@ class Quantization:
     block_size: int = 32
     perplexity_ratio: float | None = None
     tokens: torch.Tensor | None = None
+    activations: Activations = "auto"
 
     def __post_init__(self) -> None:
         if self.weights not in get_args(WeightBits):
@@ -81,6 +89,10 @@ class Quantization:
         if self.block_size not in _BLOCKS:
             raise InvalidArgumentError(
                 f"Quantization: block_size must be one of {', '.join(map(str, _BLOCKS))}, found {self.block_size!r}."
+            )
+        if self.activations not in get_args(Activations):
+            raise InvalidArgumentError(
+                f'Quantization: activations must be "auto", "float" or "int8", found {self.activations!r}.'
             )
         ratio: Any = self.perplexity_ratio
         tokens = self.tokens
@@ -158,6 +170,11 @@ def choose_quantization(
 def _check_tool(chosen: Quantization, runtime: str, caller: str) -> None:
     """Check what quantizes for another runtime than onnxruntime."""
     asked = f"quantize={chosen.weights!r}"
+    if chosen.activations != "auto":
+        raise InvalidArgumentError(
+            f"{caller}: activations={chosen.activations!r} is for files of onnxruntime; {runtime} decides it. "
+            "Leave it out."
+        )
     if chosen.weights == "keep":
         raise InvalidArgumentError(
             f"{caller}: {asked} is for files of onnxruntime; the tools of {runtime} round weights themselves. Leave it "

@@ -1,0 +1,67 @@
+"""Multiply with a matrix in 8 bits at the precision of float inputs.
+
+.. code-block:: text
+
+    x ──┬── round to 8 bits in blocks ──┬── high ──┬── Concat ── MatMulNBits ── Split ── Add ──> y
+        └───────── minus ───────────────┴── low ───┘
+
+onnxruntime rounds the inputs of a matrix in 8 bits to 8 bits, in blocks with a scale each. So ``high`` is what it would
+round to, and passes as it is; ``low`` is 254 times smaller than the block, and is rounded at its own size. Both are
+rows of one product, which reads each weight once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .stored_matrix import StoredMatrix, reshaped
+
+__all__ = ["SplitInputs"]
+
+_LEAST = 1e-30  # added to scales, since a block of zeros has none
+
+
+class SplitInputs:
+    """Splits inputs of products; those of the same inputs in the same blocks share the nodes."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, int], Any] = {}
+
+    def split(self, graph: Any, x: Any, stored: StoredMatrix) -> tuple[list[Any], Any]:
+        """Return the nodes that are new, and both parts of the inputs, one after the other on the first axis."""
+        import onnx_ir as ir
+
+        key = x, stored.block_size
+        known = self._known.get(key)
+        if known is not None and known.producer().graph is graph:
+            return [], known
+        rank = len(x.shape)
+        blocks = reshaped(x, rank - 1, [stored.blocks, stored.block_size])
+        numbers = {"each": [-1], "most": 127.0, "least": _LEAST}
+        given = {
+            name: ir.node("Constant", [], {"value_ints" if isinstance(value, list) else "value_float": value})
+            for name, value in numbers.items()
+        }
+        each, most, least = (node.outputs[0] for node in given.values())
+        cut = blocks[-1].outputs[0]
+        sizes = ir.node("Abs", [cut])
+        largest = ir.node("ReduceMax", [sizes.outputs[0], each], {"keepdims": 1})
+        positive = ir.node("Add", [largest.outputs[0], least])
+        per_unit = ir.node("Div", [most, positive.outputs[0]])
+        units = ir.node("Mul", [cut, per_unit.outputs[0]])
+        whole = ir.node("Round", [units.outputs[0]])
+        high = ir.node("Div", [whole.outputs[0], per_unit.outputs[0]])
+        low = ir.node("Sub", [cut, high.outputs[0]])
+        both = ir.node("Concat", [high.outputs[0], low.outputs[0]], {"axis": 0})
+        flat = reshaped(both.outputs[0], rank - 1, [stored.rows])
+        made = [*blocks, *given.values(), sizes, largest, positive, per_unit, units, whole, high, low, both, *flat]
+        self._known[key] = flat[-1].outputs[0]
+        return made, flat[-1].outputs[0]
+
+    @staticmethod
+    def joined(product: Any) -> list[Any]:
+        """Return the nodes that add the products of both parts."""
+        import onnx_ir as ir
+
+        parts = ir.node("Split", [product], {"axis": 0, "num_outputs": 2}, num_outputs=2)
+        return [parts, ir.node("Add", list(parts.outputs))]

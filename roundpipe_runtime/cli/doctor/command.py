@@ -12,10 +12,11 @@ import typer
 from yobx_flatten.terminal.failures import CHECK_FAILED
 from yobx_flatten.terminal.output import console, progress, say, say_json
 
-from ..estimate.call_cost import call_seconds
-from ..estimate.hardware import describe_hardware
-from ..estimate.machine_file import save_machine
-from .doctor import Check, examine
+from ...estimate.call_cost import call_seconds
+from ...estimate.hardware import describe_hardware
+from ...estimate.machine_file import save_machine
+from .check import Check
+from .checks import examine
 
 __all__ = ["doctor"]
 

@@ -18,16 +18,16 @@ from torch import nn
 from yobx_flatten.errors.messages import first_line, format_bytes
 from yobx_flatten.errors.tried_versions import NEWEST_TRIED, untried_versions
 
-from ..device.accelerator import memory_info
-from ..device.virtual import DeviceSpec
-from ..engine.config import RoundPipeRunConfig
-from ..estimate.hardware import cores, host_memory_available, host_memory_rate
-from ..optim.step import OptimizerCtx
-from ..pipeline import RoundPipe
+from ...device.accelerator import memory_info
+from ...device.virtual import DeviceSpec
+from ...engine.config import RoundPipeRunConfig
+from ...estimate.hardware import cores, host_memory_available, host_memory_rate
+from ...optim.step import OptimizerCtx
+from ...pipeline import RoundPipe
 from .check import Check, Status
-from .device_checks import device_checks
+from .devices import device_checks
 
-__all__ = ["Check", "Status", "accelerators", "examine", "train_difference"]
+__all__ = ["accelerators", "examine", "train_difference"]
 
 _PACKAGE = "yobx-flatten"
 

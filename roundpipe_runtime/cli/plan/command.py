@@ -12,24 +12,24 @@ from yobx_flatten.model_folder.source.find import MODEL_NAMES
 from yobx_flatten.terminal.failures import CHECK_FAILED, UserError
 from yobx_flatten.terminal.output import progress, say, say_json
 
-from ..estimate.network import nodes_of_report, of_node
-from . import train_options as given
-from .models import source_of
-from .plan_nodes import as_dict as nodes_as_dict
-from .plan_nodes import write_nodes
-from .plan_output import as_dict, write_plan
-from .quantities import parse_bits, parse_bytes, parse_gigabytes
+from ...estimate.network import nodes_of_report, of_node
+from ..models import source_of
+from ..quantities import parse_bits, parse_bytes, parse_gigabytes
+from ..train import options as given
+from .nodes import as_dict as nodes_as_dict
+from .nodes import write_nodes
+from .output import as_dict, write_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import torch
 
-    from ..estimate.hardware import Hardware
-    from ..estimate.network import NodesEstimate
-    from ..estimate.report import PlanReport
-    from ..fine_tune import ModelSource
-    from ..huggingface.plan_training import PlannedTraining, SettingsChange
+    from ...estimate.hardware import Hardware
+    from ...estimate.network import NodesEstimate
+    from ...estimate.report import PlanReport
+    from ...fine_tune import ModelSource
+    from ...huggingface.plan_training import PlannedTraining, SettingsChange
 
 __all__ = ["plan"]
 
@@ -190,8 +190,8 @@ class _Where(NamedTuple):
 
     def hardware(self, dtype: torch.dtype) -> Hardware:
         """The profile, with what is given in addition; without one, what is measured or assumed."""
-        from ..estimate.hardware import describe_hardware, device_kind, device_names
-        from ..estimate.machine_file import load_machine
+        from ...estimate.hardware import describe_hardware, device_kind, device_names
+        from ...estimate.machine_file import load_machine
 
         if self.machine is None:
             return describe_hardware(None if self.devices == "auto" else self.devices, dtype=dtype, **self.numbers)
@@ -215,8 +215,8 @@ def _training(
     """The model on meta, cut, and the hardware."""
     import torch
 
-    from ..fine_tune import Lora, add_lora
-    from ..huggingface.plan_training import PlannedTraining, model_on_meta
+    from ...fine_tune import Lora, add_lora
+    from ...huggingface.plan_training import PlannedTraining, model_on_meta
 
     adapters = None if lora is None else Lora.parse(lora)
     made = model_on_meta(source.config, dtype=_dtype(dtype))

@@ -12,12 +12,12 @@ import typer
 from yobx_flatten.model_folder.source.find import MODEL_NAMES
 from yobx_flatten.terminal.failures import UserError
 
-from ..device.virtual import Device, VirtualDevice, parse_devices
-from ..distributed.ranks.torchrun import own_devices
-from ..errors import ConfigError, DeviceError
-from ..fine_tune import Settings, check_curve, check_output
+from ...device.virtual import Device, VirtualDevice, parse_devices
+from ...distributed.ranks.torchrun import own_devices
+from ...errors import ConfigError, DeviceError
+from ...fine_tune import Settings, check_curve, check_output
+from ..quantities import parse_bytes, parse_gigabytes
 from .config_file import read_config_file
-from .quantities import parse_bytes, parse_gigabytes
 
 _TEXT, _STEP, _RATE, _FILES = "Text", "A step", "Learning", "What is written"
 

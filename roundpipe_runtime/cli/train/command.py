@@ -16,13 +16,13 @@ from torch import nn
 from yobx_flatten.terminal.failures import UserError
 from yobx_flatten.terminal.output import say, say_json
 
-from .. import fine_tune as tuning
-from ..errors import PlanError
+from ... import fine_tune as tuning
+from ...errors import PlanError
+from ..models import source_of
 from .config_file import format_config
-from .models import source_of
+from .display import Display, format_chats, format_model, format_text, format_training, show_rows
 from .option_objects import flat_options, takes_options
-from .train_display import Display, format_chats, format_model, format_text, format_training, show_rows
-from .train_options import (
+from .options import (
     FileOptions,
     LearningOptions,
     ModelOptions,

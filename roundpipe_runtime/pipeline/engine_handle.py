@@ -1,4 +1,4 @@
-"""What a pipeline tells about itself: its engine, devices, processes and costs."""
+"""What a pipeline has: its engine, devices, processes and costs."""
 
 from __future__ import annotations
 

@@ -9,12 +9,14 @@ import pathlib
 import platform
 import shutil
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from torch import nn
 
+from yobx_flatten.errors.failures import result_or
 from yobx_flatten.errors.messages import first_line, format_bytes
 from yobx_flatten.errors.tried_versions import NEWEST_TRIED, untried_versions
 
@@ -60,13 +62,12 @@ def examine() -> list[Check]:
         ("speed of accelerators", _speed),
         ("training", _training),
     ]
-    found = []
-    for name, check in checks:
-        try:
-            found += check()
-        except Exception as error:  # whatever is broken here is what the user wants to know
-            found.append(Check(name, "fail", f"{type(error).__name__}: {first_line(error)}", "Report this."))
-    return found
+    return [found for name, check in checks for found in result_or(check, partial(_broken, name))]
+
+
+def _broken(name: str, error: Exception) -> list[Check]:
+    """A check that fails with an error: what is broken here is what the user wants to know."""
+    return [Check(name, "fail", f"{type(error).__name__}: {first_line(error)}", "Report this.")]
 
 
 # -- what is installed -----------------------------------------------------------------------------------------------

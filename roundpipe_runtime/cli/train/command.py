@@ -8,16 +8,18 @@ import pathlib
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import typer
 from torch import nn
 
+from yobx_flatten.errors.failures import raised_as
 from yobx_flatten.terminal.failures import UserError
 from yobx_flatten.terminal.output import say, say_json
 
 from ... import fine_tune as tuning
-from ...errors import PlanError
+from ...errors import PlanError, RoundPipeError
 from ..models import source_of
 from .config_file import format_config
 from .display import Display, format_chats, format_model, format_text, format_training, show_rows
@@ -247,19 +249,17 @@ _NOT_ON_CARD = ("text", "chat", "files", "tokenizer", "chat_template", "show_row
 _RECORDS = {"last_step": tuning.StepRecord, "last_evaluation": tuning.EvalRecord}
 
 
-@contextlib.contextmanager
-def _naming_rank(job: tuning.Job) -> Iterator[None]:
+def _naming_rank(job: tuning.Job) -> contextlib.AbstractContextManager[None]:
     """A block whose errors name the rank, the stage and the layer, where there are several processes."""
-    try:
-        yield
-    except Exception as error:
-        if job.size == 1:
-            raise
-        named = tuning.named_error(job.rank, error)
-        for note in getattr(error, "__notes__", ()):
-            if named is not error and note not in str(named):  # where the step failed is in the text
-                named.add_note(note)
-        raise named from error
+    return contextlib.nullcontext() if job.size == 1 else raised_as(partial(_named, job.rank), RoundPipeError)
+
+
+def _named(rank: int, error: Exception) -> Exception:
+    named = tuning.named_error(rank, error)
+    for note in getattr(error, "__notes__", ()):
+        if note not in str(named):  # where the step failed is in the text
+            named.add_note(note)
+    return named
 
 
 @contextlib.contextmanager

@@ -94,6 +94,7 @@ def load_checkpoint(
 def _newest(there: list[pathlib.Path], ranks: CheckpointRanks) -> pathlib.Path | None:
     """The newest checkpoint that is not damaged; ``None`` where there is none at all."""
     errors = []
+    # All processes take the same one: each reads a part of the files, and damage of any part counts for all.
     for path in reversed(there):
         damage = _damage(path, ranks)
         if damage is None:
@@ -132,11 +133,16 @@ def _restore(path: pathlib.Path, model: nn.Module, parts: TrainingObjects, ranks
     """Read and check everything, then change the parts, then the model; each in all processes or in none."""
     with contextlib.ExitStack() as stack:
         undo = stack.enter_context(contextlib.ExitStack())
+        # 1. All that can fail is read and checked while nothing has changed yet.
         stored, tensors = ranks.together(lambda: _read(path, model, parts, stack))
+        # 2. `load_state_dict` of an optimizer or scheduler is code of others: it may fail, and is undone in all
+        # processes.
         ranks.together(lambda: _restore_parts(path, stored, model, parts, undo))
+        # 3. From here on only tensors are copied whose names and shapes were checked.
         undo.pop_all()
         with noting("The checkpoint may be loaded in part. Start again, and load it once more."):
             ranks.together(lambda: _restore_model(stored, tensors, model))
+    # Last: what restores the rest may draw.
     restore_random_state(stored["random"])
     data: dict[str, Any] = stored["data"]
     return data

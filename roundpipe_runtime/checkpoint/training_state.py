@@ -210,6 +210,7 @@ def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, to
         memory = tensor.untyped_storage().data_ptr()
         plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
         is_own = plain.untyped_storage().data_ptr() != memory
+        # A file has each tensor whole and once: two views of one memory, or a slice of a larger one, are copied.
         if not is_own and (copy or memory in seen or plain.untyped_storage().nbytes() != plain.nbytes):
             plain = plain.clone()
         seen.add(memory)

@@ -51,6 +51,8 @@ class StageLayers:
     def upload_ready(self) -> None:
         """Upload the layers that can be read now; those after them follow when the first microbatch gets there."""
         for layer in self.stage.layers[len(self.here) :]:
+            # A layer whose update is still under way would hold up those that are ready; it is waited for when it is
+            # needed.
             if not self.run.table.can_read(layer, self.run.version):
                 break
             self._upload(layer)

@@ -44,8 +44,7 @@ def _all_commands(
 ) -> None:
     """Train models larger than the device. Results match training without a pipeline.
 
-    Exit status: 0 all went well; 1 something that was checked is wrong; 2 the
-    request cannot be served; 130 interrupted.
+    Exit status: 0 success; 1 a check failed; 2 the request cannot be served; 130 interrupted.
     """
 
 

@@ -1,4 +1,4 @@
-"""Prove that rows are independent, where a layer has them on an axis of its own.
+"""Prove that layers compute each row by itself, before a batch is cut between rows.
 
 A layer that has its sequence first, normalises over the batch, sorts or rolls rows, or adds them up, would compute
 other numbers for each split. Nothing in the sizes shows it. So three rows run in one piece and in two uneven parts::

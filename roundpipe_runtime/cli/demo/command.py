@@ -47,14 +47,15 @@ _Step = Callable[[torch.Tensor, torch.Tensor], float]
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Batches to train on.")] = STEPS,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Number of steps to train.")] = STEPS,
     json: Annotated[bool, typer.Option("--json", help="Print JSON; the tables go to stderr.")] = False,
 ) -> int:
     """Train a transformer larger than its devices next to plain PyTorch, and draw a timeline.
 
-    The pipeline runs over two virtual devices with less memory than the weights take; plain training is refused there,
-    and has the memory of the host. Exit status: 0 the losses are the same but for rounding; 1 they differ;
-    2 the demo cannot run.
+    The pipeline runs on two virtual devices, each with less memory than the weights take. Plain training does not fit
+    there, so it runs in the memory of the host.
+
+    Exit status: 0 the losses are equal up to rounding; 1 they differ; 2 the demo cannot run.
     """
     return run_demo(steps, as_json=say_json if json else None)
 

@@ -1,4 +1,4 @@
-"""``roundpipe plan``."""
+"""``roundpipe plan``: cut the model without allocating it, and print the estimate."""
 
 from __future__ import annotations
 
@@ -69,13 +69,17 @@ Bandwidth = Annotated[
 Flops = Annotated[float | None, typer.Option(metavar="TFLOP/S", help="Compute rate of a device (default: measured).")]
 Copies = Annotated[
     str,
-    typer.Option(metavar="N", help="Devices that run the head; auto: as many as pay off.", rich_help_panel="A step"),
+    typer.Option(
+        metavar="N",
+        help="Number of devices that run the head; auto: as many as make the step faster.",
+        rich_help_panel="A step",
+    ),
 ]
 _NODES = "Several machines"
 Nodes = Annotated[
     int,
     typer.Option(
-        min=1, metavar="N", help="Number of machines like this one that share --batch.", rich_help_panel=_NODES
+        min=1, metavar="N", help="Number of machines like this one that share the batch.", rich_help_panel=_NODES
     ),
 ]
 Network = Annotated[
@@ -112,9 +116,10 @@ def plan(
 ) -> int:
     """Estimate the memory and step time of a training, without allocating anything.
 
-    Layers, stages, memory of devices and host, tokens that hide transfers, time
-    of a step, and whether it fits. Exit status: 0 it fits, as far as is known;
-    1 it does not; 2 there is no such model or device.
+    The report lists layers, stages, memory of devices and host, how many tokens hide the transfers, the time of a step,
+    and whether the training fits.
+
+    Exit status: 0 it fits, as far as is known; 1 it does not fit; 2 there is no such model or device.
     """
     numbers = {
         "memory": None if memory is None else parse_bytes(memory, "--memory"),

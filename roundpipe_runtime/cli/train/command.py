@@ -1,4 +1,4 @@
-"""``roundpipe train``."""
+"""``roundpipe train``: train, save the model, and compare the saved model with the trained one."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def train(
 ) -> int:
     """Train a language model on text, with only as many layers on a device as fit.
 
-    What it learns is what it learns without a pipeline. Ctrl-C ends the step,
-    writes a checkpoint and states how to go on; the result is then the same, to
-    the last bit. Several processes of torchrun train one model, in groups of
-    rows; those that it starts again go on by themselves. Exit status: 0 trained, saved and loaded again; 2 it cannot be
-    done; 130 Ctrl-C; 143 SIGTERM.
+    Results match training without a pipeline. Ctrl-C finishes the step, writes a checkpoint and prints the line that
+    resumes from it, with bitwise identical results. Under torchrun, all processes train one model; after a restart they
+    resume by themselves.
+
+    Exit status: 0 trained, saved, and loaded again as a check; 2 the request cannot be served; 130 Ctrl-C; 143 SIGTERM.
     """
     if what.print_config:
         parts = {"Model": what, "Text": data, "A step": step, "Learning": learning, "What is written": files}

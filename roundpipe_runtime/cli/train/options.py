@@ -34,32 +34,36 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="MODEL [FILES]...",
-        help=MODEL_NAMES + " After it, more text, as a shell makes of --text *.txt.",
+        help=MODEL_NAMES + " Further arguments are text files, so that --text *.txt works unquoted.",
     ),
 ]
-Model = Annotated[str | None, typer.Option(metavar="MODEL", help="The model, if it is not the first argument.")]
+Model = Annotated[str | None, typer.Option(metavar="MODEL", help="Model, instead of the first argument.")]
 Output = Annotated[
     pathlib.Path | None,
-    typer.Option("--output", "-o", metavar="DIR", help="Folder for the trained model; it must be named."),
+    typer.Option("--output", "-o", metavar="DIR", help="Folder for the trained model (required)."),
 ]
 ConfigFile = Annotated[
     pathlib.Path | None,
     typer.Option(
         "--config",
         metavar="FILE",
-        help="Options in YAML, a line each, like batch: 4. What is typed here counts more.",
+        help="YAML file of options, one per line, like batch: 4. The command line overrides it.",
         is_eager=True,  # the others get their defaults of it
         callback=read_config_file,
     ),
 ]
 PrintConfig = Annotated[
-    bool, typer.Option("--print-config", help="Print all options and their values, as --config reads them, and end.")
+    bool,
+    typer.Option(
+        "--print-config", help="Print all options and their values in the form that --config reads, and exit."
+    ),
 ]
 Text = Annotated[
     list[str] | None,
     typer.Option(
         metavar="FILES",
-        help="A file of text or of JSON lines, a folder of such, a folder of the library datasets, or a pattern.",
+        help="Training text: a text file, a file of JSON lines, a folder of such files, a folder saved by the library "
+        "datasets, or a pattern.",
         rich_help_panel=_TEXT,
     ),
 ]
@@ -67,78 +71,93 @@ Chat = Annotated[
     list[str] | None,
     typer.Option(
         metavar="FILES",
-        help="Conversations instead of text, whose answers are learnt: messages, ShareGPT, Alpaca, or prompt and "
-        "completion, in JSON.",
+        help="Train on the answers in conversations instead of on text: JSON with messages, ShareGPT, Alpaca, or "
+        "prompt and completion.",
         rich_help_panel=_TEXT,
     ),
 ]
 ChatTemplate = Annotated[
     pathlib.Path | None,
-    typer.Option(metavar="FILE", help="Chat template, instead of the tokenizer's.", rich_help_panel=_TEXT),
+    typer.Option(metavar="FILE", help="Chat template to use instead of the tokenizer's.", rich_help_panel=_TEXT),
 ]
 Pack = Annotated[
     bool,
     typer.Option(
-        "--pack", help="Put as many conversations into a row as fit; none sees another.", rich_help_panel=_TEXT
+        "--pack",
+        help="Pack several conversations into each row; attention does not cross between them.",
+        rich_help_panel=_TEXT,
     ),
 ]
-ShowRows = Annotated[int, _number("Conversations to show as the model sees them, with what counts.", _TEXT, least=0)]
+ShowRows = Annotated[
+    int, _number("Number of conversations to print before training, with their trained tokens marked.", _TEXT, least=0)
+]
 Field = Annotated[
     str,
-    typer.Option(metavar="NAME", help="Field of JSON lines and datasets that holds the text.", rich_help_panel=_TEXT),
+    typer.Option(
+        metavar="NAME", help="Field of JSON lines and datasets that contains the text.", rich_help_panel=_TEXT
+    ),
 ]
 TokenizerName = Annotated[
     str | None,
     typer.Option(
         metavar="DIR",
-        help="A folder with one, or the word bytes. By default the model's own; bytes where weights are random and "
-        "there is none.",
+        help="Folder of a tokenizer, or the word bytes (default: the model's own; bytes for random weights without "
+        "one).",
         rich_help_panel=_TEXT,
     ),
 ]
 Length = Annotated[int | None, _number("Tokens per row (default: 512, or the model's largest).", _TEXT, least=2)]
 EvalShare = Annotated[
     float,
-    typer.Option(min=0.0, max=0.9, metavar="X", help="Share of the rows that is held out.", rich_help_panel=_TEXT),
+    typer.Option(
+        min=0.0, max=0.9, metavar="X", help="Share of the rows that is held out for evaluation.", rich_help_panel=_TEXT
+    ),
 ]
 
 Devices = Annotated[
     str,
-    typer.Option(metavar="DEVICES", help="auto, virtual:N (made of the CPU), or cuda:0,cuda:1.", rich_help_panel=_STEP),
+    typer.Option(
+        metavar="DEVICES",
+        help="auto, virtual:N (N devices simulated on the CPU), or cuda:0,cuda:1.",
+        rich_help_panel=_STEP,
+    ),
 ]
 DeviceMemory = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE", help="Memory of each virtual device, like 200MB; no limit by default.", rich_help_panel=_STEP
+        metavar="SIZE", help="Memory limit of each virtual device, like 200MB (default: none).", rich_help_panel=_STEP
     ),
 ]
-Batch = Annotated[int, _number("Batch size over all processes.", _STEP)]
+Batch = Annotated[int, _number("Batch size, over all processes.", _STEP)]
 Microbatches = Annotated[int | None, _number("Microbatches per batch or group (default: devices + 1).", _STEP)]
-Replicas = Annotated[int | None, _number("Groups of a batch; by default one per process.", _STEP)]
-Accumulate = Annotated[int, _number("Batches of a step.", _STEP)]
+Replicas = Annotated[
+    int | None, _number("Number of groups that a batch is cut into (default: one per process).", _STEP)
+]
+Accumulate = Annotated[int, _number("Batches per optimizer step (gradient accumulation).", _STEP)]
 Steps = Annotated[int | None, _number("Number of steps, instead of --epochs.", _STEP)]
-Epochs = Annotated[int | None, _number("Passes over the text; one by default.", _STEP)]
+Epochs = Annotated[int | None, _number("Passes over the data (default: 1).", _STEP)]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"],
-    typer.Option(help="Data type of the weights; auto: as stored.", rich_help_panel=_STEP),
+    typer.Option(help="Data type of the weights; auto: as stored in the model.", rich_help_panel=_STEP),
 ]
 UnmatchedWeights = Annotated[
     Literal["refuse", "unused", "random"],
     typer.Option(
-        help="Weights that the folder has and the model not: left out; or lacks: random. refuse: an error.",
+        help="If folder and model have different weights: refuse raises an error; unused ignores weights that the "
+        "model lacks; random also initializes weights that the folder lacks.",
         rich_help_panel=_STEP,
     ),
 ]
 OptimDtype = Annotated[
     Literal["float32", "bfloat16", "same"],
-    typer.Option(help="Data type of master weights; same: the type of the weights.", rich_help_panel=_STEP),
+    typer.Option(help="Data type of master weights; same: that of the weights.", rich_help_panel=_STEP),
 ]
 
 KeepParameters = Annotated[
     str,
     typer.Option(
         metavar="GB",
-        help="Parameters that stay on each device between steps; auto: as many as fit.",
+        help="GB of parameters that stay on each device between steps; auto: as many as fit.",
         rich_help_panel=_STEP,
     ),
 ]
@@ -147,51 +166,65 @@ LoraText = Annotated[
     str | None,
     typer.Option(
         metavar="R[,ALPHA[,NAMES]]",
-        help="Learn adapters of rank R only: 8, or 8,16, or 8,16,q_proj,v_proj.",
+        help="Train LoRA adapters of rank R only: 8, or 8,16, or 8,16,q_proj,v_proj.",
         rich_help_panel=_RATE,
     ),
 ]
-Rate = Annotated[float, typer.Option(metavar="X", help="Learning rate, the highest.", rich_help_panel=_RATE)]
+Rate = Annotated[float, typer.Option(metavar="X", help="Peak learning rate.", rich_help_panel=_RATE)]
 Warmup = Annotated[
-    int | None, _number("Steps until --lr is reached; by default a tenth of all, 100 at most.", _RATE, least=0)
+    int | None, _number("Steps until --lr is reached (default: a tenth of all steps, at most 100).", _RATE, least=0)
 ]
 Schedule = Annotated[
     Literal["cosine", "linear", "constant"],
-    typer.Option(metavar="NAME", help="Fall of the rate after that: cosine, linear, constant.", rich_help_panel=_RATE),
+    typer.Option(
+        metavar="NAME",
+        help="How the learning rate decreases after warmup: cosine, linear, constant.",
+        rich_help_panel=_RATE,
+    ),
 ]
 WeightDecay = Annotated[
     float,
-    typer.Option(min=0.0, metavar="X", help="Weight decay, for weights of two axes or more.", rich_help_panel=_RATE),
+    typer.Option(
+        min=0.0,
+        metavar="X",
+        help="Weight decay of matrices; vectors, such as biases and norms, have none.",
+        rich_help_panel=_RATE,
+    ),
 ]
 Clip = Annotated[
-    float, typer.Option(min=0.0, metavar="X", help="Largest norm of the gradients; 0: any.", rich_help_panel=_RATE)
+    float,
+    typer.Option(min=0.0, metavar="X", help="Largest norm of the gradients; 0: no clipping.", rich_help_panel=_RATE),
 ]
-Seed = Annotated[int, _number("Seed of random weights, the order of rows, and dropout.", _RATE, least=0)]
-EvalEvery = Annotated[int | None, _number("Steps between evaluations; one at the end by default.", _RATE)]
-Check = Annotated[bool, typer.Option(help="Compare the cut model with the plain one before.", rich_help_panel=_RATE)]
+Seed = Annotated[int, _number("Random seed of initial weights, row order and dropout.", _RATE, least=0)]
+EvalEvery = Annotated[int | None, _number("Steps between evaluations (default: one evaluation at the end).", _RATE)]
+Check = Annotated[
+    bool, typer.Option(help="Compare the pipeline with the reference model before training.", rich_help_panel=_RATE)
+]
 
 CheckpointFolder = Annotated[
-    pathlib.Path | None, _path("Folder for checkpoints; by default <output>-checkpoints.", metavar="DIR")
+    pathlib.Path | None, _path("Folder for checkpoints (default: <output>-checkpoints).", metavar="DIR")
 ]
-Every = Annotated[int | None, _number("Steps between checkpoints; by default Ctrl-C alone writes one.", _FILES)]
-Keep = Annotated[int, _number("How many checkpoints stay.", _FILES)]
+Every = Annotated[int | None, _number("Steps between checkpoints (default: only Ctrl-C writes one).", _FILES)]
+Keep = Annotated[int, _number("Number of checkpoints to keep.", _FILES)]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.", rich_help_panel=_FILES)
+    bool, typer.Option("--resume", help="Resume from the last checkpoint, if there is one.", rich_help_panel=_FILES)
 ]
-Metrics = Annotated[pathlib.Path | None, _path("A line of JSON per step and evaluation.")]
-Plot = Annotated[pathlib.Path | None, _path("Draw the losses into a .png, .svg or .pdf, at the end.")]
+Metrics = Annotated[pathlib.Path | None, _path("Write a line of JSON per step and evaluation.")]
+Plot = Annotated[pathlib.Path | None, _path("Plot the losses as .png, .svg or .pdf at the end.")]
 ReportTo = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="Also send what is logged to tensorboard, wandb, mlflow or others of the Trainer's.",
+        help="Also log to tensorboard, wandb, mlflow or another integration of the Trainer.",
         rich_help_panel=_FILES,
     ),
 ]
-TimelineFile = Annotated[pathlib.Path | None, _path("Who computed what when, in one of the first steps.")]
-LogEvery = Annotated[int | None, _number("Steps between lines, where there is no terminal.", _FILES)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON at the end, all else on stderr.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.", rich_help_panel=_FILES)]
+TimelineFile = Annotated[
+    pathlib.Path | None, _path("Write a timeline of one of the first steps, for roundpipe timeline.")
+]
+LogEvery = Annotated[int | None, _number("Steps between printed lines, without a terminal.", _FILES)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON at the end; everything else goes to stderr.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.", rich_help_panel=_FILES)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Calls in one pass on one rank: it runs its groups, and commits when all ranks have succeeded.
+"""Run the groups of one rank in one pass, and commit when all ranks have succeeded.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Calls on several ranks whose backward begins when all of the forward is there.
+"""Run calls in two passes on several ranks: forward of all groups, then backward.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What crosses from one stage to the next: the structure of an object, agreed once, and the sizes of its tensors.
+"""Agree once on what crosses from one stage to the next: the structure of an object, and sizes of its tensors.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The layers of a stage on its device: uploaded before they run, downloaded and released after them."""
+"""Upload the layers of a stage before they run; download their gradients and release them afterwards."""
 
 from __future__ import annotations
 

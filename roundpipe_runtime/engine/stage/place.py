@@ -1,4 +1,4 @@
-"""Where a stage is in its work: what the note of an error states."""
+"""Describe where a stage was when an error occurred."""
 
 from __future__ import annotations
 

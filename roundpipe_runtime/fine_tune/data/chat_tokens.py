@@ -1,4 +1,4 @@
-r"""Tokens of a conversation, by the chat template of its model, and which of them count: those of the answers.
+r"""Tokenize a conversation with its model's chat template, and mark the tokens of the answers.
 
 ::
 

@@ -131,7 +131,7 @@ def test_the_guide_has_every_command_and_option():
     assert [line.removeprefix("### ") for line in written.splitlines() if line.startswith("### ")] == COMMANDS
     rows = [line.split("|")[1:3] for line in written.splitlines() if line.startswith("| `")]
     assert [name for name, text in rows if not text.strip()] == []
-    assert "| `--lr` | Learning rate, the highest. Default: `0.0003`. |" in written
+    assert "| `--lr` | Peak learning rate. Default: `0.0003`. |" in written
 
 
 def test_nobody_pays_for_a_command_that_was_not_asked_for():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +33,6 @@ from .rng import check_random_state, restore_random_state
 from .save import finish_writing, training_objects
 from .tensor_files import need_safetensors, open_tensors
 from .training_state import TRAINING, TrainingObjects, read_training, read_weights
-from .undo import undo_of
 
 __all__ = ["load_checkpoint"]
 
@@ -177,14 +178,14 @@ def _restore_parts(
 ) -> None:
     targets = optimizer_targets(model)
     for optimizer, state in zip(parts.optimizers, stored["optimizers"], strict=False):
-        undo.callback(undo_of(optimizer))
+        undo.callback(_undo_of(optimizer))
         with damage_as(DamagedCheckpointError, str(path), RoundPipeError):
             restore_optimizer(optimizer, state, targets)
     for scheduler, state in zip(parts.schedulers, stored["schedulers"], strict=False):
-        undo.callback(undo_of(scheduler))
+        undo.callback(_undo_of(scheduler))
         scheduler.load_state_dict(state)
     if parts.scaler is not None:
-        undo.callback(undo_of(parts.scaler))
+        undo.callback(_undo_of(parts.scaler))
         parts.scaler.load_state_dict(stored["scaler"])
 
 
@@ -210,3 +211,25 @@ def _check_parts(stored: dict[str, Any], parts: TrainingObjects) -> None:
             f"load_checkpoint: the checkpoint holds more than was asked for: {', '.join(left)}. That is not loaded.",
             CheckpointWarning,
         )
+
+
+def _undo_of(part: Any) -> Callable[[], None]:
+    """Return a function that gives an optimizer, scheduler or scaler the state that it has now.
+
+    The tensors of an optimizer are not copied: a load replaces them, and does not write to them.
+    """
+    # part: object with `state_dict` and `load_state_dict`
+    if hasattr(part, "param_groups") and hasattr(part, "state"):
+        state, groups = part.state, part.param_groups
+
+        def put_back() -> None:
+            part.__setstate__({"state": state, "param_groups": groups})
+
+        return put_back
+    before = copy.deepcopy(part.state_dict())
+
+    def load_back() -> None:
+        with contextlib.suppress(Exception):  # it may be what failed
+            part.load_state_dict(before)
+
+    return load_back

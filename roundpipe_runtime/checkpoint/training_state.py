@@ -22,7 +22,6 @@ from torch import nn
 from yobx_flatten.files.document import read_document
 
 from .codec import decode, encode
-from .config_files import config_files
 from .errors import CheckpointError, DamagedCheckpointError
 from .model_state import collect_parameters, collect_progress, optimizer_targets
 from .optimizer_state import named_state
@@ -33,12 +32,17 @@ from .tensor_files import open_tensors, write_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+import copy
+import sys
+
+from ..pipeline import wrapped_model
 
 __all__ = [
     "TRAINING",
     "TrainingObjects",
     "TrainingState",
     "collect_state",
+    "config_files",
     "read_training",
     "read_values",
     "read_weights",
@@ -216,3 +220,18 @@ def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, to
         seen.add(memory)
         found[name] = plain
     return found
+
+
+def config_files(model: nn.Module) -> dict[str, str]:
+    """Return the texts of ``config.json`` and ``generation_config.json``; nothing for other models."""
+    inner = wrapped_model(model)
+    library = sys.modules.get("transformers.modeling_utils")  # imported with the model, if there is one of it
+    if library is None or not isinstance(inner, library.PreTrainedModel):
+        return {}
+    config = copy.deepcopy(inner.config)
+    config.architectures = [type(inner).__name__]
+    config.dtype = str(inner.dtype).removeprefix("torch.")
+    files = {"config.json": config.to_json_string()}
+    if inner.can_generate() and inner.generation_config is not None:
+        files["generation_config.json"] = inner.generation_config.to_json_string()
+    return files

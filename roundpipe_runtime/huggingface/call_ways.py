@@ -1,4 +1,4 @@
-"""How a call of a wrapped model is computed: in microbatches, with a joined loss, or in one piece."""
+"""Decide how a call of a wrapped model is computed: in microbatches, with a joined loss, or in one piece."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class CutModel(RoundPipe):
                 RoundPipeWarning,
             )
 
-    def _rp_way_without_parts(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> Way:
+    def _rp_way_without_parts(self, kwargs: Kwargs) -> Way:
         """Return how a loss is computed whose parts have no weights."""
         way: Way = "whole" if self.cut.report.is_whole or is_cache(cache_of(kwargs)) else "joined"
         self._rp_warn_of_loss(LossProof(way, "its labels in this batch are not of the kind that was proven"), 0)

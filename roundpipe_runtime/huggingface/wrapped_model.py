@@ -89,7 +89,7 @@ class WrappedModel(CutModel):
             except UnprovenLossError:  # of this batch, whose labels are of another kind than those of the proof
                 if self._rp_options.has_groups:
                     raise
-                way = self._rp_way_without_parts(args, kwargs, config)
+                way = self._rp_way_without_parts(kwargs)
         resolved = self._rp_config(config)
         if way == "joined" and (join := self._rp_losses.join(args, kwargs, resolved)) is not None:
             try:
@@ -232,7 +232,7 @@ class WrappedModel(CutModel):
         except UnprovenLossError:
             if self._rp_options.has_groups:
                 raise
-            way = self._rp_way_without_parts(input_args, kwargs, config)
+            way = self._rp_way_without_parts(kwargs)
             if way == "joined":
                 return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config, way)
             result = run(dataclasses.replace(config, num_microbatch=1))

@@ -1,4 +1,4 @@
-"""A Trainer that reads its data in groups of rows, of which a batch of all processes is made."""
+"""A Trainer that reads its data in groups of rows, so that a batch is that of all processes."""
 
 from __future__ import annotations
 

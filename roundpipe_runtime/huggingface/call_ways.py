@@ -38,33 +38,27 @@ __all__ = ["CutModel"]
 class CutModel(RoundPipe):
     """A model in pieces, with the ways in which losses and rows of a kind of call are computed."""
 
+    _rp_cut: Cut
+    _rp_warned_of_rows = _rp_warned_of_loss = False
+
     def __init__(self, made: Cut, **options: Any) -> None:
         self.__dict__["_rp_cut"] = made
         super().__init__(made.model, **options)
 
-    @property
+    @functools.cached_property
     def _rp_losses(self) -> LossWays:
-        """How losses are computed, by kind of call; made at the first one."""
-        own = self.__dict__
-        if "_rp_loss_ways" not in own:
-            own["_rp_loss_ways"] = LossWays(self.cut, self._rp_engine, shares_batches=self._rp_options.has_groups)
-        found: LossWays = own["_rp_loss_ways"]
-        return found
+        """How losses are computed, by kind of call."""
+        return LossWays(self.cut, self._rp_engine, shares_batches=self._rp_options.has_groups)
 
-    @property
+    @functools.cached_property
     def _rp_rows(self) -> RowWays:
-        """Which pieces mix rows, by kind of call; made at the first one."""
-        own, shares = self.__dict__, self._rp_options.has_groups
-        if "_rp_row_ways" not in own:
-            own["_rp_row_ways"] = RowWays(self.cut, self._rp_engine, self._rp_losses, shares_batches=shares)
-        found: RowWays = own["_rp_row_ways"]
-        return found
+        """Which pieces mix rows, by kind of call."""
+        return RowWays(self.cut, self._rp_engine, self._rp_losses, shares_batches=self._rp_options.has_groups)
 
-    @property
+    @functools.cached_property
     def _rp_shown_losses(self) -> set[Hashable]:
         """Loss functions that were found to return a multiple of the model's loss."""
-        found: set[Hashable] = self.__dict__.setdefault("_rp_losses_shown", set())
-        return found
+        return set()
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
         return list(self.cut.pieces)
@@ -83,8 +77,7 @@ class CutModel(RoundPipe):
     @property
     def cut(self) -> Cut:
         """The cut: the pieces, and the report on how they were found."""
-        found: Cut = self.__dict__["_rp_cut"]
-        return found
+        return self._rp_cut
 
     # -- the way of a call ---------------------------------------------------------------------------------------------
 
@@ -130,8 +123,8 @@ class CutModel(RoundPipe):
 
     def _rp_warn_of_rows(self, title: str, way: Way) -> None:
         """State once that layers do not compute each row by itself."""
-        if not self.__dict__.get("_rp_warned_of_rows"):
-            self.__dict__["_rp_warned_of_rows"] = True
+        if not self._rp_warned_of_rows:
+            self._rp_warned_of_rows = True
             how = "it runs once for the whole batch" if way == "joined" else "such batches run in one microbatch"
             warn(
                 f"{type(self.cut.model).__name__}: {title} computes other numbers for some rows of a batch in one "
@@ -147,9 +140,9 @@ class CutModel(RoundPipe):
 
     def _rp_warn_of_loss(self, proof: LossProof, rows: int) -> None:
         """State once how losses are computed that are not those of microbatches."""
-        if self.__dict__.get("_rp_warned_of_loss"):
+        if self._rp_warned_of_loss:
             return
-        self.__dict__["_rp_warned_of_loss"] = True
+        self._rp_warned_of_loss = True
         held = f" ({format_bytes(proof.row_nbytes * rows)} on the host)" if proof.row_nbytes and rows else ""
         how = (
             f"the last layer and the loss run once for the whole batch, on what the layers before return for it{held}"

@@ -111,22 +111,19 @@ class WrappedModel(CutModel):
         """
         self.synchronize()
         generate: Callable[..., Any] = self.cut.model.generate  # type: ignore[assignment] # attributes of modules
-        if paths := self._rp_paths():
+        if paths := self._rp_paths:
             with use_paths(paths):
                 return generate(*args, **kwargs)
-        if self._rp_generates_on_host():
+        if self._rp_host_reason is not None:
             return generate(*args, **kwargs)
         self.cut.sync()  # before the forward is replaced, which a copy would have
         with forward_of(self.cut.model, self.forward):
             return generate(*args, **kwargs)
 
+    @functools.cached_property
     def _rp_paths(self) -> list[GenerationPath]:
         """The paths on which an encoder-decoder generates; a model in one piece has none."""
-        own = self.__dict__
-        if "_rp_paths_made" not in own:
-            own["_rp_paths_made"] = [] if self.cut.report.is_whole else generation_paths(self.cut.model, self._rp_alike)
-        made: list[GenerationPath] = own["_rp_paths_made"]
-        return made
+        return [] if self.cut.report.is_whole else generation_paths(self.cut.model, self._rp_alike)
 
     def _rp_alike(self, made: Cut) -> WrappedModel:
         """A pipeline like this one, on the same devices, of another cut of the same parameters."""
@@ -135,16 +132,17 @@ class WrappedModel(CutModel):
 
     def close(self) -> None:
         """Wait for a background step and end the threads; the pipeline cannot run afterwards."""
-        for path in self.__dict__.pop("_rp_paths_made", ()):
+        for path in self.__dict__.pop("_rp_paths", ()):
             path.close()
         super().close()
 
-    def _rp_generates_on_host(self) -> bool:
-        if "_rp_host_reason" not in self.__dict__:
-            self.__dict__["_rp_host_reason"] = reason = reason_for_host(self.cut, self.forward)
-            if reason is not None:
-                _LOG.info("%s generates on the host: %s", self.cut.report.model, reason)
-        return self.__dict__["_rp_host_reason"] is not None
+    @functools.cached_property
+    def _rp_host_reason(self) -> str | None:
+        """Why this model generates on the host; ``None`` if it does so through the pipeline."""
+        reason = reason_for_host(self.cut, self.forward)
+        if reason is not None:
+            _LOG.info("%s generates on the host: %s", self.cut.report.model, reason)
+        return reason
 
     @forward_backward_method
     def forward_backward(

@@ -54,7 +54,7 @@ MachineFile = Annotated[
 Length = Annotated[
     int | None,
     typer.Option(
-        min=2, metavar="N", help="Tokens per row (default: 512, or the model's largest).", rich_help_panel="A step"
+        min=2, metavar="N", help="Tokens per row (default: 512 or the model's limit).", rich_help_panel="A step"
     ),
 ]
 Lora = Annotated[

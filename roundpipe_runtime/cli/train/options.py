@@ -23,130 +23,22 @@ _TEXT, _STEP, _RATE, _FILES = "Text", "A step", "Learning", "What is written"
 
 
 def _number(text: str, panel: str, *, least: int = 1) -> Any:
-    return typer.Option(min=least, metavar="N", help=text, rich_help_panel=panel)
+    return _option("N", text, panel, min=least)
+
+
+def _option(metavar: str, text: str, panel: str, **more: Any) -> Any:
+    return typer.Option(metavar=metavar, help=text, rich_help_panel=panel, **more)
 
 
 def _path(text: str, *, metavar: str = "FILE") -> Any:
     return typer.Option(metavar=metavar, help=text, rich_help_panel=_FILES)
 
 
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="MODEL [FILES]...",
-        help=MODEL_NAMES + " Further arguments are text files, so that --text *.txt works unquoted.",
-    ),
-]
-Model = Annotated[str | None, typer.Option(metavar="MODEL", help="Model, instead of the first argument.")]
-Output = Annotated[
-    pathlib.Path | None,
-    typer.Option("--output", "-o", metavar="DIR", help="Folder for the trained model (required)."),
-]
-ConfigFile = Annotated[
-    pathlib.Path | None,
-    typer.Option(
-        "--config",
-        metavar="FILE",
-        help="YAML file of options, one per line, like batch: 4. The command line overrides it.",
-        is_eager=True,  # the others get their defaults of it
-        callback=read_config_file,
-    ),
-]
-PrintConfig = Annotated[
-    bool,
-    typer.Option(
-        "--print-config", help="Print all options and their values in the form that --config reads, and exit."
-    ),
-]
-Text = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="FILES",
-        help="Training text: a text file, a file of JSON lines, a folder of such files, a folder saved by the library "
-        "datasets, or a pattern.",
-        rich_help_panel=_TEXT,
-    ),
-]
-Chat = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="FILES",
-        help="Train on the answers in conversations instead of on text: JSON with messages, ShareGPT, Alpaca, or "
-        "prompt and completion.",
-        rich_help_panel=_TEXT,
-    ),
-]
-ChatTemplate = Annotated[
-    pathlib.Path | None,
-    typer.Option(metavar="FILE", help="Chat template to use instead of the tokenizer's.", rich_help_panel=_TEXT),
-]
-Pack = Annotated[
-    bool,
-    typer.Option(
-        "--pack",
-        help="Pack several conversations into each row; attention does not cross between them.",
-        rich_help_panel=_TEXT,
-    ),
-]
-ShowRows = Annotated[
-    int, _number("Number of conversations to print before training, with their trained tokens marked.", _TEXT, least=0)
-]
-Field = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME", help="Field of JSON lines and datasets that contains the text.", rich_help_panel=_TEXT
-    ),
-]
-TokenizerName = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR",
-        help="Folder of a tokenizer, or the word bytes (default: the model's own; bytes for random weights without "
-        "one).",
-        rich_help_panel=_TEXT,
-    ),
-]
-Length = Annotated[int | None, _number("Tokens per row (default: 512, or the model's largest).", _TEXT, least=2)]
-EvalShare = Annotated[
-    float,
-    typer.Option(
-        min=0.0, max=0.9, metavar="X", help="Share of the rows that is held out for evaluation.", rich_help_panel=_TEXT
-    ),
-]
-
-Devices = Annotated[
-    str,
-    typer.Option(
-        metavar="DEVICES",
-        help="auto, virtual:N (N devices simulated on the CPU), or cuda:0,cuda:1.",
-        rich_help_panel=_STEP,
-    ),
-]
-DeviceMemory = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE", help="Memory limit of each virtual device, like 200MB (default: none).", rich_help_panel=_STEP
-    ),
-]
 Batch = Annotated[int, _number("Batch size, over all processes.", _STEP)]
 Microbatches = Annotated[int | None, _number("Microbatches per batch or group (default: devices + 1).", _STEP)]
-Replicas = Annotated[
-    int | None, _number("Number of groups that a batch is cut into (default: one per process).", _STEP)
-]
-Accumulate = Annotated[int, _number("Batches per optimizer step (gradient accumulation).", _STEP)]
-Steps = Annotated[int | None, _number("Number of steps, instead of --epochs.", _STEP)]
-Epochs = Annotated[int | None, _number("Passes over the data (default: 1).", _STEP)]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"],
     typer.Option(help="Data type of the weights; auto: as stored in the model.", rich_help_panel=_STEP),
-]
-UnmatchedWeights = Annotated[
-    Literal["refuse", "unused", "random"],
-    typer.Option(
-        help="If folder and model have different weights: refuse raises an error; unused ignores weights that the "
-        "model lacks; random also initializes weights that the folder lacks.",
-        rich_help_panel=_STEP,
-    ),
 ]
 OptimDtype = Annotated[
     Literal["float32", "bfloat16", "same"],
@@ -155,88 +47,43 @@ OptimDtype = Annotated[
 
 KeepParameters = Annotated[
     str,
-    typer.Option(
-        metavar="GB",
-        help="GB of parameters that stay on each device between steps; auto: as many as fit.",
-        rich_help_panel=_STEP,
-    ),
+    _option("GB", "GB of parameters that stay on each device between steps; auto: as many as fit.", _STEP),
 ]
-
-LoraText = Annotated[
-    str | None,
-    typer.Option(
-        metavar="R[,ALPHA[,NAMES]]",
-        help="Train LoRA adapters of rank R only: 8, or 8,16, or 8,16,q_proj,v_proj.",
-        rich_help_panel=_RATE,
-    ),
-]
-Rate = Annotated[float, typer.Option(metavar="X", help="Peak learning rate.", rich_help_panel=_RATE)]
-Warmup = Annotated[
-    int | None, _number("Steps until --lr is reached (default: a tenth of all steps, at most 100).", _RATE, least=0)
-]
-Schedule = Annotated[
-    Literal["cosine", "linear", "constant"],
-    typer.Option(
-        metavar="NAME",
-        help="How the learning rate decreases after warmup: cosine, linear, constant.",
-        rich_help_panel=_RATE,
-    ),
-]
-WeightDecay = Annotated[
-    float,
-    typer.Option(
-        min=0.0,
-        metavar="X",
-        help="Weight decay of matrices; vectors, such as biases and norms, have none.",
-        rich_help_panel=_RATE,
-    ),
-]
-Clip = Annotated[
-    float,
-    typer.Option(min=0.0, metavar="X", help="Largest norm of the gradients; 0: no clipping.", rich_help_panel=_RATE),
-]
-Seed = Annotated[int, _number("Random seed of initial weights, row order and dropout.", _RATE, least=0)]
-EvalEvery = Annotated[int | None, _number("Steps between evaluations (default: one evaluation at the end).", _RATE)]
-Check = Annotated[
-    bool, typer.Option(help="Compare the pipeline with the reference model before training.", rich_help_panel=_RATE)
-]
-
-CheckpointFolder = Annotated[
-    pathlib.Path | None, _path("Folder for checkpoints (default: <output>-checkpoints).", metavar="DIR")
-]
-Every = Annotated[int | None, _number("Steps between checkpoints (default: only Ctrl-C writes one).", _FILES)]
-Keep = Annotated[int, _number("Number of checkpoints to keep.", _FILES)]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Resume from the last checkpoint, if there is one.", rich_help_panel=_FILES)
-]
-Metrics = Annotated[pathlib.Path | None, _path("Write a line of JSON per step and evaluation.")]
-Plot = Annotated[pathlib.Path | None, _path("Plot the losses as .png, .svg or .pdf at the end.")]
-ReportTo = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME",
-        help="Also log to tensorboard, wandb, mlflow or another integration of the Trainer.",
-        rich_help_panel=_FILES,
-    ),
-]
-TimelineFile = Annotated[
-    pathlib.Path | None, _path("Write a timeline of one of the first steps, for roundpipe timeline.")
-]
-LogEvery = Annotated[int | None, _number("Steps between printed lines, without a terminal.", _FILES)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON at the end; everything else goes to stderr.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.", rich_help_panel=_FILES)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """Which model is trained, and where it is saved."""
 
-    words: Words = None
-    model: Model = None
-    output: Output = None
-    config: ConfigFile = None
-    print_config: PrintConfig = False
-    json: Json = False
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL [FILES]...",
+            help=MODEL_NAMES + " Further arguments are text files, so that --text *.txt works unquoted.",
+        ),
+    ] = None
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Model, instead of the first argument.")] = None
+    output: Annotated[
+        pathlib.Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Folder for the trained model (required)."),
+    ] = None
+    config: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="YAML file of options, one per line, like batch: 4. The command line overrides it.",
+            is_eager=True,  # the others get their defaults of it
+            callback=read_config_file,
+        ),
+    ] = None
+    print_config: Annotated[
+        bool,
+        typer.Option(
+            "--print-config", help="Print all options and their values in the form that --config reads, and exit."
+        ),
+    ] = False
+    json: Annotated[bool, typer.Option("--json", help="Print JSON at the end; everything else goes to stderr.")] = False
 
     def __post_init__(self) -> None:
         if self.print_config:
@@ -266,15 +113,58 @@ class ModelOptions:
 class TextOptions:
     """The data of a training, and the length of its rows."""
 
-    text: Text = None
-    field: Field = "text"
-    chat: Chat = None
-    chat_template: ChatTemplate = None
-    pack: Pack = False
-    show_rows: ShowRows = 2
-    tokenizer: TokenizerName = None
-    length: Length = None
-    eval_share: EvalShare = 0.02
+    text: Annotated[
+        list[str] | None,
+        _option(
+            "FILES",
+            "Training text: a text file, a file of JSON lines, a folder of such files, a folder saved by "
+            "the library datasets, or a pattern.",
+            _TEXT,
+        ),
+    ] = None
+    field: Annotated[
+        str,
+        _option("NAME", "Field of JSON lines and datasets that contains the text.", _TEXT),
+    ] = "text"
+    chat: Annotated[
+        list[str] | None,
+        _option(
+            "FILES",
+            "Train on the answers in conversations instead of on text: JSON with messages, ShareGPT, Alpaca, or "
+            "prompt and completion.",
+            _TEXT,
+        ),
+    ] = None
+    chat_template: Annotated[
+        pathlib.Path | None,
+        _option("FILE", "Chat template to use instead of the tokenizer's.", _TEXT),
+    ] = None
+    pack: Annotated[
+        bool,
+        typer.Option(
+            "--pack",
+            help="Pack several conversations into each row; attention does not cross between them.",
+            rich_help_panel=_TEXT,
+        ),
+    ] = False
+    show_rows: Annotated[
+        int,
+        _number("Number of conversations to print before training, with their trained tokens marked.", _TEXT, least=0),
+    ] = 2
+    tokenizer: Annotated[
+        str | None,
+        _option(
+            "DIR",
+            "Folder of a tokenizer, or the word bytes (default: the model's own; bytes for random weights without "
+            "one).",
+            _TEXT,
+        ),
+    ] = None
+    length: Annotated[int | None, _number("Tokens per row (default: 512 or the model's limit).", _TEXT, least=2)] = None
+    eval_share: Annotated[
+        float,
+        _option("X", "Share of the rows that is held out for evaluation.", _TEXT, min=0.0, max=0.9),
+    ] = 0.02
 
     def __post_init__(self) -> None:
         if self.chat and self.text:
@@ -288,16 +178,31 @@ class TextOptions:
 class StepOptions:
     """How many rows a step has, and what computes it."""
 
-    devices: Devices = "auto"
-    memory: DeviceMemory = None
+    devices: Annotated[
+        str,
+        _option("DEVICES", "auto, virtual:N (N devices simulated on the CPU), or cuda:0,cuda:1.", _STEP),
+    ] = "auto"
+    memory: Annotated[
+        str | None,
+        _option("SIZE", "Memory limit of each virtual device, like 200MB (default: none).", _STEP),
+    ] = None
     batch: Batch = 8
     microbatches: Microbatches = None
-    replicas: Replicas = None
-    accumulate: Accumulate = 1
-    steps: Steps = None
-    epochs: Epochs = None
+    replicas: Annotated[
+        int | None, _number("Number of groups that a batch is cut into (default: one per process).", _STEP)
+    ] = None
+    accumulate: Annotated[int, _number("Batches per optimizer step (gradient accumulation).", _STEP)] = 1
+    steps: Annotated[int | None, _number("Number of steps, instead of --epochs.", _STEP)] = None
+    epochs: Annotated[int | None, _number("Passes over the data (default: 1).", _STEP)] = None
     dtype: Dtype = "auto"
-    unmatched_weights: UnmatchedWeights = "refuse"
+    unmatched_weights: Annotated[
+        Literal["refuse", "unused", "random"],
+        typer.Option(
+            help="If folder and model have different weights: refuse raises an error; unused ignores weights that the "
+            "model lacks; random also initializes weights that the folder lacks.",
+            rich_help_panel=_STEP,
+        ),
+    ] = "refuse"
     optim_dtype: OptimDtype = "float32"
     keep_parameters: KeepParameters = "0"
 
@@ -332,31 +237,58 @@ class StepOptions:
 class LearningOptions:
     """What the optimizer does with the gradients."""
 
-    lora: LoraText = None
-    lr: Rate = 3e-4
-    warmup: Warmup = None
-    schedule: Schedule = "cosine"
-    weight_decay: WeightDecay = 0.01
-    clip: Clip = 1.0
-    seed: Seed = 0
-    eval_every: EvalEvery = None
-    check: Check = True
+    lora: Annotated[
+        str | None,
+        _option("R[,ALPHA[,NAMES]]", "Train LoRA adapters of rank R only: 8, or 8,16, or 8,16,q_proj,v_proj.", _RATE),
+    ] = None
+    lr: Annotated[float, _option("X", "Peak learning rate.", _RATE)] = 0.0003
+    warmup: Annotated[
+        int | None, _number("Steps until --lr is reached (default: a tenth of all steps, at most 100).", _RATE, least=0)
+    ] = None
+    schedule: Annotated[
+        Literal["cosine", "linear", "constant"],
+        _option("NAME", "How the learning rate decreases after warmup: cosine, linear, constant.", _RATE),
+    ] = "cosine"
+    weight_decay: Annotated[
+        float,
+        _option("X", "Weight decay of matrices; vectors, such as biases and norms, have none.", _RATE, min=0.0),
+    ] = 0.01
+    clip: Annotated[
+        float,
+        _option("X", "Largest norm of the gradients; 0: no clipping.", _RATE, min=0.0),
+    ] = 1.0
+    seed: Annotated[int, _number("Random seed of initial weights, row order and dropout.", _RATE, least=0)] = 0
+    eval_every: Annotated[int | None, _number("Steps between evaluations (default: one at the end).", _RATE)] = None
+    check: Annotated[
+        bool, typer.Option(help="Compare the pipeline with the reference model before training.", rich_help_panel=_RATE)
+    ] = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileOptions:
     """The files that a training writes besides the model, and how often."""
 
-    checkpoint: CheckpointFolder = None
-    every: Every = None
-    keep: Keep = 3
-    resume: Resume = False
-    metrics: Metrics = None
-    plot: Plot = None
-    report_to: ReportTo = None
-    timeline: TimelineFile = None
-    log_every: LogEvery = None
-    overwrite: Overwrite = False
+    checkpoint: Annotated[
+        pathlib.Path | None, _path("Folder for checkpoints (default: <output>-checkpoints).", metavar="DIR")
+    ] = None
+    every: Annotated[int | None, _number("Steps between checkpoints (default: only Ctrl-C writes one).", _FILES)] = None
+    keep: Annotated[int, _number("Number of checkpoints to keep.", _FILES)] = 3
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Resume from the last checkpoint, if there is one.", rich_help_panel=_FILES)
+    ] = False
+    metrics: Annotated[pathlib.Path | None, _path("Write a line of JSON per step and evaluation.")] = None
+    plot: Annotated[pathlib.Path | None, _path("Plot the losses as .png, .svg or .pdf at the end.")] = None
+    report_to: Annotated[
+        list[str] | None,
+        _option("NAME", "Also log to tensorboard, wandb, mlflow or another integration of the Trainer.", _FILES),
+    ] = None
+    timeline: Annotated[
+        pathlib.Path | None, _path("Write a timeline of one of the first steps, for roundpipe timeline.")
+    ] = None
+    log_every: Annotated[int | None, _number("Steps between printed lines, without a terminal.", _FILES)] = None
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace files that exist.", rich_help_panel=_FILES)
+    ] = False
 
     @property
     def writes_last(self) -> bool:

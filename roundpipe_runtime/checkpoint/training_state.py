@@ -52,6 +52,8 @@ __all__ = [
 _TRAINING = "training"
 TRAINING = f"{_TRAINING}.json"
 
+_SHARD_BYTES = 5 * 10**9  # of a file, unless one tensor is larger
+
 _WEIGHTS = "weights:"  # of a model that is cut into shards itself
 
 
@@ -169,11 +171,9 @@ def write_values(
     folder: pathlib.Path,
     stem: str,
     values: Mapping[str, Any],
-    shard_bytes: int = 5 * 10**9,
     ranks: CheckpointRanks | None = None,
 ) -> None:
     """Write nested values to ``{stem}.json``, tensors to ``{stem}.safetensors``, and parts of tensors to shards."""
-    # shard_bytes: largest number of bytes of a file, unless one tensor is larger. Default: 5 GB.
     # ranks: processes that write together; all of them call it. Default: this process alone.
     ranks = ranks or CheckpointRanks()
     tensors: dict[str, torch.Tensor] = {}
@@ -183,11 +183,11 @@ def write_values(
     def write() -> None:
         whole = {name: tensor for name, tensor in tensors.items() if name not in shards}
         (folder / f"{stem}.json").write_text(json.dumps(encoded, allow_nan=False), encoding="utf-8")
-        write_tensors(folder, stem, _on_host(whole, copy=False), shard_bytes)
+        write_tensors(folder, stem, _on_host(whole, copy=False), _SHARD_BYTES)
 
     ranks.on_first(write)
     if shards:
-        write_shards(folder, own_copies(shards, copy=False), ranks.group, shard_bytes)
+        write_shards(folder, own_copies(shards, copy=False), ranks.group, _SHARD_BYTES)
 
 
 def read_values(

@@ -42,13 +42,11 @@ __all__ = ["Visit", "run_stage"]
 _NO_MODES = contextlib.nullcontext()
 
 
-def run_stage(
-    run: Run, stage: Stage, device: Device, following: Stage | None = None, kind: type[Visit] | None = None
-) -> None:
+def run_stage(run: Run, stage: Stage, device: Device, following: Stage | None, kind: type[Visit]) -> None:
     """Run a stage with all microbatches of its run. Results and errors go to the run; nothing is raised."""
-    # following: stage that the device runs next, which is uploaded as soon as there is room. Default: none.
-    # kind: class that runs the stage. Default: `Visit`.
-    visit = (kind or Visit)(run, stage, device, following)
+    # following: stage that the device runs next, which is uploaded as soon as there is room
+    # kind: class that runs the stage
+    visit = kind(run, stage, device, following)
     try:
         with device.visit(run.spec.stage_nbytes(stage)) as has_room:
             visit.run_all(has_room)

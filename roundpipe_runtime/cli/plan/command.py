@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import torch
 import typer
 
-from yobx_flatten.model_folder.source.find import MODEL_NAMES
 from yobx_flatten.terminal.failures import CHECK_FAILED, UserError
 from yobx_flatten.terminal.output import progress, say, say_json
 
 from ...estimate.network import nodes_of_report, of_node
 from ..models import source_of
-from ..quantities import parse_bits, parse_bytes, parse_gigabytes
-from ..train import options as given
+from ..option_objects import takes_options
+from ..quantities import parse_bits, parse_gigabytes
+from ..train.options import dtype_named
 from .nodes import as_dict as nodes_as_dict
 from .nodes import write_nodes
+from .options import MachineOptions, ModelOptions, NodeOptions, StepOptions
 from .output import as_dict, write_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    import torch
-
-    from ...estimate.hardware import Hardware
     from ...estimate.network import NodesEstimate
     from ...estimate.report import PlanReport
     from ...fine_tune import ModelSource
@@ -33,86 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help=MODEL_NAMES + " Weights are not read.",
-    ),
-]
-Devices = Annotated[
-    str,
-    typer.Option(metavar="DEVICES", help="auto, virtual:N, or cuda:0,cuda:1 (which need not exist here)."),
-]
-Memory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Memory of one device, like 24GiB (default: measured).")
-]
-MachineFile = Annotated[
-    pathlib.Path | None,
-    typer.Option(metavar="FILE", help="Machine profile: written by doctor --machine, or by hand."),
-]
-Length = Annotated[
-    int | None,
-    typer.Option(
-        min=2, metavar="N", help="Tokens per row (default: 512 or the model's limit).", rich_help_panel="A step"
-    ),
-]
-Lora = Annotated[
-    str | None,
-    typer.Option(
-        metavar="R[,ALPHA[,NAMES]]", help="Train LoRA adapters only, as train --lora does.", rich_help_panel="A step"
-    ),
-]
-Bandwidth = Annotated[
-    float | None, typer.Option(metavar="GB/S", help="Copy rate from host to device (default: measured).")
-]
-Flops = Annotated[float | None, typer.Option(metavar="TFLOP/S", help="Compute rate of a device (default: measured).")]
-Copies = Annotated[
-    str,
-    typer.Option(
-        metavar="N",
-        help="Number of devices that run the head; auto: as many as make the step faster.",
-        rich_help_panel="A step",
-    ),
-]
-_NODES = "Several machines"
-Nodes = Annotated[
-    int,
-    typer.Option(
-        min=1, metavar="N", help="Number of machines like this one that share the batch.", rich_help_panel=_NODES
-    ),
-]
-Network = Annotated[
-    str, typer.Option(metavar="RATE", help="Network rate of each machine, in bits per second.", rich_help_panel=_NODES)
-]
-ReduceDtype = Annotated[
-    Literal["same", "float32", "bfloat16"],
-    typer.Option(
-        metavar="DTYPE", help="Data type of gradients on the network: same, float32, bfloat16.", rich_help_panel=_NODES
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-
+@takes_options(what=ModelOptions, machine=MachineOptions, step=StepOptions, shared=NodeOptions)
 def plan(
-    model: Model,
-    devices: Devices = "auto",
-    memory: Memory = None,
-    bandwidth: Bandwidth = None,
-    flops: Flops = None,
-    machine: MachineFile = None,
-    batch: given.Batch = 8,
-    length: Length = None,
-    microbatches: given.Microbatches = None,
-    dtype: given.Dtype = "auto",
-    optim_dtype: given.OptimDtype = "float32",
-    lora: Lora = None,
-    last_stage_copies: Copies = "1",
-    keep_parameters: given.KeepParameters = "0",
-    nodes: Nodes = 1,
-    network: Network = "100G",
-    reduce_dtype: ReduceDtype = "same",
-    json: Json = False,
+    _: typer.Context, *, what: ModelOptions, machine: MachineOptions, step: StepOptions, shared: NodeOptions
 ) -> int:
     """Estimate the memory and step time of a training, without allocating anything.
 
@@ -121,38 +43,30 @@ def plan(
 
     Exit status: 0 it fits, as far as is known; 1 it does not fit; 2 there is no such model or device.
     """
-    numbers = {
-        "memory": None if memory is None else parse_bytes(memory, "--memory"),
-        "link": _rate("--bandwidth", bandwidth, 1e9),
-        "flops": _rate("--flops", flops, 1e12),
-    }
-    line = parse_bits(network, "--network")
-    copies = _copies(last_stage_copies)
-    keep = parse_gigabytes(keep_parameters, "--keep-parameters")
-    rows = _rows_of_machine(batch, nodes)
-    source = source_of(model, weights=False)
-    if source.folder is None and not pathlib.Path(model).exists() and not json:
-        say(f"{model}: a small model with random weights\n")
-    length = _length(source, length)
+    nodes, rows = shared.nodes, _rows_of_machine(step.batch, shared.nodes)
+    source = source_of(what.model, weights=False)
+    if source.folder is None and not pathlib.Path(what.model).exists() and not what.json:
+        say(f"{what.model}: a small model with random weights\n")
+    length = _length(source, step.length)
     with progress("building the model without memory") as show:
-        where = _Where(machine, devices, numbers)
-        training = _training(source, where, dtype, optim_dtype, lora, show)
-        count = microbatches or min(len(training.hardware.names) + 1, rows)
+        training = _training(source, machine, step, show)
+        count = step.microbatches or min(len(training.hardware.names) + 1, rows)
         _check_microbatches(count, rows, nodes)
         size = {"batch": rows, "length": length, "num_microbatch": count}
         show("measuring the layers")
-        report = training.report(**size, last_stage_copies=copies, keep_parameters=keep)
+        keep = parse_gigabytes(step.keep_parameters, "--keep-parameters")
+        report = training.report(**size, last_stage_copies=step.copies, keep_parameters=keep)
         change = _remedy(training, report, size, show)
-    several = _nodes(training, report, _dtype(reduce_dtype))
-    found = several(nodes, line)
+    several = _nodes(training, report, dtype_named(shared.reduce_dtype))
+    found = several(nodes, parse_bits(shared.network, "--network"))
     report = of_node(report, nodes) if nodes > 1 else report
-    if json:
+    if what.json:
         described = as_dict(training, report, change, rows=rows, length=length)
         say_json(described if nodes == 1 else {**described, "several": nodes_as_dict(found, several)})
     else:
         say(write_plan(training, report, change, rows=rows, length=length))
         if nodes > 1:
-            say("\n" + write_nodes(found, several, rows=batch, tokens=report.tokens))
+            say("\n" + write_nodes(found, several, rows=step.batch, tokens=report.tokens))
     return CHECK_FAILED if False in (report.fits_devices, report.fits_host) else 0
 
 
@@ -178,61 +92,21 @@ def _check_microbatches(count: int, rows: int, nodes: int) -> None:
         )
 
 
-def _copies(text: str) -> int | Literal["auto"]:
-    if text == "auto":
-        return "auto"
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f'--last-stage-copies is a number of devices or "auto", found {text!r}')
-    return int(text)
-
-
-class _Where(NamedTuple):
-    """What the options state of the machine."""
-
-    machine: pathlib.Path | None
-    devices: str
-    numbers: dict[str, Any]
-
-    def hardware(self, dtype: torch.dtype) -> Hardware:
-        """The profile, with what is given in addition; without one, what is measured or assumed."""
-        from ...estimate.hardware import describe_hardware, device_kind, device_names
-        from ...estimate.machine_file import load_machine
-
-        if self.machine is None:
-            return describe_hardware(None if self.devices == "auto" else self.devices, dtype=dtype, **self.numbers)
-        found = load_machine(self.machine)
-        given = {name: value for name, value in self.numbers.items() if value is not None}
-        if self.devices != "auto":
-            names = device_names(self.devices)
-            given.update(names=names, kind=device_kind(names))
-        origin = {**found.origin, **{name: "given" for name in given if name in found.origin}}
-        return dataclasses.replace(found, **given, origin=origin)
-
-
-def _training(
-    source: ModelSource,
-    where: _Where,
-    dtype: str,
-    optim_dtype: str,
-    lora: str | None,
-    show: Any,
-) -> PlannedTraining:
+def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, show: Any) -> PlannedTraining:
     """The model on meta, cut, and the hardware."""
-    import torch
-
     from ...fine_tune import Lora, add_lora
     from ...huggingface.plan_training import PlannedTraining, model_on_meta
 
-    adapters = None if lora is None else Lora.parse(lora)
-    made = model_on_meta(source.config, dtype=_dtype(dtype))
+    adapters = None if step.lora is None else Lora.parse(step.lora)
+    made = model_on_meta(source.config, dtype=dtype_named(step.dtype))
     kept = next((p.dtype for p in made.parameters() if p.is_floating_point()), torch.float32)
     if adapters is not None:
         with torch.device("meta"):
             made = add_lora(made, adapters)
     show("measuring this machine")
-    hardware = where.hardware(kept)
+    hardware = machine.hardware(kept)
     show("cutting the model")
-    return PlannedTraining(made, hardware, optim_dtype=_dtype(optim_dtype))
+    return PlannedTraining(made, hardware, optim_dtype=dtype_named(step.optim_dtype))
 
 
 def _remedy(training: PlannedTraining, report: PlanReport, size: Mapping[str, int], show: Any) -> SettingsChange | None:
@@ -255,16 +129,3 @@ def _nodes(
         )
 
     return several
-
-
-def _dtype(name: str) -> torch.dtype | None:
-    import torch
-
-    found: torch.dtype | None = None if name in ("auto", "same") else getattr(torch, name)
-    return found
-
-
-def _rate(option: str, value: float | None, unit: float) -> float | None:
-    if value is not None and not 0 < value < float("inf"):
-        raise UserError(f"{option} must be a number above 0, found {value}")
-    return None if value is None else value * unit

@@ -21,9 +21,9 @@ from yobx_flatten.terminal.output import say, say_json
 from ... import fine_tune as tuning
 from ...errors import PlanError, RoundPipeError
 from ..models import source_of
+from ..option_objects import flat_options, takes_options
 from .config_file import format_config
 from .display import Display, format_chats, format_model, format_text, format_training, show_rows
-from .option_objects import flat_options, takes_options
 from .options import (
     FileOptions,
     LearningOptions,

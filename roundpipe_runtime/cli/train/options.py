@@ -16,6 +16,7 @@ from ...device.virtual import Device, VirtualDevice, parse_devices
 from ...distributed.ranks.torchrun import own_devices
 from ...errors import ConfigError, DeviceError
 from ...fine_tune import Settings, check_curve, check_output
+from ..option_objects import option
 from ..quantities import parse_bytes, parse_gigabytes
 from .config_file import read_config_file
 
@@ -23,15 +24,11 @@ _TEXT, _STEP, _RATE, _FILES = "Text", "A step", "Learning", "What is written"
 
 
 def _number(text: str, panel: str, *, least: int = 1) -> Any:
-    return _option("N", text, panel, min=least)
-
-
-def _option(metavar: str, text: str, panel: str, **more: Any) -> Any:
-    return typer.Option(metavar=metavar, help=text, rich_help_panel=panel, **more)
+    return option("N", text, panel, min=least)
 
 
 def _path(text: str, *, metavar: str = "FILE") -> Any:
-    return typer.Option(metavar=metavar, help=text, rich_help_panel=_FILES)
+    return option(metavar, text, _FILES)
 
 
 Batch = Annotated[int, _number("Batch size, over all processes.", _STEP)]
@@ -47,7 +44,7 @@ OptimDtype = Annotated[
 
 KeepParameters = Annotated[
     str,
-    _option("GB", "GB of parameters that stay on each device between steps; auto: as many as fit.", _STEP),
+    option("GB", "GB of parameters that stay on each device between steps; auto: as many as fit.", _STEP),
 ]
 
 
@@ -115,7 +112,7 @@ class TextOptions:
 
     text: Annotated[
         list[str] | None,
-        _option(
+        option(
             "FILES",
             "Training text: a text file, a file of JSON lines, a folder of such files, a folder saved by "
             "the library datasets, or a pattern.",
@@ -124,11 +121,11 @@ class TextOptions:
     ] = None
     field: Annotated[
         str,
-        _option("NAME", "Field of JSON lines and datasets that contains the text.", _TEXT),
+        option("NAME", "Field of JSON lines and datasets that contains the text.", _TEXT),
     ] = "text"
     chat: Annotated[
         list[str] | None,
-        _option(
+        option(
             "FILES",
             "Train on the answers in conversations instead of on text: JSON with messages, ShareGPT, Alpaca, or "
             "prompt and completion.",
@@ -137,7 +134,7 @@ class TextOptions:
     ] = None
     chat_template: Annotated[
         pathlib.Path | None,
-        _option("FILE", "Chat template to use instead of the tokenizer's.", _TEXT),
+        option("FILE", "Chat template to use instead of the tokenizer's.", _TEXT),
     ] = None
     pack: Annotated[
         bool,
@@ -153,7 +150,7 @@ class TextOptions:
     ] = 2
     tokenizer: Annotated[
         str | None,
-        _option(
+        option(
             "DIR",
             "Folder of a tokenizer, or the word bytes (default: the model's own; bytes for random weights without "
             "one).",
@@ -163,15 +160,15 @@ class TextOptions:
     length: Annotated[int | None, _number("Tokens per row (default: 512 or the model's limit).", _TEXT, least=2)] = None
     eval_share: Annotated[
         float,
-        _option("X", "Share of the rows that is held out for evaluation.", _TEXT, min=0.0, max=0.9),
+        option("X", "Share of the rows that is held out for evaluation.", _TEXT, min=0.0, max=0.9),
     ] = 0.02
 
     def __post_init__(self) -> None:
         if self.chat and self.text:
             raise UserError("--text and --chat are two kinds of data. Leave one out")
-        for option, is_given in (("--chat-template", self.chat_template), ("--pack", self.pack)):
+        for name, is_given in (("--chat-template", self.chat_template), ("--pack", self.pack)):
             if is_given and not self.chat:
-                raise UserError(f"{option} is about conversations. Name them: --chat FILE")
+                raise UserError(f"{name} is about conversations. Name them: --chat FILE")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,11 +177,11 @@ class StepOptions:
 
     devices: Annotated[
         str,
-        _option("DEVICES", "auto, virtual:N (N devices simulated on the CPU), or cuda:0,cuda:1.", _STEP),
+        option("DEVICES", "auto, virtual:N (N devices simulated on the CPU), or cuda:0,cuda:1.", _STEP),
     ] = "auto"
     memory: Annotated[
         str | None,
-        _option("SIZE", "Memory limit of each virtual device, like 200MB (default: none).", _STEP),
+        option("SIZE", "Memory limit of each virtual device, like 200MB (default: none).", _STEP),
     ] = None
     batch: Batch = 8
     microbatches: Microbatches = None
@@ -239,23 +236,23 @@ class LearningOptions:
 
     lora: Annotated[
         str | None,
-        _option("R[,ALPHA[,NAMES]]", "Train LoRA adapters of rank R only: 8, or 8,16, or 8,16,q_proj,v_proj.", _RATE),
+        option("R[,ALPHA[,NAMES]]", "Train LoRA adapters of rank R only: 8, or 8,16, or 8,16,q_proj,v_proj.", _RATE),
     ] = None
-    lr: Annotated[float, _option("X", "Peak learning rate.", _RATE)] = 0.0003
+    lr: Annotated[float, option("X", "Peak learning rate.", _RATE)] = 0.0003
     warmup: Annotated[
         int | None, _number("Steps until --lr is reached (default: a tenth of all steps, at most 100).", _RATE, least=0)
     ] = None
     schedule: Annotated[
         Literal["cosine", "linear", "constant"],
-        _option("NAME", "How the learning rate decreases after warmup: cosine, linear, constant.", _RATE),
+        option("NAME", "How the learning rate decreases after warmup: cosine, linear, constant.", _RATE),
     ] = "cosine"
     weight_decay: Annotated[
         float,
-        _option("X", "Weight decay of matrices; vectors, such as biases and norms, have none.", _RATE, min=0.0),
+        option("X", "Weight decay of matrices; vectors, such as biases and norms, have none.", _RATE, min=0.0),
     ] = 0.01
     clip: Annotated[
         float,
-        _option("X", "Largest norm of the gradients; 0: no clipping.", _RATE, min=0.0),
+        option("X", "Largest norm of the gradients; 0: no clipping.", _RATE, min=0.0),
     ] = 1.0
     seed: Annotated[int, _number("Random seed of initial weights, row order and dropout.", _RATE, least=0)] = 0
     eval_every: Annotated[int | None, _number("Steps between evaluations (default: one at the end).", _RATE)] = None
@@ -280,7 +277,7 @@ class FileOptions:
     plot: Annotated[pathlib.Path | None, _path("Plot the losses as .png, .svg or .pdf at the end.")] = None
     report_to: Annotated[
         list[str] | None,
-        _option("NAME", "Also log to tensorboard, wandb, mlflow or another integration of the Trainer.", _FILES),
+        option("NAME", "Also log to tensorboard, wandb, mlflow or another integration of the Trainer.", _FILES),
     ] = None
     timeline: Annotated[
         pathlib.Path | None, _path("Write a timeline of one of the first steps, for roundpipe timeline.")

@@ -55,13 +55,10 @@ def run(
 ) -> Outcome:
     """Run all remaining steps of a training.
 
-    An error does not take the steps before it with it: what was trained is saved in a checkpoint, which a note of the
-    error names. There is none where the optimizer failed in the middle of its step.
-
-    Of several processes the first one writes metrics, and each a timeline of its own.
-
-    Ctrl-C and SIGTERM let the step end, with its evaluation; then a checkpoint is written, from which the training
-    continues bitwise identically. A second signal ends the process at once.
+    After an error, the steps before it are saved in a checkpoint, which a note of the error names, unless the optimizer
+    failed in the middle of its step. Ctrl-C and SIGTERM finish the step, with its evaluation, and write a checkpoint,
+    from which the training continues bitwise identically; a second signal ends the process at once. Of several
+    processes, the first one writes metrics, and each a timeline of its own.
 
     Args:
         training: training to run; after :meth:`Training.restore`, it continues.
@@ -72,10 +69,8 @@ def run(
         metrics: file with a line of JSON per step and evaluation; after a restore it is continued.
         timeline: file for the timeline of one step; that of process 2 is ``step.2.json`` for ``step.json``.
         show: function that is called with each record, in each process.
-        show_evaluation: function that is called after each batch of an evaluation, with the number of batches that are
-            done, and of all.
-        save_model: function that saves the trained model; it is called in each process after the last step, before the
-            evaluation and everything else that may fail.
+        show_evaluation: function that is called after each batch of an evaluation, with the batches done, and of all.
+        save_model: function that saves the model, called in each process right after the last step.
 
     Returns:
         How the training ended.
@@ -86,21 +81,19 @@ def run(
     """
     from .callbacks import RunCallback
 
-    job = training.job
     if checkpoints is not None:
         training.save_into(checkpoints, keep=keep)
-    with Interruption(is_silent=job.size > 1) as interruption, contextlib.ExitStack() as stack:
-        note = stack.enter_context(_noting(training, metrics, show))
+    with Interruption(is_silent=training.job.size > 1) as interruption, contextlib.ExitStack() as stack:
         callback = RunCallback(
             training,
             interruption,
             every=every if checkpoints is not None else None,
             at_end=at_end if checkpoints is not None else None,
-            note=note,
+            note=stack.enter_context(_noting(training, metrics, show)),
             show_evaluation=show_evaluation,
             save_model=save_model,
             recorded=None if timeline is None else min(training.step + _RECORDED_STEP, training.steps),
-            save_timeline=lambda drawn: drawn.save(timeline_of_rank(timeline or "", job.rank)),
+            save_timeline=lambda drawn: drawn.save(timeline_of_rank(timeline or "", training.job.rank)),
         )
         training.trainer.add_callback(callback)
         stack.callback(training.trainer.remove_callback, callback)

@@ -278,7 +278,7 @@ def described(device: torch.device) -> str:
 
 
 def measure(shapes: list[str], device: torch.device, seconds: float) -> dict[str, Any]:
-    from roundpipe_runtime.cli.doctor import train_difference
+    from roundpipe_runtime.cli.doctor.checks import train_difference
     from roundpipe_runtime.estimate.device_rates import measure_device
 
     difference = train_difference([str(device)])

@@ -1,11 +1,12 @@
-"""Which cases of a claim `make test` runs, where each takes seconds."""
+"""Which cases of a claim `make test` runs, where each takes seconds, and how many examples of a property."""
 
+import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 
-__all__ = ["cases"]
+__all__ = ["cases", "examples"]
 
 
 def cases(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
@@ -20,6 +21,15 @@ def cases(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     if unknown or not quick:
         raise ValueError(f"Quick cases must be some of {values}, found {quick}.")
     return [value if value in quick else _extended(value) for value in values]
+
+
+def examples(count: int) -> int:
+    """Return how many examples a property draws: all in CI, and a third in `make test`, which draws others each time.
+
+    Args:
+        count: number of all examples.
+    """
+    return count if os.environ.get("CI") else max(1, count // 3)
 
 
 def _extended(value: Any) -> Any:

@@ -40,6 +40,8 @@ MAY_IMPORT_AT_THE_TOP: dict[str, set[str]] = {
     "roundpipe_runtime.fine_tune.trainer": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.classes": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.checkpoints": {"transformers"},
+    "roundpipe_runtime.huggingface.trainer.group_trainer": {"transformers"},
+    "roundpipe_runtime.huggingface.trainer.saving_trainer": {"transformers"},
 }
 
 
@@ -127,9 +129,10 @@ def test_packages_depend_in_one_direction(module):
     package = module.partition(".")[0]
     is_command_line = module.startswith(("roundpipe_runtime.cli.", "roundpipe_runtime.__main__"))
     shared = ("yobx_flatten.terminal.", "yobx_flatten.cli.", "yobx_flatten.model_folder.") if is_command_line else ()
-    inner = (".errors.dependencies", ".errors.messages", ".errors.tried_versions", ".huggingface.cache_names")
-    inner = (*inner, ".lazy_names", ".private_names.of_torch", ".recipe.aliases", ".model_folder.source.configuration")
-    inner = (*inner, ".model_folder.source.stored_weights", ".model_folder.source.tokenizer_files")
+    inner = (".errors.dependencies", ".errors.failures", ".errors.messages", ".errors.tried_versions")
+    inner = (*inner, ".huggingface.cache_names", ".lazy_names", ".private_names.of_torch", ".recipe.aliases")
+    inner = (*inner, ".model_folder.source.configuration", ".model_folder.source.stored_weights")
+    inner = (*inner, ".model_folder.source.tokenizer_files")
     inner = (*inner, ".files.damage", ".files.document", ".files.flush", ".files.scratch")  # one way to a disk
     public = {f"yobx_flatten{inside}" for inside in ("", *inner)}
     public |= {f"yobx_flatten.{folder}" for folder in yobx_flatten._HOMES}

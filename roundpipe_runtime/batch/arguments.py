@@ -1,4 +1,4 @@
-"""The arguments of ``forward_backward``, checked before anything runs."""
+"""Check the arguments of ``forward_backward`` before anything runs."""
 
 from __future__ import annotations
 

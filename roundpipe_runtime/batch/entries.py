@@ -1,4 +1,4 @@
-"""The leaves of inputs and labels, with what is known of each before the batch size is."""
+"""List the leaves of inputs and labels, with what is known of each before the batch size is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch as its leaves: flattened once per call, for the checks, the search for the batch axis and the split.
+"""Flatten a batch once per call, for the checks, the search for the batch axis, and the split.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The exact loss and gradient of a batch that is computed in microbatches.
+"""Compute the exact loss and gradient of a batch from its microbatches.
 
 ::
 

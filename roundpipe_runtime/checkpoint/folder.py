@@ -86,6 +86,8 @@ def appearing(
     with on_error(undo):
         yield half
         seal(half)
+        # A folder cannot be replaced in one step. Of a process that is killed between the two renames, the new folder
+        # is complete under its other name.
         if path.exists():
             shutil.rmtree(before, ignore_errors=True)  # of a run that was killed here
             path.rename(before)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +33,6 @@ from .rng import check_random_state, restore_random_state
 from .save import finish_writing, training_objects
 from .tensor_files import need_safetensors, open_tensors
 from .training_state import TRAINING, TrainingObjects, read_training, read_weights
-from .undo import undo_of
 
 __all__ = ["load_checkpoint"]
 
@@ -94,6 +95,7 @@ def load_checkpoint(
 def _newest(there: list[pathlib.Path], ranks: CheckpointRanks) -> pathlib.Path | None:
     """The newest checkpoint that is not damaged; ``None`` where there is none at all."""
     errors = []
+    # All processes take the same one: each reads a part of the files, and damage of any part counts for all.
     for path in reversed(there):
         damage = _damage(path, ranks)
         if damage is None:
@@ -132,11 +134,16 @@ def _restore(path: pathlib.Path, model: nn.Module, parts: TrainingObjects, ranks
     """Read and check everything, then change the parts, then the model; each in all processes or in none."""
     with contextlib.ExitStack() as stack:
         undo = stack.enter_context(contextlib.ExitStack())
+        # 1. All that can fail is read and checked while nothing has changed yet.
         stored, tensors = ranks.together(lambda: _read(path, model, parts, stack))
+        # 2. `load_state_dict` of an optimizer or scheduler is code of others: it may fail, and is undone in all
+        # processes.
         ranks.together(lambda: _restore_parts(path, stored, model, parts, undo))
+        # 3. From here on only tensors are copied whose names and shapes were checked.
         undo.pop_all()
         with noting("The checkpoint may be loaded in part. Start again, and load it once more."):
             ranks.together(lambda: _restore_model(stored, tensors, model))
+    # Last: what restores the rest may draw.
     restore_random_state(stored["random"])
     data: dict[str, Any] = stored["data"]
     return data
@@ -171,14 +178,14 @@ def _restore_parts(
 ) -> None:
     targets = optimizer_targets(model)
     for optimizer, state in zip(parts.optimizers, stored["optimizers"], strict=False):
-        undo.callback(undo_of(optimizer))
+        undo.callback(_undo_of(optimizer))
         with damage_as(DamagedCheckpointError, str(path), RoundPipeError):
             restore_optimizer(optimizer, state, targets)
     for scheduler, state in zip(parts.schedulers, stored["schedulers"], strict=False):
-        undo.callback(undo_of(scheduler))
+        undo.callback(_undo_of(scheduler))
         scheduler.load_state_dict(state)
     if parts.scaler is not None:
-        undo.callback(undo_of(parts.scaler))
+        undo.callback(_undo_of(parts.scaler))
         parts.scaler.load_state_dict(stored["scaler"])
 
 
@@ -204,3 +211,25 @@ def _check_parts(stored: dict[str, Any], parts: TrainingObjects) -> None:
             f"load_checkpoint: the checkpoint holds more than was asked for: {', '.join(left)}. That is not loaded.",
             CheckpointWarning,
         )
+
+
+def _undo_of(part: Any) -> Callable[[], None]:
+    """Return a function that gives an optimizer, scheduler or scaler the state that it has now.
+
+    The tensors of an optimizer are not copied: a load replaces them, and does not write to them.
+    """
+    # part: object with `state_dict` and `load_state_dict`
+    if hasattr(part, "param_groups") and hasattr(part, "state"):
+        state, groups = part.state, part.param_groups
+
+        def put_back() -> None:
+            part.__setstate__({"state": state, "param_groups": groups})
+
+        return put_back
+    before = copy.deepcopy(part.state_dict())
+
+    def load_back() -> None:
+        with contextlib.suppress(Exception):  # it may be what failed
+            part.load_state_dict(before)
+
+    return load_back

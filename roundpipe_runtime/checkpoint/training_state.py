@@ -22,7 +22,6 @@ from torch import nn
 from yobx_flatten.files.document import read_document
 
 from .codec import decode, encode
-from .config_files import config_files
 from .errors import CheckpointError, DamagedCheckpointError
 from .model_state import collect_parameters, collect_progress, optimizer_targets
 from .optimizer_state import named_state
@@ -33,12 +32,17 @@ from .tensor_files import open_tensors, write_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+import copy
+import sys
+
+from ..pipeline import wrapped_model
 
 __all__ = [
     "TRAINING",
     "TrainingObjects",
     "TrainingState",
     "collect_state",
+    "config_files",
     "read_training",
     "read_values",
     "read_weights",
@@ -47,6 +51,8 @@ __all__ = [
 
 _TRAINING = "training"
 TRAINING = f"{_TRAINING}.json"
+
+_SHARD_BYTES = 5 * 10**9  # of a file, unless one tensor is larger
 
 _WEIGHTS = "weights:"  # of a model that is cut into shards itself
 
@@ -165,11 +171,9 @@ def write_values(
     folder: pathlib.Path,
     stem: str,
     values: Mapping[str, Any],
-    shard_bytes: int = 5 * 10**9,
     ranks: CheckpointRanks | None = None,
 ) -> None:
     """Write nested values to ``{stem}.json``, tensors to ``{stem}.safetensors``, and parts of tensors to shards."""
-    # shard_bytes: largest number of bytes of a file, unless one tensor is larger. Default: 5 GB.
     # ranks: processes that write together; all of them call it. Default: this process alone.
     ranks = ranks or CheckpointRanks()
     tensors: dict[str, torch.Tensor] = {}
@@ -179,11 +183,11 @@ def write_values(
     def write() -> None:
         whole = {name: tensor for name, tensor in tensors.items() if name not in shards}
         (folder / f"{stem}.json").write_text(json.dumps(encoded, allow_nan=False), encoding="utf-8")
-        write_tensors(folder, stem, _on_host(whole, copy=False), shard_bytes)
+        write_tensors(folder, stem, _on_host(whole, copy=False), _SHARD_BYTES)
 
     ranks.on_first(write)
     if shards:
-        write_shards(folder, own_copies(shards, copy=False), ranks.group, shard_bytes)
+        write_shards(folder, own_copies(shards, copy=False), ranks.group, _SHARD_BYTES)
 
 
 def read_values(
@@ -210,8 +214,24 @@ def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, to
         memory = tensor.untyped_storage().data_ptr()
         plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
         is_own = plain.untyped_storage().data_ptr() != memory
+        # A file has each tensor whole and once: two views of one memory, or a slice of a larger one, are copied.
         if not is_own and (copy or memory in seen or plain.untyped_storage().nbytes() != plain.nbytes):
             plain = plain.clone()
         seen.add(memory)
         found[name] = plain
     return found
+
+
+def config_files(model: nn.Module) -> dict[str, str]:
+    """Return the texts of ``config.json`` and ``generation_config.json``; nothing for other models."""
+    inner = wrapped_model(model)
+    library = sys.modules.get("transformers.modeling_utils")  # imported with the model, if there is one of it
+    if library is None or not isinstance(inner, library.PreTrainedModel):
+        return {}
+    config = copy.deepcopy(inner.config)
+    config.architectures = [type(inner).__name__]
+    config.dtype = str(inner.dtype).removeprefix("torch.")
+    files = {"config.json": config.to_json_string()}
+    if inner.can_generate() and inner.generation_config is not None:
+        files["generation_config.json"] = inner.generation_config.to_json_string()
+    return files

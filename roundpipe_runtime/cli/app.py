@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
+import os
 import sys
-from collections.abc import Sequence
+import time
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -16,12 +20,12 @@ from yobx_flatten.terminal.running import reflow_help, run_app
 
 from ..distributed.ranks.torchrun import is_one_of_many
 from ..errors import RoundPipeError
-from .demo_command import demo
-from .doctor_command import doctor
-from .one_of_many import run_in_job
-from .plan_command import plan
-from .timeline_command import timeline
-from .train_command import train
+from ..fine_tune.job import Job
+from .demo.command import demo
+from .doctor.command import doctor
+from .plan.command import plan
+from .timeline import timeline
+from .train.command import train
 
 __all__ = ["app", "run"]
 
@@ -40,8 +44,7 @@ def _all_commands(
 ) -> None:
     """Train models larger than the device. Results match training without a pipeline.
 
-    Exit status: 0 all went well; 1 something that was checked is wrong; 2 the
-    request cannot be served; 130 interrupted.
+    Exit status: 0 success; 1 a check failed; 2 the request cannot be served; 130 interrupted.
     """
 
 
@@ -65,4 +68,22 @@ def run(argv: Sequence[str] | None = None) -> int:
     # argv: the arguments; by default those of the process
     given = list(sys.argv[1:] if argv is None else argv)
     run_once = functools.partial(run_app, app, given, program="roundpipe", expected=(FlattenError, RoundPipeError))
-    return run_once() if "train" not in given or not is_one_of_many() else run_in_job(run_once)
+    return run_once() if "train" not in given or not is_one_of_many() else _run_in_job(run_once)
+
+
+def _run_in_job(run: Callable[..., int]) -> int:
+    """Run a command that all processes were started with, and return its exit status."""
+    # run: function that runs it, whose argument `is_reporter` decides which process prints an error
+    try:
+        job = Job()
+    except RuntimeError as error:  # of the network, in words of torch
+        sys.stderr.write(f"roundpipe: the other processes are not reached: {str(error).splitlines()[0]}\n")
+        return 2
+    with contextlib.ExitStack() as stack:
+        stack.callback(job.close)
+        if not job.is_first:  # rank 0 prints
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+        start = job.exchange(time.time_ns())[0]  # a job may run several commands
+        return run(is_reporter=lambda: job.claim(f"error of {start}"))

@@ -10,9 +10,14 @@ from typing import Any, TypeVar, get_type_hints
 
 import typer
 
-__all__ = ["flat_options", "takes_options"]
+__all__ = ["flat_options", "option", "takes_options"]
 
 T = TypeVar("T")
+
+
+def option(metavar: str, text: str, panel: str | None = None, **more: Any) -> Any:
+    """Return an option with its help, in a panel of the help."""
+    return typer.Option(metavar=metavar, help=text, rich_help_panel=panel, **more)
 
 
 def takes_options(**concerns: type) -> Callable[[Callable[..., int]], Callable[..., int]]:
@@ -51,7 +56,10 @@ def _parameters(concern: type) -> list[inspect.Parameter]:
     hints = get_type_hints(concern, include_extras=True)
     return [
         inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
+            annotation=hints[field.name],
         )
         for field in dataclasses.fields(concern)
     ]

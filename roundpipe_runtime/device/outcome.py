@@ -1,4 +1,4 @@
-"""Errors of any kind, interruptions included, of which others hear before they are raised."""
+"""Handle an error before it is raised: undo, notify others, or add a note. Interruptions count as errors."""
 
 from __future__ import annotations
 

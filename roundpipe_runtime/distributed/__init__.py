@@ -1,4 +1,4 @@
-"""One pipeline per process, many processes, one global batch: bitwise the numbers of one process.
+"""Train one model in many processes, with bitwise the numbers of one process.
 
 ::
 

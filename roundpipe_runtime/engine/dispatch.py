@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from ..device.forking import free_after_fork
-from ..device.outcome import on_error
+from ..device.outcome import Outcome, on_error
 from ..device.virtual import Device
 from ..device.worker import collect
 from ..errors import DeviceError, StageError
@@ -72,7 +72,7 @@ class Dispatch:
         work: list[Future[None]] = []
         with _DISPATCH:
             numbers = self.round_robin.assign(len(stages))
-            try:
+            with Outcome() as outcome:
                 for place, (stage, number) in enumerate(zip(stages, numbers, strict=True)):
                     device = self.devices[number]
                     worker = self.devices[0].worker if run.spec.one_thread else device.worker
@@ -80,8 +80,8 @@ class Dispatch:
                     following = stages[after] if after < len(stages) else None
                     visit = Visit if stage.copies == 1 else CopyVisit
                     work.append(worker.submit(run_stage, run, stage, device, following, visit))
-            except BaseException as refusal:  # of a device that was closed, and whatever else: stages wait for these
-                run.mailbox.fail(refusal)
+            if outcome.error is not None:  # of a device that was closed, and whatever else: stages wait for these
+                run.mailbox.fail(outcome.error)
         return work
 
     def _settle(self, cursor: int, error: BaseException) -> None:

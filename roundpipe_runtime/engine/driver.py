@@ -103,6 +103,8 @@ class Engine(RunLifecycle):
             microbatches = self.cut_group(FlatBatch.of(args, kwargs, None), config)
             last = len(self.layers) - 1
             run, host_values = self.prepare_forward(microbatches, config, span=range(last))
+            # Two runs, and two nodes of the graph: what the last layer gets is computed from all microbatches of the
+            # first run.
             whole = join(self._forward_outputs(run, host_values))
             rows = None if any(one.rows is None for one in microbatches) else sum(one.rows or 0 for one in microbatches)
             tail = self.prepare(run.spec.kind, config, [rows], span=range(last, last + 1))
@@ -136,6 +138,7 @@ class Engine(RunLifecycle):
     ) -> list[PyTree]:
         """What layers return in a run that is dropped."""
         self.check_can_run()
+        # A trial must not show: no gradient, no buffer, no draw, and not even the devices of the next run.
         config = _in_two_passes(dataclasses.replace(config, requires_grad=False))
         with self.lock, torch.no_grad():
             run, host_values = self.prepare_forward(microbatches, config, span=span, **of_spec)
@@ -174,6 +177,7 @@ class Engine(RunLifecycle):
                     outputs = _outputs_of_groups(call, config)
                 self._warn_of_rows(call, config)
 
+            # Cut inside of the call of all ranks: an error of one rank has to reach the others.
             cut = partial(self.cut_to_train, args, kwargs, label, config)
             total = self.groups.run_call(self, "forward_backward", cut, config, work)
             return (total, outputs) if return_outputs else total
@@ -202,6 +206,7 @@ class Engine(RunLifecycle):
                     run.spec.loss_check.finish()
                 call.add(run, host_values)
             if call.land is not None:
+                # The sum over groups waits for every layer of every group.
                 for layer in range(len(self.layers)):  # what has not landed has no gradient
                     call.land(turn, layer, {})
 

@@ -232,6 +232,7 @@ class RunLifecycle:
             self._execute(run, stages)
 
     def _execute(self, run: Run, stages: Sequence[Stage]) -> None:
+        # Held for the whole run: a step in the background must not drop the copies that later stages read.
         run.version = run.table.hold_latest()
         try:
             with on_error(partial(self._drop, run)):
@@ -251,6 +252,8 @@ class RunLifecycle:
         if run.spec.kind != "fused":
             self.commit_forward(run)
             return
+        # The step that ran next to this run may have failed. Nothing of the run is written then, and nothing is written
+        # in part after an interruption.
         self.wait_step(run)
         with Uninterrupted():
             self.commit_forward(run)

@@ -1,4 +1,4 @@
-"""Check that a loss function is what its reduction states, on the first rows that it is given.
+"""Check on its first rows that a loss function matches the reduction that was stated.
 
 ::
 

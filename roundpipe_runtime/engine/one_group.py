@@ -1,4 +1,4 @@
-"""One process that runs its batch as one group of rows: the null group of ranks, which an engine has by default.
+"""Run a batch as one group of rows in one process, as an engine without ranks does.
 
 ::
 

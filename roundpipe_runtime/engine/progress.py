@@ -1,4 +1,4 @@
-"""The training state of a pipeline that is in no state dict."""
+"""The training state of a pipeline that its state dict does not hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prove that rows are independent, where a layer has them on an axis of its own.
+"""Prove that layers compute each row by itself, before a batch is cut between rows.
 
 A layer that has its sequence first, normalises over the batch, sorts or rolls rows, or adds them up, would compute
 other numbers for each split. Nothing in the sizes shows it. So three rows run in one piece and in two uneven parts::
@@ -29,6 +29,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
+from yobx_flatten.errors.failures import raised_as
 from yobx_flatten.private_names.of_torch import NormBase, pytree
 
 from ..batch.flat import FlatBatch, FlatMicrobatch
@@ -147,14 +148,15 @@ def first_that_mixes(
     # with_hooks: whether hooks of the caller on modules run, who may collect what they see. Default: no.
     compare = _Comparison(engine, config, leaves_of)
     found = None
-    try:
-        with _set_apart(engine.layers, with_hooks):
-            for trial in itertools.islice(trials, _TRIALS):
-                found = compare.mixing(trial, number)
-                if found is None:
-                    break
-    except Exception as error:  # of layers that do not take some rows: if the call itself also fails, it states why
-        raise CannotTryError(f"{type(error).__name__}: {error}") from error
+    # layers may not take some rows: if the call itself also fails, it states why
+    with (
+        raised_as(lambda error: CannotTryError(f"{type(error).__name__}: {error}")),
+        _set_apart(engine.layers, with_hooks),
+    ):
+        for trial in itertools.islice(trials, _TRIALS):
+            found = compare.mixing(trial, number)
+            if found is None:
+                break
     return found
 
 

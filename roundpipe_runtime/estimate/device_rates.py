@@ -11,6 +11,8 @@ import torch
 
 __all__ = ["DeviceRates", "measure_device"]
 
+_BYTES_OF_PARAMETER = 2
+
 # Bytes of a copy that is measured, and rows of a matrix.
 _COPIED = 256 * 2**20
 _ROWS = 8192
@@ -36,17 +38,16 @@ class DeviceRates:
     overlap: float
     clock: float  # seconds by the events of the device in one second of the host
 
-    def tokens_to_hide_transfers(self, nbytes: int = 2) -> float:
+    def tokens_to_hide_transfers(self) -> float:
         """Return the tokens of a step from which on a forward takes longer than the upload of its parameters.
 
-        A token takes two operations for each parameter, which is uploaded once for all tokens of the step.
+        A token takes two operations for each parameter of 16 bits, which is uploaded once for all tokens of the step.
 
         >>> rates = DeviceRates(50e9, 50e9, 1e11, 8e9, 8e9, 500e12, 1.0, 1.0)
         >>> rates.tokens_to_hide_transfers()
         10000.0
         """
-        # nbytes: bytes of a parameter. Default: those of 16 bits.
-        return nbytes * self.flops / (2 * self.up)
+        return _BYTES_OF_PARAMETER * self.flops / (2 * self.up)
 
 
 def measure_device(

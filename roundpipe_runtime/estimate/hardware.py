@@ -179,18 +179,18 @@ def matmul_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> flo
     return 2 * size**3 / seconds
 
 
-def copy_rate(device: torch.device, nbytes: int = _COPIED) -> float:
+def copy_rate(device: torch.device) -> float:
     """Return the bytes per second of copies from the host, from pinned memory where the device is an accelerator."""
-    source = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    source = torch.zeros(_COPIED, dtype=torch.uint8, pin_memory=device.type != "cpu")
     target = torch.empty_like(source, device=device)
-    return nbytes / _seconds(lambda: target.copy_(source, non_blocking=True), device)
+    return _COPIED / _seconds(lambda: target.copy_(source, non_blocking=True), device)
 
 
-def host_memory_rate(nbytes: int = _COPIED) -> float:
+def host_memory_rate() -> float:
     """Return the bytes per second that the host reads and writes, all together."""
-    source = torch.zeros(nbytes, dtype=torch.uint8)
+    source = torch.zeros(_COPIED, dtype=torch.uint8)
     target = torch.empty_like(source)
-    return 2 * nbytes / _seconds(lambda: target.copy_(source), torch.device("cpu"))
+    return 2 * _COPIED / _seconds(lambda: target.copy_(source), torch.device("cpu"))
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

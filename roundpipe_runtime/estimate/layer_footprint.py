@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..device.transfer import flatten_value
-from ..engine.layer_graph import Values, enter, plain
+from ..engine.layer_graph import LayerGraph, Values, enter, plain
 from ..optim.parameters import LayerContents, scan
 from .footprint import Footprint, storage_bytes
 from .meta_kernels import device_kernels
@@ -75,6 +75,7 @@ def measure_layers(
     gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
     last_call: Callable[[nn.Module, Any], Any] | None = None,
     kind: str = "cuda",
+    start: int = 0,
 ) -> list[LayerFootprint]:
     """Measure layers forward and backward on one microbatch.
 
@@ -86,9 +87,10 @@ def measure_layers(
         gradient_dtype: the dtype in which gradients of a parameter are summed.
         last_call: calls the last layer. Default: ``layer(value)``.
         kind: the kind of the devices that are planned for, ``"cpu"`` for virtual ones.
+        start: index of the first layer that is measured; those before it are only called. Default: 0, all are measured.
 
     Returns:
-        The memory and operations of each layer.
+        The memory and operations of each layer that is measured.
 
     >>> big = nn.Sequential(nn.Linear(50_000, 50_000, device="meta"), nn.ReLU())
     >>> first, second = measure_layers(list(big), (torch.empty(8, 50_000, device="meta"),))
@@ -105,6 +107,9 @@ def measure_layers(
             call: Callable[[Any], Any] = functools.partial(_invoke, one.module, index)
             if last_call is not None and index == len(contents) - 1:
                 call = functools.partial(last_call, one.module)
+            if index < start:
+                _, given = _called(one, call, given)
+                continue
             name = names[index] if names is not None else one.title
             footprint, given = _measure(name, one, call, given, gradient_dtype)
             found.append(footprint)
@@ -116,6 +121,14 @@ def _invoke(module: nn.Module, index: int, value: Any) -> Any:
         args, kwargs = value
         return module(*args, **kwargs)
     return module(value)
+
+
+def _called(contents: LayerContents, call: Callable[[Any], Any], given: Values) -> tuple[LayerGraph, Values]:
+    """The layer called on these inputs: its graph, and the inputs of the next one."""
+    entries, entered = enter(given, as_leaves=False)
+    structure, exits = flatten_value(call(given.structure.rebuild(entered)), what=f"the output of {contents.title}")
+    results = Values(structure, [plain(tensor) for tensor in exits], [exit_.requires_grad for exit_ in exits])
+    return LayerGraph(contents.index, entries, exits), results
 
 
 def _measure(
@@ -131,11 +144,8 @@ def _measure(
     held_before = [*given.tensors, *contents.parameters(), *(buffer.tensor for buffer in contents.buffers), *sums]
     with Footprint() as found:
         found.ignore(held_before)
-        entries, entered = enter(given, as_leaves=False)
-        out = call(given.structure.rebuild(entered))
-        structure, exits = flatten_value(out, what=f"the output of {contents.title}")
-        results = [plain(tensor) for tensor in exits]
-    del out
+        graph, results = _called(contents, call, given)
+    entries, exits = graph.entries, graph.exits
     forward_peak, held, forward_flops = found.peak, found.restart(), found.flops
     starts = [(exit_, torch.empty_like(exit_)) for exit_ in exits if exit_.requires_grad]
     with found:
@@ -154,7 +164,7 @@ def _measure(
         param_bytes=contents.nbytes(),
         grad_bytes=sum(p.numel() * gradient_dtype(p).itemsize for p in reached),
         inputs=storage_bytes(given.tensors),
-        outputs=storage_bytes(results),
+        outputs=storage_bytes(results.tensors),
         grads_in=storage_bytes(e.grad for e in entries if e is not None and e.grad is not None),
         grads_out=storage_bytes(gradient for _, gradient in starts),
         forward_peak=forward_peak,
@@ -167,7 +177,7 @@ def _measure(
     )
     for parameter in trained:
         parameter.grad = None
-    return footprint, Values(structure, results, [exit_.requires_grad for exit_ in exits])
+    return footprint, results
 
 
 def _give_sums(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from yobx_flatten import FlattenError
+from yobx_flatten.errors.failures import result_or
 from yobx_flatten.private_names.of_torch import default_store
 
 from ..checkpoint.ranks import CheckpointRanks
@@ -72,18 +73,16 @@ class Job:
         """
         if self.size == 1:
             return work()
-        failure: Exception | None = None
-        try:
-            result = work()
-        except Exception as error:
-            failure = error
+        failures: list[Exception] = []
+        result = result_or(work, failures.append)
+        failure = failures[0] if failures else None
         said = self.exchange(_described(failure))
         if failure is not None and all(one == said[0] for one in said):
             raise failure  # in all of them alike
         for rank, described in enumerate(said):
             if described is not None:
                 raise _raised_on(rank, *described) from failure
-        return result
+        return cast(T, result)
 
     def claim(self, what: str) -> bool:
         """Report whether this process is the first of all that claims something, without waiting for the others.

@@ -1,4 +1,4 @@
-"""The page that is saved with a trained model: what it was made of, what it learnt from, its losses, and versions."""
+"""Write the model card of a trained model: its base model, data, losses and versions."""
 
 from __future__ import annotations
 

@@ -7,10 +7,17 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
+from yobx_flatten.errors.failures import result_or
+
+from ..device.outcome import on_error
 from .interruption import Interruption
 from .records import EvalRecord, MetricsFile, StepRecord
 from .training import Training
+
+if TYPE_CHECKING:  # it imports transformers
+    from .callbacks import RunCallback
 
 __all__ = ["Outcome", "run", "timeline_of_rank"]
 
@@ -48,13 +55,10 @@ def run(
 ) -> Outcome:
     """Run all remaining steps of a training.
 
-    An error does not take the steps before it with it: what was trained is saved in a checkpoint, which a note of the
-    error names. There is none where the optimizer failed in the middle of its step.
-
-    Of several processes the first one writes metrics, and each a timeline of its own.
-
-    Ctrl-C and SIGTERM let the step end, with its evaluation; then a checkpoint is written, from which the training
-    continues bitwise identically. A second signal ends the process at once.
+    After an error, the steps before it are saved in a checkpoint, which a note of the error names, unless the optimizer
+    failed in the middle of its step. Ctrl-C and SIGTERM finish the step, with its evaluation, and write a checkpoint,
+    from which the training continues bitwise identically; a second signal ends the process at once. Of several
+    processes, the first one writes metrics, and each a timeline of its own.
 
     Args:
         training: training to run; after :meth:`Training.restore`, it continues.
@@ -65,10 +69,8 @@ def run(
         metrics: file with a line of JSON per step and evaluation; after a restore it is continued.
         timeline: file for the timeline of one step; that of process 2 is ``step.2.json`` for ``step.json``.
         show: function that is called with each record, in each process.
-        show_evaluation: function that is called after each batch of an evaluation, with the number of batches that are
-            done, and of all.
-        save_model: function that saves the trained model; it is called in each process after the last step, before the
-            evaluation and everything else that may fail.
+        show_evaluation: function that is called after each batch of an evaluation, with the batches done, and of all.
+        save_model: function that saves the model, called in each process right after the last step.
 
     Returns:
         How the training ended.
@@ -79,36 +81,43 @@ def run(
     """
     from .callbacks import RunCallback
 
-    job, first = training.job, training.step
     if checkpoints is not None:
         training.save_into(checkpoints, keep=keep)
-    with Interruption(is_silent=job.size > 1) as interruption, contextlib.ExitStack() as stack:
-        note = stack.enter_context(_noting(training, metrics, show))
+    with Interruption(is_silent=training.job.size > 1) as interruption, contextlib.ExitStack() as stack:
         callback = RunCallback(
             training,
             interruption,
             every=every if checkpoints is not None else None,
             at_end=at_end if checkpoints is not None else None,
-            note=note,
+            note=stack.enter_context(_noting(training, metrics, show)),
             show_evaluation=show_evaluation,
             save_model=save_model,
-            recorded=None if timeline is None else min(first + _RECORDED_STEP, training.steps),
-            save_timeline=lambda drawn: drawn.save(timeline_of_rank(timeline or "", job.rank)),
+            recorded=None if timeline is None else min(training.step + _RECORDED_STEP, training.steps),
+            save_timeline=lambda drawn: drawn.save(timeline_of_rank(timeline or "", training.job.rank)),
         )
         training.trainer.add_callback(callback)
         stack.callback(training.trainer.remove_callback, callback)
         stack.enter_context(callback.recording)
-        try:
-            training.train()
-            if not callback.status and not callback.is_model_saved:  # the last step is of an earlier run
-                save_model()
-        except Exception as error:
-            if callback.is_model_saved:
-                error.add_note("The trained model is saved.")
-            if checkpoints is not None and training.step > first:
-                _save_after(error, training, callback.saved)
-            raise
+        _train(training, callback, has_checkpoints=checkpoints is not None)
     return Outcome(callback.status, callback.saved, callback.recorded)
+
+
+def _train(training: Training, callback: RunCallback, *, has_checkpoints: bool) -> None:
+    """Train to the end; an error has a note of what is saved."""
+    first = training.step
+
+    def note_saved(error: BaseException) -> None:
+        if not isinstance(error, Exception):
+            return  # a second signal ends the process at once
+        if callback.is_model_saved:
+            error.add_note("The trained model is saved.")
+        if has_checkpoints and training.step > first and (note := _save_after_error(training, callback.saved)):
+            error.add_note(note)
+
+    with on_error(note_saved):
+        training.train()
+        if not callback.status and not callback.is_model_saved:  # the last step is of an earlier run
+            callback.save_model()
 
 
 @contextlib.contextmanager
@@ -133,20 +142,20 @@ def _noting(
         yield note
 
 
-def _save_after(error: Exception, training: Training, saved: str | None) -> None:
-    """Save the steps before an error; a second error, as of the same full disk, only adds a note to the first."""
+def _save_after_error(training: Training, saved: str | None) -> str | None:
+    """Save the steps before an error, and return a note; a second error, as of the same full disk, is only noted."""
     trainer = training.trainer
     # in a step of several processes, the others may be gone; one that began to write is neither done nor undone
     is_whole = not trainer.in_step or (training.job.size == 1 and not trainer.is_stepping)
     if not is_whole:
-        return
-    try:
-        if saved is None or not saved.endswith(f"checkpoint-{training.step}"):
-            saved = trainer.save()
-    except Exception as second:
-        error.add_note(f"The {training.step} steps before could not be saved: {second}")
-    else:
-        error.add_note(f"The {training.step} steps before are saved in {saved}. To go on: --resume")
+        return None
+
+    def save() -> str:
+        is_saved = saved is not None and saved.endswith(f"checkpoint-{training.step}")
+        path = saved if is_saved else trainer.save()
+        return f"The {training.step} steps before are saved in {path}. To go on: --resume"
+
+    return result_or(save, lambda error: f"The {training.step} steps before could not be saved: {error}")
 
 
 def timeline_of_rank(path: str | os.PathLike[str], rank: int) -> pathlib.Path:

@@ -1,4 +1,4 @@
-"""The loss of a model of experts for a whole batch, of which each process computes some groups of rows.
+"""Compute the loss of a mixture of experts for a whole batch, of which each process has some groups of rows.
 
 ::
 

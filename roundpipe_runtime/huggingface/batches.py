@@ -1,4 +1,4 @@
-"""Batches whose samples are not only rows along axis 0: packed images as input, flattened rows as output.
+"""Handle samples that are not rows along axis 0: packed images as input, flattened rows as output.
 
 ::
 

@@ -1,4 +1,4 @@
-"""How the loss of each kind of call is computed: proven at the first call of a kind, then used for all others."""
+"""Decide how the loss of each kind of call is computed: proven at the first call of a kind, then reused."""
 
 from __future__ import annotations
 

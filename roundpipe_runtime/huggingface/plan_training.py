@@ -62,7 +62,7 @@ class PlannedTraining:
         self.model = model
         self.hardware = hardware
         self.optim_dtype = optim_dtype
-        self._measured: dict[tuple[int, int], list[LayerFootprint]] = {}
+        self._measured: dict[tuple[int, int, int], list[LayerFootprint]] = {}
         self.cut: Cut = _cut(model, hardware.kind)
 
     def report(
@@ -96,7 +96,7 @@ class PlannedTraining:
         Which losses need that is proven with the first batch of a training; on ``meta``, tensors have no values.
         """
         # returns: the memory of the device that runs the last layer, and what the host needs in addition
-        return joined_loss(self._layers(batch, length)[-1])
+        return joined_loss(self._layers(batch, length, start=len(self.cut.pieces) - 1)[-1])
 
     def remedy(self, *, batch: int, length: int, num_microbatch: int) -> SettingsChange:
         """Return settings for a batch that needs more memory than a device has: smaller parts or shorter rows."""
@@ -114,12 +114,13 @@ class PlannedTraining:
         what = f"--microbatches {number}" + (f" --length {shorter}" if shorter < length else "")
         return SettingsChange(what, max(memory.total for memory in report.device_memory), bool(report.fits_devices))
 
-    def _layers(self, rows: int, length: int) -> list[LayerFootprint]:
-        """Those of a microbatch of this size."""
-        if (rows, length) not in self._measured:
+    def _layers(self, rows: int, length: int, start: int = 0) -> list[LayerFootprint]:
+        """Those of a microbatch of this size, from a layer on."""
+        key = rows, length, start
+        if key not in self._measured:
             self.model.train()
             self.cut.sync()
-            self._measured[rows, length] = measure_layers(
+            self._measured[key] = measure_layers(
                 self.cut.pieces,
                 (),
                 without_cache(self.model, _batch(rows, length)),
@@ -127,8 +128,9 @@ class PlannedTraining:
                 gradient_dtype=self._gradient_dtype(),
                 last_call=_last_call,
                 kind=self.hardware.kind,
+                start=start,
             )
-        return self._measured[rows, length]
+        return self._measured[key]
 
     def _gradient_dtype(self) -> Callable[[nn.Parameter], torch.dtype]:
         dtype = self.optim_dtype

@@ -1,4 +1,4 @@
-"""Arguments that are lists with one entry per row, such as the labels of models that detect objects.
+"""Cut arguments that are lists with one entry per row, such as the labels of object detection.
 
 ::
 

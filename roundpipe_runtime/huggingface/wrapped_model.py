@@ -5,50 +5,40 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
-from yobx_flatten.errors.messages import format_bytes
 from yobx_flatten.huggingface.cache_names import cache_of, is_cache, name_in
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..engine.config import RoundPipeRunConfig
 from ..engine.loss_check import loss_code
-from ..errors import ConfigError, RoundPipeWarning, warn
-from ..pipeline import RoundPipe
+from ..errors import ConfigError
 from ..pipeline.call_types import forward_backward_method
 from ..pipeline.joined_loss import back_from
-from .adapters import check_adapters, model_inside
 from .batch_loss import WholeBatchLoss
-from .batches import check_packed_texts, split_pictures
-from .cutting.caches import HeldCache, cache_argument, has_layers, home, split_held, with_own_name
-from .cutting.capture import asked_for, install_hooks
+from .call_ways import CutModel
 from .cutting.cut import Cut, pieces_of, whole
-from .cutting.example import plain_rows, without_cache
 from .cutting.joined_state import CannotJoinError
-from .errors import moved_away, resized_late, rows_are_mixed
+from .errors import moved_away, resized_late
 from .generate.encoders import GenerationPath, generation_paths, use_paths
 from .generate.generation import forward_of, reason_for_host
 from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share, is_proven
 from .loss.label_smoothing import SmoothedLoss, smoothed_call
-from .loss.moe_aux_loss import has_auxiliary_loss, has_router_logits, wants_tuple
+from .loss.moe_aux_loss import has_auxiliary_loss, wants_tuple
 from .loss.own_terms import OwnTerms
 from .loss.weights import UnprovenLossError, has_labels, own_loss, rows_of_call
-from .loss_proof import LossProof, Way
-from .loss_ways import LossWays
-from .merge_outputs import loss_fn_with_weight, merge_as_asked, merge_as_tuple, merge_with_cache, merge_with_loss
-from .row_lists import split_lists
-from .row_ways import RowWays
+from .loss_proof import Way
+from .merge_outputs import loss_fn_with_weight
 
 _LOG = logging.getLogger(__name__)
 
 __all__ = ["WrappedModel"]
 
 
-class WrappedModel(RoundPipe):
+class WrappedModel(CutModel):
     """A transformers model that runs through a pipeline, made by :func:`wrap_model_to_roundpipe`.
 
     Parameters, names, ``config``, ``generate``, ``save_pretrained`` and all other attributes are the model's own.
@@ -63,54 +53,6 @@ class WrappedModel(RoundPipe):
     (True, 16, torch.Size([32, 16]))
     >>> model.close()
     """
-
-    def __init__(self, made: Cut, **options: Any) -> None:
-        self.__dict__["_rp_cut"] = made
-        super().__init__(made.model, **options)
-
-    @property
-    def _rp_losses(self) -> LossWays:
-        """How losses are computed, by kind of call; made at the first one."""
-        own = self.__dict__
-        if "_rp_loss_ways" not in own:
-            own["_rp_loss_ways"] = LossWays(self.cut, self._rp_engine, shares_batches=self._rp_options.has_groups)
-        found: LossWays = own["_rp_loss_ways"]
-        return found
-
-    @property
-    def _rp_rows(self) -> RowWays:
-        """Which pieces mix rows, by kind of call; made at the first one."""
-        own, shares = self.__dict__, self._rp_options.has_groups
-        if "_rp_row_ways" not in own:
-            own["_rp_row_ways"] = RowWays(self.cut, self._rp_engine, self._rp_losses, shares_batches=shares)
-        found: RowWays = own["_rp_row_ways"]
-        return found
-
-    @property
-    def _rp_shown_losses(self) -> set[Hashable]:
-        """Loss functions that were found to return a multiple of the model's loss."""
-        found: set[Hashable] = self.__dict__.setdefault("_rp_losses_shown", set())
-        return found
-
-    def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
-        return list(self.cut.pieces)
-
-    def _rp_build(self, *args: Any, **kwargs: Any) -> None:
-        super()._rp_build(*args, **kwargs)
-        self._rp_engine.row_check = None  # pieces are looked at one kind of call at a time, see `_rp_rows`
-
-    @property
-    def model(self) -> nn.Module:
-        """The model's attribute ``model``, such as the decoder without its head; without one, the model itself."""
-        whole_model = self.cut.model
-        inner = getattr(whole_model, "model", whole_model)
-        return inner if isinstance(inner, nn.Module) else whole_model
-
-    @property
-    def cut(self) -> Cut:
-        """The cut: the pieces, and the report on how they were found."""
-        found: Cut = self.__dict__["_rp_cut"]
-        return found
 
     def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
         """Run the model forward, microbatch by microbatch, and return its joined output.
@@ -147,7 +89,7 @@ class WrappedModel(RoundPipe):
             except UnprovenLossError:  # of this batch, whose labels are of another kind than those of the proof
                 if self._rp_options.has_groups:
                     raise
-                way = self._rp_way_without_parts(args, kwargs, config)
+                way = self._rp_way_without_parts(kwargs)
         resolved = self._rp_config(config)
         if way == "joined" and (join := self._rp_losses.join(args, kwargs, resolved)) is not None:
             try:
@@ -156,132 +98,6 @@ class WrappedModel(RoundPipe):
                 _LOG.info("%s runs in one microbatch: %s", self.cut.report.model, error)
         one = dataclasses.replace(config, num_microbatch=1)
         return super().forward(*args, roundpipe_run_config=one, **kwargs)
-
-    def _rp_way(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> Way:
-        """Return how the loss of a call is computed; the options of the call note it."""
-        options: CallOptions = kwargs[CALL_OPTIONS]
-        resolved = self._rp_config(config)
-        is_wanted = has_labels(self.cut.model, kwargs) or resolved.requires_grad
-        if resolved.loss_reduction == "joined":
-            self._rp_check_alone()
-            return "joined"
-        if options.smoothed_loss is not None or resolved.num_microbatch == 1 or not is_wanted:
-            # A smoothed loss is ours, and one microbatch has nothing to weigh. A call without labels that trains
-            # nothing rarely has a loss; one that has is not taken for proven.
-            kwargs[CALL_OPTIONS] = dataclasses.replace(options, weight_by="items" if options.smoothed_loss else None)
-            return "items"
-        proof = self._rp_losses.find(args, kwargs, resolved)
-        if self._rp_options.has_groups and proof.way != "items":
-            raise UnprovenLossError
-        if proof.way in ("items", "rows", "sum"):
-            kwargs[CALL_OPTIONS] = dataclasses.replace(options, weight_by=proof.way)
-        elif proof.variants or proof.way == "whole":  # else no label counts in this batch, and a joined loss is zero
-            self._rp_warn_of_loss(proof, rows_of_call(args, kwargs))
-        return proof.way
-
-    def _rp_way_for_rows(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: Way) -> Way:
-        """Return how a call is computed whose layers may mix rows: those that do run once, for the whole batch."""
-        options: CallOptions = kwargs[CALL_OPTIONS]
-        last, resolved = len(self.cut.pieces) - 1, self._rp_config(config)
-        if way == "whole" or resolved.num_microbatch == 1:
-            return way
-        # the last piece of these returns a loss, which was proven itself
-        is_loss_only = way == "joined" or options.loss_only or options.smoothed_loss is not None
-        piece = self._rp_rows.first_that_mixes(args, kwargs, resolved, last if is_loss_only else last + 1)
-        if piece is None:
-            return way
-        title = self._rp_rows.title(piece)
-        if self._rp_options.has_groups:
-            raise rows_are_mixed(title)
-        found: Way = "joined" if piece == last and last > 0 else "whole"
-        self._rp_warn_of_rows(title, found)
-        return found
-
-    def _rp_warn_of_rows(self, title: str, way: Way) -> None:
-        """State once that layers do not compute each row by itself."""
-        if not self.__dict__.get("_rp_warned_of_rows"):
-            self.__dict__["_rp_warned_of_rows"] = True
-            how = "it runs once for the whole batch" if way == "joined" else "such batches run in one microbatch"
-            warn(
-                f"{type(self.cut.model).__name__}: {title} computes other numbers for some rows of a batch in one "
-                f"piece than in parts. So {how}.",
-                RoundPipeWarning,
-            )
-
-    def _rp_way_without_parts(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> Way:
-        """Return how a loss is computed whose parts have no weights."""
-        way: Way = "whole" if self.cut.report.is_whole or is_cache(cache_of(kwargs)) else "joined"
-        self._rp_warn_of_loss(LossProof(way, "its labels in this batch are not of the kind that was proven"), 0)
-        return way
-
-    def _rp_warn_of_loss(self, proof: LossProof, rows: int) -> None:
-        """State once how losses are computed that are not those of microbatches."""
-        if self.__dict__.get("_rp_warned_of_loss"):
-            return
-        self.__dict__["_rp_warned_of_loss"] = True
-        held = f" ({format_bytes(proof.row_nbytes * rows)} on the host)" if proof.row_nbytes and rows else ""
-        how = (
-            f"the last layer and the loss run once for the whole batch, on what the layers before return for it{held}"
-            if proof.way == "joined"
-            else "such batches run in one microbatch"
-        )
-        warn(
-            f"The loss of {type(self.cut.model).__name__} does not follow from those of microbatches: {proof.reason}. "
-            f"So {how}, and the loss is the model's own.",
-            RoundPipeWarning,
-        )
-
-    def _rp_prepared(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: RoundPipeRunConfig | None
-    ) -> tuple[Kwargs, RoundPipeRunConfig]:
-        """Complete arguments and configuration of a call: its options, and how it is split and merged."""
-        check_adapters(kwargs)
-        check_packed_texts(kwargs)
-        model = self.cut.model
-        prepared = plain_rows(without_cache(model, with_own_name(model, dict(kwargs))))
-        if asked_for(model, prepared) != "none":
-            install_hooks(model)
-        self.cut.sync()  # after it, as copies share the hooks of the model, and would install them again
-        config = (given or RoundPipeRunConfig()).over(self._rp_options.model_run_config)
-        if config.split_input is None:
-            pictures = split_pictures(getattr(model, "config", None), prepared)
-            config = dataclasses.replace(config, split_input=split_lists(model, args, prepared, pictures))
-        options: CallOptions = prepared.setdefault(CALL_OPTIONS, CallOptions())
-        wanted = config.merge_output
-        if wanted in (None, True):
-            is_smoothed = options.smoothed_loss is not None
-            merge: Callable[[list[PyTree]], PyTree] = functools.partial(merge_with_loss, model, prepared, is_smoothed)
-            if has_router_logits(model, prepared) and wants_tuple(model, prepared):
-                # the loss of experts is computed from router logits, which an output finds by name only
-                merge = functools.partial(merge_as_tuple, merge)
-                prepared["return_dict"] = True
-            config = dataclasses.replace(config, merge_output=merge)
-        elif wanted is not False:
-            config = dataclasses.replace(config, merge_output=functools.partial(merge_as_asked, wanted))
-        return prepared, config
-
-    def _rp_with_cache(self, kwargs: Kwargs, config: RoundPipeRunConfig) -> tuple[Kwargs, RoundPipeRunConfig]:
-        """Complete arguments and configuration of a call with a cache, which stays on the host."""
-        if config.resolved(1).requires_grad:
-            raise ConfigError(
-                "A cache is kept without gradients only, as layers that are called again would write it twice:\n"
-                "    with torch.no_grad(): model(..., use_cache=True)"
-            )
-        name, cache = name_in(kwargs) or cache_argument(self.cut.model), cache_of(kwargs)
-        cache = home(model_inside(self.cut.model)) if cache is None else cache
-        merge = config.merge_output
-        if name is None or cache is None or not has_layers(cache) or not callable(merge):
-            made = "" if name is None else f"    model(..., {name}=DynamicCache(config=model.config))\n"
-            raise ConfigError(
-                "A cache through a pipeline needs joined outputs, and a list of layers: give the model one, or none:\n"
-                f"{made}    model(..., use_cache=False)"
-            )
-        joined = functools.partial(merge_with_cache, cache, merge)
-        cut = config.split_input
-        if cut is not None and not callable(cut):
-            raise ConfigError("A cache is split like its rows: with a cache, split_input can only be a function.")
-        config = dataclasses.replace(config, merge_output=joined, split_input=split_held(cut))
-        return {**kwargs, name: HeldCache(cache)}, config
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as the model does, through the pipeline; on the host, if a trial before the first call fails.
@@ -295,22 +111,19 @@ class WrappedModel(RoundPipe):
         """
         self.synchronize()
         generate: Callable[..., Any] = self.cut.model.generate  # type: ignore[assignment] # attributes of modules
-        if paths := self._rp_paths():
+        if paths := self._rp_paths:
             with use_paths(paths):
                 return generate(*args, **kwargs)
-        if self._rp_generates_on_host():
+        if self._rp_host_reason is not None:
             return generate(*args, **kwargs)
         self.cut.sync()  # before the forward is replaced, which a copy would have
         with forward_of(self.cut.model, self.forward):
             return generate(*args, **kwargs)
 
+    @functools.cached_property
     def _rp_paths(self) -> list[GenerationPath]:
         """The paths on which an encoder-decoder generates; a model in one piece has none."""
-        own = self.__dict__
-        if "_rp_paths_made" not in own:
-            own["_rp_paths_made"] = [] if self.cut.report.is_whole else generation_paths(self.cut.model, self._rp_alike)
-        made: list[GenerationPath] = own["_rp_paths_made"]
-        return made
+        return [] if self.cut.report.is_whole else generation_paths(self.cut.model, self._rp_alike)
 
     def _rp_alike(self, made: Cut) -> WrappedModel:
         """A pipeline like this one, on the same devices, of another cut of the same parameters."""
@@ -319,16 +132,17 @@ class WrappedModel(RoundPipe):
 
     def close(self) -> None:
         """Wait for a background step and end the threads; the pipeline cannot run afterwards."""
-        for path in self.__dict__.pop("_rp_paths_made", ()):
+        for path in self.__dict__.pop("_rp_paths", ()):
             path.close()
         super().close()
 
-    def _rp_generates_on_host(self) -> bool:
-        if "_rp_host_reason" not in self.__dict__:
-            self.__dict__["_rp_host_reason"] = reason = reason_for_host(self.cut, self.forward)
-            if reason is not None:
-                _LOG.info("%s generates on the host: %s", self.cut.report.model, reason)
-        return self.__dict__["_rp_host_reason"] is not None
+    @functools.cached_property
+    def _rp_host_reason(self) -> str | None:
+        """Why this model generates on the host; ``None`` if it does so through the pipeline."""
+        reason = reason_for_host(self.cut, self.forward)
+        if reason is not None:
+            _LOG.info("%s generates on the host: %s", self.cut.report.model, reason)
+        return reason
 
     @forward_backward_method
     def forward_backward(
@@ -416,7 +230,7 @@ class WrappedModel(RoundPipe):
         except UnprovenLossError:
             if self._rp_options.has_groups:
                 raise
-            way = self._rp_way_without_parts(input_args, kwargs, config)
+            way = self._rp_way_without_parts(kwargs)
             if way == "joined":
                 return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config, way)
             result = run(dataclasses.replace(config, num_microbatch=1))

@@ -1,4 +1,4 @@
-"""Refuse to clip gradients of parameters whose gradients are in their copies: torch would clip nothing, and say 0."""
+"""Refuse torch's gradient clipping where copies hold the gradients: it would clip nothing and return 0."""
 
 from __future__ import annotations
 

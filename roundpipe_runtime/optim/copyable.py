@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from yobx_flatten import find_unregistered
+from yobx_flatten.errors.failures import result_or
 from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass
 
 from ..errors import ConfigError
@@ -28,15 +29,19 @@ def check_copyable(model: nn.Module) -> None:
             )
 
 
+def _copy(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        torch.empty_like(parameter).copy_(parameter)
+
+
 def _reason(parameter: nn.Parameter) -> str | None:
     is_made_of_others: bool = bool(is_traceable_wrapper_subclass(parameter))  # bool, or mypy takes it for impossible
     if is_made_of_others:
-        try:
-            with torch.no_grad():
-                torch.empty_like(parameter).copy_(parameter)
-        except Exception as error:  # whatever the class of a library makes of operators that it does not have
-            return f"whose class does not copy it ({type(error).__name__}: {str(error).splitlines()[0]:.80})"
-        return None
+        # the class of a library raises what it likes for operators that it does not have
+        return result_or(
+            lambda: _copy(parameter),
+            lambda error: f"whose class does not copy it ({type(error).__name__}: {str(error).splitlines()[0]:.80})",
+        )
     held = vars(parameter)
     tensors = [name for name, value in held.items() if isinstance(value, torch.Tensor)]
     tensors += [found.path.removeprefix("held")[2:-2] for found in find_unregistered(held, name="held")]

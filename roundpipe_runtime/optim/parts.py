@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.errors.failures import result_or
 from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass
 
 from ..device.generator import generator_alone
@@ -182,23 +183,25 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
 def _is_proven(optimizer: Optimizer) -> bool:
     if not hasattr(type(optimizer).step, "__wrapped__"):
         return False
-    try:
-        # The step may run next to layers that draw from the generator. One that has it may call a pipeline that waits
-        # for this very step.
-        with generator_alone(_PATIENCE), torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _uncompiled():
-            warnings.simplefilter("ignore")
-            whole, parts = _stand_in(optimizer), _stand_in(optimizer)
-            for step in range(_STEPS):
-                _give_gradients(whole, optimizer, step)
-                _give_gradients(parts, optimizer, step)
-                _own_step(whole)()
-                pieces = OptimizerParts(parts)
-                for parameter in reversed(pieces.parameters):
-                    pieces.step({id(parameter)})
-                pieces.finish()
-            return _equal(_attributes(whole), _attributes(parts)) and _equal(_contents(whole), _contents(parts))
-    except Exception:  # whatever it cannot do with stand-ins is not proven
-        return False
+    # what it cannot do with stand-ins is not proven, whatever it raises
+    return result_or(lambda: _has_same_bits(optimizer), lambda error: False)
+
+
+def _has_same_bits(optimizer: Optimizer) -> bool:
+    # The step may run next to layers that draw from the generator. One that has it may call a pipeline that waits
+    # for this very step.
+    with generator_alone(_PATIENCE), torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _uncompiled():
+        warnings.simplefilter("ignore")
+        whole, parts = _stand_in(optimizer), _stand_in(optimizer)
+        for step in range(_STEPS):
+            _give_gradients(whole, optimizer, step)
+            _give_gradients(parts, optimizer, step)
+            _own_step(whole)()
+            pieces = OptimizerParts(parts)
+            for parameter in reversed(pieces.parameters):
+                pieces.step({id(parameter)})
+            pieces.finish()
+        return _equal(_attributes(whole), _attributes(parts)) and _equal(_contents(whole), _contents(parts))
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:

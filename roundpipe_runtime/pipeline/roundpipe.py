@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,26 +13,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..batch.arguments import check_call, check_loss_fn
 from ..device.pinning import PinnedModel
-from ..device.virtual import Device, DeviceSpec, parse_devices
+from ..device.virtual import DeviceSpec, parse_devices
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
-from ..engine.parameters.kept import ParameterTraffic
-from ..engine.progress import PipelineProgress
 from ..errors import ConfigError, LossError, RoundPipeWarning, StageError, call_site, warn
 from ..optim.copyable import check_copyable
 from ..optim.parameters import scan
 from ..optim.parts import widened
-from ..optim.step import in_optimizer_ctx
 from ..optim.torch_steps import take_over_always
-from ..schedule.costs import LayerCost
 from .call_types import forward_backward_method
 from .joined_loss import back_from
 from .layers import as_module, layers_of
-from .model_proxy import ModelProxy
+from .optimized_model import OptimizedModel
 from .options import PipelineOptions
+from .saved_model import SavedModel
 
 if TYPE_CHECKING:
-    from ..distributed.ranks.ranks import Ranks
     from ..distributed.replicas.rank_groups import RankGroups
 
 __all__ = ["RoundPipe"]
@@ -42,7 +38,7 @@ def _identity(outputs: Any, labels: Any) -> Any:
     return outputs
 
 
-class RoundPipe(ModelProxy):
+class RoundPipe(OptimizedModel, SavedModel):
     """Train a model larger than device memory: layers travel through devices, the interface is unchanged.
 
     Parameters, buffers, names, ``state_dict``, ``train``, ``eval`` are those of the model; attributes that a pipeline
@@ -80,9 +76,6 @@ class RoundPipe(ModelProxy):
     >>> model.close()
     """
 
-    _rp_engine: Engine
-    _rp_groups: RankGroups | None = None
-    _rp_options: PipelineOptions
     _rp_warned: bool = False
 
     def __init__(
@@ -254,280 +247,7 @@ class RoundPipe(ModelProxy):
                 "    pipeline = RoundPipe(pipeline.model, devices=pipeline.devices)"
             )
 
-    # -- optimizing --------------------------------------------------------------------------------------------------
-
-    def optim_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters for the optimizer, each once.
-
-        Without ``optim_dtype`` these are the model's own; with it, copies of that dtype, which hold the gradients.
-        """
-        for _, parameter in self.optim_named_parameters():
-            yield parameter
-
-    def optim_named_parameters(
-        self, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters for the optimizer.
-
-        Args:
-            prefix: prefix of the names.
-            remove_duplicate: whether a parameter with several names is yielded only once.
-
-        Returns:
-            An iterator over names and parameters.
-        """
-        yield from self._rp_engine.store.named(prefix, remove_duplicate)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters of the model; inside :class:`OptimizerCtx`, those for the optimizer.
-
-        Args:
-            prefix: prefix of the names.
-            recurse: whether to include parameters of submodules.
-            remove_duplicate: whether a parameter with several names is yielded only once.
-
-        Returns:
-            An iterator over names and parameters.
-        """
-        if in_optimizer_ctx():
-            yield from self.optim_named_parameters(prefix, remove_duplicate)
-        else:
-            yield from self._rp_model.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield names and modules of the model.
-
-        A module that contains this one calls it with its ``memo`` to find parameters. Inside :class:`OptimizerCtx` it
-        finds those for the optimizer.
-
-        Args:
-            memo: modules that were yielded already.
-            prefix: prefix of the names.
-            remove_duplicate: whether a module with several names is yielded only once.
-
-        Returns:
-            An iterator over names and modules.
-        """
-        if memo is None or not in_optimizer_ctx() or self._rp_engine.store.optim_dtype is None:
-            yield from super().named_modules(memo, prefix, remove_duplicate)
-        elif self not in memo:
-            memo.add(self)
-            yield prefix, _Holder(dict(self.optim_named_parameters(remove_duplicate=remove_duplicate)))
-
-    def step(
-        self, step_fn: Callable[..., Any], is_async: bool | Literal["exact"] = False, *args: Any, **kwargs: Any
-    ) -> None:
-        """Run an optimizer step; the next run sees the new parameters.
-
-        Args:
-            step_fn: function that does the step: ``lambda: (optimizer.step(), optimizer.zero_grad())``.
-            is_async: ``"exact"``: run it in the background, layer by layer; the next run waits for each layer's update,
-                and nothing else differs. ``True``: run it in the background; the next run reads the parameters as they
-                were before the step. Default: run it before this returns.
-            *args: arguments of ``step_fn``.
-            **kwargs: keyword arguments of ``step_fn``.
-
-        Raises:
-            ConfigError: ``step_fn`` is not a function, or ``is_async`` is something else.
-        """
-        if not callable(step_fn):
-            raise ConfigError(
-                f"step_fn must be a function, found {step_fn!r}:\n"
-                "    model.step(lambda: (optimizer.step(), optimizer.zero_grad()))"
-            )
-        steps = self._rp_engine.steps
-        if isinstance(is_async, str):
-            if is_async != "exact":
-                raise ConfigError(f'is_async must be True, False or "exact", found {is_async!r}.')
-            self._rp_engine.step_exact(lambda: step_fn(*args, **kwargs))
-        elif is_async:
-            steps.start(lambda: step_fn(*args, **kwargs))
-        else:
-            steps.run(lambda: step_fn(*args, **kwargs))
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Scale the gradients of the optimizer's parameters such that their norm is at most a number.
-
-        The norm is that of all gradients of all ranks, with the same bits for every number of ranks; all ranks call it.
-
-        Args:
-            max_norm: largest norm.
-            norm_type: exponent of the norm, ``inf`` for the largest number.
-            error_if_nonfinite: whether a norm that is not finite is an error.
-
-        Returns:
-            The norm before.
-
-        Raises:
-            ConfigError: an exponent that is not positive.
-            RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
-        """
-        from ..distributed.weights.gradient_norm import clip_grad_norm  # torch's DTensor takes a while to load
-
-        targets = list(self.optim_parameters())
-        return clip_grad_norm(targets, self.ranks, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-
-    def synchronize(self) -> None:
-        """Wait for a background step; afterwards the model's parameters and their gradients are up to date."""
-        self._rp_engine.synchronize()
-        self._rp_engine.store.show_gradients()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, including those of the optimizer's parameters."""
-        self._rp_engine.zero_grad(set_to_none)
-
-    # -- what belongs to the pipeline --------------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        """The name of the pipeline."""
-        return self._rp_options.title
-
-    @property
-    def model(self) -> nn.Module:
-        """The wrapped model."""
-        return self._rp_model
-
-    @property
-    def devices(self) -> list[Device]:
-        """The devices, which other pipelines may share: ``RoundPipe(other, devices=model.devices)``."""
-        return list(self._rp_engine.devices)
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The mesh of the processes that train the model; ``None`` for one process alone."""
-        return self._rp_options.mesh
-
-    @property
-    def replicas(self) -> int:
-        """The number of groups that a batch is cut into, whatever the number of ranks."""
-        return self._rp_engine.groups.replicas
-
-    @property
-    def ranks(self) -> Ranks:
-        """The processes that train the model; this one alone without a mesh."""
-        from ..distributed.ranks.ranks import Ranks
-
-        return Ranks() if self._rp_groups is None else self._rp_groups.ranks
-
-    @property
-    def num_devices(self) -> int:
-        """The number of devices."""
-        return len(self._rp_engine.devices)
-
-    @property
-    def model_memory_limit(self) -> float | None:
-        """Memory limit in GB for parameters and gradients on the smallest device, where it is known."""
-        return self._rp_engine.planner.memory_limit()
-
-    def layer_costs(self) -> list[LayerCost]:
-        """Return the cost of each layer: estimated at first, measured once the pipeline has run."""
-        return self._rp_engine.planner.layer_costs()
-
-    @property
-    def parameter_traffic(self) -> ParameterTraffic:
-        """Bytes of parameters that were copied to devices since the pipeline was made, and what stays there now."""
-        return self._rp_engine.kept.traffic
-
-    def drop_kept_parameters(self) -> None:
-        """Release the copies of parameters that stay on devices (``keep_parameters`` of :class:`RoundPipeRunConfig`).
-
-        The next run uploads them again. This is for writes that torch does not count: by ``parameter.data``, or by
-        another library through the address.
-        """
-        with self._rp_engine.lock:
-            self._rp_engine.kept.drop()
-
-    def set_original_model(self, original_model: nn.Module) -> None:
-        """Read, write and delete attributes on this model, from which the wrapped one was made."""
-        self._rp_original = original_model
-
-    def close(self) -> None:
-        """Wait for a background step and end the threads; the pipeline cannot run afterwards."""
-        self._rp_engine.close()
-
-    # -- what is saved -----------------------------------------------------------------------------------------------
-
-    def progress(self) -> PipelineProgress:
-        """Return the training state that the state dict does not hold, after the last step.
-
-        Returns:
-            The number of runs, the optimizer's copies of parameters, gradients, and the number of groups; the tensors
-            are not copied.
-        """
-        return dataclasses.replace(self._rp_engine.progress(), replicas=self.replicas)
-
-    def load_progress(self, progress: PipelineProgress) -> None:
-        """Load what :meth:`progress` returned, after the parameters; gradients that are there now are forgotten.
-
-        Args:
-            progress: progress of a pipeline whose parameters have the same names. Copies of the optimizer are left
-                out where this pipeline has none. The number of groups is kept, unless this pipeline was given one.
-        """
-        self._rp_engine.load_progress(progress)
-        self._rp_keep_replicas(progress.replicas or 1)
-
-    def _rp_keep_replicas(self, replicas: int) -> None:
-        """Cut batches into as many groups as before, for the same sums on another number of ranks."""
-        if replicas == self.replicas or replicas == 1:
-            return
-        if self._rp_options.replicas is None and self.mesh is not None and replicas >= self.ranks.size:
-            self._rp_engine.groups.replicas = replicas
-            return
-        warn(
-            f"The training that is loaded cut its batches into {replicas} groups, and {self.name} cuts them into "
-            f"{self.replicas}: sums are taken in another order. For the same numbers:\n"
-            f"    RoundPipe(..., replicas={replicas})",
-            RoundPipeWarning,
-        )
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state dict of the model, with its own names, after the last step.
-
-        Args:
-            *args: positional arguments of the model's ``state_dict``.
-            **kwargs: keyword arguments of the model's ``state_dict``.
-
-        Returns:
-            The state dict.
-        """
-        self._rp_engine.synchronize()
-        return self._rp_model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict into the model; the optimizer's copies are updated.
-
-        Args:
-            state_dict: parameters and buffers by name.
-            strict: whether the names must be exactly those of the model.
-            assign: whether the tensors replace the parameters instead of being copied into them.
-
-        Returns:
-            The missing and the unexpected keys, as ``nn.Module.load_state_dict`` returns them.
-
-        Raises:
-            RuntimeError: names or shapes do not fit.
-        """
-        self._rp_engine.synchronize()
-        result = self._rp_model.load_state_dict(state_dict, strict, assign)
-        self._rp_engine.store.publish()
-        return result
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        # torch calls this in place of `load_state_dict` where another module holds the pipeline. A step that ended
-        # later would overwrite what is loaded.
-        self._rp_engine.synchronize()
-        super()._load_from_state_dict(*args, **kwargs)
-
-    def __repr__(self) -> str:
-        devices = ", ".join(device.name for device in self.devices)
-        return f"RoundPipe on {devices}:\n{self._rp_model!r}"
+    # -- pickled ------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         self._rp_engine.synchronize()
@@ -557,11 +277,3 @@ def _rank_groups(options: PipelineOptions) -> RankGroups:
 def _world_size() -> int:
     is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if is_there else 1
-
-
-class _Holder(nn.Module):
-    """Parameters under names with dots, in the place where a parent module looks for them."""
-
-    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
-        super().__init__()
-        self.__dict__["_parameters"] = parameters

@@ -58,6 +58,8 @@ class ModelExecutePlan:
         [range(0, 3), range(3, 4)]
         """
         end = self.fwd_plan[-1][-1] + 1 if self.fwd_plan else 0
+        # A fused plan ends its forward where its first backward stage begins. In two passes that stage also runs
+        # forward.
         if not self.bwd_plan or end != self.bwd_plan[0][0]:
             return self
         return ModelExecutePlan([*self.fwd_plan, self.bwd_plan[0]], self.bwd_plan)

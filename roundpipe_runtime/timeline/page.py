@@ -1,4 +1,4 @@
-"""Write a timeline as one HTML page that needs nothing else: lanes of devices and links, and bubbles by cause."""
+"""Write a timeline as one self-contained HTML page: lanes of devices and links, and bubbles by cause."""
 
 from __future__ import annotations
 

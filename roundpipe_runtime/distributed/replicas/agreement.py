@@ -1,4 +1,4 @@
-"""What all ranks must agree on before anything runs, and the weights that they begin with."""
+"""Check that all ranks agree on the model and on each call, and start them from the weights of rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A forward of the groups of one rank that goes backward later: when the caller does, or when all ranks have theirs.
+"""Run the groups of one rank forward now and backward later.
 
 ::
 

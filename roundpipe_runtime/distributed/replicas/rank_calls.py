@@ -1,4 +1,4 @@
-"""Calls in one pass on one rank: it runs its groups, and commits when all ranks have succeeded.
+"""Run the groups of one rank in one pass, and commit when all ranks have succeeded.
 
 ::
 
@@ -143,6 +143,8 @@ class RankCalls(OneGroup[Engine]):
         number = self._number
 
         def notify(error: BaseException) -> None:
+            # A higher number: `open` has stated the error already, and a second exchange would meet that of the next
+            # call.
             if self._number == number and not self._is_closed:
                 self._number += 1
                 self.ranks.exchange(Opening([], 0, {}, format_failure(error)))
@@ -199,6 +201,7 @@ class RankCalls(OneGroup[Engine]):
         parts: list[list[FlatMicrobatch]] = []
         stated: dict[str, object] = {}
         contents = scan(engine.layers)
+        # An error here is stated in the exchange below and raised after it, where the other ranks wait for this one.
         with Outcome() as outcome:
             self.store.check()
             parts = with_rows(cut())
@@ -215,6 +218,7 @@ class RankCalls(OneGroup[Engine]):
         groups = [said[group % size].rows[group // size] for group in range(replicas)]
         if not any(groups):
             raise ConfigError("The batch has no rows on any rank.")
+        # Microbatches are numbered through all groups: their seeds are those of one process that runs all groups.
         firsts = [sum(len(group) for group in groups[:number]) for number in range(replicas)]
         counts = [count for group in groups for count in group]
         self._rows_of_batch = None if None in counts else sum(count or 0 for count in counts)
@@ -230,6 +234,8 @@ class RankCalls(OneGroup[Engine]):
     def summed(self, engine: Engine, call: RankCall, work: Callable[[], None]) -> Any:
         """Do the work of this rank, and commit when all ranks have succeeded; return the loss."""
         # call: call that all ranks have agreed on, which notes where gradients land
+        # Within `no_sync()` nothing travels. The call after it adds to sums that are here already, so its own gradients
+        # are not sent as they land either.
         is_late = self._is_deferred or bool(self._kept)
         reduction = Reduction(call.plan, self.ranks)
         call.land = None if is_late else reduction.land
@@ -239,6 +245,7 @@ class RankCalls(OneGroup[Engine]):
             engine.steps.wait_update()
             if summed is not None:
                 self.news.wait(summed)
+        # Ranks commit alike or not at all: one that Ctrl-C stopped between verdict and commit would have other weights.
         with Uninterrupted():
             verdicts = self._judge(call, reduction, summed, outcome.error)
             return self._commit(engine, call, reduction, verdicts, is_late=is_late)
@@ -251,6 +258,7 @@ class RankCalls(OneGroup[Engine]):
         """Return what all ranks state, when all have succeeded."""
         is_own = failure is not None and not isinstance(failure, StoppedByRankError)
         if is_own:
+            # The verdict comes only when a rank has ended its own work. The alarm stops that work.
             self.ranks.alarm.raise_for(self._number)
         begun = reduction.stop()
         with Outcome() as exchanged:
@@ -274,6 +282,7 @@ class RankCalls(OneGroup[Engine]):
         stated = [one.failure for one in verdicts]
         if failure is None and not any(stated):
             return verdicts
+        # An exchange that one rank has begun waits for all of them: each gives zeros up to the furthest one.
         self._drop(call, reduction, summed, max(one.begun for one in verdicts))
         raise_first(failure if is_own else None, stated)
         assert failure is not None
@@ -311,8 +320,12 @@ class RankCalls(OneGroup[Engine]):
             if not self._is_deferred:
                 self.store.add_gradients(self._kept.send(call.plan, self.ranks))
         else:
+            # A parameter that got no gradient here may have one on another rank, and its sum then has rows of this
+            # rank.
             had = set().union(*(one.had for one in verdicts))
             self.store.add_gradients(reduction.results(scale, had))
+        # Running statistics differ between groups. Those of the first group with rows are taken on every rank, so that
+        # they do not depend on the number of ranks.
         contents = call.runs[0][0].spec.contents if call.runs else scan(engine.layers)
         for (layer, number), value in verdicts[call.first_rank].buffers.items():
             contents[layer].buffers[number].store(value)

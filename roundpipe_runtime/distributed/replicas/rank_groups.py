@@ -1,4 +1,4 @@
-"""Calls on several ranks whose backward begins when all of the forward is there.
+"""Run calls in two passes on several ranks: forward of all groups, then backward.
 
 ::
 
@@ -66,12 +66,15 @@ class RankGroups(RankCalls):
         # No other rank is heard meanwhile: they may do something else.
         tag = f"{engine.tag}|{number}" if number else engine.tag
         self._run_forward(engine, passes, firsts, lambda run: contextlib.nullcontext(), tag=tag)
+        # A rank without rows still needs outputs with a graph: its `backward` is a call that the other ranks wait for.
         if not passes.runs:
             passes.empty = self._without_rows(engine, args, kwargs, config)
         outputs = merge_outputs(
             join_graph(passes, partial(self.backward, engine, passes)), passes.rows(), passes.rows(), config
         )
         for index, (run, _) in enumerate(passes.runs):
+            # Groups after the first one leave the statistics of the model alone, but a recomputation needs those they
+            # began with.
             if index:
                 run.collected.buffers.keep_start()
             else:

@@ -88,6 +88,7 @@ class Reduction:
         """Take the gradients of a layer; they are gone from the mapping when they are sent."""
         # gradients: gradients on the host, and when their copies are complete
         with self._changed:
+            # A layer that was noted as one without gradients does not replace what has landed before.
             self._landed.setdefault((turn, layer), gradients)
             self._changed.notify_all()
 
@@ -115,6 +116,7 @@ class Reduction:
             is_giver = turn < len(self._own)
             total = self._exchanged(turn, number, bucket, is_giver=is_giver)
             self._totals[number] = total
+            # Only now are all groups in the sum: rows of an earlier turn would be those of some groups.
             if turn == self._order[-1][0]:
                 self._rows[number] = self._target_rows(bucket, self._totals.pop(number))
         self._memory.clear()
@@ -129,6 +131,7 @@ class Reduction:
                     or (not self._is_stopped and (not is_giver or (turn, layer) in self._landed))
                 )
             )
+            # Up to the limit, some rank waits in this exchange. Beyond it no rank does.
             if self._limit is not None and step >= self._limit:
                 return False
             self._begun = step + 1

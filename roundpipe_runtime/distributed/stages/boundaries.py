@@ -1,4 +1,4 @@
-"""What crosses from one stage to the next: the structure of an object, agreed once, and the sizes of its tensors.
+"""Agree once on what crosses from one stage to the next: the structure of an object, and sizes of its tensors.
 
 ::
 
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from yobx_flatten.errors.failures import raised_as, result_or
 from yobx_flatten.private_names.of_torch import FakeTensorMode, pytree
 
 from ...device.outcome import Outcome
@@ -90,10 +91,8 @@ class Boundary:
 
 def _text(structure: TreeStructure) -> str:
     tensors = 1 + max((n for n in structure.leaves if isinstance(n, int)), default=-1)
-    try:
-        return repr(structure.rebuild([_Tensor()] * tensors))
-    except Exception:  # of a class that does not show itself, or not without its tensors
-        return str(structure.spec)
+    # a class may not show itself, or not without its tensors
+    return result_or(lambda: repr(structure.rebuild([_Tensor()] * tensors)), lambda error: str(structure.spec))
 
 
 class _Tensor:
@@ -122,19 +121,20 @@ def call_without_data(module: nn.Module, args: Sequence[Any], kwargs: Mapping[st
             return nn.Parameter(empty, value.requires_grad)
         return empty.requires_grad_(value.requires_grad)
 
-    try:
+    def refused(error: Exception) -> StageError:
+        return StageError(
+            f"{what} cannot be called on tensors without data: {type(error).__name__}: {error}\n"
+            "Give what it returns for one microbatch, with tensors of the right sizes:\n"
+            "    DistributedPipeline(..., example_outputs={stage: output})"
+        )
+
+    with raised_as(refused):  # the code of a module raises what it likes without data
         # parameters and buffers are in the memo of the copy, so that none of them is copied
         memo = {id(tensor): fake(tensor) for tensor in [*plain.parameters(), *plain.buffers()]}
         callee = copy.deepcopy(plain, memo)
         given, named = pytree.tree_map(fake, (tuple(args), dict(kwargs)))
         with mode, torch.enable_grad():
             return callee(*given, **named)
-    except Exception as error:  # whatever the code of a module does without data
-        raise StageError(
-            f"{what} cannot be called on tensors without data: {type(error).__name__}: {error}\n"
-            "Give what it returns for one microbatch, with tensors of the right sizes:\n"
-            "    DistributedPipeline(..., example_outputs={stage: output})"
-        ) from error
 
 
 def share(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

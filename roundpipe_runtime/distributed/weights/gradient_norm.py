@@ -1,4 +1,4 @@
-"""The norm of all gradients, with the same bits for every number of ranks.
+"""Compute the norm of all gradients, bitwise identical for every number of ranks.
 
 Powers are summed over rows, which no shard cuts, in float64. The sums of all rows are put together on every rank and
 added in one order.

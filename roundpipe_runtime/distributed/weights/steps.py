@@ -83,6 +83,7 @@ class RankSteps(StepRunner):
         self._is_inside = False
         failure = outcome.error
         if failure is None:
+            # A step that one rank ended and another did not would leave weights of two steps in one model.
             self.ranks.exchange(None, "step")  # fails if another rank does not come here
             return
         if not isinstance(failure, RankStepError):
@@ -95,11 +96,14 @@ class RankSteps(StepRunner):
             self._store.publish(stepped=True)
             return
         self._start_publication()
+        # Runs wait for the version that is announced here, so the thread that brings it must have been started.
         with Uninterrupted():
             self._publication = self._worker.submit(self._publish, self._table.latest + 1)
             self._table.advance()
 
     def _start_publication(self) -> None:
+        # The thread that publishes cannot scan: a run that overlaps it has its device copies in the places of
+        # parameters.
         self._contents = self._scan_now()
         self._store.start_publication()
 

@@ -44,42 +44,38 @@ class CopyVisit(Visit):
         else:  # one's own last ones only now: those of the other devices had the time of a microbatch to come
             self._add_until(microbatch - self.stage.copies + 1)
 
-    def _upload(self, layer: int) -> None:
-        super()._upload(layer)
-        self.residents[layer].keep_apart()
-
     def _call(self, layer: int, microbatch: int, values: Values, kind: CallKind) -> tuple[Values, LayerGraph]:
-        if layer not in self.residents:
+        if layer not in self.layers.here:
             return super()._call(layer, microbatch, values, kind)
-        with self.residents[layer].contents.lock:  # before time is measured: copies wait for each other
+        with self.layers.here[layer].contents.lock:  # before time is measured: copies wait for each other
             return super()._call(layer, microbatch, values, kind)
 
     def _back_through(
         self, microbatch: int, graph: LayerGraph, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        with self.residents[graph.layer].contents.lock:
+        with self.layers.here[graph.layer].contents.lock:
             results = super()._back_through(microbatch, graph, gradients)
-        self._own[graph.layer, microbatch] = self.residents[graph.layer].pop_gradients()
+        self._own[graph.layer, microbatch] = self.layers.here[graph.layer].pop_gradients()
         return results
 
     # -- gradients of one microbatch ---------------------------------------------------------------------------------
 
     def _send_shares(self) -> None:
         """Send what was computed here to the last copy, over the host."""
-        self._doing = "the download of the gradients of one microbatch"
+        self.place.doing = "the download of the gradients of one microbatch"
         while self._own:
             (layer, microbatch), gradients = self._own.popitem()
-            self._layer = layer
-            with self._measure("download", layer=layer):
+            self.place.layer = layer
+            with self.layers.measure("download", layer=layer):
                 share = [[self.device.copy_out(one, last=True, parameter=True) for one in found] for found in gradients]
             self.run.mailbox.put(("share", layer, microbatch), share)
 
     def _add_until(self, stop: int) -> None:
         """Add the gradients of the microbatches before this one to the sums, in their order."""
         for microbatch in range(self._next, stop):
-            for layer, resident in self.residents.items():
-                self._doing = "the sum of gradients"
-                self._layer = layer
+            for layer, resident in self.layers.here.items():
+                self.place.doing = "the sum of gradients"
+                self.place.layer = layer
                 self._add(resident, layer, microbatch)
         self._next = max(self._next, stop)
 
@@ -87,7 +83,7 @@ class CopyVisit(Visit):
         gradients, arrived = self._own.pop((layer, microbatch), None), resident.ready
         if gradients is None:
             share: list[list[tuple[torch.Tensor, Event]]] = self.run.mailbox.take(("share", layer, microbatch))
-            with self._measure("upload", layer=layer):
+            with self.layers.measure("upload", layer=layer):
                 gradients = [[self.device.copy_in(*one, parameter=True) for one in found] for found in share]
             arrived = self.device.arrival()
         with self.device.computing(arrived):
@@ -96,9 +92,9 @@ class CopyVisit(Visit):
     # -- the end of the visit ----------------------------------------------------------------------------------------
 
     def _download(self) -> None:
-        self._doing = "the check of its buffers"
-        for layer, resident in self.residents.items():
-            self._layer = layer
+        self.place.doing = "the check of its buffers"
+        for layer, resident in self.layers.here.items():
+            self.place.layer = layer
             written = resident.download_buffers()
             if written:
                 names = [resident.contents.buffers[number].name for number in sorted(written)]

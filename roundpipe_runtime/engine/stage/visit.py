@@ -13,7 +13,6 @@ is bitwise identical.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 from collections.abc import Sequence
 from functools import partial
@@ -22,10 +21,9 @@ from typing import Any
 import torch
 
 from ...device.events import NOW, Event
-from ...device.transfer import HostCopies, HostValue, TreeStructure, fetch, flatten_value, send, shapes_of
+from ...device.transfer import HostCopies, HostValue, TreeStructure, fetch, flatten_value, send
 from ...device.virtual import Device, HasRoom
 from ...device.worker import StoppedRun, add_note_once
-from ...errors import DeviceMemoryError
 from ...schedule.round_robin import Stage
 from ..collected import Copies
 from ..layer_graph import LayerGraph, Values, plain
@@ -34,32 +32,30 @@ from ..parameters.on_device import LayerOnDevice
 from ..recompute.states import VisitGenerator
 from ..run import Run
 from .layer_call import CallKind, LayerCall, call_layer
+from .layers import StageLayers
 from .loss_call import MicrobatchLoss
 from .nested_checkpoint import run_backward
+from .place import Place
 
 __all__ = ["Visit", "run_stage"]
 
 _NO_MODES = contextlib.nullcontext()
 
-_DOWNLOAD = "the download of its gradients"
 
-
-def run_stage(
-    run: Run, stage: Stage, device: Device, following: Stage | None = None, kind: type[Visit] | None = None
-) -> None:
+def run_stage(run: Run, stage: Stage, device: Device, following: Stage | None, kind: type[Visit]) -> None:
     """Run a stage with all microbatches of its run. Results and errors go to the run; nothing is raised."""
-    # following: stage that the device runs next, which is uploaded as soon as there is room. Default: none.
-    # kind: class that runs the stage. Default: `Visit`.
-    visit = (kind or Visit)(run, stage, device, following)
+    # following: stage that the device runs next, which is uploaded as soon as there is room
+    # kind: class that runs the stage
+    visit = kind(run, stage, device, following)
     try:
         with device.visit(run.spec.stage_nbytes(stage)) as has_room:
             visit.run_all(has_room)
     except StoppedRun:
         pass
     except BaseException as error:  # it is raised where the user called
-        add_note_once(error, visit.describe())
+        add_note_once(error, visit.place.describe())
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            add_note_once(error, visit.advice())
+            add_note_once(error, visit.place.memory_advice())
         run.mailbox.fail(error)
     finally:
         visit.leave()
@@ -73,19 +69,10 @@ class Visit:
         self.stage = stage
         self.device = device
         self.generator = VisitGenerator(device.torch_device, run.draws if run.spec.preserve_rng_state else None)
-        self._is_measured = True
+        self.place = Place(run, stage, device)
+        self.layers = StageLayers(run, stage, device, following, self.place)
         # Whether nothing is to be done around a call: a context costs the host something also where it is empty.
         self._is_bare = False
-        self.residents: dict[int, LayerOnDevice] = {}
-        self._layer: int | None = None
-        self._microbatch: int | None = None
-        self._doing = "the upload of its parameters"
-        self._tensors: Sequence[torch.Tensor] | None = None
-        self._following = following
-        # Layers of the following stage that are not on the device yet.
-        self._ahead = collections.deque(() if following is None else following.layers)
-        self._nbytes_ahead = 0
-        self._has_room: HasRoom | None = None
         # The microbatch in which gradients are complete, layer by layer, so that they can go down.
         self._completes: int | None = self.spec.num_microbatch - 1
 
@@ -95,10 +82,9 @@ class Visit:
         """Run every microbatch, in order."""
         # has_room: function that reports whether the device has room for so many bytes of another stage now; `None`
         # where nothing is uploaded ahead
-        self._has_room = has_room
-        self._nbytes_ahead = 0 if self._following is None else self.spec.stage_nbytes(self._following)
-        self._is_measured = self.run.timer.measures(self.device)
-        self._is_bare = not (self._is_measured or self.spec.autocast)
+        self.layers.has_room = has_room
+        self.layers.is_measured = self.run.timer.measures(self.device)
+        self._is_bare = not (self.layers.is_measured or self.spec.autocast)
         try:
             with torch.set_grad_enabled(self.spec.requires_grad):
                 self._run_all()
@@ -107,95 +93,28 @@ class Visit:
 
     def _run_all(self) -> None:
         self.run.mailbox.check()
-        self._upload_ready()
+        self.layers.upload_ready()
         work = {"forward": self._forward, "fused": self._fused, "backward": self._backward}[self.stage.kind]
         for microbatch in self.stage.microbatches(self.spec.num_microbatch):
             self.run.mailbox.check()
-            self._layer, self._microbatch, self._tensors = None, microbatch, None
+            self._at(None, microbatch)
             work(microbatch)
         # An error from here on is not one of the last microbatch.
-        self._layer, self._microbatch, self._tensors = None, None, None
+        self._at(None, None)
         self._download()
 
     def leave(self) -> None:
-        """Release the memory of the device, unless the backward of a layer can use it here and there is room."""
-        self._tensors = None
-        for layer, resident in self.residents.items():
-            # A layer with buffers is copied anew: these copies hold what its forward wrote.
-            if self.spec.stays and self.stage.kind == "forward" and not resident.contents.buffers:
-                self.run.residents[self.device.name, layer] = resident
-            else:
-                resident.release()
-        self.residents.clear()
-
-    def _upload_ready(self) -> None:
-        """Upload the layers that can be read now; those after them follow when the first microbatch gets there."""
-        for layer in self.stage.layers[len(self.residents) :]:
-            if not self.run.table.can_read(layer, self.run.version):
-                break
-            self._upload(layer)
-
-    def _upload(self, layer: int) -> None:
-        here = self.run.residents.pop((self.device.name, layer), None)
-        self.residents[layer] = self._copy(layer, self.stage) if here is None else here
-
-    def _copy(self, layer: int, stage: Stage) -> LayerOnDevice:
-        self._layer = layer
-        store = self.run.store
-        measured = self.run.timer.measure("upload", stage.index, self.device, layer=layer)
-        # Waits until the publication of an asynchronous step has reached this layer, and not for all layers.
-        with measured, self.run.reading(layer):
-            return LayerOnDevice(
-                self.spec.contents[layer],
-                self.device,
-                store.source,
-                store.gradient_dtype,
-                self.run.kept,
-                self.run.version,
-            )
-
-    def _upload_ahead(self) -> None:
-        """Upload what can be read of the following stage, if there is room for it now.
-
-        A host that is never held comes to that stage before the device has ended this one. A layer that asks for a
-        number of the device holds it, and the upload would begin when this stage has ended.
-        """
-        following = self._following
-        if following is None or self._has_room is None or not self._has_room(self._nbytes_ahead):
-            return
-        self._doing = "the upload of the following stage"
-        while self._ahead and self.run.table.can_read(self._ahead[0], self.run.version):
-            layer = self._ahead.popleft()
-            if layer in self.residents or (self.device.name, layer) in self.run.residents:
-                continue
-            try:
-                self.run.residents[self.device.name, layer] = self._copy(layer, following)
-            except DeviceMemoryError:  # activations of this stage take the room
-                self._ahead.clear()
+        """Let go of what is on the device."""
+        self.place.tensors = None
+        self.layers.leave()
 
     def _download(self) -> None:
-        self._doing = _DOWNLOAD
-        for layer, resident in self.residents.items():
-            self._layer = layer
-            with self._measure("download", layer=layer):
-                if self.stage.kind != "forward" and layer not in self.collected.gradients:
-                    self._download_gradients(resident)
-                if self.stage.kind != "backward":
-                    self.collected.buffers.add(layer, resident.download_buffers())
-                    if self.spec.looks:
-                        with self.device.computing(resident.ready):
-                            resident.check_parameters(self.run.store.source)
-
-    def _download_gradients(self, resident: LayerOnDevice) -> None:
-        self.run.wait_cleared()
-        gradients = resident.download_gradients(
-            self.run.gradient_scale(), self.run.gradient_memory, self.run.store.landing_dtype
-        )
-        self.collected.gradients[resident.contents.index] = gradients
-        if self.spec.gradients_landed is not None:
-            self.spec.gradients_landed(resident.contents.index, gradients)
+        self.layers.download()
 
     # -- one microbatch ----------------------------------------------------------------------------------------------
+
+    def _at(self, layer: int | None, microbatch: int | None) -> None:
+        self.place.layer, self.place.microbatch, self.place.tensors = layer, microbatch, None
 
     def _forward(self, microbatch: int) -> None:
         on_host = self._take_input(microbatch)
@@ -251,31 +170,25 @@ class Visit:
     def _back_through(
         self, microbatch: int, graph: LayerGraph, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        self._layer, self._doing, self._tensors = graph.layer, "backward", graph.exits
+        place = self.place
+        place.layer, place.doing, place.tensors = graph.layer, "backward", graph.exits
         self.generator.cpu_state = None
-        resident = self.residents[graph.layer]
-        with self.device.computing(resident.ready):
-            if self._is_measured:
-                with self._measure("backward", microbatch, graph.layer):
-                    results = self._back_here(resident, graph, gradients)
-            else:
-                results = self._back_here(resident, graph, gradients)
-        self._tensors = None
+        resident = self.layers.here[graph.layer]
+        with self.device.computing(resident.ready), self.layers.measure("backward", microbatch, graph.layer):
+            results = self._back_here(resident, graph, gradients)
+        place.tensors = None
         self._drop_graph(graph)
         # Gradients go down while the layers before this one go backward. Those of the first layer go down last: the
         # next stage waits for what this one hands back, which is not to queue after them.
         if microbatch == self._completes and graph.layer != self.stage.layers[0]:
-            self._layer, self._microbatch, self._doing, self._tensors = graph.layer, None, _DOWNLOAD, None
-            with self._measure("download", layer=graph.layer):
-                self._download_gradients(resident)
-            self._microbatch = microbatch
+            self.layers.download_early(graph.layer)
         return results
 
     def _drop_graph(self, graph: LayerGraph) -> None:
         """Let go of the graph of a call; a tensor that has escaped still has it, and must not be gone back through."""
         graph.exits.clear()
         if any(entry is not None for entry in graph.entries):
-            watch_escaped(graph.entries, self.residents[graph.layer].title)
+            watch_escaped(graph.entries, self.layers.here[graph.layer].title)
 
     def _back_here(
         self, resident: LayerOnDevice, graph: LayerGraph, gradients: Sequence[torch.Tensor | None]
@@ -292,7 +205,8 @@ class Visit:
 
     def _loss(self, microbatch: int, values: Values) -> list[torch.Tensor | None]:
         """Compute the loss of a microbatch and go back through it, to the outputs of the last layer."""
-        self._layer, self._doing, self._tensors = None, "loss", values.tensors
+        place = self.place
+        place.layer, place.doing, place.tensors = None, "loss", values.tensors
         on_host = self.spec.labels[microbatch]
         if self.spec.loss_check is not None:  # on the host, as devices have room for what is planned
             sent, rows = self._send(values), self.run.contract.rows
@@ -302,23 +216,18 @@ class Visit:
             of_batch = sum(count or 0 for count in rows)
             self.spec.loss_check.offer(sent.rebuild(), on_host.rebuild(), rows[microbatch], of_batch)
         labels = on_host.structure.rebuild(fetch(self.device, on_host))
-        with self.device.computing(), self._measure("loss", microbatch), self._modes():
+        with self.device.computing(), self.layers.measure("loss", microbatch), self._modes():
             loss = MicrobatchLoss(self.run, self.device, microbatch, values, self.generator)
             loss.compute(labels)
         self.generator.cpu_state = None
-        with self.device.computing(), self._measure("backward", microbatch):
+        with self.device.computing(), self.layers.measure("backward", microbatch):
             return loss.back()
 
     # -- one layer ---------------------------------------------------------------------------------------------------
 
     def _call(self, layer: int, microbatch: int, values: Values, kind: CallKind) -> tuple[Values, LayerGraph]:
-        if self._ahead:
-            self._upload_ahead()
-        if layer not in self.residents:
-            self._upload(layer)
-            self._upload_ready()
-        resident = self.residents[layer]
-        self._layer, self._doing, self._tensors = layer, kind, values.tensors
+        resident, place = self.layers.resident(layer), self.place
+        place.layer, place.doing, place.tensors = layer, kind, values.tensors
         data = None
         if kind == "recompute":
             if resident.contents.buffers:
@@ -328,7 +237,7 @@ class Visit:
             if self._is_bare:
                 result, structure, exits, results = self._call_here(resident, microbatch, values, kind, data)
             else:
-                measured = self._measure("recompute" if kind == "recompute" else "forward", microbatch, layer)
+                measured = self.layers.measure("recompute" if kind == "recompute" else "forward", microbatch, layer)
                 with measured, self._modes():
                     result, structure, exits, results = self._call_here(resident, microbatch, values, kind, data)
         kept = result.kept
@@ -404,7 +313,7 @@ class Visit:
     # -- what comes and what goes ------------------------------------------------------------------------------------
 
     def _take_input(self, microbatch: int) -> HostValue:
-        self._doing = "the upload of its input"
+        self.place.doing = "the upload of its input"
         self.generator.cpu_state = None
         on_host: HostValue = self.run.mailbox.take(("activation", self.stage.layers[0], microbatch))
         return on_host
@@ -426,13 +335,13 @@ class Visit:
             self.run.mailbox.put(("activation", stop, microbatch), on_host)
 
     def _take_gradients(self, microbatch: int) -> list[torch.Tensor | None]:
-        self._doing = "the upload of gradients"
+        self.place.doing = "the upload of gradients"
         self.generator.cpu_state = None
         found: Copies = self.run.mailbox.take(("gradient", self.stage.layers[-1] + 1, microbatch))
         return [None if pair is None else self.device.copy_in(*pair) for pair in found]
 
     def _hand_back(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._doing = "the download of gradients"
+        self.place.doing = "the download of gradients"
         copies = [None if gradient is None else self.device.copy_out(gradient, last=True) for gradient in gradients]
         first = self.stage.layers[0]
         if first == self.spec.span.start:
@@ -448,37 +357,6 @@ class Visit:
             return None
         kept: tuple[Any, ...] = on_host.structure.rebuild(fetch(self.device, on_host))
         return kept
-
-    # -- where we are ------------------------------------------------------------------------------------------------
-
-    def _measure(self, kind: str, microbatch: int = -1, layer: int = -1) -> contextlib.AbstractContextManager[None]:
-        if not self._is_measured:
-            return _NO_MODES
-        return self.run.timer.measure(kind, self.stage.index, self.device, microbatch, layer)
-
-    def describe(self) -> str:
-        """Describe where the visit is, for the note of an error."""
-        layers = self.stage.layers
-        span = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
-        where = [f"In stage {self.stage.index} ({self.stage.kind}, {span}) on {self.device.name}, {self._doing}"]
-        if self._layer is not None:
-            where.append(self.spec.contents[self._layer].title)
-        if self._microbatch is not None:
-            where.append(f"microbatch {self._microbatch} of {self.spec.num_microbatch}")
-        if self._tensors is not None:
-            where.append(f"tensors {shapes_of(self._tensors)}")
-        return where[0] + (": " + ", ".join(where[1:]) if where[1:] else "")
-
-    def advice(self) -> str:
-        """Describe the size of the stage and what to change, for an out-of-memory error."""
-        size = sum(self.spec.contents[layer].nbytes() for layer in self.stage.layers)
-        kept = self.run.kept.traffic.kept[self.device.name]
-        stays = f" Parameters that stay there take {kept} bytes: keep_parameters sets how many." if kept else ""
-        return (
-            f"The parameters of this stage take {size} bytes, its gradients as much again.{stays} Give it fewer layers "
-            "(ModelExecutePlan, model_memory_limit), cut the batch into more microbatches (num_microbatch), or "
-            "recompute layer by layer (recompute_grain='layer')."
-        )
 
 
 def _complete(copies: Sequence[tuple[torch.Tensor, Event]]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-r"""Tokens of a conversation, by the chat template of its model, and which of them count: those of the answers.
+r"""Tokenize a conversation with its model's chat template, and mark the tokens of the answers.
 
 ::
 
@@ -17,6 +17,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from yobx_flatten.errors.failures import raised_as
 from yobx_flatten.model_folder.source.tokenizer_files import readable
 
 from ..errors import FineTuneError
@@ -117,13 +118,10 @@ class Encoder:
         options = {"tools": conversation.tools, "tokenize": tokenize, **options}
         if tokenize:
             options["return_dict"] = True
-        try:
+        refused = f"{conversation.place}: the chat template of {self.name} does not take it"
+        # a template raises what it likes, and jinja2 errors of its own
+        with raised_as(lambda error: FineTuneError(f"{refused}: {' '.join(str(error).split())[:200]}")):
             return self._inner.apply_chat_template(list(conversation.messages[:count]), **options)
-        except Exception as error:  # a template raises what it likes, jinja2 its own
-            reason = " ".join(str(error).split())[:200]
-            raise FineTuneError(
-                f"{conversation.place}: the chat template of {self.name} does not take it: {reason}"
-            ) from error
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

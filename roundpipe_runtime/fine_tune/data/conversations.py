@@ -1,4 +1,4 @@
-"""Read conversations from JSON, in any of the four forms that people keep them in.
+"""Read conversations from JSON, in any of four common forms.
 
 ::
 

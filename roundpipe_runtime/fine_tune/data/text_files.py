@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from yobx_flatten.errors.dependencies import require
+from yobx_flatten.errors.failures import raised_as
 
 from ..errors import FineTuneError
 
@@ -173,10 +174,9 @@ def saved_rows(folder: pathlib.Path, field: str | None = None) -> Iterator[tuple
     require("datasets", purpose=f"{folder}, which datasets wrote,", extra="data")
     import datasets
 
-    try:
+    # errors of Arrow, of JSON, of the file system
+    with raised_as(lambda error: FineTuneError(f"{folder} cannot be read: {' '.join(str(error).split())[:200]}")):
         rows = datasets.load_from_disk(str(folder))
-    except Exception as error:  # of Arrow, of JSON, of the file system
-        raise FineTuneError(f"{folder} cannot be read: {' '.join(str(error).split())[:200]}") from error
     if field is not None:
         if field not in rows.column_names:
             _checked(dict.fromkeys(rows.column_names), field, str(folder))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from yobx_flatten.errors.failures import raised_as, result_or
 from yobx_flatten.recipe.aliases import Kwargs
 
 from ..errors import CutError
@@ -133,15 +135,20 @@ def cut(
         if example is None and not is_planned:
             kwargs = with_labels(model, kwargs)
         for chosen in _choices(called, skip_modules):
-            try:
-                return _try(model, chosen, kwargs, check and not is_planned, refused)
-            except CutError as error:
-                refused.append((error.reason, str(error)))
-            except Exception as error:  # whatever the code of a model does with stubs instead of layers
-                refused.append(("structure", f"{type(error).__name__}: {error}"))
+            # the code of a model raises what it likes where stubs take the place of its layers
+            attempt = partial(_try, model, chosen, kwargs, check and not is_planned, refused)
+            if (made := result_or(attempt, lambda error: refused.append(_reason(error)))) is not None:
+                return made
     if not refused:
         refused.append(("layers", "There is no list of two or more modules with parameters."))
     return whole(model, refused)
+
+
+def _reason(error: Exception) -> tuple[str, str]:
+    """The reason and the message of a cut that failed."""
+    if isinstance(error, CutError):
+        return error.reason, str(error)
+    return "structure", f"{type(error).__name__}: {error}"
 
 
 def whole(model: nn.Module, refused: Sequence[tuple[str, str]] = ()) -> Cut:
@@ -154,15 +161,16 @@ def whole(model: nn.Module, refused: Sequence[tuple[str, str]] = ()) -> Cut:
 def _called(model: nn.Module, found: Sequence[Candidate], kwargs: Kwargs) -> list[Candidate]:
     """The lists of which the forward calls at least one element."""
     layers = {name: layer for one in found for name, layer in one.layers.items()}
-    try:
-        with torch.no_grad():
-            calls, _ = observe(layers, lambda: model(**kwargs))
-    except Exception as error:  # whatever the code of a model does on an example that it does not take
-        raise CutError(
+
+    def refused(error: Exception) -> CutError:
+        return CutError(
             "example",
             f"{type(model).__name__} does not run on the example ({', '.join(kwargs)}): {type(error).__name__}: {error}"
             "\nGive it one:\n    cut(model, example=batch)",
-        ) from error
+        )
+
+    with raised_as(refused), torch.no_grad():  # a model raises what it likes on an example that it does not take
+        calls, _ = observe(layers, lambda: model(**kwargs))
     names = {call.layer for call in calls}
     return [one for one in found if not names.isdisjoint(one.layers)]
 

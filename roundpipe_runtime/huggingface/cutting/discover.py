@@ -7,13 +7,16 @@ the calls recorded so far run, and the next phase starts, in which they are repl
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from yobx_flatten.errors.failures import raised_as
 from yobx_flatten.recipe.aliases import Kwargs
 
 from ..errors import CutError, MissingEmbeddingError
@@ -86,19 +89,20 @@ def _run(
         for place in range(start, end):
             trial = dataclasses.replace(trial, keep=frozenset(keep))
             layer = program.calls[place].layer
-            try:
+            has_caches = bool(state.call_log.calls[place].caches())
+            with raised_as(partial(_fails_alone, layer), CutError) if has_caches else contextlib.nullcontext():
                 state, reads[place] = LayerCall(trial, place, layers[layer]).observe(state)
-            except Exception as error:  # whatever the code of a layer does with a cache
-                if isinstance(error, CutError) or not state.call_log.calls[place].caches():
-                    raise
-                raise CutError(
-                    "structure",
-                    f"{layer} gets a cache that the model made, and fails without what other layers write into it: "
-                    f"{type(error).__name__}: {error}",
-                ) from error
         ends.append(end)
         if len(ends) > _MOST_PHASES:
             raise CutError("structure", f"The code of the model stands between its layers {len(ends)} times and more.")
+
+
+def _fails_alone(layer: str, error: Exception) -> CutError:
+    return CutError(
+        "structure",
+        f"{layer} gets a cache that the model made, and fails without what other layers write into it: "
+        f"{type(error).__name__}: {error}",
+    )
 
 
 def _embeddings(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Functions that are set on modules, such as a replaced ``forward``: in a copy they call the copy.
+"""Let functions that were set on modules, such as a replaced ``forward``, call the copy of a copied module.
 
 ``copy.deepcopy`` copies methods with their object, but keeps functions, whose closures hold the modules they were made
 for::

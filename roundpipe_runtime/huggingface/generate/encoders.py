@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.errors.failures import result_or
 from yobx_flatten.huggingface.cache_names import cache_of, name_in
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
@@ -72,17 +73,18 @@ class GenerationPath:
             self._pipeline.close()
         self._pipeline = None
 
+    def _reason_for_host(self, kwargs: Kwargs) -> str | None:
+        example = _without_cache(_first_rows(kwargs))
+        made = cut(self.model, example, check=False)
+        if made.report.is_whole:
+            raise CutError(*made.report.refused[-1])
+        self._pipeline = self._wrap(made)
+        with torch.no_grad(), evaluating(self.model):
+            return _difference(self.model, self._pipeline.forward, example, kwargs)
+
     def _make(self, kwargs: Kwargs) -> None:
-        try:
-            example = _without_cache(_first_rows(kwargs))
-            made = cut(self.model, example, check=False)
-            if made.report.is_whole:
-                raise CutError(*made.report.refused[-1])
-            self._pipeline = self._wrap(made)
-            with torch.no_grad(), evaluating(self.model):
-                reason = _difference(self.model, self._pipeline.forward, example, kwargs)
-        except Exception as error:  # whatever the code of a model does
-            reason = f"{type(error).__name__}: {error}"
+        # the code of a model may raise anything
+        reason = result_or(lambda: self._reason_for_host(kwargs), lambda error: f"{type(error).__name__}: {error}")
         if reason is not None:
             _LOG.info("%s runs on the host in generate: %s", type(self.model).__name__, reason)
             self.close()

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.errors.failures import result_or
+
 from ..adapters import model_inside
 from ..configuration import text_config
 from ..cutting.caches import cache_argument, home
@@ -69,11 +71,11 @@ def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
     cache = home(inner)
     if cache is None:
         return "its caches are of a kind of its own"
-    try:
-        with torch.no_grad(), evaluating(cut.model):
-            return _difference(cut.model, forward, cache)
-    except Exception as error:  # whatever the code of a model does with caches
-        return f"{type(error).__name__}: {error}"
+    # the code of a model may raise anything for a cache
+    with torch.no_grad(), evaluating(cut.model):
+        return result_or(
+            lambda: _difference(cut.model, forward, cache), lambda error: f"{type(error).__name__}: {error}"
+        )
 
 
 def _difference(model: nn.Module, forward: Callable[..., Any], cache: Any) -> str | None:

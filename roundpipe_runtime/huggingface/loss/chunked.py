@@ -43,12 +43,10 @@ def chunked_cross_entropy(
 ) -> torch.Tensor:
     """Compute ``cross_entropy(hidden @ weight.T + bias, labels)`` in chunks of rows, without all logits at once.
 
-    Nothing is shifted: row i of ``hidden`` predicts label i.
-
     Args:
         hidden: hidden states, ``(..., width)``.
         weight: weight of the head, ``(vocabulary, width)``.
-        labels: tokens, with the shape of ``hidden`` without its last axis.
+        labels: tokens, with the shape of ``hidden`` without its last axis; not shifted, row i predicts label i.
         bias: bias of the head, ``(vocabulary,)``.
         transform: function of the logits of any number of rows before the loss, such as a soft cap. It must be
             elementwise, and depend on no parameter.
@@ -71,15 +69,10 @@ def chunked_cross_entropy(
     """
     inputs = (hidden, weight, labels)
     if has_torch_function(inputs):  # a torch function mode counts the items of losses
-        options: dict[str, Any] = {
-            "bias": bias,
-            "transform": transform,
-            "reduction": reduction,
-            "ignore_index": ignore_index,
-            "label_smoothing": label_smoothing,
-            "rows": rows,
-        }
-        watched: torch.Tensor = handle_torch_function(chunked_cross_entropy, inputs, *inputs, **options)
+        watched: torch.Tensor = handle_torch_function(
+            chunked_cross_entropy, inputs, *inputs, bias=bias, transform=transform, reduction=reduction,
+            ignore_index=ignore_index, label_smoothing=label_smoothing, rows=rows,
+        )  # fmt: skip
         return watched
     if reduction not in ("mean", "sum"):
         raise LossError(f'reduction must be "mean" or "sum", found {reduction!r}.')

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.errors.failures import raised_as
+
 from ...errors import ConfigError
 from ...pipeline import RoundPipe
 
@@ -65,14 +67,16 @@ def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any],
         )
     parameter = nn.Parameter(torch.zeros(_WITH_8_BITS))
     parameter.grad = torch.zeros_like(parameter)
-    try:
-        kind([parameter], **options).step()
-    except Exception as error:  # whatever a release makes of a kernel that it does not have
-        raise ConfigError(
+
+    def refused(error: Exception) -> ConfigError:
+        return ConfigError(
             f"RoundPipeTrainer: {kind.__module__}.{kind.__name__} does not step parameters on the host, where those of "
             f"a pipeline are ({type(error).__name__}: {str(error)[:120]}). "
             'Use optim="adamw_torch"; its state costs the device nothing.'
-        ) from error
+        )
+
+    with raised_as(refused):  # a release raises what it likes for a kernel that it does not have
+        kind([parameter], **options).step()
 
 
 def check_precision(precision: str) -> None:

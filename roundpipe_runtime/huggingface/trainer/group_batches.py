@@ -1,4 +1,4 @@
-"""The batches of a Trainer in groups of rows, so that the number of processes does not change which rows meet.
+"""Cut the batches of a Trainer into groups of rows, which do not depend on the number of processes.
 
 ::
 

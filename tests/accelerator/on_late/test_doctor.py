@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 
-from roundpipe_runtime.cli import device_checks, doctor
+from roundpipe_runtime.cli.doctor import checks as doctor
+from roundpipe_runtime.cli.doctor import devices as device_checks
 from roundpipe_runtime.estimate.device_rates import DeviceRates
 from tests import fresh_process
 from tests.accelerator import late

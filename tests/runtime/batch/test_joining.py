@@ -14,6 +14,7 @@ from torch.distributed.pipelining.microbatch import _CustomReducer, _Replicate, 
 
 from roundpipe_runtime.batch.splitting import Replicate, TensorChunkSpec, join, split
 from roundpipe_runtime.errors import JoinError
+from tests.cases import examples
 from tests.flatten.nodes import Dense, TrainState
 from tests.runtime.documents import BatchResult, FlexibleOutput, TransformerOutput
 from yobx_flatten import (
@@ -268,7 +269,7 @@ def same(one, other):
 
 
 @given(data=st.data(), batch=st.integers(1, 17), count=st.integers(1, 8))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_join_undoes_split(data, batch, count):
     """Any nested tree, any batch size, any number of microbatches: the tree, and its structure, come back."""
     pytest.importorskip("transformers")
@@ -283,7 +284,7 @@ def test_join_undoes_split(data, batch, count):
 
 
 @given(data=st.data(), batch=st.integers(1, 17), count=st.integers(1, 8))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_every_row_goes_to_one_microbatch(data, batch, count):
     """Tensors of the parts, put side by side by hand, are the rows in order; the sizes are as even as possible."""
     parts = split(([torch.arange(batch)],), {"tree": data.draw(tensors(batch))}, torch.arange(batch), count)

@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.checkpoint.config_files: a checkpoint is a folder that `from_pretrained` reads."""
+"""Tests of roundpipe_runtime.checkpoint.training_state: a checkpoint is a folder that `from_pretrained` reads."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 
 from matrix.models import make_model
 from roundpipe_runtime import RoundPipe, list_checkpoints, save_checkpoint, wrap_model_to_roundpipe
-from roundpipe_runtime.checkpoint.config_files import config_files
+from roundpipe_runtime.checkpoint.training_state import config_files
 from tests.runtime.huggingface.hf_small import hf_batch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

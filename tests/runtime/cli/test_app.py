@@ -89,7 +89,7 @@ def test_a_mistake_is_one_line_and_status_2(arguments, words, capsys):
 )
 def test_every_error_has_a_line_and_a_status(error, status, words, capsys, monkeypatch):
     """Those of the runtime say all that is needed; those that nobody foresaw are named."""
-    import roundpipe_runtime.cli.demo_command as command
+    import roundpipe_runtime.cli.demo.command as command
 
     def fail(steps, **options):
         raise error
@@ -131,7 +131,7 @@ def test_the_guide_has_every_command_and_option():
     assert [line.removeprefix("### ") for line in written.splitlines() if line.startswith("### ")] == COMMANDS
     rows = [line.split("|")[1:3] for line in written.splitlines() if line.startswith("| `")]
     assert [name for name, text in rows if not text.strip()] == []
-    assert "| `--lr` | Learning rate, the highest. Default: `0.0003`. |" in written
+    assert "| `--lr` | Peak learning rate. Default: `0.0003`. |" in written
 
 
 def test_nobody_pays_for_a_command_that_was_not_asked_for():

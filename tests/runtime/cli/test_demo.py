@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from roundpipe_runtime.__main__ import main
-from roundpipe_runtime.cli import demo
-from roundpipe_runtime.cli.demo_memory import Needs
+from roundpipe_runtime.cli.demo import command as demo
+from roundpipe_runtime.cli.demo.memory import Needs
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from roundpipe_runtime.cli import doctor_command
 from roundpipe_runtime.cli.app import run
-from roundpipe_runtime.cli.doctor import Check
+from roundpipe_runtime.cli.doctor import command as doctor_command
+from roundpipe_runtime.cli.doctor.check import Check
 from roundpipe_runtime.estimate import Hardware, load_machine
 
 

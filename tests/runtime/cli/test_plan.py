@@ -27,6 +27,17 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """A folder with a configuration of as wide layers, six of them: 1.5 billion parameters."""
+    from transformers import LlamaConfig
+
+    path = tmp_path_factory.mktemp("short")
+    config = LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16", num_hidden_layers=6)
+    config.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A file with a small configuration, of float32."""
     path = tmp_path_factory.mktemp("small")
@@ -79,9 +90,9 @@ def test_several_devices_share_the_head(small, capsys):
     assert "--last-stage-copies is a number of devices" in capsys.readouterr().err
 
 
-def test_adapters_leave_little_to_upload_where_weights_stay(folder, capsys):
+def test_adapters_leave_little_to_upload_where_weights_stay(short, capsys):
     """The plan states what staying would save; with it, the weights are on the device and the link is free."""
-    request = ["plan", str(folder), *CARDS, "--memory", "24GiB", "--batch", "12", "--length", "2048", "--lora", "8"]
+    request = ["plan", str(short), *CARDS, "--memory", "4GiB", "--batch", "12", "--length", "512", "--lora", "8"]
     run([*request, "--json"])
     moving = json.loads(capsys.readouterr().out)
     run(request)
@@ -96,13 +107,13 @@ def test_adapters_leave_little_to_upload_where_weights_stay(folder, capsys):
     assert (moving["keep_parameters"], keeping["keep_parameters"]) == (0, "auto")
     # what two of the largest stages leave of 60 %, or all of the weights
     kept = {memory["kept"] for memory in keeping["device_memory"]}
-    assert all(0 < one <= 0.6 * 24 * 2**30 for one in kept)
-    run([*request, "--keep-parameters", "2.5", "--json"])
+    assert all(0 < one <= 0.6 * 4 * 2**30 for one in kept)
+    run([*request, "--keep-parameters", "0.5", "--json"])
     some = json.loads(capsys.readouterr().out)
-    assert {memory["kept"] for memory in some["device_memory"]} == {2_500_000_000}
-    run([*request, "--keep-parameters", "2.5"])
+    assert {memory["kept"] for memory in some["device_memory"]} == {500_000_000}
+    run([*request, "--keep-parameters", "0.5"])
     out = capsys.readouterr().out
-    assert "parameters that stay there  2.5 GB" in out.replace("   ", "  ")
+    assert "parameters that stay there  500 MB" in out.replace("   ", "  ")
     assert "With --keep-parameters" not in out
 
 
@@ -124,10 +135,10 @@ def test_numbers_are_those_of_the_json(folder, capsys):
     assert found["fits"]["devices"] is True
 
 
-def test_what_does_not_fit_ends_with_1_and_says_what_would(folder, capsys, monkeypatch):
+def test_what_does_not_fit_ends_with_1_and_says_what_would(short, capsys, monkeypatch):
     """The numbers of the change, too."""
-    monkeypatch.setattr("roundpipe_runtime.estimate.hardware.host_memory_available", lambda: 50 * 10**9)
-    request = ["plan", str(folder), *CARDS, "--memory", "16GiB", "--batch", "128", "--length", "2048"]
+    monkeypatch.setattr("roundpipe_runtime.estimate.hardware.host_memory_available", lambda: 12 * 10**9)
+    request = ["plan", str(short), *CARDS, "--memory", "16GiB", "--batch", "128", "--length", "2048"]
     assert run(request) == 1
     out = capsys.readouterr().out
     assert "Devices: DOES NOT FIT" in out

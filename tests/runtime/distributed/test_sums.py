@@ -16,6 +16,7 @@ from roundpipe_runtime.distributed.weights.cuts import pieces, shards
 from roundpipe_runtime.distributed.weights.gradient_norm import clip_grad_norm
 from roundpipe_runtime.distributed.weights.shards import RankStore
 from roundpipe_runtime.optim.parameters import scan
+from tests.cases import examples
 from tests.runtime.distributed.thread_ranks import ThreadRanks, in_threads
 
 
@@ -57,7 +58,7 @@ def reduced(model, gradients, replicas, ranks, wire_dtype):
     return {names[id(p)]: rows for layer in reduction.results(1.0, had) for p, rows in layer.items()}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     replicas=st.integers(1, 5), num_shards=st.integers(1, 3), num_copies=st.integers(1, 2), is_short=st.booleans(),
     missing=st.booleans(),
@@ -108,7 +109,7 @@ def test_the_norm_is_that_of_torch(norm_type):
 
 
 @given(stops=st.lists(st.integers(0, 4), min_size=3, max_size=3))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_ranks_that_stop_anywhere_do_not_wait_for_each_other(stops):
     """A rank stops after any number of layers; all end after the exchanges that one of them has begun."""
     torch.manual_seed(0)

@@ -22,6 +22,7 @@ from roundpipe_runtime import (
     TensorChunkSpec,
     WeightedLoss,
 )
+from tests.cases import examples
 
 F = nn.functional
 WIDTH, CONSTANTS = 11, 9  # no number of rows here: what looks like rows is taken for rows, as the guide says
@@ -167,7 +168,7 @@ def is_told_by_nothing(case):
     return case["table"] is not None and case["rows"] in (1, case["table"])
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=chains())
 @pytest.mark.filterwarnings("ignore::roundpipe_runtime.UnevenSplitWarning")
 def test_a_chain_has_the_loss_and_the_gradients_of_the_plain_models_or_is_refused(devices, case):
@@ -192,7 +193,7 @@ def test_a_chain_has_the_loss_and_the_gradients_of_the_plain_models_or_is_refuse
             assert torch.allclose(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=chains(), triangle=st.booleans(), says=st.sets(st.sampled_from(["time", "hidden", "constant"])))
 def test_a_forward_has_the_outputs_and_gradients_of_the_plain_model_or_is_refused(devices, case, triangle, says):
     """Joined by the rows of the parts that a function made, where they can be told."""

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, StageError, WeightedLoss
 from roundpipe_runtime.timeline import Timeline
+from tests.cases import examples
 from tests.runtime.engine.test_stage import Criterion
 from tests.runtime.small import batch, checked_devices, cut_plan, same_bits, small_model, state
 
@@ -107,7 +108,7 @@ def test_copies_change_no_bit(devices, copies, changes):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::roundpipe_runtime.errors.UnevenSplitWarning")
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     case=st.fixed_dictionaries(
         {

@@ -15,6 +15,7 @@ from torch import nn
 from roundpipe_runtime import LossError, RoundPipe, RoundPipeRunConfig, StageError, WeightedLoss
 from roundpipe_runtime.engine.recompute.draws import run_base
 from roundpipe_runtime.engine.recompute.states import call_seed
+from tests.cases import examples
 from tests.runtime.small import (
     batch,
     checked_devices,
@@ -90,7 +91,7 @@ def assert_near(model, expected):
         assert relative_error(gradient, expected.gradients[name]) < allowed, name
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(case=cases, times=st.integers(1, 3))
 def test_means_and_gradients_are_those_of_the_whole_batch(devices, case, times):
     """With loss_reduction="mean", loss and gradients are those of one backward, accumulated over several calls too."""
@@ -104,7 +105,7 @@ def test_means_and_gradients_are_those_of_the_whole_batch(devices, case, times):
     assert_near(model, expected)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(case=cases, data=st.data())
 def test_pairs_of_sum_and_weight_are_exact(devices, case, data):
     """With (sum, weight), rows that do not count change nothing, however they are spread over microbatches."""
@@ -128,7 +129,7 @@ def test_pairs_of_sum_and_weight_are_exact(devices, case, data):
     assert_near(model, expected)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(case=cases, dropout=st.sampled_from([0.0, 0.4]), norm=st.booleans())
 def test_device_count_and_plan_change_no_bit(devices, case, dropout, norm):
     """At a fixed number of microbatches, loss, gradients and buffers are equal to the last bit."""
@@ -145,7 +146,7 @@ def test_device_count_and_plan_change_no_bit(devices, case, dropout, norm):
     assert same_bits(*found)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(case=cases, times=st.integers(1, 2))
 def test_dropout_is_that_of_the_plain_model_with_the_same_seeds(devices, case, times):
     """A plain loop over layers, each seeded as documented, draws the same masks: loss and gradients are the same."""
@@ -176,7 +177,7 @@ def test_dropout_is_that_of_the_plain_model_with_the_same_seeds(devices, case, t
     assert all(relative_error(p.grad, expected[name]) < TOLERANCE for name, p in model.named_parameters())
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(case=cases)
 def test_batch_norm_sees_its_microbatches_in_sequence(devices, case):
     """Gradients and running statistics are those of the plain model on the same microbatches, one by one.
@@ -200,7 +201,7 @@ def test_batch_norm_sees_its_microbatches_in_sequence(devices, case):
     assert relative_error(norms[0].running_var, norms[1].running_var) < TOLERANCE
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(case=cases)
 def test_forward_and_then_backward_is_the_same_function(devices, case):
     """forward() gives the plain outputs, and loss.backward() through them the plain gradients, of the input as well."""

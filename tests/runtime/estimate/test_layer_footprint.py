@@ -78,3 +78,14 @@ def test_names_and_the_last_call_are_the_callers():
     assert [layer.name for layer in found] == ["a", "b"]
     assert calls == [layers[1]]
     assert found[1].outputs == 4
+
+
+def test_layers_before_the_first_that_is_measured_are_only_called():
+    """What is measured of the others does not depend on it: they are given the same tensors."""
+    frozen, *others = layers_of(10, 20, 5, 7)
+    frozen.requires_grad_(False)
+    layers, given = [frozen, *others], (torch.empty(4, 10, device="meta"),)
+    everything = measure_layers(layers, given)
+    for start in range(len(layers)):
+        assert measure_layers(layers, given, start=start) == everything[start:]
+    assert measure_layers(layers, given, names=["a", "b", "c"], start=2)[0].name == "c"

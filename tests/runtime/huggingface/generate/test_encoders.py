@@ -59,7 +59,7 @@ def test_tokens_are_those_of_the_plain_model(name):
             found.append(model.generate(**inputs, **OPTIONS, **options))
         assert torch.equal(*found), way
         assert found[0].shape[1] >= 5
-    assert not any(path.is_on_host for path in pipeline._rp_paths())
+    assert not any(path.is_on_host for path in pipeline._rp_paths)
     pipeline.close()
 
 
@@ -84,7 +84,7 @@ def test_more_models_generate_the_tokens_of_the_plain_model(name, way):
     pipeline, plain, inputs = pair(name)
     found, expected = (model.generate(**inputs, **OPTIONS, **WAYS[way]) for model in (pipeline, plain))
     assert torch.equal(found, expected)
-    assert not any(path.is_on_host for path in pipeline._rp_paths())
+    assert not any(path.is_on_host for path in pipeline._rp_paths)
     pipeline.close()
 
 
@@ -93,7 +93,7 @@ def test_nothing_runs_on_after_close():
     before = set(threading.enumerate())
     pipeline, _, inputs = pair("seq2seq:t5")
     tokens = pipeline.generate(**inputs, **OPTIONS)
-    paths = pipeline._rp_paths()
+    paths = pipeline._rp_paths
     for path in paths:
         path.close()
     assert torch.isfinite(pipeline(**inputs, decoder_input_ids=tokens).logits).all()
@@ -160,7 +160,7 @@ def test_a_route_that_differs_is_not_taken(monkeypatch, caplog):
     with caplog.at_level(logging.INFO, logger="roundpipe_runtime"):
         found = pipeline.generate(**inputs, **OPTIONS)
     assert torch.equal(found, plain.generate(**inputs, **OPTIONS))
-    assert [path.is_on_host for path in pipeline._rp_paths()] == [True, True]
+    assert [path.is_on_host for path in pipeline._rp_paths] == [True, True]
     assert "T5Stack runs on the host in generate: through the pipeline, its output differs by" in caplog.text
     assert pipeline.forward_backward(input_kwargs=hf_batch()) > 0
     assert not any("forward" in vars(module) for module in pipeline.cut.model.modules())

@@ -6,9 +6,9 @@ import torch
 
 from yobx_flatten.errors.messages import format_bytes
 
-from ..device.accelerator import AcceleratorDevice
-from ..engine.planner import FOR_PARAMETERS
-from ..estimate.device_rates import DeviceRates, measure_device
+from ...device.accelerator import AcceleratorDevice
+from ...engine.planner import FOR_PARAMETERS
+from ...estimate.device_rates import DeviceRates, measure_device
 from .check import Check
 
 __all__ = ["device_checks"]

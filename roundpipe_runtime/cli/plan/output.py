@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from yobx_flatten.errors.messages import format_bytes, table
 
-from ..estimate.joined_loss import JoinedLoss
-from ..estimate.report import PlanReport
-from ..estimate.step_simulation import StepSimulation
-from .quantities import format_count, format_seconds
+from ...estimate.joined_loss import JoinedLoss
+from ...estimate.report import PlanReport
+from ...estimate.step_simulation import StepSimulation
+from ..quantities import format_count, format_seconds
 
 if TYPE_CHECKING:
-    from ..huggingface.plan_training import PlannedTraining, SettingsChange
-    from ..schedule.round_robin import Stage
+    from ...huggingface.plan_training import PlannedTraining, SettingsChange
+    from ...schedule.round_robin import Stage
 
 __all__ = ["as_dict", "write_plan"]
 

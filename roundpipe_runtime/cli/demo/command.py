@@ -1,4 +1,4 @@
-"""Train a transformer that is larger than its devices on real text, next to plain training where it fits.
+"""``roundpipe demo``: train a transformer larger than its devices on real text, next to plain training.
 
 .. code-block:: text
 
@@ -17,24 +17,26 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import nn
 
 from yobx_flatten.errors.messages import format_bytes, table
 from yobx_flatten.terminal.output import console as make_console
+from yobx_flatten.terminal.output import say_json
 
-from ..device.virtual import VirtualDevice
-from ..engine.config import RoundPipeRunConfig
-from ..optim.adam import Adam
-from ..optim.step import OptimizerCtx
-from ..pipeline import RoundPipe
-from ..timeline.drawing import draw_on
-from ..timeline.record import Timeline
-from .demo_memory import Needs, measure_needs
+from ...device.virtual import VirtualDevice
+from ...engine.config import RoundPipeRunConfig
+from ...optim.adam import Adam
+from ...optim.step import OptimizerCtx
+from ...pipeline import RoundPipe
+from ...timeline.drawing import draw_on
+from ...timeline.record import Timeline
+from .memory import Needs, measure_needs
 
-__all__ = ["run_demo"]
+__all__ = ["demo", "run_demo"]
 
 STEPS, SHOWN_EVERY, COUNTED_STEPS = 24, 4, 2
 ROWS, LENGTH, WIDTH, BLOCKS = 10, 32, 96, 12
@@ -42,6 +44,20 @@ DEVICES, LIMIT = 2, 4_000_000  # bytes of each: less than the weights
 TOLERANCE = 1e-4  # Adam divides by the size of a gradient, so rounding grows from step to step
 
 _Step = Callable[[torch.Tensor, torch.Tensor], float]
+
+
+def demo(
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Number of steps to train.")] = STEPS,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON; the tables go to stderr.")] = False,
+) -> int:
+    """Train a transformer larger than its devices next to plain PyTorch, and draw a timeline.
+
+    The pipeline runs on two virtual devices, each with less memory than the weights take. Plain training does not fit
+    there, so it runs in the memory of the host.
+
+    Exit status: 0 the losses are equal up to rounding; 1 they differ; 2 the demo cannot run.
+    """
+    return run_demo(steps, as_json=say_json if json else None)
 
 
 class _Embedding(nn.Module):

@@ -1,4 +1,4 @@
-"""``roundpipe timeline``."""
+"""``roundpipe timeline``: print, draw and convert timelines."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ __all__ = ["timeline"]
 def timeline(
     files: Annotated[
         list[pathlib.Path],
-        typer.Argument(metavar="FILE...", help="Files that train --timeline or Timeline.save wrote, one per rank."),
+        typer.Argument(metavar="FILE...", help="Files written by train --timeline or Timeline.save, one per rank."),
     ],
     stages: Annotated[int, typer.Option(min=0, metavar="N", help="Number of slowest stages to list.")] = 5,
     picture: Annotated[
-        pathlib.Path | None, typer.Option(metavar="FILE", help="Also draw it into a .png, .svg or .pdf.")
+        pathlib.Path | None, typer.Option(metavar="FILE", help="Also draw the timeline as .png, .svg or .pdf.")
     ] = None,
     html: Annotated[
         pathlib.Path | None,
-        typer.Option(metavar="FILE", help="Also write it as one HTML page, with bubbles by cause."),
+        typer.Option(metavar="FILE", help="Also write the timeline as one HTML page, with bubbles by cause."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print totals as JSON.")] = False,
 ) -> int:
     """Draw a timeline of a run: what each device did, and which stages took longest.
 
-    A file is a trace: chrome://tracing and ui.perfetto.dev also open it. Several
-    are drawn as one, a row per rank and device.
+    chrome://tracing and ui.perfetto.dev also open these files. Several files are drawn together, with one row per rank
+    and device.
+
     Exit status: 0 drawn; 2 there is no such file, or it is not a timeline.
     """
     read = merge_timelines(files)

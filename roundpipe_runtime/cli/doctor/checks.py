@@ -9,25 +9,27 @@ import pathlib
 import platform
 import shutil
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from torch import nn
 
+from yobx_flatten.errors.failures import result_or
 from yobx_flatten.errors.messages import first_line, format_bytes
 from yobx_flatten.errors.tried_versions import NEWEST_TRIED, untried_versions
 
-from ..device.accelerator import memory_info
-from ..device.virtual import DeviceSpec
-from ..engine.config import RoundPipeRunConfig
-from ..estimate.hardware import cores, host_memory_available, host_memory_rate
-from ..optim.step import OptimizerCtx
-from ..pipeline import RoundPipe
+from ...device.accelerator import memory_info
+from ...device.virtual import DeviceSpec
+from ...engine.config import RoundPipeRunConfig
+from ...estimate.hardware import cores, host_memory_available, host_memory_rate
+from ...optim.step import OptimizerCtx
+from ...pipeline import RoundPipe
 from .check import Check, Status
-from .device_checks import device_checks
+from .devices import device_checks
 
-__all__ = ["Check", "Status", "accelerators", "examine", "train_difference"]
+__all__ = ["accelerators", "examine", "train_difference"]
 
 _PACKAGE = "yobx-flatten"
 
@@ -60,13 +62,12 @@ def examine() -> list[Check]:
         ("speed of accelerators", _speed),
         ("training", _training),
     ]
-    found = []
-    for name, check in checks:
-        try:
-            found += check()
-        except Exception as error:  # whatever is broken here is what the user wants to know
-            found.append(Check(name, "fail", f"{type(error).__name__}: {first_line(error)}", "Report this."))
-    return found
+    return [found for name, check in checks for found in result_or(check, partial(_broken, name))]
+
+
+def _broken(name: str, error: Exception) -> list[Check]:
+    """A check that fails with an error: what is broken here is what the user wants to know."""
+    return [Check(name, "fail", f"{type(error).__name__}: {first_line(error)}", "Report this.")]
 
 
 # -- what is installed -----------------------------------------------------------------------------------------------

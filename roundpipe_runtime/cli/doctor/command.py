@@ -1,4 +1,4 @@
-"""``roundpipe doctor``."""
+"""``roundpipe doctor``: run all checks, and print what each has found."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import typer
 from yobx_flatten.terminal.failures import CHECK_FAILED
 from yobx_flatten.terminal.output import console, progress, say, say_json
 
-from ..estimate.call_cost import call_seconds
-from ..estimate.hardware import describe_hardware
-from ..estimate.machine_file import save_machine
-from .doctor import Check, examine
+from ...estimate.call_cost import call_seconds
+from ...estimate.hardware import describe_hardware
+from ...estimate.machine_file import save_machine
+from .check import Check
+from .checks import examine
 
 __all__ = ["doctor"]
 
@@ -23,14 +24,15 @@ __all__ = ["doctor"]
 def doctor(
     machine: Annotated[
         pathlib.Path | None,
-        typer.Option(metavar="FILE", help="Also write the measured rates and sizes, for plan --machine."),
+        typer.Option(metavar="FILE", help="Also write the measured rates and sizes to this file, for plan --machine."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Check this installation: versions, devices, memory, threads, disk, and a short training.
 
-    Every line is ok, a warning or a fail, and states what to do. Exit status: 0
-    nothing fails; 1 something does.
+    Each line is ok, a warning or a failure; a warning or failure states what to do.
+
+    Exit status: 0 nothing fails; 1 something fails.
     """
     with progress("looking around, and training for two steps"):
         findings = examine()

@@ -9,8 +9,8 @@ from typing import Any
 
 from yobx_flatten.errors.messages import format_bytes, table
 
-from ..estimate.network import NodesEstimate
-from .quantities import format_seconds
+from ...estimate.network import NodesEstimate
+from ..quantities import format_seconds
 
 __all__ = ["as_dict", "write_nodes"]
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..device.events import Event
-from ..device.virtual import VirtualDevice
-from ..engine.config import RoundPipeRunConfig
-from ..errors import DeviceMemoryError
-from ..estimate.footprint import Footprint, storage_bytes
-from ..optim.adam import Adam
-from ..pipeline import RoundPipe
+from ...device.events import Event
+from ...device.virtual import VirtualDevice
+from ...engine.config import RoundPipeRunConfig
+from ...errors import DeviceMemoryError
+from ...estimate.footprint import Footprint, storage_bytes
+from ...optim.adam import Adam
+from ...pipeline import RoundPipe
 
 __all__ = ["CountingDevice", "Needs", "measure_needs"]
 

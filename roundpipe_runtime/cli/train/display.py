@@ -13,7 +13,7 @@ from torch import nn
 from yobx_flatten.errors.messages import format_bytes
 from yobx_flatten.terminal.output import console, printable, say
 
-from ..fine_tune import Blocks, ChatRows, EvalRecord, ModelSource, StepRecord, Tokenizer, Training, sparkline
+from ...fine_tune import Blocks, ChatRows, EvalRecord, ModelSource, StepRecord, Tokenizer, Training, sparkline
 
 __all__ = ["Display", "format_chats", "format_model", "format_step", "format_text", "format_training", "show_rows"]
 

@@ -1,4 +1,4 @@
-"""``roundpipe train``."""
+"""``roundpipe train``: train, save the model, and compare the saved model with the trained one."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ import pathlib
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import typer
 from torch import nn
 
+from yobx_flatten.errors.failures import raised_as
 from yobx_flatten.terminal.failures import UserError
 from yobx_flatten.terminal.output import say, say_json
 
-from .. import fine_tune as tuning
-from ..errors import PlanError
+from ... import fine_tune as tuning
+from ...errors import PlanError, RoundPipeError
+from ..models import source_of
+from ..option_objects import flat_options, takes_options
 from .config_file import format_config
-from .models import source_of
-from .option_objects import flat_options, takes_options
-from .train_display import Display, format_chats, format_model, format_text, format_training, show_rows
-from .train_options import (
+from .display import Display, format_chats, format_model, format_text, format_training, show_rows
+from .options import (
     FileOptions,
     LearningOptions,
     ModelOptions,
@@ -47,11 +49,11 @@ def train(
 ) -> int:
     """Train a language model on text, with only as many layers on a device as fit.
 
-    What it learns is what it learns without a pipeline. Ctrl-C ends the step,
-    writes a checkpoint and states how to go on; the result is then the same, to
-    the last bit. Several processes of torchrun train one model, in groups of
-    rows; those that it starts again go on by themselves. Exit status: 0 trained, saved and loaded again; 2 it cannot be
-    done; 130 Ctrl-C; 143 SIGTERM.
+    Results match training without a pipeline. Ctrl-C finishes the step, writes a checkpoint and prints the line that
+    resumes from it, with bitwise identical results. Under torchrun, all processes train one model; after a restart they
+    resume by themselves.
+
+    Exit status: 0 trained, saved, and loaded again as a check; 2 the request cannot be served; 130 Ctrl-C; 143 SIGTERM.
     """
     if what.print_config:
         parts = {"Model": what, "Text": data, "A step": step, "Learning": learning, "What is written": files}
@@ -247,19 +249,17 @@ _NOT_ON_CARD = ("text", "chat", "files", "tokenizer", "chat_template", "show_row
 _RECORDS = {"last_step": tuning.StepRecord, "last_evaluation": tuning.EvalRecord}
 
 
-@contextlib.contextmanager
-def _naming_rank(job: tuning.Job) -> Iterator[None]:
+def _naming_rank(job: tuning.Job) -> contextlib.AbstractContextManager[None]:
     """A block whose errors name the rank, the stage and the layer, where there are several processes."""
-    try:
-        yield
-    except Exception as error:
-        if job.size == 1:
-            raise
-        named = tuning.named_error(job.rank, error)
-        for note in getattr(error, "__notes__", ()):
-            if named is not error and note not in str(named):  # where the step failed is in the text
-                named.add_note(note)
-        raise named from error
+    return contextlib.nullcontext() if job.size == 1 else raised_as(partial(_named, job.rank), RoundPipeError)
+
+
+def _named(rank: int, error: Exception) -> Exception:
+    named = tuning.named_error(rank, error)
+    for note in getattr(error, "__notes__", ()):
+        if note not in str(named):  # where the step failed is in the text
+            named.add_note(note)
+    return named
 
 
 @contextlib.contextmanager

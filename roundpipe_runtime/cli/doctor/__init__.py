@@ -1,0 +1,1 @@
+"""``roundpipe doctor``: check an installation."""

@@ -1,0 +1,1 @@
+"""``roundpipe plan``: estimate the memory and step time of a training."""

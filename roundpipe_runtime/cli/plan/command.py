@@ -1,0 +1,131 @@
+"""``roundpipe plan``: cut the model without allocating it, and print the estimate."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import typer
+
+from yobx_flatten.terminal.failures import CHECK_FAILED, UserError
+from yobx_flatten.terminal.output import progress, say, say_json
+
+from ...estimate.network import nodes_of_report, of_node
+from ..models import source_of
+from ..option_objects import takes_options
+from ..quantities import parse_bits, parse_gigabytes
+from ..train.options import dtype_named
+from .nodes import as_dict as nodes_as_dict
+from .nodes import write_nodes
+from .options import MachineOptions, ModelOptions, NodeOptions, StepOptions
+from .output import as_dict, write_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ...estimate.network import NodesEstimate
+    from ...estimate.report import PlanReport
+    from ...fine_tune import ModelSource
+    from ...huggingface.plan_training import PlannedTraining, SettingsChange
+
+__all__ = ["plan"]
+
+
+@takes_options(what=ModelOptions, machine=MachineOptions, step=StepOptions, shared=NodeOptions)
+def plan(
+    _: typer.Context, *, what: ModelOptions, machine: MachineOptions, step: StepOptions, shared: NodeOptions
+) -> int:
+    """Estimate the memory and step time of a training, without allocating anything.
+
+    The report lists layers, stages, memory of devices and host, how many tokens hide the transfers, the time of a step,
+    and whether the training fits.
+
+    Exit status: 0 it fits, as far as is known; 1 it does not fit; 2 there is no such model or device.
+    """
+    nodes, rows = shared.nodes, _rows_of_machine(step.batch, shared.nodes)
+    source = source_of(what.model, weights=False)
+    if source.folder is None and not pathlib.Path(what.model).exists() and not what.json:
+        say(f"{what.model}: a small model with random weights\n")
+    length = _length(source, step.length)
+    with progress("building the model without memory") as show:
+        training = _training(source, machine, step, show)
+        count = step.microbatches or min(len(training.hardware.names) + 1, rows)
+        _check_microbatches(count, rows, nodes)
+        size = {"batch": rows, "length": length, "num_microbatch": count}
+        show("measuring the layers")
+        keep = parse_gigabytes(step.keep_parameters, "--keep-parameters")
+        report = training.report(**size, last_stage_copies=step.copies, keep_parameters=keep)
+        change = _remedy(training, report, size, show)
+    several = _nodes(training, report, dtype_named(shared.reduce_dtype))
+    found = several(nodes, parse_bits(shared.network, "--network"))
+    report = of_node(report, nodes) if nodes > 1 else report
+    if what.json:
+        described = as_dict(training, report, change, rows=rows, length=length)
+        say_json(described if nodes == 1 else {**described, "several": nodes_as_dict(found, several)})
+    else:
+        say(write_plan(training, report, change, rows=rows, length=length))
+        if nodes > 1:
+            say("\n" + write_nodes(found, several, rows=step.batch, tokens=report.tokens))
+    return CHECK_FAILED if False in (report.fits_devices, report.fits_host) else 0
+
+
+def _rows_of_machine(batch: int, nodes: int) -> int:
+    """The rows of a batch on one of several machines."""
+    if batch < nodes:
+        raise UserError(f"{batch} rows cannot be cut among {nodes} machines: --batch {nodes}, or --nodes {batch}")
+    return -(-batch // nodes)
+
+
+def _length(source: ModelSource, length: int | None) -> int:
+    """The tokens of a row: as given, or as many as the model takes, up to 512."""
+    longest = source.longest
+    if length is not None and longest is not None and length > longest:
+        raise UserError(f"{source.name} takes rows of {longest} tokens at most: --length {longest}")
+    return length or min(512, longest or 512)
+
+
+def _check_microbatches(count: int, rows: int, nodes: int) -> None:
+    if count > rows:
+        raise UserError(
+            f"{rows} rows cannot be cut into {count} microbatches: --batch {count * nodes}, or --microbatches {rows}"
+        )
+
+
+def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, show: Any) -> PlannedTraining:
+    """The model on meta, cut, and the hardware."""
+    from ...fine_tune import Lora, add_lora
+    from ...huggingface.plan_training import PlannedTraining, model_on_meta
+
+    adapters = None if step.lora is None else Lora.parse(step.lora)
+    made = model_on_meta(source.config, dtype=dtype_named(step.dtype))
+    kept = next((p.dtype for p in made.parameters() if p.is_floating_point()), torch.float32)
+    if adapters is not None:
+        with torch.device("meta"):
+            made = add_lora(made, adapters)
+    show("measuring this machine")
+    hardware = machine.hardware(kept)
+    show("cutting the model")
+    return PlannedTraining(made, hardware, optim_dtype=dtype_named(step.optim_dtype))
+
+
+def _remedy(training: PlannedTraining, report: PlanReport, size: Mapping[str, int], show: Any) -> SettingsChange | None:
+    """What to change so that the devices have room; ``None`` where they have, or where nothing helps."""
+    if report.fits_devices is not False or report.too_large:
+        return None
+    show("looking for what fits")
+    return training.remedy(**size)
+
+
+def _nodes(
+    training: PlannedTraining, report: PlanReport, reduce_dtype: torch.dtype | None
+) -> Callable[[int, float], NodesEstimate]:
+    """The estimate for a number of machines and a line between them."""
+    parameters = list(training.model.parameters())
+
+    def several(nodes: int, network: float) -> NodesEstimate:
+        return nodes_of_report(
+            report, parameters, nodes, network, optim_dtype=training.optim_dtype, reduce_dtype=reduce_dtype
+        )
+
+    return several

@@ -1,0 +1,124 @@
+"""The options of ``roundpipe plan`` with their help; one dataclass per concern."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+import typer
+
+from yobx_flatten.model_folder.source.find import MODEL_NAMES
+from yobx_flatten.terminal.failures import UserError
+
+from ..option_objects import option
+from ..quantities import parse_bits, parse_bytes, parse_gigabytes
+from ..train import options as train
+
+if TYPE_CHECKING:
+    from ...estimate.hardware import Hardware
+
+__all__ = ["MachineOptions", "ModelOptions", "NodeOptions", "StepOptions"]
+
+_STEP, _NODES = "A step", "Several machines"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model is planned, and how the plan is printed."""
+
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_NAMES + " Weights are not read.")]
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """What is stated of one machine; the rest is measured or assumed."""
+
+    devices: Annotated[str, option("DEVICES", "auto, virtual:N, or cuda:0,cuda:1 (which need not exist here).")] = (
+        "auto"
+    )
+    memory: Annotated[str | None, option("SIZE", "Memory of one device, like 24GiB (default: measured).")] = None
+    bandwidth: Annotated[float | None, option("GB/S", "Copy rate from host to device (default: measured).")] = None
+    flops: Annotated[float | None, option("TFLOP/S", "Compute rate of a device (default: measured).")] = None
+    machine: Annotated[
+        pathlib.Path | None, option("FILE", "Machine profile: written by doctor --machine, or by hand.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        self._numbers()
+
+    def _numbers(self) -> dict[str, Any]:
+        return {
+            "memory": None if self.memory is None else parse_bytes(self.memory, "--memory"),
+            "link": _rate("--bandwidth", self.bandwidth, 1e9),
+            "flops": _rate("--flops", self.flops, 1e12),
+        }
+
+    def hardware(self, dtype: torch.dtype) -> Hardware:
+        """Return the profile, with what is given in addition; without one, what is measured or assumed."""
+        from ...estimate.hardware import describe_hardware, device_kind, device_names
+        from ...estimate.machine_file import load_machine
+
+        if self.machine is None:
+            return describe_hardware(None if self.devices == "auto" else self.devices, dtype=dtype, **self._numbers())
+        found = load_machine(self.machine)
+        given = {name: value for name, value in self._numbers().items() if value is not None}
+        if self.devices != "auto":
+            names = device_names(self.devices)
+            given.update(names=names, kind=device_kind(names))
+        origin = {**found.origin, **{name: "given" for name in given if name in found.origin}}
+        return dataclasses.replace(found, **given, origin=origin)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """How many rows a step has, and how it is computed."""
+
+    batch: train.Batch = 8
+    length: Annotated[int | None, option("N", "Tokens per row (default: 512 or the model's limit).", _STEP, min=2)] = (
+        None
+    )
+    microbatches: train.Microbatches = None
+    dtype: train.Dtype = "auto"
+    optim_dtype: train.OptimDtype = "float32"
+    lora: Annotated[
+        str | None, option("R[,ALPHA[,NAMES]]", "Train LoRA adapters only, as train --lora does.", _STEP)
+    ] = None
+    last_stage_copies: Annotated[
+        str, option("N", "Number of devices that run the head; auto: as many as make the step faster.", _STEP)
+    ] = "1"
+    keep_parameters: train.KeepParameters = "0"
+
+    def __post_init__(self) -> None:
+        parse_gigabytes(self.keep_parameters, "--keep-parameters")
+        text = self.last_stage_copies
+        if text != "auto" and (not text.isdecimal() or int(text) < 1):
+            raise UserError(f'--last-stage-copies is a number of devices or "auto", found {text!r}')
+
+    @property
+    def copies(self) -> int | Literal["auto"]:
+        """The number of devices that run the head."""
+        return "auto" if self.last_stage_copies == "auto" else int(self.last_stage_copies)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """How many machines share a batch, and the network between them."""
+
+    nodes: Annotated[int, option("N", "Number of machines like this one that share the batch.", _NODES, min=1)] = 1
+    network: Annotated[str, option("RATE", "Network rate of each machine, in bits per second.", _NODES)] = "100G"
+    reduce_dtype: Annotated[
+        Literal["same", "float32", "bfloat16"],
+        option("DTYPE", "Data type of gradients on the network: same, float32, bfloat16.", _NODES),
+    ] = "same"
+
+    def __post_init__(self) -> None:
+        parse_bits(self.network, "--network")
+
+
+def _rate(option: str, value: float | None, unit: float) -> float | None:
+    if value is not None and not 0 < value < float("inf"):
+        raise UserError(f"{option} must be a number above 0, found {value}")
+    return None if value is None else value * unit

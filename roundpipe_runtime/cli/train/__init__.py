@@ -1,0 +1,1 @@
+"""``roundpipe train``: train a language model on text."""

@@ -1,0 +1,349 @@
+"""The options of ``roundpipe train`` with their help, in the order of ``--help``; one dataclass per concern."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+from yobx_flatten.model_folder.source.find import MODEL_NAMES
+from yobx_flatten.terminal.failures import UserError
+
+from ...device.virtual import Device, VirtualDevice, parse_devices
+from ...distributed.ranks.torchrun import own_devices
+from ...errors import ConfigError, DeviceError
+from ...fine_tune import Settings, check_curve, check_output
+from ..option_objects import option
+from ..quantities import parse_bytes, parse_gigabytes
+from .config_file import read_config_file
+
+_TEXT, _STEP, _RATE, _FILES = "Text", "A step", "Learning", "What is written"
+
+
+def _number(text: str, panel: str, *, least: int = 1) -> Any:
+    return option("N", text, panel, min=least)
+
+
+def _path(text: str, *, metavar: str = "FILE") -> Any:
+    return option(metavar, text, _FILES)
+
+
+Batch = Annotated[int, _number("Batch size, over all processes.", _STEP)]
+Microbatches = Annotated[int | None, _number("Microbatches per batch or group (default: devices + 1).", _STEP)]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16"],
+    typer.Option(help="Data type of the weights; auto: as stored in the model.", rich_help_panel=_STEP),
+]
+OptimDtype = Annotated[
+    Literal["float32", "bfloat16", "same"],
+    typer.Option(help="Data type of master weights; same: that of the weights.", rich_help_panel=_STEP),
+]
+
+KeepParameters = Annotated[
+    str,
+    option("GB", "GB of parameters that stay on each device between steps; auto: as many as fit.", _STEP),
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model is trained, and where it is saved."""
+
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL [FILES]...",
+            help=MODEL_NAMES + " Further arguments are text files, so that --text *.txt works unquoted.",
+        ),
+    ] = None
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Model, instead of the first argument.")] = None
+    output: Annotated[
+        pathlib.Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Folder for the trained model (required)."),
+    ] = None
+    config: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="YAML file of options, one per line, like batch: 4. The command line overrides it.",
+            is_eager=True,  # the others get their defaults of it
+            callback=read_config_file,
+        ),
+    ] = None
+    print_config: Annotated[
+        bool,
+        typer.Option(
+            "--print-config", help="Print all options and their values in the form that --config reads, and exit."
+        ),
+    ] = False
+    json: Annotated[bool, typer.Option("--json", help="Print JSON at the end; everything else goes to stderr.")] = False
+
+    def __post_init__(self) -> None:
+        if self.print_config:
+            return
+        if self.model is None and not self.words:
+            raise UserError("Missing argument 'MODEL' (see --help)")
+        if self.output is None:
+            raise UserError("Missing option '--output' / '-o' (see --help)")
+
+    @property
+    def name(self) -> str:
+        """The model."""
+        return self.model if self.model is not None else (self.words or [""])[0]
+
+    @property
+    def more_text(self) -> list[str]:
+        """Text among the arguments."""
+        return list(self.words or [])[0 if self.model is not None else 1 :]
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """The folder for the trained model."""
+        return self.output or pathlib.Path()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """The data of a training, and the length of its rows."""
+
+    text: Annotated[
+        list[str] | None,
+        option(
+            "FILES",
+            "Training text: a text file, a file of JSON lines, a folder of such files, a folder saved by "
+            "the library datasets, or a pattern.",
+            _TEXT,
+        ),
+    ] = None
+    field: Annotated[
+        str,
+        option("NAME", "Field of JSON lines and datasets that contains the text.", _TEXT),
+    ] = "text"
+    chat: Annotated[
+        list[str] | None,
+        option(
+            "FILES",
+            "Train on the answers in conversations instead of on text: JSON with messages, ShareGPT, Alpaca, or "
+            "prompt and completion.",
+            _TEXT,
+        ),
+    ] = None
+    chat_template: Annotated[
+        pathlib.Path | None,
+        option("FILE", "Chat template to use instead of the tokenizer's.", _TEXT),
+    ] = None
+    pack: Annotated[
+        bool,
+        typer.Option(
+            "--pack",
+            help="Pack several conversations into each row; attention does not cross between them.",
+            rich_help_panel=_TEXT,
+        ),
+    ] = False
+    show_rows: Annotated[
+        int,
+        _number("Number of conversations to print before training, with their trained tokens marked.", _TEXT, least=0),
+    ] = 2
+    tokenizer: Annotated[
+        str | None,
+        option(
+            "DIR",
+            "Folder of a tokenizer, or the word bytes (default: the model's own; bytes for random weights without "
+            "one).",
+            _TEXT,
+        ),
+    ] = None
+    length: Annotated[int | None, _number("Tokens per row (default: 512 or the model's limit).", _TEXT, least=2)] = None
+    eval_share: Annotated[
+        float,
+        option("X", "Share of the rows that is held out for evaluation.", _TEXT, min=0.0, max=0.9),
+    ] = 0.02
+
+    def __post_init__(self) -> None:
+        if self.chat and self.text:
+            raise UserError("--text and --chat are two kinds of data. Leave one out")
+        for name, is_given in (("--chat-template", self.chat_template), ("--pack", self.pack)):
+            if is_given and not self.chat:
+                raise UserError(f"{name} is about conversations. Name them: --chat FILE")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """How many rows a step has, and what computes it."""
+
+    devices: Annotated[
+        str,
+        option("DEVICES", "auto, virtual:N (N devices simulated on the CPU), or cuda:0,cuda:1.", _STEP),
+    ] = "auto"
+    memory: Annotated[
+        str | None,
+        option("SIZE", "Memory limit of each virtual device, like 200MB (default: none).", _STEP),
+    ] = None
+    batch: Batch = 8
+    microbatches: Microbatches = None
+    replicas: Annotated[
+        int | None, _number("Number of groups that a batch is cut into (default: one per process).", _STEP)
+    ] = None
+    accumulate: Annotated[int, _number("Batches per optimizer step (gradient accumulation).", _STEP)] = 1
+    steps: Annotated[int | None, _number("Number of steps, instead of --epochs.", _STEP)] = None
+    epochs: Annotated[int | None, _number("Passes over the data (default: 1).", _STEP)] = None
+    dtype: Dtype = "auto"
+    unmatched_weights: Annotated[
+        Literal["refuse", "unused", "random"],
+        typer.Option(
+            help="If folder and model have different weights: refuse raises an error; unused ignores weights that the "
+            "model lacks; random also initializes weights that the folder lacks.",
+            rich_help_panel=_STEP,
+        ),
+    ] = "refuse"
+    optim_dtype: OptimDtype = "float32"
+    keep_parameters: KeepParameters = "0"
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.epochs is not None:
+            raise UserError("--steps and --epochs both state how long. Leave one out")
+        parse_gigabytes(self.keep_parameters, "--keep-parameters")
+        if self.memory is not None:
+            parse_bytes(self.memory, "--memory")
+
+    def device_objects(self) -> list[Device]:
+        """Return the devices, virtual ones with the memory that they may use."""
+        text = self.devices
+        names = own_devices() if text == "auto" else text if text.startswith("virtual") else text.split(",")
+        try:
+            found = parse_devices(names)
+        except (ConfigError, DeviceError) as error:
+            reason = "torch finds no accelerator here" if isinstance(error, DeviceError) else "it names no device"
+            raise UserError(f"--devices {text}: {reason}. Write auto, virtual:2, or cuda:0,cuda:1") from error
+        if self.memory is not None:
+            for device in found:
+                if not isinstance(device, VirtualDevice):
+                    raise UserError(
+                        f"--memory limits virtual devices, and {device.name} has a memory of its own. Leave it "
+                        "out, or: --devices virtual:2"
+                    )
+                device.memory_limit = parse_bytes(self.memory, "--memory")
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearningOptions:
+    """What the optimizer does with the gradients."""
+
+    lora: Annotated[
+        str | None,
+        option("R[,ALPHA[,NAMES]]", "Train LoRA adapters of rank R only: 8, or 8,16, or 8,16,q_proj,v_proj.", _RATE),
+    ] = None
+    lr: Annotated[float, option("X", "Peak learning rate.", _RATE)] = 0.0003
+    warmup: Annotated[
+        int | None, _number("Steps until --lr is reached (default: a tenth of all steps, at most 100).", _RATE, least=0)
+    ] = None
+    schedule: Annotated[
+        Literal["cosine", "linear", "constant"],
+        option("NAME", "How the learning rate decreases after warmup: cosine, linear, constant.", _RATE),
+    ] = "cosine"
+    weight_decay: Annotated[
+        float,
+        option("X", "Weight decay of matrices; vectors, such as biases and norms, have none.", _RATE, min=0.0),
+    ] = 0.01
+    clip: Annotated[
+        float,
+        option("X", "Largest norm of the gradients; 0: no clipping.", _RATE, min=0.0),
+    ] = 1.0
+    seed: Annotated[int, _number("Random seed of initial weights, row order and dropout.", _RATE, least=0)] = 0
+    eval_every: Annotated[int | None, _number("Steps between evaluations (default: one at the end).", _RATE)] = None
+    check: Annotated[
+        bool, typer.Option(help="Compare the pipeline with the reference model before training.", rich_help_panel=_RATE)
+    ] = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileOptions:
+    """The files that a training writes besides the model, and how often."""
+
+    checkpoint: Annotated[
+        pathlib.Path | None, _path("Folder for checkpoints (default: <output>-checkpoints).", metavar="DIR")
+    ] = None
+    every: Annotated[int | None, _number("Steps between checkpoints (default: only Ctrl-C writes one).", _FILES)] = None
+    keep: Annotated[int, _number("Number of checkpoints to keep.", _FILES)] = 3
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Resume from the last checkpoint, if there is one.", rich_help_panel=_FILES)
+    ] = False
+    metrics: Annotated[pathlib.Path | None, _path("Write a line of JSON per step and evaluation.")] = None
+    plot: Annotated[pathlib.Path | None, _path("Plot the losses as .png, .svg or .pdf at the end.")] = None
+    report_to: Annotated[
+        list[str] | None,
+        option("NAME", "Also log to tensorboard, wandb, mlflow or another integration of the Trainer.", _FILES),
+    ] = None
+    timeline: Annotated[
+        pathlib.Path | None, _path("Write a timeline of one of the first steps, for roundpipe timeline.")
+    ] = None
+    log_every: Annotated[int | None, _number("Steps between printed lines, without a terminal.", _FILES)] = None
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace files that exist.", rich_help_panel=_FILES)
+    ] = False
+
+    @property
+    def writes_last(self) -> bool:
+        """Whether a checkpoint is written after the last step."""
+        return self.every is not None or self.checkpoint is not None or self.resume
+
+    def checkpoints(self, output: pathlib.Path) -> pathlib.Path:
+        """Return the folder of the checkpoints."""
+        return self.checkpoint or output.with_name(f"{output.name}-checkpoints")
+
+    def check(self, output: pathlib.Path) -> None:
+        """Refuse what cannot be written before hours are spent on it."""
+        check_output(output, overwrite=self.overwrite)
+        if self.plot is not None:
+            check_curve(self.plot)
+        for path in (self.metrics, self.plot, self.timeline):
+            if path is None:
+                continue
+            if path.exists() and not (self.overwrite or self.resume):
+                raise UserError(f"{path} exists. Name another file, or replace it: --overwrite")
+            if not path.absolute().parent.is_dir():
+                raise UserError(f"There is no folder {path.parent} for {path.name}")
+        checkpoints = self.checkpoints(output)
+        if not self.resume and (there := list(checkpoints.glob("checkpoint-*"))):
+            newest = max(there, key=lambda path: path.stat().st_mtime)
+            raise UserError(
+                f"{newest} is of another run. Go on with that: --resume; or begin anew in another folder: "
+                "--checkpoint DIR"
+            )
+
+
+def settings_of(
+    step: StepOptions, learning: LearningOptions, replicas: int | None, report_to: list[str] | None = None
+) -> Settings:
+    """Return the settings of a training."""
+    # report_to: where the Trainer also sends what it logs
+    return Settings(
+        batch=step.batch,
+        microbatches=step.microbatches,
+        replicas=replicas,
+        accumulate=step.accumulate,
+        steps=step.steps,
+        epochs=step.epochs or 1,
+        devices=step.device_objects(),
+        optim_dtype=dtype_named(step.optim_dtype),
+        keep_parameters=parse_gigabytes(step.keep_parameters, "--keep-parameters"),
+        lr=learning.lr,
+        warmup=learning.warmup,
+        schedule=learning.schedule,
+        weight_decay=learning.weight_decay,
+        clip=learning.clip,
+        seed=learning.seed,
+        eval_every=learning.eval_every,
+        check=learning.check,
+        report_to=tuple(report_to or ()),
+    )
+
+
+def dtype_named(name: str) -> torch.dtype | None:
+    """Return a dtype; ``None`` for that of the weights."""
+    return None if name in ("auto", "same") else getattr(torch, name)

@@ -1,0 +1,210 @@
+"""Decide how a call of a wrapped model is computed: in microbatches, with a joined loss, or in one piece."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+from torch import nn
+
+from yobx_flatten.errors.messages import format_bytes
+from yobx_flatten.huggingface.cache_names import cache_of, is_cache, name_in
+from yobx_flatten.recipe.aliases import Kwargs, PyTree
+
+from ..engine.config import RoundPipeRunConfig
+from ..errors import ConfigError, RoundPipeWarning, warn
+from ..pipeline import RoundPipe
+from .adapters import check_adapters, model_inside
+from .batches import check_packed_texts, split_pictures
+from .cutting.caches import HeldCache, cache_argument, has_layers, home, split_held, with_own_name
+from .cutting.capture import asked_for, install_hooks
+from .cutting.cut import Cut
+from .cutting.example import plain_rows, without_cache
+from .errors import rows_are_mixed
+from .loss.call_options import CALL_OPTIONS, CallOptions
+from .loss.moe_aux_loss import has_router_logits, wants_tuple
+from .loss.weights import UnprovenLossError, has_labels, rows_of_call
+from .loss_proof import LossProof, Way
+from .loss_ways import LossWays
+from .merge_outputs import merge_as_asked, merge_as_tuple, merge_with_cache, merge_with_loss
+from .row_lists import split_lists
+from .row_ways import RowWays
+
+__all__ = ["CutModel"]
+
+
+class CutModel(RoundPipe):
+    """A model in pieces, with the ways in which losses and rows of a kind of call are computed."""
+
+    _rp_cut: Cut
+    _rp_warned_of_rows = _rp_warned_of_loss = False
+
+    def __init__(self, made: Cut, **options: Any) -> None:
+        self.__dict__["_rp_cut"] = made
+        super().__init__(made.model, **options)
+
+    @functools.cached_property
+    def _rp_losses(self) -> LossWays:
+        """How losses are computed, by kind of call."""
+        return LossWays(self.cut, self._rp_engine, shares_batches=self._rp_options.has_groups)
+
+    @functools.cached_property
+    def _rp_rows(self) -> RowWays:
+        """Which pieces mix rows, by kind of call."""
+        return RowWays(self.cut, self._rp_engine, self._rp_losses, shares_batches=self._rp_options.has_groups)
+
+    @functools.cached_property
+    def _rp_shown_losses(self) -> set[Hashable]:
+        """Loss functions that were found to return a multiple of the model's loss."""
+        return set()
+
+    def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
+        return list(self.cut.pieces)
+
+    def _rp_build(self, *args: Any, **kwargs: Any) -> None:
+        super()._rp_build(*args, **kwargs)
+        self._rp_engine.row_check = None  # pieces are looked at one kind of call at a time, see `_rp_rows`
+
+    @property
+    def model(self) -> nn.Module:
+        """The model's attribute ``model``, such as the decoder without its head; without one, the model itself."""
+        whole_model = self.cut.model
+        inner = getattr(whole_model, "model", whole_model)
+        return inner if isinstance(inner, nn.Module) else whole_model
+
+    @property
+    def cut(self) -> Cut:
+        """The cut: the pieces, and the report on how they were found."""
+        return self._rp_cut
+
+    # -- the way of a call ---------------------------------------------------------------------------------------------
+
+    def _rp_way(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> Way:
+        """Return how the loss of a call is computed; the options of the call note it."""
+        options: CallOptions = kwargs[CALL_OPTIONS]
+        resolved = self._rp_config(config)
+        is_wanted = has_labels(self.cut.model, kwargs) or resolved.requires_grad
+        if resolved.loss_reduction == "joined":
+            self._rp_check_alone()
+            return "joined"
+        if options.smoothed_loss is not None or resolved.num_microbatch == 1 or not is_wanted:
+            # A smoothed loss is ours, and one microbatch has nothing to weigh. A call without labels that trains
+            # nothing rarely has a loss; one that has is not taken for proven.
+            kwargs[CALL_OPTIONS] = dataclasses.replace(options, weight_by="items" if options.smoothed_loss else None)
+            return "items"
+        proof = self._rp_losses.find(args, kwargs, resolved)
+        if self._rp_options.has_groups and proof.way != "items":
+            raise UnprovenLossError
+        if proof.way in ("items", "rows", "sum"):
+            kwargs[CALL_OPTIONS] = dataclasses.replace(options, weight_by=proof.way)
+        elif proof.variants or proof.way == "whole":  # else no label counts in this batch, and a joined loss is zero
+            self._rp_warn_of_loss(proof, rows_of_call(args, kwargs))
+        return proof.way
+
+    def _rp_way_for_rows(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: Way) -> Way:
+        """Return how a call is computed whose layers may mix rows: those that do run once, for the whole batch."""
+        options: CallOptions = kwargs[CALL_OPTIONS]
+        last, resolved = len(self.cut.pieces) - 1, self._rp_config(config)
+        if way == "whole" or resolved.num_microbatch == 1:
+            return way
+        # the last piece of these returns a loss, which was proven itself
+        is_loss_only = way == "joined" or options.loss_only or options.smoothed_loss is not None
+        piece = self._rp_rows.first_that_mixes(args, kwargs, resolved, last if is_loss_only else last + 1)
+        if piece is None:
+            return way
+        title = self._rp_rows.title(piece)
+        if self._rp_options.has_groups:
+            raise rows_are_mixed(title)
+        found: Way = "joined" if piece == last and last > 0 else "whole"
+        self._rp_warn_of_rows(title, found)
+        return found
+
+    def _rp_warn_of_rows(self, title: str, way: Way) -> None:
+        """State once that layers do not compute each row by itself."""
+        if not self._rp_warned_of_rows:
+            self._rp_warned_of_rows = True
+            how = "it runs once for the whole batch" if way == "joined" else "such batches run in one microbatch"
+            warn(
+                f"{type(self.cut.model).__name__}: {title} computes other numbers for some rows of a batch in one "
+                f"piece than in parts. So {how}.",
+                RoundPipeWarning,
+            )
+
+    def _rp_way_without_parts(self, kwargs: Kwargs) -> Way:
+        """Return how a loss is computed whose parts have no weights."""
+        way: Way = "whole" if self.cut.report.is_whole or is_cache(cache_of(kwargs)) else "joined"
+        self._rp_warn_of_loss(LossProof(way, "its labels in this batch are not of the kind that was proven"), 0)
+        return way
+
+    def _rp_warn_of_loss(self, proof: LossProof, rows: int) -> None:
+        """State once how losses are computed that are not those of microbatches."""
+        if self._rp_warned_of_loss:
+            return
+        self._rp_warned_of_loss = True
+        held = f" ({format_bytes(proof.row_nbytes * rows)} on the host)" if proof.row_nbytes and rows else ""
+        how = (
+            f"the last layer and the loss run once for the whole batch, on what the layers before return for it{held}"
+            if proof.way == "joined"
+            else "such batches run in one microbatch"
+        )
+        warn(
+            f"The loss of {type(self.cut.model).__name__} does not follow from those of microbatches: {proof.reason}. "
+            f"So {how}, and the loss is the model's own.",
+            RoundPipeWarning,
+        )
+
+    # -- its arguments -------------------------------------------------------------------------------------------------
+
+    def _rp_prepared(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: RoundPipeRunConfig | None
+    ) -> tuple[Kwargs, RoundPipeRunConfig]:
+        """Complete arguments and configuration of a call: its options, and how it is split and merged."""
+        check_adapters(kwargs)
+        check_packed_texts(kwargs)
+        model = self.cut.model
+        prepared = plain_rows(without_cache(model, with_own_name(model, dict(kwargs))))
+        if asked_for(model, prepared) != "none":
+            install_hooks(model)
+        self.cut.sync()  # after it, as copies share the hooks of the model, and would install them again
+        config = (given or RoundPipeRunConfig()).over(self._rp_options.model_run_config)
+        if config.split_input is None:
+            pictures = split_pictures(getattr(model, "config", None), prepared)
+            config = dataclasses.replace(config, split_input=split_lists(model, args, prepared, pictures))
+        options: CallOptions = prepared.setdefault(CALL_OPTIONS, CallOptions())
+        wanted = config.merge_output
+        if wanted in (None, True):
+            is_smoothed = options.smoothed_loss is not None
+            merge: Callable[[list[PyTree]], PyTree] = functools.partial(merge_with_loss, model, prepared, is_smoothed)
+            if has_router_logits(model, prepared) and wants_tuple(model, prepared):
+                # the loss of experts is computed from router logits, which an output finds by name only
+                merge = functools.partial(merge_as_tuple, merge)
+                prepared["return_dict"] = True
+            config = dataclasses.replace(config, merge_output=merge)
+        elif wanted is not False:
+            config = dataclasses.replace(config, merge_output=functools.partial(merge_as_asked, wanted))
+        return prepared, config
+
+    def _rp_with_cache(self, kwargs: Kwargs, config: RoundPipeRunConfig) -> tuple[Kwargs, RoundPipeRunConfig]:
+        """Complete arguments and configuration of a call with a cache, which stays on the host."""
+        if config.resolved(1).requires_grad:
+            raise ConfigError(
+                "A cache is kept without gradients only, as layers that are called again would write it twice:\n"
+                "    with torch.no_grad(): model(..., use_cache=True)"
+            )
+        name, cache = name_in(kwargs) or cache_argument(self.cut.model), cache_of(kwargs)
+        cache = home(model_inside(self.cut.model)) if cache is None else cache
+        merge = config.merge_output
+        if name is None or cache is None or not has_layers(cache) or not callable(merge):
+            made = "" if name is None else f"    model(..., {name}=DynamicCache(config=model.config))\n"
+            raise ConfigError(
+                "A cache through a pipeline needs joined outputs, and a list of layers: give the model one, or none:\n"
+                f"{made}    model(..., use_cache=False)"
+            )
+        joined = functools.partial(merge_with_cache, cache, merge)
+        cut = config.split_input
+        if cut is not None and not callable(cut):
+            raise ConfigError("A cache is split like its rows: with a cache, split_input can only be a function.")
+        config = dataclasses.replace(config, merge_output=joined, split_input=split_held(cut))
+        return {**kwargs, name: HeldCache(cache)}, config

@@ -1,0 +1,162 @@
+"""A Trainer with a pipeline around its model: the model stays on the host, and the optimizer works there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from yobx_flatten.recipe.aliases import Kwargs, TransformersModel
+
+from ...distributed.ranks.torchrun import own_devices
+from ...engine.config import RoundPipeRunConfig
+from ...optim.step import OptimizerCtx
+from ..errors import CutError
+from ..wrap import WrappedModel, wrap_model_to_roundpipe
+from .arguments import check_arguments, check_kernels, check_optimizer, check_precision
+from .checkpoints import CheckpointingTrainer
+
+__all__ = ["PipelineTrainer"]
+
+# Optimizers that step each number by itself, so that a process can step its own rows.
+_ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+
+
+class PipelineTrainer(CheckpointingTrainer):
+    """A ``transformers.Trainer`` that has a pipeline around its model."""
+
+    model: TransformersModel
+    _rp_options: dict[str, Any]  # for `wrap_model_to_roundpipe`
+    _rp_config: RoundPipeRunConfig
+    _rp_pipeline: WrappedModel | None
+
+    @property
+    def pipeline(self) -> WrappedModel:
+        """The pipeline around ``model``, made at the first access."""
+        found = self._rp_pipeline
+        if found is None or found.cut.model is not self.model:  # ``model_init`` makes a new model for each training
+            if found is not None:
+                found.close()
+            with torch.random.fork_rng(devices=()):  # the data come in the order they would come in anyway
+                found = self._rp_wrapped()
+            self._rp_pipeline = found
+        return found
+
+    def _rp_wrapped(self) -> WrappedModel:
+        if "devices" not in self._rp_options and self.args.world_size > 1 and (share := own_devices()):
+            self._rp_options["devices"] = share
+        wrap = functools.partial(
+            wrap_model_to_roundpipe, self.model, model_run_config=self._rp_config, mesh=self._rp_mesh()
+        )
+        if "example" in self._rp_options:
+            return wrap(**self._rp_options)
+        config = getattr(self.model, "config", None)
+        reads_text = getattr(self.model, "main_input_name", "input_ids") == "input_ids"
+        if reads_text and not any(hasattr(config, f"{kind}_config") for kind in ("vision", "audio")):
+            try:
+                return wrap(**self._rp_options)
+            except CutError as error:  # a few tokens in a row are not an example for a choice of texts
+                if error.reason != "example" or self._rp_example() is None:
+                    raise
+        return wrap(example=self._rp_example(), **self._rp_options)
+
+    def _rp_mesh(self) -> DeviceMesh | None:
+        """The mesh of the processes of torchrun, on which the optimizer's state is in shards if it may be."""
+        size: int = self.args.world_size
+        if size == 1:
+            return None
+        makes_it = type(self).create_optimizer is PipelineTrainer.create_optimizer and self.optimizer is None
+        kind = str(getattr(self.args.optim, "value", self.args.optim))
+        is_known = getattr(self, "optimizer_cls_and_kwargs", None) is None and kind in _ELEMENTWISE
+        return init_device_mesh("cpu", (size,) if makes_it and is_known else (size, 1))
+
+    def _rp_example(self) -> Kwargs | None:
+        """The first two rows of the training data, if they can be read without iterating over it."""
+        data = self.train_dataset
+        if not hasattr(data, "__getitem__"):
+            return None
+        collate = self._get_collator_with_removed_columns(self.data_collator)
+        return dict(collate([data[0], data[min(1, len(data) - 1)]]))
+
+    # -- where the model is ------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, which must leave batches on the host: the pipeline copies what a device needs."""
+        check_arguments(self.args)
+        # every stage recomputes its activations: once more in each layer would only cost time
+        self.args.activation_checkpointing = self.args.gradient_checkpointing = False
+        if self.args.n_gpu > 1:
+            self.args._n_gpu = 1  # as the Trainer does for other models that use several devices themselves
+        super().create_accelerator_and_postprocess()
+        check_precision(self.accelerator.mixed_precision)
+        self.accelerator.device_placement = False
+        self._rp_plain_clip = self.accelerator.clip_grad_norm_
+        self.accelerator.clip_grad_norm_ = self._rp_clip_grad_norm
+        # Sums that stay on a process until the last batch of a step would be added in an order that depends on their
+        # number, and take 4 bytes per parameter and group.
+        self.accelerator.no_sync = lambda model=None: contextlib.nullcontext()
+
+    def _rp_clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip as accelerate does, or with the same bits for any number of processes."""
+        if not self._rp_has_groups():
+            clipped: torch.Tensor = self._rp_plain_clip(parameters, max_norm, norm_type)
+            return clipped
+        return self.pipeline.clip_grad_norm_(max_norm, norm_type)
+
+    def _rp_has_groups(self) -> bool:
+        return self.pipeline._rp_options.has_groups
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model on the host."""
+
+    def _prepare_input(self, data: Any) -> Any:
+        return data
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> WrappedModel:
+        return self.pipeline
+
+    def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the context manager for ``bf16=True``, which the accelerator would put into the model's forward."""
+        if self.accelerator.mixed_precision != "bf16":
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        for kind in sorted({"cpu"} | {device.torch_device.type for device in self.pipeline.devices}):
+            stack.enter_context(torch.autocast(kind, torch.bfloat16))
+        return stack
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Make the optimizer for the pipeline's optimizer parameters.
+
+        Args:
+            model: ignored.
+
+        Returns:
+            The optimizer.
+        """
+        pipeline, own = self.pipeline, self.model
+        try:
+            self.model = (
+                pipeline  # whose parameters an optimizer is made of: before transformers 5 that was no argument
+            )
+            with OptimizerCtx():
+                made: torch.optim.Optimizer = super().create_optimizer()
+        finally:
+            self.model = own
+        check_optimizer(made, pipeline)
+        if type(made).__module__.startswith("bitsandbytes"):
+            given = getattr(self, "optimizer_cls_and_kwargs", None)
+            kind, options = given or self.get_optimizer_cls_and_kwargs(self.args, own)
+            check_kernels(kind, options, has_copies="optim_dtype" in self._rp_options)
+        return made
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with OptimizerCtx():  # the loop clips the gradients of what ``parameters()`` of the pipeline are
+            result = super()._inner_training_loop(*args, **kwargs)
+        self.pipeline.synchronize()
+        return result

@@ -1,0 +1,174 @@
+"""A Trainer that saves what a pipeline has in addition to its model, whole or in shards of several processes.
+
+::
+
+    optimizer.pt                       one process, or a mesh that keeps everything whole
+    roundpipe.json, .safetensors       runs that seeds count; master weights; of shards: all of the optimizer by name
+    shards/                            several processes: the rows that each has; read by any number of them
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from ...checkpoint.errors import CheckpointError
+from ...checkpoint.model_state import collect_progress, optimizer_targets, restore_progress
+from ...checkpoint.optimizer_state import check_optimizer, named_state, restore_optimizer
+from ...checkpoint.ranks import ranks_of
+from ...checkpoint.shards import cut_like
+from ...checkpoint.training_state import read_values, write_values
+from ...errors import ConfigError
+from ...pipeline import RoundPipe
+from .pipeline_trainer import PipelineTrainer
+
+__all__ = ["SavingTrainer"]
+
+# Next to the files of the Trainer.
+_PROGRESS = "roundpipe"
+
+
+def _is_sharded(pipeline: RoundPipe) -> bool:
+    """Report whether each process has a part of what the optimizer works on."""
+    return pipeline.ranks.num_shards > 1
+
+
+def _save_progress(folder: pathlib.Path, pipeline: RoundPipe) -> None:
+    """Write what of a pipeline the Trainer does not write."""
+    write_values(folder, _PROGRESS, collect_progress(pipeline))
+
+
+def _load_progress(folder: pathlib.Path, pipeline: RoundPipe) -> None:
+    """Load what :func:`_save_progress` wrote; a plain Trainer has not written it."""
+    if (folder / f"{_PROGRESS}.json").is_file():
+        restore_progress(pipeline, read_values(folder, _PROGRESS, targets=optimizer_targets(pipeline)))
+
+
+def _save_shards(folder: pathlib.Path, pipeline: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
+    """Write the progress of a pipeline and its optimizer, each process its part; all of them call it."""
+    # folder: folder of the checkpoint in the first process, which is the one that is written to
+    targets = optimizer_targets(pipeline)
+    ranks = ranks_of(pipeline, targets)
+    home = pathlib.Path(ranks.exchange(str(folder))[0])
+    ranks.together(lambda: _check_shared(home))
+    values = {**collect_progress(pipeline), "optimizers": [named_state(optimizer, targets)]}
+    write_values(home, _PROGRESS, values, ranks=ranks)
+
+
+def _has_shards(folder: pathlib.Path) -> bool:
+    """Report whether :func:`_save_shards` has written a checkpoint."""
+    file = folder / f"{_PROGRESS}.json"
+    return file.is_file() and "optimizers" in json.loads(file.read_text(encoding="utf-8"))
+
+
+def _load_shards(folder: pathlib.Path, pipeline: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
+    """Load what :func:`_save_shards` wrote, in any number of processes."""
+    stored = read_values(folder, _PROGRESS, targets=optimizer_targets(pipeline))
+    check_optimizer(optimizer, stored["optimizers"][0], optimizer_targets(pipeline))
+    restore_progress(pipeline, stored)
+    restore_optimizer(optimizer, stored["optimizers"][0], optimizer_targets(pipeline))
+
+
+def _load_whole(file: pathlib.Path, optimizer: torch.optim.Optimizer) -> None:
+    """Load the part of this process of an optimizer that was saved whole."""
+    stored = torch.load(file, map_location="cpu", weights_only=True)
+    held: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
+    numbers = [group["params"] for group in stored["param_groups"]]
+    if [len(group) for group in numbers] != [len(group) for group in held]:
+        raise CheckpointError(f"{file} is of another optimizer: its groups have other numbers of parameters.")
+    for number, target in ((n, t) for ns, ts in zip(numbers, held, strict=True) for n, t in zip(ns, ts, strict=True)):
+        state: dict[str, Any] = stored["state"].get(number, {})
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.numel() == target.numel():
+                state[key] = cut_like(value, target)
+    optimizer.load_state_dict(stored)
+
+
+def _check_shared(folder: pathlib.Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder.parent.parent} is not the same folder on all machines. Train into a folder that all of them "
+            "mount:\n    TrainingArguments(output_dir=...)"
+        )
+
+
+class SavingTrainer(PipelineTrainer):
+    """A Trainer whose checkpoints hold all of a pipeline."""
+
+    _rp_is_converted = False
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self._rp_pipeline is not None:
+            self._rp_pipeline.synchronize()
+        super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        folder = pathlib.Path(output_dir)
+        if _is_sharded(self.pipeline):
+            _save_shards(folder, self.pipeline, self._rp_own_optimizer())
+            if self.args.should_save and self.lr_scheduler is not None:
+                torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+            return
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            _save_progress(folder, self.pipeline)
+
+    def _rp_own_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer without what accelerate puts around it."""
+        found: Any = self.optimizer
+        own: torch.optim.Optimizer = getattr(found, "optimizer", found)
+        return own
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._rp_load_converted(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._rp_load_converted(self.state.best_model_checkpoint)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        has_others = bool(load_result.missing_keys and load_result.unexpected_keys)
+        self._rp_is_converted = has_others and isinstance(self.model, PreTrainedModel)
+        if not self._rp_is_converted:
+            super()._issue_warnings_after_load(load_result)
+
+    def _rp_load_converted(self, folder: str) -> None:
+        """Load weights that are saved under other names than the model has in memory, as experts of mixtures are.
+
+        The Trainer warns, and trains on without these weights: https://github.com/huggingface/transformers/issues/43701
+        """
+        if self._rp_is_converted:
+            with torch.random.fork_rng(devices=()):
+                loaded, info = type(self.model).from_pretrained(
+                    folder, config=self.model.config, dtype="auto", output_loading_info=True
+                )
+            if missing := sorted(info["missing_keys"]):
+                raise ConfigError(
+                    f"{folder} is of another model: it lacks {len(missing)} weights of {type(self.model).__name__}, "
+                    f"like {missing[0]}."
+                )
+            self.model.load_state_dict(loaded.state_dict())
+            self._rp_is_converted = False
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder, pipeline, optimizer = pathlib.Path(checkpoint), self.pipeline, self._rp_own_optimizer()
+        if _has_shards(folder):
+            _load_shards(folder, pipeline, optimizer)
+        elif _is_sharded(pipeline) and (folder / OPTIMIZER_NAME).is_file():
+            _load_whole(folder / OPTIMIZER_NAME, optimizer)
+            _load_progress(folder, pipeline)
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            _load_progress(folder, pipeline)
+            return
+        if (folder / SCHEDULER_NAME).is_file():
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))

@@ -1,0 +1,153 @@
+"""What an optimizer sees of a pipeline: its parameters, the step, and the norm of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from ..optim.step import in_optimizer_ctx
+from .engine_handle import EngineHandle
+
+__all__ = ["OptimizedModel"]
+
+
+class OptimizedModel(EngineHandle):
+    """A pipeline whose parameters an optimizer changes."""
+
+    def optim_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters for the optimizer, each once.
+
+        Without ``optim_dtype`` these are the model's own; with it, copies of that dtype, which hold the gradients.
+        """
+        for _, parameter in self.optim_named_parameters():
+            yield parameter
+
+    def optim_named_parameters(
+        self, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and parameters for the optimizer.
+
+        Args:
+            prefix: prefix of the names.
+            remove_duplicate: whether a parameter with several names is yielded only once.
+
+        Returns:
+            An iterator over names and parameters.
+        """
+        yield from self._rp_engine.store.named(prefix, remove_duplicate)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and parameters of the model; inside :class:`OptimizerCtx`, those for the optimizer.
+
+        Args:
+            prefix: prefix of the names.
+            recurse: whether to include parameters of submodules.
+            remove_duplicate: whether a parameter with several names is yielded only once.
+
+        Returns:
+            An iterator over names and parameters.
+        """
+        if in_optimizer_ctx():
+            yield from self.optim_named_parameters(prefix, remove_duplicate)
+        else:
+            yield from self._rp_model.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield names and modules of the model.
+
+        A module that contains this one calls it with its ``memo`` to find parameters. Inside :class:`OptimizerCtx` it
+        finds those for the optimizer.
+
+        Args:
+            memo: modules that were yielded already.
+            prefix: prefix of the names.
+            remove_duplicate: whether a module with several names is yielded only once.
+
+        Returns:
+            An iterator over names and modules.
+        """
+        if memo is None or not in_optimizer_ctx() or self._rp_engine.store.optim_dtype is None:
+            yield from super().named_modules(memo, prefix, remove_duplicate)
+        elif self not in memo:
+            memo.add(self)
+            yield prefix, _Holder(dict(self.optim_named_parameters(remove_duplicate=remove_duplicate)))
+
+    def step(
+        self, step_fn: Callable[..., Any], is_async: bool | Literal["exact"] = False, *args: Any, **kwargs: Any
+    ) -> None:
+        """Run an optimizer step; the next run sees the new parameters.
+
+        Args:
+            step_fn: function that does the step: ``lambda: (optimizer.step(), optimizer.zero_grad())``.
+            is_async: ``"exact"``: run it in the background, layer by layer; the next run waits for each layer's update,
+                and nothing else differs. ``True``: run it in the background; the next run reads the parameters as they
+                were before the step. Default: run it before this returns.
+            *args: arguments of ``step_fn``.
+            **kwargs: keyword arguments of ``step_fn``.
+
+        Raises:
+            ConfigError: ``step_fn`` is not a function, or ``is_async`` is something else.
+        """
+        if not callable(step_fn):
+            raise ConfigError(
+                f"step_fn must be a function, found {step_fn!r}:\n"
+                "    model.step(lambda: (optimizer.step(), optimizer.zero_grad()))"
+            )
+        steps = self._rp_engine.steps
+        if isinstance(is_async, str):
+            if is_async != "exact":
+                raise ConfigError(f'is_async must be True, False or "exact", found {is_async!r}.')
+            self._rp_engine.step_exact(lambda: step_fn(*args, **kwargs))
+        elif is_async:
+            steps.start(lambda: step_fn(*args, **kwargs))
+        else:
+            steps.run(lambda: step_fn(*args, **kwargs))
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients of the optimizer's parameters such that their norm is at most a number.
+
+        The norm is that of all gradients of all ranks, with the same bits for every number of ranks; all ranks call it.
+
+        Args:
+            max_norm: largest norm.
+            norm_type: exponent of the norm, ``inf`` for the largest number.
+            error_if_nonfinite: whether a norm that is not finite is an error.
+
+        Returns:
+            The norm before.
+
+        Raises:
+            ConfigError: an exponent that is not positive.
+            RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
+        """
+        from ..distributed.weights.gradient_norm import clip_grad_norm  # torch's DTensor takes a while to load
+
+        targets = list(self.optim_parameters())
+        return clip_grad_norm(targets, self.ranks, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def synchronize(self) -> None:
+        """Wait for a background step; afterwards the model's parameters and their gradients are up to date."""
+        self._rp_engine.synchronize()
+        self._rp_engine.store.show_gradients()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, including those of the optimizer's parameters."""
+        self._rp_engine.zero_grad(set_to_none)
+
+
+class _Holder(nn.Module):
+    """Parameters under names with dots, in the place where a parent module looks for them."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.__dict__["_parameters"] = parameters

@@ -18,6 +18,8 @@ from ..terminal.output import progress, say, say_json
 __all__ = ["export"]
 
 _TASKS = ", ".join(("auto", *TASKS))
+# those whose folders write text after text
+_WRITES = ("text-generation", "text2text-generation", "image-text-to-text")
 
 
 def export(
@@ -139,7 +141,7 @@ def export(
 
 
 def _next(done: ExportedFolder, output: pathlib.Path) -> str:
-    return f'\n       yobx-flatten generate {output} --prompt "..."' if "text" in done.task else ""
+    return f'\n       yobx-flatten generate {output} --prompt "..."' if done.task in _WRITES else ""
 
 
 def _as_dict(done: ExportedFolder, found: FoundModel) -> dict[str, object]:

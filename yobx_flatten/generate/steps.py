@@ -41,6 +41,7 @@ class Parts:
     encoder: Runner | None = None  # the encoder of an encoder-decoder model
     embed: Runner | None = None  # the file from tokens to embeddings, where `decoder` takes those
     vision: Runner | None = None  # the file from images to the features that replace image tokens
+    postnet: Runner | None = None  # the file that smooths the frames of a spectrogram, where `decoder` makes these
 
 
 @dataclasses.dataclass
@@ -93,6 +94,8 @@ class Steps:
 
     def __init__(self, parts: Parts, settings: GenerationSettings) -> None:
         self.parts, self.settings = parts, settings
+        if parts.postnet is not None:  # no tokens: see `spectrogram`
+            return
         for part in (parts.decoder, parts.prefill):
             if part is not None:
                 check_ports(

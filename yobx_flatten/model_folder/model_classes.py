@@ -21,7 +21,7 @@ from .chat import chat_tokenizer, reply
 from .digests import check_digests
 from .generators import open_generator, runtime_of_folder
 from .manifest import read_manifest
-from .pieces.tasks import GENERATES
+from .pieces.tasks import GENERATES, SPEAKS
 
 __all__ = [
     "FolderModel",
@@ -40,7 +40,9 @@ __all__ = [
     "OnnxForSeq2SeqLM",
     "OnnxForSequenceClassification",
     "OnnxForSpeechSeq2Seq",
+    "OnnxForTextToSpectrogram",
     "OnnxForTokenClassification",
+    "OnnxForVocoder",
     "OnnxForZeroShotImageClassification",
     "open_model",
 ]
@@ -109,6 +111,11 @@ class FolderModel:
             found = model_of_files(generator.steps, (cls,))
             found.folder = path
             return found
+        if task in SPEAKS:
+            from .speaking_model import speaking_model
+
+            where = {"device": device, "providers": providers}
+            return speaking_model(open_generator(path, runtime=runtime, threads=threads, trust=trust, **where), cls)
         from .plain_model import plain_model
 
         chosen = runtime_of_folder(path) if runtime is None else runtime
@@ -258,6 +265,18 @@ class OnnxForDepthEstimation(FolderModel):
     """Depth of pictures, as ``AutoModelForDepthEstimation``."""
 
     tasks = ("depth-estimation",)
+
+
+class OnnxForTextToSpectrogram(FolderModel):
+    """Text, or another voice, to a spectrogram, as ``AutoModelForTextToSpectrogram``: ``generate_speech``."""
+
+    tasks = SPEAKS
+
+
+class OnnxForVocoder(FolderModel):
+    """A spectrogram to sound, as ``SpeechT5HifiGan``."""
+
+    tasks = ("vocoder",)
 
 
 class OnnxForZeroShotImageClassification(FolderModel):

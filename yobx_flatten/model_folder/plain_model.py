@@ -65,7 +65,19 @@ class PlainFileModel(ModelWithoutWeights):
             )
 
 
+class VocoderOfFile(PlainFileModel):
+    """Takes one spectrogram or several, and returns the sound itself, as loops of transformers ask a vocoder."""
+
+    def forward(self, spectrogram: torch.Tensor, **given: Any) -> torch.Tensor:
+        """Return sound of shape (samples,), or (batch, samples)."""
+        rows = spectrogram if spectrogram.ndim == 3 else spectrogram.unsqueeze(0)
+        found: torch.Tensor
+        (found,) = super().forward(spectrogram=rows, **given).values()
+        return found if spectrogram.ndim == 3 else found[0]
+
+
 def plain_model(runner: Runner, folder: pathlib.Path, base: type) -> Any:
     """Return a model of transformers over one file."""
     stated = read_document(folder / "config.json", dict[str, Any], failure=GenerationError, finite=False)
-    return named_class(stated, (base, PlainFileModel))(runner, stated)
+    kind = VocoderOfFile if list(runner.ports) == ["spectrogram"] else PlainFileModel
+    return named_class(stated, (base, kind))(runner, stated)

@@ -45,7 +45,7 @@ from .digests import digests
 from .export_piece import export_piece
 from .manifest import FolderManifest, write_manifest
 from .pieces.positions import positions_of
-from .pieces.tasks import GENERATES, pieces_for, task_of
+from .pieces.tasks import GENERATES, SPEAKS, pieces_for, task_of
 from .pieces.text import Piece, keeps_more
 from .quality_text import python_text, read_prompts
 from .sentence import read_modules, with_embedding
@@ -61,6 +61,7 @@ from .source.find import FoundModel, find_model, require_transformers
 from .source.open import OpenedModel, WeightsIn, open_model
 from .source.origin import origin_of, reader_of
 from .source.stored_weights import UnmatchedWeights, check_unmatched
+from .spoken_case import FRAMES, SAMPLED_FRAMES, spoken_case
 from .stored_cases import PROMPT, SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
 from .targets import (
     FORMATS,
@@ -231,6 +232,11 @@ def export_folder(
         settings_of(model.config.to_dict(), model.generation_config.to_dict())  # raises for what files do not do
     if quantize is None and opened.has_integers and runtime == "onnxruntime":
         quantize = "keep"
+    if quantize is not None and task_of(model) in SPEAKS:
+        raise InvalidArgumentError(
+            f"A {type(model).__qualname__} reads each of its frames again, and nothing states how far weights in fewer "
+            'bits may lead it. Leave quantize= out, or take dtype="float16".'
+        )
     quantization = choose_quantization(quantize, model, "export_folder", runtime)
     if optimize not in (None, "onnxruntime") or (optimize is not None and form != "onnx"):
         raise InvalidArgumentError(f'optimize must be None, or "onnxruntime" for to="onnx"; found {optimize!r}.')
@@ -315,6 +321,9 @@ def export_folder(
                     cases[""].append(_store_generation(model, task, batch, 12, work, switch - 3))
                 if chats is not None:
                     cases[""].append(_store_chats(model, task, chats, work))
+        if task in SPEAKS and proof != "none":
+            with first.timed("generate"):
+                cases[""] = [_store_speech(model, batch or 2, FRAMES if proof == "full" else SAMPLED_FRAMES, work)]
         if modules is not None and (modules.why_not is not None or task != "feature-extraction"):
             why = modules.why_not or f"{task} has no hidden states among its outputs"
             first.remark(f"there is no sentence_embedding in the file: {why}. sentence-transformers computes it")
@@ -420,6 +429,14 @@ def _store_generation(
     outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens, "margins": case.margins}
     path, text = f"cases/generate{f'-{after}' if after else ''}.case", f"{case.new_tokens} tokens, greedily"
     save_case(work / path, case.inputs, outputs, name=f"{text}, after {after}" if after else text)
+    return path
+
+
+def _store_speech(model: TransformersModel, rows: int, calls: int, work: pathlib.Path) -> str:
+    """Store the spectrogram that the model makes."""
+    case = spoken_case(model, rows, calls)
+    path = "cases/generate.case"
+    save_case(work / path, case.inputs, case.outputs, name=f"{calls} calls of the decoder, rows {rows}")
     return path
 
 

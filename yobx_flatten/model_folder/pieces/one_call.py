@@ -113,6 +113,10 @@ def _image(model: TransformersModel, batch: int, _: int) -> dict[str, torch.Tens
     return {"pixel_values": _random(model, (batch, getattr(config, "num_channels", 3), *image_size(config)))}
 
 
+def _frames(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:
+    return {"spectrogram": _random(model, (batch, length, model.config.model_in_dim))}
+
+
 def _random(model: TransformersModel, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(model.dtype)
 
@@ -122,4 +126,5 @@ _INPUTS: dict[str, tuple[Callable[[Any, int, int], dict[str, torch.Tensor]], str
     "input_ids": (_tokens, "length", (7, 5, 11)),
     "input_values": (_sound, "samples", (3200, 2400, 5001)),
     "pixel_values": (_image, "", (0, 0, 0)),
+    "spectrogram": (_frames, "frames", (7, 5, 11)),
 }

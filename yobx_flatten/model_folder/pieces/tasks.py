@@ -11,10 +11,11 @@ from ...errors.messages import first_line
 from ...recipe.aliases import TransformersModel
 from .one_call import choice_pieces, compares, plain_pieces, two_tower_pieces
 from .other_inputs import check_other_media
+from .spoken import spoken_pieces, writes_spectrograms
 from .text import Piece, decoder_pieces, encoder_decoder_pieces
 from .vision_language import vision_language_pieces
 
-__all__ = ["GENERATES", "TASKS", "pieces_for", "task_of"]
+__all__ = ["GENERATES", "SPEAKS", "TASKS", "pieces_for", "task_of"]
 
 TASKS: Mapping[str, Callable[[Any, int | None], list[Piece]]] = {
     "text-generation": decoder_pieces,
@@ -35,6 +36,9 @@ TASKS: Mapping[str, Callable[[Any, int | None], list[Piece]]] = {
     "depth-estimation": plain_pieces,
     "multiple-choice": choice_pieces,
     "zero-shot-image-classification": two_tower_pieces,
+    "text-to-audio": spoken_pieces,
+    "audio-to-audio": spoken_pieces,
+    "vocoder": plain_pieces,
 }
 """Names of the hub, and what makes the files of such a model. ``ctc`` is speech recognition frame by frame, without a
 decoder."""
@@ -46,6 +50,7 @@ GENERATES = (
     "image-to-text",
     "image-text-to-text",
 )
+SPEAKS = ("text-to-audio", "audio-to-audio")
 # of an encoder-decoder model, by what it reads
 _BY_INPUT = {
     "input_features": "automatic-speech-recognition",
@@ -70,12 +75,15 @@ _ENDINGS = {
     "ForSegmentation": "image-segmentation",
     "ForDepthEstimation": "depth-estimation",
     "ForMultipleChoice": "multiple-choice",
+    "HifiGan": "vocoder",
 }
 
 
 def task_of(model: TransformersModel) -> str:
     """Return what a model is for."""
     config, name = model.config, type(model).__name__
+    if writes_spectrograms(model):
+        return SPEAKS[model.main_input_name != "input_ids"]
     one_call = next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), "text-generation")
     if getattr(config, "is_encoder_decoder", False) and one_call in GENERATES:  # RT-DETR and BART classify with both
         return _BY_INPUT.get(model.main_input_name, "text2text-generation")

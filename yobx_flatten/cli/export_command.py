@@ -90,6 +90,10 @@ def export(
             "--trust-remote-code", help="Run the Python files of MODEL (auto_map). Only if you trust their author."
         ),
     ] = False,
+    word_times: Annotated[
+        bool,
+        typer.Option("--word-times", help="Let the files of a Whisper return what times of words are read off."),
+    ] = False,
     layout: Annotated[
         Literal["flat", "transformers.js"],
         typer.Option(help="Where the files are: flat, or as transformers.js looks for them (onnx/model_q4.onnx)."),
@@ -129,6 +133,7 @@ def export(
             weights=weights,
             unmatched_weights=unmatched_weights,
             layout=layout,
+            word_times=word_times,
         )
     if json:
         say_json(_as_dict(done, found))

@@ -1,4 +1,4 @@
-"""Store what a model says, and compare what its files say."""
+"""Store the spectrogram that a model makes, and compare that of its files."""
 
 from __future__ import annotations
 

@@ -130,6 +130,7 @@ def export_folder(
     unmatched_weights: UnmatchedWeights | None = None,
     trust_remote_code: bool = False,
     layout: Layout = "flat",
+    word_times: bool = False,
 ) -> ExportedFolder:
     """Export a model of transformers to a folder that generation tools open, and prove that it generates the same.
 
@@ -185,6 +186,9 @@ def export_folder(
         layout: where the files are. ``"flat"``, the default, as optimum, sentence-transformers and onnxruntime-genai
             look for them; ``"transformers.js"`` for that library, in ``onnx/`` with the type of the weights in the name
             (``onnx/model_q4.onnx``), which these also open.
+        word_times: whether the decoders of a Whisper also return the weights of attention by which
+            ``generate(return_token_timestamps=True)`` finds out when each word was said, of the heads that
+            ``generation_config.alignment_heads`` names. ``False`` by default: their layers are then not fused.
 
     Returns:
         The folder, with a report of every export and every replay.
@@ -252,7 +256,7 @@ def export_folder(
         check_opset(opset_version)
     if logits == "last" and quantization is not None and quantization.tokens is not None:
         raise InvalidArgumentError('A text is scored at all of its positions: leave tokens= out with logits="last".')
-    cut: dict[str, Any] = {"logits": logits, "proof": proof if largest is None else "full"}
+    cut: dict[str, Any] = {"word_times": word_times, "logits": logits, "proof": proof if largest is None else "full"}
     started = ExportReport(type(model).__qualname__)
     whole_cache = optimize is not None
     with started.timed("inputs"):

@@ -104,11 +104,13 @@ def pieces_for(
     whole_cache: bool = False,
     logits: str = "all",
     proof: str = "full",
+    word_times: bool = False,
 ) -> tuple[str, list[Piece]]:
     """Make the files to be of a model."""
     # rows: the number of rows of every example and case; `None` for several numbers of them
     # whole_cache: see `decoder_pieces`; `False` by default
     # logits: see `decoder_pieces`; `"all"` by default
+    # word_times: see `encoder_decoder_pieces`; `False` by default
     # proof: what is replayed; a decoder gets no more cases than that, since making one is a call of the model
     if task != "auto" and task not in TASKS:
         raise InvalidArgumentError(f"There is no task {task!r}. There are auto, {', '.join(TASKS)}.")
@@ -120,6 +122,10 @@ def pieces_for(
         raise InvalidArgumentError(
             f"A {type(model).__qualname__} is for {found}, not for {wanted}. Leave the task out, or ask for {found}."
         )
+    if word_times and TASKS[wanted] is encoder_decoder_pieces:
+        return wanted, _made(functools.partial(encoder_decoder_pieces, word_times=True), model, rows, wanted)
+    if word_times:
+        raise InvalidArgumentError(f"word_times=True is for Whisper, and a {type(model).__qualname__} is for {wanted}.")
     if TASKS[wanted] is decoder_pieces:
         make = functools.partial(decoder_pieces, whole_cache=whole_cache, logits=logits, proof=proof)
         return wanted, _made(make, model, rows, wanted)

@@ -27,6 +27,7 @@ from ...huggingface.state_decoder import StateDecoder, has_states_alone
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PlainCache, TransformersModel
 from ...trees.shapes import dynamic_shapes
+from .word_times import Head, HeadRecorder, heads_of
 
 __all__ = [
     "Piece",
@@ -169,18 +170,21 @@ _ENCODERS: dict[str, type[Encoder]] = {
 
 
 class _Decoder(torch.nn.Module):
-    def __init__(self, model: TransformersModel, read_as: Callable[..., Any]) -> None:
+    def __init__(self, model: TransformersModel, read_as: Callable[..., Any], heads: Sequence[Head] = ()) -> None:
         super().__init__()
         self.model = model
+        self.recorder = HeadRecorder(model, heads)
         self.read_as = read_as
         self.cache_is = argument_of(model.forward) or installed_name()
 
     def decode(self, tokens: Any, hidden: Any, mask: Any, cache: Any) -> Any:
         masks = {} if mask is None else {"attention_mask": mask}
         read = self.read_as(last_hidden_state=hidden)  # Moonshine takes no other class
-        return self.model(
-            decoder_input_ids=tokens, encoder_outputs=read, use_cache=True, **{self.cache_is: cache}, **masks
-        )
+        with self.recorder.recorded() as weights:
+            found = self.model(
+                decoder_input_ids=tokens, encoder_outputs=read, use_cache=True, **{self.cache_is: cache}, **masks
+            )
+        return found, self.recorder.outputs(weights)
 
 
 class FirstDecoder(_Decoder):
@@ -188,12 +192,12 @@ class FirstDecoder(_Decoder):
 
     def forward(self, input_ids: Any, encoder_hidden_states: Any, encoder_attention_mask: Any = None) -> dict[str, Any]:
         """Return the scores and the cache, layer by layer."""
-        found = self.decode(input_ids, encoder_hidden_states, encoder_attention_mask, None)
+        found, weights = self.decode(input_ids, encoder_hidden_states, encoder_attention_mask, None)
         cache = cache_of(found)
         own, cross = cache.self_attention_cache, cache.cross_attention_cache
         sides = zip(own.layers, cross.layers, strict=True)
         layers = [{"decoder": _pair(decoder), "encoder": _pair(encoder)} for decoder, encoder in sides]
-        return {"logits": found.logits, "present": layers}
+        return {"logits": found.logits, **weights, "present": layers}
 
 
 class NextDecoder(_Decoder):
@@ -209,9 +213,9 @@ class NextDecoder(_Decoder):
         keys = cross[0][0].transpose(1, 2).flatten(2)
         projection = getattr(self.model, "enc_to_dec_proj", None)  # from the width of the encoder
         hidden = keys if projection is None else keys.new_zeros(*keys.shape[:2], projection.in_features)
-        found = self.decode(input_ids, hidden, encoder_attention_mask, filled)
+        found, weights = self.decode(input_ids, hidden, encoder_attention_mask, filled)
         layers = cache_of(found).self_attention_cache.layers
-        return {"logits": found.logits, "present": [{"decoder": _pair(layer)} for layer in layers]}
+        return {"logits": found.logits, **weights, "present": [{"decoder": _pair(layer)} for layer in layers]}
 
 
 def _pair(layer: Any) -> dict[str, Any]:
@@ -222,9 +226,13 @@ def _pair(layer: Any) -> dict[str, Any]:
 _VARYING = {0: Dim.AUTO, 2: Dim.AUTO}
 
 
-def encoder_decoder_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+def encoder_decoder_pieces(
+    model: TransformersModel, rows: int | None = None, *, word_times: bool = False
+) -> list[Piece]:
     """A model that reads text, sound or pictures first: an ``encoder_model``, and a decoder in two files."""
     # rows: batch size of every example and case; `None` for several
+    # word_times: whether the decoders return weights of attention, see `word_times`; `False` by default
+    heads = heads_of(model) if word_times else ()
     reads = model.main_input_name
     if reads not in _ENCODERS:
         raise GenerationError(
@@ -233,7 +241,7 @@ def encoder_decoder_pieces(model: TransformersModel, rows: int | None = None) ->
         )
     encoder = _ENCODERS[reads](model)
     read_as = encoder_output_class(model)
-    first, following = FirstDecoder(model, read_as), NextDecoder(model, read_as)
+    first, following = FirstDecoder(model, read_as, heads), NextDecoder(model, read_as, heads)
 
     @torch.no_grad()
     def calls(batch: int, source: int, past: int, new: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -30,6 +30,7 @@ from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
 from .example.bounds import Bounds
 from .example.example import Example, make_example
+from .program.fixed_axes import notes_on_fixed_axes
 from .program.to_transformers import to_hf_exporter
 from .program.traced import Traced, fill, trace
 from .proof.exported_call import Nested
@@ -323,6 +324,8 @@ def traced_example(example: Example, report: ExportReport, *, strict: bool = Fal
         traced = trace(example, strict=strict)
     report.input_names, report.output_names = traced.input_names, traced.output_names
     report.remark(*traced.remarks())
+    calls = report.proof != "none" and not example.no_data and not traced.readers
+    report.remark(*notes_on_fixed_axes(example, traced.program, calls=calls))
     return traced
 
 

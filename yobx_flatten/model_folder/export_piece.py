@@ -7,7 +7,7 @@ import logging
 import pathlib
 from typing import Any
 
-from ..errors import FlattenError, GenerationError, InvalidArgumentError
+from ..errors import FlattenError, GenerationError, InvalidArgumentError, ReplayError
 from ..errors.log import STEP
 from ..errors.messages import first_line
 from ..export.example.bounds import Bounds
@@ -20,6 +20,9 @@ from .pieces.text import Piece
 from .targets import fitting_cases, write_piece
 
 __all__ = ["export_piece"]
+
+# how torch begins what a program states of sizes that it was not traced for
+_OF_SIZES = ("Guard failed: ", "Runtime assertion failed for expression ")
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -53,6 +56,14 @@ def export_piece(
         piece = dataclasses.replace(piece, dynamic_shapes=piece.narrower, remarks=(*piece.remarks, remark))
     try:
         return export(piece)
+    except ReplayError as error:
+        if not any(words in str(error) for words in _OF_SIZES):
+            raise
+        raise ReplayError(
+            f"{type(model).__qualname__} does not become {path.name} for any size. For those of your own inputs: "
+            f"export_onnx(model, kwargs=inputs, path=..., dynamic_shapes=None). {error}",
+            error.report,
+        ) from error
     except (FlattenError, OSError, MemoryError):
         raise
     except Exception as error:  # of torch's trace, of the model inside it, of the exporter: each has its classes

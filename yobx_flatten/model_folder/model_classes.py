@@ -42,6 +42,7 @@ __all__ = [
     "OnnxForSpeechSeq2Seq",
     "OnnxForTextToSpectrogram",
     "OnnxForTokenClassification",
+    "OnnxForVideoClassification",
     "OnnxForVocoder",
     "OnnxForZeroShotImageClassification",
     "open_model",
@@ -271,6 +272,12 @@ class OnnxForTextToSpectrogram(FolderModel):
     """Text, or another voice, to a spectrogram, as ``AutoModelForTextToSpectrogram``: ``generate_speech``."""
 
     tasks = SPEAKS
+
+
+class OnnxForVideoClassification(FolderModel):
+    """Scores of videos, as ``AutoModelForVideoClassification``."""
+
+    tasks = ("video-classification",)
 
 
 class OnnxForVocoder(FolderModel):

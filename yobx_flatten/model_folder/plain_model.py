@@ -41,8 +41,9 @@ class PlainFileModel(ModelWithoutWeights):
         given = {**dict(zip(ports, args, strict=False)), **given}
         feeds = {name: given.pop(name) for name in list(given) if name in ports and given[name] is not None}
         for name, make in _ASSUMED.items():
-            if name in ports and name not in feeds and "input_ids" in feeds:
-                feeds[name] = make(feeds["input_ids"])
+            tokens = feeds.get("input_ids")
+            if name in ports and name not in feeds and tokens is not None and len(ports[name].shape) == tokens.ndim:
+                feeds[name] = make(tokens)
         missing = [name for name in ports if name not in feeds]
         if missing:
             raise InvalidArgumentError(f"{self.runner.name} takes {', '.join(ports)}: pass {', '.join(missing)}.")

@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 
 from ...runners.relations import COMPARISONS, FUNCTIONS, Expression, names_in
 
-__all__ = ["as_expression", "fixed_sizes", "largest_sizes", "relations_of", "unasserted_sizes"]
+__all__ = ["as_expression", "asserts_values", "fixed_sizes", "largest_sizes", "relations_of", "unasserted_sizes"]
 
 _OPERATORS = {  # classes of sympy, and of torch for it
     "Add": "+",
@@ -109,6 +109,18 @@ def largest_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
         if known is not None and isinstance(known.upper, sympy.Integer) and known.lower < known.upper < _NO_LIMIT:
             found[place] = int(known.upper)
     return found
+
+
+def asserts_values(program: ExportedProgram) -> bool:
+    """Return whether a program asserts that numbers which values decide are equal to others."""
+    known = {symbol for size in _sizes(program).values() for symbol in size.node.expr.free_symbols}
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+        asserted = getattr(node.args[0], "meta", {}).get("val")
+        if isinstance(asserted, torch.SymBool):
+            expression = asserted.node.expr
+            if isinstance(expression, sympy.Eq) and expression.free_symbols - known:
+                return True
+    return False
 
 
 def _sizes(program: ExportedProgram) -> dict[tuple[str, int], Any]:

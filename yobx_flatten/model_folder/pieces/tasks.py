@@ -30,6 +30,7 @@ TASKS: Mapping[str, Callable[[Any, int | None], list[Piece]]] = {
     "ctc": plain_pieces,
     "audio-classification": plain_pieces,
     "image-classification": plain_pieces,
+    "video-classification": plain_pieces,
     "question-answering": plain_pieces,
     "object-detection": plain_pieces,
     "image-segmentation": plain_pieces,
@@ -66,6 +67,8 @@ _ENDINGS = {
     "ForTokenClassification": "token-classification",
     "ForCTC": "ctc",
     "ForImageClassification": "image-classification",
+    "ForVideoClassification": "video-classification",
+    "ForAudioClassification": "audio-classification",
     "ForQuestionAnswering": "question-answering",
     "ForObjectDetection": "object-detection",
     "ForSemanticSegmentation": "image-segmentation",
@@ -138,7 +141,7 @@ def pieces_for(
 
 def _check_nothing_is_lost(model: TransformersModel, task: str) -> None:
     """Refuse, unless the task is asked for, what a folder would do less than the model."""
-    if TASKS[task] is encoder_decoder_pieces:
+    if TASKS[task] in (encoder_decoder_pieces, decoder_pieces):
         check_other_media(model, task)
     generates = getattr(model, "can_generate", None)
     if task == "feature-extraction" and callable(generates) and generates():

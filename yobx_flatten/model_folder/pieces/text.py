@@ -18,6 +18,7 @@ import torch
 from torch.export import Dim
 
 from ...errors import GenerationError, InvalidArgumentError
+from ...export.proof.module_state import undisturbed
 from ...export.proof.replay import Case
 from ...huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
 from ...huggingface.cache_names import CACHE, argument_of, cache_of, installed_name
@@ -27,6 +28,7 @@ from ...huggingface.state_decoder import StateDecoder, has_states_alone
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PlainCache, TransformersModel
 from ...trees.shapes import dynamic_shapes
+from .other_inputs import note_on_other_inputs
 from .word_times import Head, HeadRecorder, heads_of
 
 __all__ = [
@@ -73,6 +75,7 @@ def decoder_pieces(
     # by the mask; `False` by default
     # logits: positions whose scores are returned, `"all"` or `"last"`; `"all"` by default
     # proof: `"full"`, the default, for all cases, `"sample"` for the largest one, `"none"` for none
+    own = model
     model = StateDecoder(model) if StateDecoder.fits(model) else model
     takes = inspect.signature(model.forward).parameters
     cache_is = argument_of(model.forward)
@@ -100,14 +103,16 @@ def decoder_pieces(
     if proof != "full":
         others = [] if proof == "none" else [max(others, key=lambda sizes: sizes.batch * (sizes.past + sizes.new))]
     example = decode_inputs(model, first, like)
+    remarks = note_on_other_inputs(own, example)
     cases = [
         Case(str(sizes), (), decode_inputs(model, sizes, like, seed), steps=3) for seed, sizes in enumerate(others, 1)
     ]
     if counts_by_itself(example[cache_is]) and why_not_sliding(model, example) is None:
         decoder = SlidingDecoder(model, example)
         cases = [Case(case.name, (), decoder.inputs(case.kwargs)) for case in cases]
-        return [Piece("model", decoder, decoder.inputs(example), cases, decoder.shapes(dynamic_shapes(example)))]
-    return [Piece("model", model, example, cases)]
+        shapes = decoder.shapes(dynamic_shapes(example))
+        return [Piece("model", decoder, decoder.inputs(example), cases, shapes, remarks=remarks)]
+    return [Piece("model", model, example, cases, remarks=remarks)]
 
 
 def keeps_more(piece: Piece, model: TransformersModel) -> bool:
@@ -263,7 +268,8 @@ def encoder_decoder_pieces(
     others_sizes = [(rows or b, s, p, n) for b, s, p, n in ((1, 9, 1, 1), (3, 5, 4, 1))]
     sizes = {f"batch {b}, source {s}, past {p}, new {n}": (b, s, p, n) for b, s, p, n in others_sizes}
     # all sizes differ, also the sum: a branch on whether two are equal would go one way for good
-    examples, others = calls(rows or 2, 7, 5, 3), {name: calls(*size) for name, size in sizes.items()}
+    new = 3 if _reads_several(following, calls(rows or 2, 7, 5, 3)[2]) else 1
+    examples, others = calls(rows or 2, 7, 5, new), {name: calls(*size) for name, size in sizes.items()}
     pieces = []
     for place, (stem, module) in enumerate(modules.items()):
         cases = [Case(name, (), made[place]) for name, made in others.items()]
@@ -271,10 +277,23 @@ def encoder_decoder_pieces(
         if stem == "encoder_model" and reads == "input_ids":
             # what it reads is also called by the decoders
             shapes |= {name: {0: Dim.AUTO, 1: "encoder_sequence_length"} for name in shapes}
+        if "cache" in shapes and new == 1:
+            shapes["input_ids"] = {0: Dim.AUTO}
         if "cache" in shapes:
             shapes["cache"] = pytree.tree_map(lambda _: _VARYING, examples[place]["cache"])
         pieces.append(Piece(stem, module, examples[place], cases, shapes))
     return pieces
+
+
+@torch.no_grad()
+def _reads_several(decoder: NextDecoder, call: Mapping[str, Any]) -> bool:
+    """Whether a decoder with a cache reads more than one token in a call: ProphetNet refuses them."""
+    try:
+        with undisturbed(decoder):
+            decoder(**call)
+    except (AssertionError, ValueError, IndexError, RuntimeError):
+        return False
+    return True
 
 
 @torch.no_grad()
@@ -328,5 +347,6 @@ def _spectrogram(model: TransformersModel, batch: int) -> torch.Tensor:
 
 def random_tokens(model: TransformersModel, shape: tuple[int, int]) -> torch.Tensor:
     """Make tokens of the model's vocabulary, which the shape determines."""
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    # CANINE reads characters, and states no number of them
+    vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", None) or 256
     return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(sum(shape)))

@@ -58,7 +58,47 @@ class Factor(torch.nn.Module):
         return F.interpolate(x[:, None], scale_factor=1.5, mode="linear")
 
 
-ALL = [Half, Upwards, Rounded, Root, AsFloat, Branch, RoundedBranch, Pooled, Factor]
+class Padded(torch.nn.Module):
+    """To a multiple, as windows of attention are."""
+
+    def forward(self, x):
+        missing = (4 - x.shape[1] % 4) % 4
+        return F.pad(x, (0, missing), value=9.0) if missing > 0 else x * 2
+
+
+class PaddedUpwards(torch.nn.Module):
+    def forward(self, x):
+        missing = -(-x.shape[1] // 4) * 4 - x.shape[1]
+        return x + 5 if missing > 0 else x * 2
+
+
+class Remainder(torch.nn.Module):
+    def forward(self, x):
+        return x + 5 if x.shape[1] % 4 == 1 else x * 2
+
+
+class Either(torch.nn.Module):
+    def forward(self, x):
+        return x + 5 if x.shape[1] % 2 == 1 or x.shape[0] % 5 == 4 else x * 2
+
+
+class Both(torch.nn.Module):
+    def forward(self, x):
+        return x + 5 if x.shape[1] % 2 == 0 and x.shape[1] % 4 == 0 else x * 2
+
+
+class Enough(torch.nn.Module):
+    def forward(self, x):
+        return x * 2 if x.shape[1] // 3 >= 2 else x + 5
+
+
+class Above(torch.nn.Module):
+    def forward(self, x):
+        return x * 2 if x.shape[1] > 6 else x + 5
+
+
+BY_PARTS = [Padded, PaddedUpwards, Remainder, Either, Both, Enough, Above]
+ALL = [*BY_PARTS, Half, Upwards, Rounded, Root, AsFloat, Branch, RoundedBranch, Pooled, Factor]
 SIZES = (8, 7, 6, 9, 12, 3, 16, 20, 2, 41)
 
 

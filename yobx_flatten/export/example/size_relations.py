@@ -42,10 +42,39 @@ _TURNED = {"GreaterThan": "<=", "StrictGreaterThan": "<"}
 def relations_of(program: ExportedProgram, sizes: Collection[str]) -> tuple[Expression, ...]:
     """Return what a program asserts of sizes, those of its guards among it."""
     # sizes: the names of the sizes that a call shows; what depends on others is left out
-    found = dict.fromkeys(as_expression(expression) for expression in _asserted(program))
+    found = dict.fromkeys(as_expression(one) for expression in _asserted(program) for one in _one_by_one(expression))
     return tuple(
         one for one in found if isinstance(one, tuple) and one[0] in COMPARISONS and set() < names_in(one) <= {*sizes}
     )
+
+
+def _one_by_one(expression: sympy.Basic) -> Iterator[sympy.Basic]:
+    """Yield comparisons that all have to hold: those of an *and*, and of an *or* one of numbers."""
+    kind = type(expression).__name__
+    if kind == "And":
+        for part in expression.args:
+            yield from _one_by_one(part)
+    elif kind == "Or":
+        yield sympy.Eq(sympy.Mul(*map(_violation, expression.args), evaluate=False), 0, evaluate=False)
+    else:
+        yield expression
+
+
+def _violation(expression: sympy.Basic) -> sympy.Expr:
+    """A number that is 0 where a comparison holds, and more where it does not."""
+    kind = type(expression).__name__
+    if kind in ("And", "Or"):
+        joined = sympy.Add if kind == "And" else sympy.Mul
+        return joined(*map(_violation, expression.args), evaluate=False)
+    left, right = expression.args
+    if kind in ("Equality", "Unequality"):
+        apart = sympy.Min(1, sympy.Max(left - right, right - left))
+        return apart if kind == "Equality" else 1 - apart
+    if kind in ("GreaterThan", "StrictGreaterThan"):
+        left, right = right, left
+    if kind.startswith("Strict"):
+        left = left + 1
+    return left - sympy.Min(left, right)
 
 
 def unasserted_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:

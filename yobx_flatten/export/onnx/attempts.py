@@ -10,6 +10,7 @@ from typing import Any
 from ...errors import InvalidArgumentError
 from ...errors.log import STEP
 from ...errors.messages import first_line
+from ...runners.relations import decides_by_parts
 from ...runners.signature import KEY
 from ..example.example import Example
 from ..program.flat_program import fixed_sizes, signature_of
@@ -131,8 +132,9 @@ def _attempts(opset_version: int | None) -> list[_Attempt]:
 def _state_sizes(model: Any, traced: Traced, *, shared: bool) -> list[str]:
     """State in an ONNX file how sizes of its inputs depend on each other, which ONNX cannot assert; return notes.
 
-    Bounds of the caller are left out, since such a file takes any length, and so are inequalities but for the largest
-    sizes of the model's own code: those of a trace are also about sizes of one, which the file takes.
+    Bounds of the caller are left out, since such a file takes any length, and so are inequalities but for those of
+    quotients and remainders, by which code pads, and the largest sizes of the model's own code: those of a trace are
+    also about sizes of one, which the file takes.
     """
     fix_sizes(model, fixed_sizes(traced))
     try:
@@ -141,8 +143,8 @@ def _state_sizes(model: Any, traced: Traced, *, shared: bool) -> list[str]:
         return []
     if any(dtype.is_complex for _, dtype, _ in signature.inputs):  # pairs of numbers in the file
         return []
-    equal = [relation for relation in signature.relations if isinstance(relation, tuple) and relation[0] == "=="]
-    stated = dataclasses.replace(signature, largest={}, smallest={}, relations=equal)
+    kept = [one for one in signature.relations if isinstance(one, tuple) and (one[0] == "==" or decides_by_parts(one))]
+    stated = dataclasses.replace(signature, largest={}, smallest={}, relations=kept)
     if not shared:  # such a cache has room for more tokens than it holds
         model.metadata_props[KEY] = stated.to_json()
     return _notes(refuse_sizes(model, stated, traced.largest))

@@ -21,6 +21,7 @@ __all__ = [
     "format_expression",
     "from_lists",
     "holds",
+    "is_of_one_size",
     "names_in",
     "value_of",
 ]
@@ -111,6 +112,17 @@ def decides_by_parts(relation: Expression) -> bool:
             if not all(holds(relation, {**sizes, name: tried}) for tried in _TRIED):
                 return True
     return False
+
+
+def is_of_one_size(relation: Expression) -> bool:
+    """Return whether a comparison excludes a single size of two or more.
+
+    >>> is_of_one_size(("!=", "s1", 6)), is_of_one_size(("!=", "s1", 1))
+    (True, False)
+    """
+    if not isinstance(relation, tuple) or relation[0] != "!=":
+        return False
+    return isinstance(relation[1], str) and isinstance(relation[2], int) and relation[2] > 1
 
 
 def _has_parts(found: Expression) -> bool:

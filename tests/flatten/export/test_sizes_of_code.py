@@ -97,7 +97,12 @@ class Above(torch.nn.Module):
         return x * 2 if x.shape[1] > 6 else x + 5
 
 
-BY_PARTS = [Padded, PaddedUpwards, Remainder, Either, Both, Enough, Above]
+class Six(torch.nn.Module):
+    def forward(self, x):
+        return x + 5 if x.shape[1] == 6 else x * 2
+
+
+BY_PARTS = [Padded, PaddedUpwards, Remainder, Either, Both, Enough, Above, Six]
 ALL = [*BY_PARTS, Half, Upwards, Rounded, Root, AsFloat, Branch, RoundedBranch, Pooled, Factor]
 SIZES = (8, 7, 6, 9, 12, 3, 16, 20, 2, 41)
 

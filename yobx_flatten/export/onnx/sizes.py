@@ -51,6 +51,9 @@ def refuse_sizes(
         if place in largest:
             refused.append(("==", ("min", name, largest[place]), name))
             texts.append(f"{shown[name]} <= {largest[place]}")
+        if name in signature.smallest:
+            refused.append(("<=", signature.smallest[name], name))
+            texts.append(f"{signature.smallest[name]} <= {shown[name]}")
     by_input: dict[str, list[tuple[Expression, str]]] = {}
     for one, text in zip(refused, texts, strict=True):
         by_input.setdefault(places[min(names_in(one))][0], []).append((one, text))
@@ -107,7 +110,8 @@ def _guard(
     whole = add("Shape", given)
     entry = add("Constant", value_ints=[1])
     for relation, text in relations:
-        kind, first, second = relation  # type: ignore[misc] # of two sides
+        assert isinstance(relation, tuple)
+        kind, first, second = relation
         met = add(_COMPARISONS[kind], made(first), made(second))
         broken = met if kind == "!=" else add("Not", met)
         place = add("Cast", broken, to=int(ir.DataType.INT64))

@@ -26,6 +26,7 @@ from ..proof.report import ExportReport
 from ..quantization.options import Quantization
 from .file import UnprovenFile, convert
 from .opset import ATTENTION_OPSET, attention_opset
+from .other_sizes import OtherSizes
 from .quantize import quantize_model, remark_quantized
 from .replay import replay_file
 from .rewrite.attention import count_operators
@@ -139,7 +140,8 @@ def _state_sizes(model: Any, traced: Traced, example: Example, cases: Sequence[C
 
     Bounds of the caller are left out, since such a file takes any length. Of inequalities those are stated by which the
     model's own code goes another way: of quotients and remainders, single sizes, the least and the largest ones. Others
-    are about sizes of one, which the file takes. What a case does not meet is left out: its replay shows the numbers.
+    are about sizes of one, which the file takes. What a case does not meet is left out, since its replay shows the
+    numbers, and so is what the program computes right without it.
     """
     fix_sizes(model, fixed_sizes(traced))
     try:
@@ -149,15 +151,20 @@ def _state_sizes(model: Any, traced: Traced, example: Example, cases: Sequence[C
     if any(dtype.is_complex for _, dtype, _ in signature.inputs):  # pairs of numbers in the file
         return []
     replayed = [_sizes_in(case, example, signature) for case in cases]
+    others = OtherSizes(example, traced.program, signature)
+
+    def decides(one: Expression) -> bool:
+        return _met(one, replayed) and not others.are_right_without(one)
+
     kept = [
         one
         for one in signature.relations
         if isinstance(one, tuple)
-        and (one[0] == "==" or ((decides_by_parts(one) or is_of_one_size(one)) and _met(one, replayed)))
+        and (one[0] == "==" or ((decides_by_parts(one) or is_of_one_size(one)) and decides(one)))
     ]
     asked = {getattr(leaf, "min", None) for leaf in pytree.tree_leaves(example.shapes)}
     least = {name: size for name, size in signature.smallest.items() if size not in asked}
-    least = {name: size for name, size in least.items() if _met(("<=", size, name), replayed)}
+    least = {name: size for name, size in least.items() if decides(("<=", size, name))}
     stated = dataclasses.replace(signature, largest={}, smallest=least, relations=kept)
     if not shared:  # such a cache has room for more tokens than it holds
         model.metadata_props[KEY] = stated.to_json()

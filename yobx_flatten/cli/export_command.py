@@ -14,6 +14,9 @@ from . import export_options as option
 
 __all__ = ["export"]
 
+# those whose folders write text after text
+_WRITES = ("text-generation", "text2text-generation", "image-text-to-text")
+
 
 def export(
     model: option.Model,
@@ -37,6 +40,7 @@ def export(
     weights: option.Weights = "auto",
     unmatched_weights: option.UnmatchedWeights = "refuse",
     trust_remote_code: option.TrustRemoteCode = False,
+    word_times: option.WordTimes = False,
     layout: option.Layout = "flat",
     overwrite: option.Overwrite = False,
     json: option.AsJson = False,
@@ -77,6 +81,7 @@ def export(
             weights=weights,
             unmatched_weights=unmatched_weights,
             layout=layout,
+            word_times=word_times,
         )
     say_json(_as_dict(done, found)) if json else _show(done, found, output)
     return 0
@@ -86,7 +91,7 @@ def _show(done: ExportedFolder, found: FoundModel, output: pathlib.Path) -> None
     if not found.has_weights:
         say(f"{found}\n")
     say(str(done))
-    following = f'\n       yobx-flatten generate {output} --prompt "..."' if "text" in done.task else ""
+    following = f'\n       yobx-flatten generate {output} --prompt "..."' if done.task in _WRITES else ""
     say(f"\nNext:  yobx-flatten verify {output}{following}")
 
 

@@ -78,6 +78,10 @@ TrustRemoteCode = Annotated[
         "--trust-remote-code", help="Run the Python files of MODEL (auto_map). Only if you trust their author."
     ),
 ]
+WordTimes = Annotated[
+    bool,
+    typer.Option("--word-times", help="Let the files of a Whisper return what times of words are read off."),
+]
 Layout = Annotated[
     Literal["flat", "transformers.js"],
     typer.Option(help="Where the files are: flat, or as transformers.js looks for them (onnx/model_q4.onnx)."),

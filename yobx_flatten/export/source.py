@@ -20,6 +20,7 @@ from ..errors.messages import first_line
 from ..runners.program_runner import ProgramRunner
 from .example.example import Example
 from .model_facts import ModelFacts
+from .program.fixed_axes import notes_on_fixed_axes
 from .program.traced import Traced, trace
 from .proof.exported_call import Nested
 from .proof.levels import Proof, choose_proof, sampled
@@ -123,6 +124,8 @@ def noted(example: Example, traced: Traced, report: ExportReport) -> None:
     report.remark(*example.remarks)
     report.input_names, report.output_names = traced.input_names, traced.output_names
     report.remark(*traced.remarks())
+    calls = report.proof != "none" and not example.no_data and not traced.readers
+    report.remark(*notes_on_fixed_axes(example, traced.program, calls=calls))
 
 
 def prove(

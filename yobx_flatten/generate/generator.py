@@ -15,6 +15,7 @@ from .beams import BeamSearch, BeamSettings
 from .sampling import Sampling, TokenChooser
 from .score_rules import GenerationCall, ScoreProcessor
 from .settings import GenerationSettings
+from .spectrogram import speak
 from .speech import SpeechCall, refusals_named, transcribe
 from .steps import Parts, Steps, TextState
 
@@ -119,6 +120,7 @@ class Generator:
             GenerationError: when a file fails while it runs.
             MissingDependencyError: when a keyword needs transformers, and it is not installed.
         """
+        self._check_writes("generate")
         if options == {"do_sample": False} and sampling is None:  # which the loop here also does, and faster
             options, sampling = {}, Sampling()
         drawn = sampling is None and self.settings.sampling.do_sample and (num_beams or 1) == 1
@@ -204,6 +206,7 @@ class Generator:
             InvalidArgumentError: when the inputs do not fit the model or each other.
             GenerationError: when a file fails while it runs.
         """
+        self._check_writes("stream")
         source = self._encoded(input_features, input_values, pixel_values)
         images = self.settings.images(pixel_values, image_grid_thw, image_sizes, batch_num_images)
         videos = self.settings.videos(pixel_values_videos, video_grid_thw, second_per_grid_ts)
@@ -216,6 +219,44 @@ class Generator:
         sequence = self.steps.begin(input_ids, attention_mask, source, decoder_input_ids, (images, videos))
         self._force(sequence, forced_bos_token_id)
         return self._stream(sequence, max_new_tokens, sampling)
+
+    def generate_speech(
+        self, read: torch.Tensor, speaker_embeddings: torch.Tensor | None = None, **options: Any
+    ) -> Any:
+        """Speak, with the files of SpeechT5.
+
+        The model draws dropout while it speaks, and so does this: after ``torch.manual_seed`` both return the same.
+
+        Args:
+            read: tokens of shape (batch, length), or samples of sound where the model changes a voice.
+            speaker_embeddings: a vector for each speaker, of shape (batch, size).
+            **options: ``attention_mask``, ``threshold``, ``minlenratio``, ``maxlenratio``, ``vocoder`` and
+                ``return_output_lengths``, as ``model.generate_speech`` takes them. A vocoder is a model, or the folder
+                of one: ``open_model("vocoder")``.
+
+        Returns:
+            What ``model.generate_speech`` returns: a spectrogram of shape (frames, bins), of several rows (batch,
+            frames, bins), or the sound of a vocoder.
+
+        Raises:
+            InvalidArgumentError: when the files write text, the inputs do not fit the model or each other, or
+                transformers refuses a keyword.
+            GenerationError: when a file fails while it runs.
+            MissingDependencyError: when transformers is not installed.
+        """
+        if self.parts.postnet is None:
+            raise InvalidArgumentError(
+                f"{self.parts.decoder.name} writes tokens: call generate(), not generate_speech."
+            )
+        asked = {"speaker_embeddings": speaker_embeddings, **options}
+        return refusals_named("generate_speech", lambda: speak(self.parts, self.settings, read, asked))
+
+    def _check_writes(self, method: str) -> None:
+        if self.parts.postnet is not None:
+            raise InvalidArgumentError(
+                f"{self.parts.decoder.name} writes spectrograms: call generate_speech(ids, speaker_embeddings), not "
+                f"{method}."
+            )
 
     def _by_transformers(self, given: dict[str, Any], sampling: Sampling | None) -> Any:
         """What the loops of transformers make of the files."""

@@ -4,6 +4,7 @@
 decoder                ``model``
 encoder and decoder    ``encoder_model``, ``decoder_model`` (the first call), ``decoder_with_past_model``
 vision and language    ``vision_encoder``, ``embed_tokens``, ``decoder_model_merged``
+spectrograms           ``encoder_model``, ``frame_decoder``, ``postnet``
 =====================  =========================================================================================
 """
 
@@ -29,6 +30,7 @@ _TYPES = ("", "_fp16", "_int8", "_quantized", "_q4", "_q4f16")
 LAYOUTS: tuple[dict[str, str], ...] = (
     {"decoder": "decoder_with_past_model", "prefill": "decoder_model", "encoder": "encoder_model"},
     {"decoder": "decoder_model_merged", "embed": "embed_tokens", "vision": "vision_encoder"},
+    {"decoder": "frame_decoder", "encoder": "encoder_model", "postnet": "postnet"},
     {"decoder": "model"},
 )
 """Part to name without its suffix; a folder holds one of these."""

@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import functools
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,8 +110,10 @@ class FileModel(ModelWithoutWeights):
     def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Generate as ``model.generate`` of the exported model does."""
         # kwargs: every keyword of `GenerationMixin.generate`, and what the model's processor returns
-        for name in ("output_attentions", "output_hidden_states", "return_token_timestamps"):
-            stated = kwargs.get("generation_config")
+        stated = kwargs.get("generation_config")
+        if kwargs.get("return_token_timestamps"):
+            kwargs["alignment_heads"] = self._heads_in_files(kwargs)
+        for name in ("output_attentions", "output_hidden_states"):
             if kwargs.get(name) or getattr(stated, name, False):
                 raise InvalidArgumentError(
                     f"{name}: the files return scores only. The model itself has that: model.generate(..., {name}=True)"
@@ -125,6 +127,37 @@ class FileModel(ModelWithoutWeights):
             kwargs = self._with_pictures(inputs, kwargs)
         given = args if inputs is None and not args else (inputs, *args)  # Whisper's loop calls its first one otherwise
         return super().generate(*given, **kwargs)
+
+    def _heads_in_files(self, kwargs: Mapping[str, Any]) -> list[list[int]]:
+        """The heads that times of words are read off, each by its place among those of its layer in the files."""
+        places = _by_layer(self.steps.heads.values())
+        if not places:
+            raise InvalidArgumentError(
+                "return_token_timestamps: the files return scores only. Export them with "
+                "export_folder(..., word_times=True) (--word-times), or ask the model itself."
+            )
+        configs = (kwargs, *(vars(one) for one in (kwargs.get("generation_config"), self.generation_config) if one))
+        wanted: list[list[int]] = next(
+            (one["alignment_heads"] for one in configs if one.get("alignment_heads") is not None), []
+        )
+        missing = [[layer, head] for layer, head in wanted if head not in places.get(layer, ())]
+        if missing or not wanted:
+            raise InvalidArgumentError(
+                f"alignment_heads is {wanted}, and the files return the weights of {list(self.steps.heads.values())}. "
+                "State these, or export the files again with word_times=True."
+            )
+        return [[layer, places[layer].index(head)] for layer, head in wanted]
+
+    def _weights(self, cache: FileCache, count: int) -> dict[str, Any]:
+        """The weights of attention of a call, layer by layer, with as many heads as are in the files."""
+        found = {} if cache.state is None else cache.state.weights
+        if not found:
+            return {}
+        rows, _, source = next(iter(found.values())).shape
+        made = [torch.zeros(rows, 0, count, source) for _ in range(self.config.decoder_layers)]
+        for layer, heads in _by_layer(found).items():
+            made[layer] = torch.stack([found[layer, head][:, -count:] for head in heads], dim=1).float()
+        return {"cross_attentions": tuple(made), "decoder_attentions": ()}
 
     def _drafts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a loop proposes several tokens, and reads the scores of each."""
@@ -215,6 +248,8 @@ class FileModel(ModelWithoutWeights):
                 cache, decoder_input_ids, decoder_attention_mask, encoder_outputs[0], attention_mask
             )
             filled = {installed_name(): cache} if use_cache is not False else {}
+            if others.get("output_attentions"):
+                filled |= self._weights(cache, scores.shape[1])
             return Seq2SeqLMOutput(logits=scores, encoder_last_hidden_state=encoder_outputs[0], **filled)
         if input_ids is None:
             raise InvalidArgumentError(f"{self.steps.parts.decoder.name} reads tokens: pass input_ids.")
@@ -359,6 +394,14 @@ class FileModel(ModelWithoutWeights):
                 f"{self.steps.parts.decoder.name} takes no token_type_ids other than those of its own prompt. Leave "
                 "them out: tokenizer(text, return_token_type_ids=False)"
             )
+
+
+def _by_layer(heads: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    """Heads in order, by layer."""
+    found: dict[int, list[int]] = {}
+    for layer, head in sorted(heads):
+        found.setdefault(layer, []).append(head)
+    return found
 
 
 def config_of(steps: Steps) -> Any:

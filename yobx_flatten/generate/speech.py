@@ -29,9 +29,8 @@ class SpeechCall:
     def __post_init__(self) -> None:
         if self.return_timestamps not in (None, True, False):
             raise InvalidArgumentError(
-                f"return_timestamps must be True or False, found {self.return_timestamps!r}. Times of words are "
-                "read off the weights of attention, which the files do not return: the model itself has them, by\n"
-                "    model.generate(..., return_token_timestamps=True)"
+                f"return_timestamps must be True or False, found {self.return_timestamps!r}. Times of words, of a "
+                "folder that was exported with word_times=True, are\n    generate(..., return_token_timestamps=True)"
             )
 
     @property

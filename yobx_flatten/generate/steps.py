@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ class Parts:
     encoder: Runner | None = None  # the encoder of an encoder-decoder model
     embed: Runner | None = None  # the file from tokens to embeddings, where `decoder` takes those
     vision: Runner | None = None  # the file from images to the features that replace image tokens
+    postnet: Runner | None = None  # the file that smooths the frames of a spectrogram, where `decoder` makes these
 
 
 @dataclasses.dataclass
@@ -63,6 +65,8 @@ class TextState:
     generated_type: int = 0
     # the token after a single first one
     forced: int | None = None
+    # weights of attention of the last call, of shape (batch, tokens, source), by layer and head
+    weights: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def repeat(self, rows: torch.Tensor) -> None:
         """Let rows stand for several; the cache stays as it is."""
@@ -93,6 +97,8 @@ class Steps:
 
     def __init__(self, parts: Parts, settings: GenerationSettings) -> None:
         self.parts, self.settings = parts, settings
+        if parts.postnet is not None:  # no tokens: see `spectrogram`
+            return
         for part in (parts.decoder, parts.prefill):
             if part is not None:
                 check_ports(
@@ -109,6 +115,12 @@ class Steps:
                 f"{parts.decoder.name} takes no {CACHE}.*: it would read the whole text for every token. "
                 "Export it with a cache:\n    export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=...)"
             )
+
+    @functools.cached_property
+    def heads(self) -> dict[str, tuple[int, int]]:
+        """The outputs that are weights of attention, with their layers and heads."""
+        names = [name.split(".") for name in self.parts.decoder.outputs]
+        return {".".join(name): (int(name[1]), int(name[2])) for name in names if name[0] == "cross_attentions"}
 
     def begin(
         self,
@@ -231,6 +243,7 @@ class Steps:
         if runner is not decoder:
             cache = {slot.port.name: cache[present_of(slot.port.name) or ""] for slot in decoder.slots}
         sequence.cache = cache
+        sequence.weights = {head: outputs[name] for name, head in self.heads.items()}
         return outputs["logits"]
 
     def _check_positions(self, sequence: TextState) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from ..errors import InvalidArgumentError, ModelSourceError
 from ..files.document import read_document
 from ..generate.layout import SUBFOLDER
+from .pieces.spoken import spoken_pieces
 from .pieces.tasks import TASKS
 from .pieces.text import encoder_decoder_pieces
 
@@ -47,7 +48,7 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
         return
     if form != "onnx":
         raise InvalidArgumentError(f'layout="{layout}" is for ONNX files: leave target and to out.')
-    if TASKS[task] is encoder_decoder_pieces:
+    if TASKS[task] in (encoder_decoder_pieces, spoken_pieces):
         raise InvalidArgumentError(
             f"transformers.js reads a decoder that is one file with a switch, and folders for {task} have two. Leave "
             f'layout="{layout}" out.'

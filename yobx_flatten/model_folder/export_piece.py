@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
-from ..errors import FlattenError, GenerationError, InvalidArgumentError
+from ..errors import FlattenError, GenerationError, InvalidArgumentError, ReplayError
 from ..errors.failures import raised_as, result_or
 from ..errors.log import STEP
 from ..errors.messages import first_line
@@ -26,6 +28,9 @@ from .pieces.text import Piece
 from .targets import FolderFormat, fitting_cases
 
 __all__ = ["export_piece"]
+
+# how torch begins what a program states of sizes that it was not traced for
+_OF_SIZES = ("Guard failed: ", "Runtime assertion failed for expression ")
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -67,7 +72,7 @@ def export_piece(
         )
 
     # of torch's trace, of the model inside it, of the exporter: each has its classes
-    with raised_as(failed, FlattenError, OSError, MemoryError):
+    with raised_as(failed, FlattenError, OSError, MemoryError), _for_sizes_of_its_own(model, path):
         return export(piece)
 
 
@@ -105,3 +110,18 @@ def _with_fixed_batch(shapes: Any) -> Any:
     if isinstance(shapes, dict):
         return {name: _with_fixed_batch(below) for name, below in shapes.items()}
     return [_with_fixed_batch(below) for below in shapes] if isinstance(shapes, (list, tuple)) else shapes
+
+
+@contextlib.contextmanager
+def _for_sizes_of_its_own(model: str, path: pathlib.Path) -> Iterator[None]:
+    """Name the way to a file of fixed sizes where a program does not take others."""
+    try:
+        yield
+    except ReplayError as error:
+        if not any(words in str(error) for words in _OF_SIZES):
+            raise
+        raise ReplayError(
+            f"{model} does not become {path.name} for any size. For those of your own inputs: "
+            f"export_onnx(model, kwargs=inputs, path=..., dynamic_shapes=None). {error}",
+            error.report,
+        ) from error

@@ -20,7 +20,7 @@ from ..runners.open import RUNTIMES, check_runtime, open_runner
 from .chat import chat_tokenizer, reply
 from .generators import open_generator, runtime_of_folder
 from .manifest import check_digests, read_manifest
-from .pieces.tasks import GENERATES
+from .pieces.tasks import GENERATES, SPEAKS
 
 __all__ = [
     "FolderModel",
@@ -39,7 +39,10 @@ __all__ = [
     "OnnxForSeq2SeqLM",
     "OnnxForSequenceClassification",
     "OnnxForSpeechSeq2Seq",
+    "OnnxForTextToSpectrogram",
     "OnnxForTokenClassification",
+    "OnnxForVideoClassification",
+    "OnnxForVocoder",
     "OnnxForZeroShotImageClassification",
     "open_model",
 ]
@@ -108,6 +111,11 @@ class FolderModel:
             found = model_of_files(generator.steps, (cls,))
             found.folder = path
             return found
+        if task in SPEAKS:
+            from .speaking_model import speaking_model
+
+            where = {"device": device, "providers": providers}
+            return speaking_model(open_generator(path, runtime=runtime, threads=threads, trust=trust, **where), cls)
         return cls._of_one_call(path, runtime, threads, trust, device, providers)
 
     @classmethod
@@ -269,6 +277,24 @@ class OnnxForDepthEstimation(FolderModel):
     """Depth of pictures, as ``AutoModelForDepthEstimation``."""
 
     tasks = ("depth-estimation",)
+
+
+class OnnxForTextToSpectrogram(FolderModel):
+    """Text, or another voice, to a spectrogram, as ``AutoModelForTextToSpectrogram``: ``generate_speech``."""
+
+    tasks = SPEAKS
+
+
+class OnnxForVideoClassification(FolderModel):
+    """Scores of videos, as ``AutoModelForVideoClassification``."""
+
+    tasks = ("video-classification",)
+
+
+class OnnxForVocoder(FolderModel):
+    """A spectrogram to sound, as ``SpeechT5HifiGan``."""
+
+    tasks = ("vocoder",)
 
 
 class OnnxForZeroShotImageClassification(FolderModel):

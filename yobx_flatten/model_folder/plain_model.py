@@ -41,8 +41,9 @@ class PlainFileModel(ModelWithoutWeights):
         given = {**dict(zip(ports, args, strict=False)), **given}
         feeds = {name: given.pop(name) for name in list(given) if name in ports and given[name] is not None}
         for name, make in _ASSUMED.items():
-            if name in ports and name not in feeds and "input_ids" in feeds:
-                feeds[name] = make(feeds["input_ids"])
+            tokens = feeds.get("input_ids")
+            if name in ports and name not in feeds and tokens is not None and len(ports[name].shape) == tokens.ndim:
+                feeds[name] = make(tokens)
         missing = [name for name in ports if name not in feeds]
         if missing:
             raise InvalidArgumentError(f"{self.runner.name} takes {', '.join(ports)}: pass {', '.join(missing)}.")
@@ -65,7 +66,19 @@ class PlainFileModel(ModelWithoutWeights):
             )
 
 
+class VocoderOfFile(PlainFileModel):
+    """Takes one spectrogram or several, and returns the sound itself, as loops of transformers ask a vocoder."""
+
+    def forward(self, spectrogram: torch.Tensor, **given: Any) -> torch.Tensor:
+        """Return sound of shape (samples,), or (batch, samples)."""
+        rows = spectrogram if spectrogram.ndim == 3 else spectrogram.unsqueeze(0)
+        found: torch.Tensor
+        (found,) = super().forward(spectrogram=rows, **given).values()
+        return found if spectrogram.ndim == 3 else found[0]
+
+
 def plain_model(runner: Runner, folder: pathlib.Path, base: type) -> Any:
     """Return a model of transformers over one file."""
     stated = read_document(folder / "config.json", dict[str, Any], failure=GenerationError, finite=False)
-    return named_class(stated, (base, PlainFileModel))(runner, stated)
+    kind = VocoderOfFile if list(runner.ports) == ["spectrogram"] else PlainFileModel
+    return named_class(stated, (base, kind))(runner, stated)

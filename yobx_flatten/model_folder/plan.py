@@ -22,7 +22,7 @@ from ..huggingface.position_switch import rereads_at_switch, switch_of
 from ..recipe.aliases import TransformersModel
 from .chat_prompts import chat_prompts
 from .client_layout import check_layout
-from .pieces.tasks import GENERATES, pieces_for, task_of
+from .pieces.tasks import GENERATES, SPEAKS, pieces_for, task_of
 from .pieces.text import Piece
 from .quality_text import python_text, read_prompts
 from .sentence import SentenceModules, read_modules, with_embedding
@@ -96,6 +96,11 @@ def plan_folder(
     asked = accuracy.quantize
     if asked is None and opened.has_integers and form.runtime == "onnxruntime":
         asked = "keep"
+    if asked is not None and task_of(model) in SPEAKS:
+        raise InvalidArgumentError(
+            f"A {facts.name} reads each of its frames again, and nothing states how far weights in fewer bits may lead "
+            'it. Leave quantize= out, or take dtype="float16".'
+        )
     quantization = choose_quantization(asked, facts, "export_folder", form.runtime)
     prompts = _checked_prompts(accuracy, quantization, form)
     room: dict[str, Any] = {"in_memory": 0 if proof == "none" else 1, "quantization": quantization, "proof": proof}
@@ -131,7 +136,8 @@ def _cut(
 ) -> tuple[str, list[Piece]]:
     """The task and the pieces of a model."""
     every = proof if form.largest is None else "full"  # those that are within the bounds are chosen later
-    return pieces_for(model, task, form.batch, whole_cache=whole_cache, logits=form.logits, proof=every)
+    how: dict[str, Any] = {"whole_cache": whole_cache, "logits": form.logits, "word_times": form.word_times}
+    return pieces_for(model, task, form.batch, proof=every, **how)
 
 
 def _check_model(model: TransformersModel, form: FolderFormat, dtype: str, proof: Proof) -> None:

@@ -48,6 +48,7 @@ class FolderFormat:
     optimize: Literal["onnxruntime"] | None = None
     logits: str = "all"  # positions whose scores are returned: `"all"` or `"last"`
     layout: Layout = "flat"
+    word_times: bool = False  # whether the decoders of a Whisper return what times of words are read off
 
     def __post_init__(self) -> None:
         if self.batch is None and (self.bounds or {}).get("batch") == 1:

@@ -30,6 +30,8 @@ from ..storage.cases import StoredCase, load_case
 from ..storage.replay import OutputDifference, run_case
 from .chat_prompts import CHATS
 from .manifest import FolderManifest, check_digests, read_manifest
+from .pieces.tasks import SPEAKS
+from .spoken_case import difference_of_speech
 from .verify_tokens import TokenCount, count_tokens
 
 __all__ = ["FolderCheck", "FolderReport", "verify_folder"]
@@ -71,7 +73,8 @@ class FolderCheck:
     def cells(self) -> list[str]:
         """Return the row of a table: mark and file, case, and what was found."""
         found = self.quality if self.quality is not None else self.tokens
-        shown = f"{self.difference:.1e} max difference of its first call" if found is None else str(found)
+        what = "its frames" if self.file == "generate" else "its first call"
+        shown = f"{self.difference:.1e} max difference of {what}" if found is None else str(found)
         return [f"{'ok  ' if self.ok else 'FAIL'} {self.file}", self.case, self.error or shown]
 
 
@@ -186,7 +189,9 @@ def _check_case(opened: _Opened, name: str, case: StoredCase, *, is_chat: bool) 
     file = opened(name)  # one that cannot be opened is not a failed check: the folder is not ours
     start = time.perf_counter()
     try:
-        if file is None:
+        if file is None and manifest.task in SPEAKS:
+            difference, ok = _check_speech(opened, case)
+        elif file is None:
             tokens = _check_tokens(opened, case, is_chat=is_chat)
             difference, ok = float(tokens.different), tokens.ok
         else:
@@ -301,6 +306,17 @@ def _is_close(found: OutputDifference, case: StoredCase, manifest: FolderManifes
     if stated is not None and isinstance(expected, torch.Tensor) and expected.is_floating_point():
         allowed = explained(stated, expected)
     return found.error is None and found.difference <= allowed
+
+
+def _check_speech(opened: _Opened, case: StoredCase) -> tuple[float, bool]:
+    """How far a spectrogram is from the model's, and whether that is near enough."""
+    manifest = opened.manifest
+    stated = [cost for outputs in manifest.tolerances.values() for cost in outputs.values()]
+    # each frame is read again, so that what one is off is also in those that follow
+    allowed = explained(len(case.inputs["dropout_masks"]) * max(stated), case.outputs["spectrogram"]) if stated else 0.0
+    speaks = generator_for(opened.folder, manifest.runtime, trust=opened.trust, providers=opened.where)
+    found = difference_of_speech(speaks, case)
+    return found, found <= max(manifest.tolerance, allowed)
 
 
 def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenCount:

@@ -38,7 +38,7 @@ from .client_layout import Layout, apply_layout
 from .export_piece import export_piece
 from .manifest import FolderManifest, digests, write_manifest
 from .pieces.positions import positions_of
-from .pieces.tasks import GENERATES
+from .pieces.tasks import GENERATES, SPEAKS
 from .pieces.text import Piece, keeps_more
 from .plan import Accuracy, FolderPlan, plan_folder
 from .sidecar_files import (
@@ -53,6 +53,7 @@ from .source.find import FoundModel, find_model, require_transformers
 from .source.open import OpenedModel, WeightsIn, open_model
 from .source.origin import origin_of, reader_of
 from .source.stored_weights import UnmatchedWeights, check_unmatched
+from .spoken_case import FRAMES, SAMPLED_FRAMES, spoken_case
 from .stored_cases import PROMPT, SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
 from .targets import FolderFormat, Target, fitting_cases, room_for_tokens
 from .verify import FolderReport, verify_folder
@@ -110,6 +111,7 @@ def export_folder(
     unmatched_weights: UnmatchedWeights | None = None,
     trust_remote_code: bool = False,
     layout: Layout = "flat",
+    word_times: bool = False,
 ) -> ExportedFolder:
     """Export a model of transformers to a folder that generation tools open, and prove that it generates the same.
 
@@ -151,6 +153,9 @@ def export_folder(
             default, refuses such a model, and never asks.
         layout: where the files are: ``"flat"``, the default, or ``"transformers.js"``, in ``onnx/`` with the type of
             the weights in the name, as that library looks for them.
+        word_times: whether the decoders of a Whisper also return the weights of attention by which
+            ``generate(return_token_timestamps=True)`` finds out when each word was said, of the heads that
+            ``generation_config.alignment_heads`` names. ``False`` by default: their layers are then not fused.
 
     Returns:
         The folder, with a report of every export and every replay.
@@ -177,7 +182,7 @@ def export_folder(
     True
     """
     require_transformers("export_folder")
-    form = FolderFormat(to, target, batch, bounds, opset_version, optimize, logits, layout)
+    form = FolderFormat(to, target, batch, bounds, opset_version, optimize, logits, layout, word_times)
     place = pathlib.Path(folder)
     check_target(place, overwrite)
     opened = _open(model, dtype, weights, form.name, unmatched_weights, trust=trust_remote_code)
@@ -237,9 +242,14 @@ def _write_files(plan: FolderPlan, made: _Made) -> None:
 
 def _write_cases(plan: FolderPlan, made: _Made) -> None:
     """Store what the model generates, for a folder that generates."""
-    if plan.task not in GENERATES or plan.proof == "none":
+    if plan.task not in (*GENERATES, *SPEAKS) or plan.proof == "none":
         return
     model, form, work = plan.model, plan.form, made.work
+    if plan.task in SPEAKS:
+        with made.first.timed("generate"):
+            calls = FRAMES if plan.proof == "full" else SAMPLED_FRAMES
+            made.cases[""] = [_store_speech(model, form.batch or 2, calls, work)]
+        return
     logger.info("generating with %s", type(model).__qualname__, extra=STEP)
     count = room_for_tokens(form.largest, TOKENS if plan.proof == "full" else SAMPLED_TOKENS)
     with made.first.timed("generate"):
@@ -379,6 +389,14 @@ def _store_generation(
     outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens, "margins": case.margins}
     path, text = f"cases/generate{f'-{after}' if after else ''}.case", f"{case.new_tokens} tokens, greedily"
     save_case(work / path, case.inputs, outputs, name=f"{text}, after {after}" if after else text)
+    return path
+
+
+def _store_speech(model: TransformersModel, rows: int, calls: int, work: pathlib.Path) -> str:
+    """Store the spectrogram that the model makes."""
+    case = spoken_case(model, rows, calls)
+    path = "cases/generate.case"
+    save_case(work / path, case.inputs, case.outputs, name=f"{calls} calls of the decoder, rows {rows}")
     return path
 
 

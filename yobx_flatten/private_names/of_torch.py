@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import _global_optimizer_post_hooks as optimizer_post_hooks
     from torch.utils._python_dispatch import _pop_mode as pop_mode
     from torch.utils._python_dispatch import _push_mode as push_mode
-    from torch.utils._sympy.functions import Max, Min
+    from torch.utils._sympy.functions import FloorDiv, Max, Min
 
     # modules and tables that count as untyped
     decompositions: Any
@@ -42,6 +42,7 @@ __all__ = [
     "DisableTorchFunctionSubclass",
     "FakeTensor",
     "FakeTensorMode",
+    "FloorDiv",
     "GetAttrKey",
     "KeyEntry",
     "MappingKey",
@@ -224,6 +225,7 @@ _NAMES = {
     "DimHint": Private("torch.export.dynamic_shapes", "_DimHint", "type(torch.export.Dim.AUTO)"),
     "FakeTensor": Private(_FAKE, "FakeTensor", "a tensor on the meta device, which has one device only"),
     "FakeTensorMode": Private(_FAKE, "FakeTensorMode", "the meta device"),
+    "FloorDiv": Private("torch.utils._sympy.functions", "FloorDiv", "sympy.floor"),
     "Max": Private("torch.utils._sympy.functions", "Max", "sympy.Max"),
     "Min": Private("torch.utils._sympy.functions", "Min", "sympy.Min"),
     "NormBase": Private("torch.nn.modules.batchnorm", "_NormBase", "the public classes of batch and instance norm"),

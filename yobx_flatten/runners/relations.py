@@ -13,7 +13,18 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["COMPARISONS", "FUNCTIONS", "Expression", "format_expression", "from_lists", "holds", "names_in", "value_of"]
+__all__ = [
+    "COMPARISONS",
+    "FUNCTIONS",
+    "Expression",
+    "decides_by_parts",
+    "format_expression",
+    "from_lists",
+    "holds",
+    "is_of_one_size",
+    "names_in",
+    "value_of",
+]
 
 Expression = int | str | tuple[Any, ...]
 """A number, the name of a size, or an operator and what it is applied to."""
@@ -68,6 +79,54 @@ def holds(relation: Expression, sizes: Mapping[str, int]) -> bool:
         return COMPARISONS[relation[0]](value_of(relation[1], sizes), value_of(relation[2], sizes))
     except ZeroDivisionError:
         return False
+
+
+_PARTS = ("//", "%")
+_TRIED = (
+    *range(2, 26),
+    32,
+    48,
+    63,
+    64,
+    65,
+    100,
+    127,
+    128,
+)  # sizes of one, which files compute right, are not among them
+
+
+def decides_by_parts(relation: Expression) -> bool:
+    """Return whether a comparison is of quotients or remainders, and sizes of two and more do not meet it.
+
+    >>> decides_by_parts(("<=", ("%", ("+", 4, ("*", -1, ("%", "s1", 4))), 4), 0))
+    True
+    >>> decides_by_parts(("<=", 2, ("*", "s1", "s2"))), decides_by_parts(("<=", 1, ("//", "s1", 2)))
+    (False, False)
+    """
+    if not (isinstance(relation, tuple) and _has_parts(relation)):
+        return False
+    names = sorted(names_in(relation))
+    for name in names:
+        for others in (2, 3, 4, 6, 7, 8, 16, 32):
+            sizes = dict.fromkeys(names, others)
+            if not all(holds(relation, {**sizes, name: tried}) for tried in _TRIED):
+                return True
+    return False
+
+
+def is_of_one_size(relation: Expression) -> bool:
+    """Return whether a comparison excludes a single size of two or more.
+
+    >>> is_of_one_size(("!=", "s1", 6)), is_of_one_size(("!=", "s1", 1))
+    (True, False)
+    """
+    if not isinstance(relation, tuple) or relation[0] != "!=":
+        return False
+    return isinstance(relation[1], str) and isinstance(relation[2], int) and relation[2] > 1
+
+
+def _has_parts(found: Expression) -> bool:
+    return isinstance(found, tuple) and (found[0] in _PARTS or any(map(_has_parts, found[1:])))
 
 
 def format_expression(found: Expression, shown: Mapping[str, Any]) -> str:

@@ -58,7 +58,61 @@ class Factor(torch.nn.Module):
         return F.interpolate(x[:, None], scale_factor=1.5, mode="linear")
 
 
-ALL = [Half, Upwards, Rounded, Root, AsFloat, Branch, RoundedBranch, Pooled, Factor]
+class Padded(torch.nn.Module):
+    """To a multiple, as windows of attention are."""
+
+    def forward(self, x):
+        missing = (4 - x.shape[1] % 4) % 4
+        return F.pad(x, (0, missing), value=9.0) if missing > 0 else x * 2
+
+
+class PaddedUpwards(torch.nn.Module):
+    def forward(self, x):
+        missing = -(-x.shape[1] // 4) * 4 - x.shape[1]
+        return x + 5 if missing > 0 else x * 2
+
+
+class Remainder(torch.nn.Module):
+    def forward(self, x):
+        return x + 5 if x.shape[1] % 4 == 1 else x * 2
+
+
+class Either(torch.nn.Module):
+    def forward(self, x):
+        return x + 5 if x.shape[1] % 2 == 1 or x.shape[0] % 5 == 4 else x * 2
+
+
+class Both(torch.nn.Module):
+    def forward(self, x):
+        return x + 5 if x.shape[1] % 2 == 0 and x.shape[1] % 4 == 0 else x * 2
+
+
+class Enough(torch.nn.Module):
+    def forward(self, x):
+        return x * 2 if x.shape[1] // 3 >= 2 else x + 5
+
+
+class Above(torch.nn.Module):
+    def forward(self, x):
+        return x * 2 if x.shape[1] > 6 else x + 5
+
+
+class Six(torch.nn.Module):
+    def forward(self, x):
+        return x + 5 if x.shape[1] == 6 else x * 2
+
+
+class Shifted(torch.nn.Module):
+    """torch asks whether the part of it is contiguous, which it answers for more than one column."""
+
+    def forward(self, x):
+        shifted = torch.zeros_like(x)
+        shifted[:, 1:] = x[:, :-1].clone()
+        return shifted * 2
+
+
+BY_PARTS = [Padded, PaddedUpwards, Remainder, Either, Both, Enough, Above, Six]
+ALL = [*BY_PARTS, Half, Upwards, Rounded, Root, AsFloat, Branch, RoundedBranch, Pooled, Factor]
 SIZES = (8, 7, 6, 9, 12, 3, 16, 20, 2, 41)
 
 
@@ -82,6 +136,16 @@ def test_a_file_gives_the_module_s_numbers_or_stops(kind, tmp_path):
         taken.append(size)
         assert _same(torch.tensor(found), module(x)), size
     assert 8 in taken
+
+
+def test_a_file_takes_sizes_that_its_program_refuses_and_computes_right(tmp_path):
+    """Two columns, of which one is shifted: the program asserts more, and the numbers are those of the module."""
+    export_onnx(Shifted(), (torch.randn(2, 8),), path=tmp_path / "sizes.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "sizes.onnx")
+    for size in (2, 3, 9):
+        x = torch.randn(3, size)
+        (found,) = session.run(None, {"x": x.numpy()})
+        assert _same(torch.tensor(found), Shifted()(x)), size
 
 
 @pytest.mark.parametrize("kind", ALL)

@@ -68,11 +68,15 @@ class Example:
         """Return the example itself as a case."""
         return Case("the example", self.args, self.kwargs, steps)
 
+    def of_case(self, case: Case) -> dict[str, Any]:
+        """Return all inputs of a case by parameter name."""
+        return _by_name(self.module, case.args, case.kwargs)
+
     def holds(self, case: Case, steps: int) -> bool:
         """Return whether a case is within the bounds."""
         if self.shapes is None or self.bounds is None:
             return True
-        return self.bounds.holds(_by_name(self.module, case.args, case.kwargs), self.shapes, steps)
+        return self.bounds.holds(self.of_case(case), self.shapes, steps)
 
     def other_cases(self, steps: int, *, only_largest: bool = False) -> tuple[list[Case], list[str]]:
         """Make cases of other sizes."""

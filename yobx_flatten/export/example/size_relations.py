@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 
 from ...runners.relations import COMPARISONS, FUNCTIONS, Expression, names_in
 
-__all__ = ["as_expression", "fixed_sizes", "largest_sizes", "relations_of", "unasserted_sizes"]
+__all__ = ["as_expression", "asserts_values", "fixed_sizes", "largest_sizes", "relations_of", "unasserted_sizes"]
 
 _OPERATORS = {  # classes of sympy, and of torch for it
     "Add": "+",
@@ -42,10 +42,39 @@ _TURNED = {"GreaterThan": "<=", "StrictGreaterThan": "<"}
 def relations_of(program: ExportedProgram, sizes: Collection[str]) -> tuple[Expression, ...]:
     """Return what a program asserts of sizes, those of its guards among it."""
     # sizes: the names of the sizes that a call shows; what depends on others is left out
-    found = dict.fromkeys(as_expression(expression) for expression in _asserted(program))
+    found = dict.fromkeys(as_expression(one) for expression in _asserted(program) for one in _one_by_one(expression))
     return tuple(
         one for one in found if isinstance(one, tuple) and one[0] in COMPARISONS and set() < names_in(one) <= {*sizes}
     )
+
+
+def _one_by_one(expression: sympy.Basic) -> Iterator[sympy.Basic]:
+    """Yield comparisons that all have to hold: those of an *and*, and of an *or* one of numbers."""
+    kind = type(expression).__name__
+    if kind == "And":
+        for part in expression.args:
+            yield from _one_by_one(part)
+    elif kind == "Or":
+        yield sympy.Eq(sympy.Mul(*map(_violation, expression.args), evaluate=False), 0, evaluate=False)
+    else:
+        yield expression
+
+
+def _violation(expression: sympy.Basic) -> sympy.Expr:
+    """A number that is 0 where a comparison holds, and more where it does not."""
+    kind = type(expression).__name__
+    if kind in ("And", "Or"):
+        joined = sympy.Add if kind == "And" else sympy.Mul
+        return joined(*map(_violation, expression.args), evaluate=False)
+    left, right = expression.args
+    if kind in ("Equality", "Unequality"):
+        apart = sympy.Min(1, sympy.Max(left - right, right - left))
+        return apart if kind == "Equality" else 1 - apart
+    if kind in ("GreaterThan", "StrictGreaterThan"):
+        left, right = right, left
+    if kind.startswith("Strict"):
+        left = left + 1
+    return left - sympy.Min(left, right)
 
 
 def unasserted_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
@@ -109,6 +138,18 @@ def largest_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
         if known is not None and isinstance(known.upper, sympy.Integer) and known.lower < known.upper < _NO_LIMIT:
             found[place] = int(known.upper)
     return found
+
+
+def asserts_values(program: ExportedProgram) -> bool:
+    """Return whether a program asserts that numbers which values decide are equal to others."""
+    known = {symbol for size in _sizes(program).values() for symbol in size.node.expr.free_symbols}
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+        asserted = getattr(node.args[0], "meta", {}).get("val")
+        if isinstance(asserted, torch.SymBool):
+            expression = asserted.node.expr
+            if isinstance(expression, sympy.Eq) and expression.free_symbols - known:
+                return True
+    return False
 
 
 def _sizes(program: ExportedProgram) -> dict[tuple[str, int], Any]:

@@ -14,15 +14,21 @@ from ...errors import InvalidArgumentError
 from ...errors.failures import result_or
 from ...errors.log import STEP
 from ...errors.messages import first_line
-from ...runners.signature import KEY
+from ...private_names.of_torch import pytree
+from ...runners.relations import Expression, decides_by_parts, holds, is_of_one_size, names_in
+from ...runners.signature import KEY, Signature, place_of_sizes
+from ...storage.matching import leaves_of
+from ...trees.naming import leaf_names
+from ..example.example import Example
 from ..program.flat_program import fixed_sizes, signature_of
-from ..program.traced import Traced
 from ..proof.first_difference import first_difference
+from ..proof.replay import Case
 from ..proof.report import ExportReport
 from ..quantization.options import Quantization
 from ..source import Source
 from .file import UnprovenFile, convert
 from .opset import ATTENTION_OPSET, attention_opset
+from .other_sizes import OtherSizes
 from .quantize import quantize_model, remark_quantized
 from .replay import replay_onnx
 from .rewrite.attention import count_operators
@@ -131,7 +137,7 @@ def _written(
             readers=traced.readers,
             translations=translations,
         )
-    report.remark(*_state_sizes(converted.model, traced, shared=attempt.share))
+    report.remark(*_state_sizes(converted.model, source, shared=attempt.share))
     with report.timed("save"):
         if quantization is not None:
             remark_quantized(quantize_model(converted.model, quantization, report), quantization, report)
@@ -148,12 +154,15 @@ def _attempts(opset_version: int | None) -> list[_Attempt]:
     return [*([] if newest is None else [_Attempt(newest, True)]), _Attempt(None, False)]
 
 
-def _state_sizes(model: Any, traced: Traced, *, shared: bool) -> list[str]:
+def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
     """State in an ONNX file how sizes of its inputs depend on each other, which ONNX cannot assert; return notes.
 
-    Bounds of the caller are left out, since such a file takes any length, and so are inequalities but for the largest
-    sizes of the model's own code: those of a trace are also about sizes of one, which the file takes.
+    Bounds of the caller are left out, since such a file takes any length. Of inequalities those are stated by which the
+    model's own code goes another way: of quotients and remainders, single sizes, the least and the largest ones. Others
+    are about sizes of one, which the file takes. What a case does not meet is left out, since its replay shows the
+    numbers, and so is what the program computes right without it.
     """
+    example, traced = source.example, source.traced
     fix_sizes(model, fixed_sizes(traced))
     try:
         signature = signature_of(traced)
@@ -161,11 +170,43 @@ def _state_sizes(model: Any, traced: Traced, *, shared: bool) -> list[str]:
         return []
     if any(dtype.is_complex for _, dtype, _ in signature.inputs):  # pairs of numbers in the file
         return []
-    equal = [relation for relation in signature.relations if isinstance(relation, tuple) and relation[0] == "=="]
-    stated = dataclasses.replace(signature, largest={}, smallest={}, relations=equal)
+    replayed = [_sizes_in(case, example, signature) for case in source.cases]
+    others = OtherSizes(example, traced.program, signature)
+
+    def decides(one: Expression) -> bool:
+        return _met(one, replayed) and not others.are_right_without(one)
+
+    kept = [
+        one
+        for one in signature.relations
+        if isinstance(one, tuple)
+        and (one[0] == "==" or ((decides_by_parts(one) or is_of_one_size(one)) and decides(one)))
+    ]
+    asked = {getattr(leaf, "min", None) for leaf in pytree.tree_leaves(example.shapes)}
+    least = {name: size for name, size in signature.smallest.items() if size not in asked}
+    least = {name: size for name, size in least.items() if decides(("<=", size, name))}
+    stated = dataclasses.replace(signature, largest={}, smallest=least, relations=kept)
     if not shared:  # such a cache has room for more tokens than it holds
         model.metadata_props[KEY] = stated.to_json()
     return _notes(refuse_sizes(model, stated, traced.largest))
+
+
+def _sizes_in(case: Case, example: Example, signature: Signature) -> dict[str, int]:
+    """The sizes of a case, by the names that the signature gives them."""
+    inputs = example.of_case(case)
+    leaves = dict(zip(leaf_names(inputs), leaves_of(inputs), strict=True))
+    places = place_of_sizes(signature)
+    return {
+        name: leaves[given].shape[axis]
+        for name, (given, axis) in places.items()
+        if isinstance(leaves.get(given), torch.Tensor) and axis < leaves[given].ndim
+    }
+
+
+def _met(relation: Expression, replayed: Sequence[Mapping[str, int]]) -> bool:
+    """Whether all replayed calls meet a relation; one that does not show its sizes shows nothing."""
+    known = (sizes for sizes in replayed if names_in(relation) <= sizes.keys())
+    return all(holds(relation, sizes) for sizes in known)
 
 
 def _notes(refused: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...huggingface.cache_names import CACHE
-from ...runners.relations import Expression, format_expression, names_in
+from ...runners.relations import COMPARISONS, Expression, format_expression, names_in
 from ...runners.signature import Signature, place_of_sizes
 from .rewrite.repair import copy_type
 
@@ -43,7 +43,7 @@ def refuse_sizes(
     refused = [
         one
         for one in signature.relations
-        if isinstance(one, tuple) and one[0] == "==" and not _is_sum(one) and names_in(one) <= places.keys()
+        if isinstance(one, tuple) and one[0] in COMPARISONS and not _is_sum(one) and names_in(one) <= places.keys()
     ]
     shown = {name: f"{given}.shape[{axis}]" for name, (given, axis) in places.items()}
     texts = [format_expression(one, shown) for one in refused]
@@ -51,6 +51,9 @@ def refuse_sizes(
         if place in largest:
             refused.append(("==", ("min", name, largest[place]), name))
             texts.append(f"{shown[name]} <= {largest[place]}")
+        if name in signature.smallest:
+            refused.append(("<=", signature.smallest[name], name))
+            texts.append(f"{signature.smallest[name]} <= {shown[name]}")
     by_input: dict[str, list[tuple[Expression, str]]] = {}
     for one, text in zip(refused, texts, strict=True):
         by_input.setdefault(places[min(names_in(one))][0], []).append((one, text))
@@ -107,8 +110,11 @@ def _guard(
     whole = add("Shape", given)
     entry = add("Constant", value_ints=[1])
     for relation, text in relations:
-        differs = add("Not", add("Equal", made(relation[1]), made(relation[2])))  # type: ignore[index] # of two sides
-        place = add("Cast", differs, to=int(ir.DataType.INT64))
+        assert isinstance(relation, tuple)
+        kind, first, second = relation
+        met = add(_COMPARISONS[kind], made(first), made(second))
+        broken = met if kind == "!=" else add("Not", met)
+        place = add("Cast", broken, to=int(ir.DataType.INT64))
         whole = add("Mul", whole, add("Gather", entry, place, name=f"these sizes are refused, expected {text}"))
     same = add("Reshape", given, whole)
     same.shape = given.shape
@@ -142,4 +148,5 @@ class _Numbers:
         return first
 
 
+_COMPARISONS = {"==": "Equal", "!=": "Equal", "<=": "LessOrEqual", "<": "Less"}
 _OPERATORS = {"+": "Add", "*": "Mul", "%": "Mod", "max": "Max", "min": "Min"}

@@ -31,7 +31,7 @@ from ...trees.walk import torch_leaves
 from ...trees.weights import about_devices, on_other_devices
 from ..example.example import Example
 from ..example.forward_kwargs import check_all_read, named_in_forward, swallowed_names
-from ..example.size_relations import largest_sizes, unasserted_sizes
+from ..example.size_relations import asserts_values, largest_sizes, unasserted_sizes
 from ..example.stated_sizes import asserted_in_forward
 from ..example.static_sizes import check_static_parts
 from ..proof.module_state import draws_random_numbers, own_attributes, own_written_state, undisturbed, written_state
@@ -64,6 +64,8 @@ class Traced:
     fixed: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
     # sizes that the model's code bounds, and the caller does not
     largest: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
+    # whether it asserts equalities of numbers that values decide, which files have no assertions for
+    asserts_values: bool = False
 
     @property
     def complex_outputs(self) -> list[str]:
@@ -98,6 +100,11 @@ class Traced:
             found.append(
                 f"{', '.join(sizes)}: above, the model's code goes another way. The program and its "
                 "files refuse larger ones."
+            )
+        if self.asserts_values:
+            found.append(
+                "the model's code refuses some inputs by their values. The program asserts that, and a file of ONNX, "
+                "OpenVINO or ExecuTorch computes with them: check them before the call."
             )
         if self.unasserted:
             sizes = [f"{name}.shape[{axis}] == {size}" for (name, axis), size in self.unasserted.items()]
@@ -189,7 +196,8 @@ def described(program: ExportedProgram, example: Example) -> Traced:
     unasserted = _unasserted(program, example.names)
     types = _types(program, outputs)
     largest = {} if example.bounds is not None else _largest(program, example)
-    return Traced(program, inputs, names, types, written, drawing, readers, unasserted=unasserted, largest=largest)
+    sizes: dict[str, Any] = {"unasserted": unasserted, "largest": largest, "asserts_values": asserts_values(program)}
+    return Traced(program, inputs, names, types, written, drawing, readers, **sizes)
 
 
 class _WithoutGraphs(io.TextIOBase):

@@ -10,11 +10,11 @@ import torch
 from torch.export import Dim
 
 from ...errors import GenerationError
-from ...export.proof.module_state import undisturbed
 from ...export.proof.replay import Case
 from ...huggingface.cache_names import argument_of
 from ...recipe.aliases import TransformersModel
 from ...trees.shapes import dynamic_shapes
+from .drawn import check_nothing_is_drawn
 from .other_inputs import note_on_other_inputs
 from .text import Piece, image_size, random_tokens
 from .token_types import TYPES, has_types, pair_types
@@ -84,8 +84,7 @@ def two_tower_pieces(model: TransformersModel, rows: int | None = None) -> list[
 @torch.no_grad()
 def _piece(model: TransformersModel, example: dict[str, torch.Tensor], cases: list[Case]) -> Piece:
     """The file of a model that takes an example; pictures may be of one size where others cannot be traced."""
-    with undisturbed(model):
-        model(**example)  # what it does not take is stated before torch does, in many lines
+    check_nothing_is_drawn(model, example)
     pictures = {"pixel_values": {0: Dim.AUTO}}
     narrower = dynamic_shapes(example, pictures) if "pixel_values" in example else None
     return Piece("model", model, example, cases, narrower=narrower, remarks=note_on_other_inputs(model, example))
@@ -95,12 +94,18 @@ def _tokens(model: TransformersModel, batch: int, length: int) -> dict[str, torc
     tokens = random_tokens(model, (batch, length))
     mask = torch.ones_like(tokens)
     mask[0, length - 1 :] = 0  # padded on the right, as encoders are
+    end = model.config.eos_token_id if getattr(model.config, "is_encoder_decoder", False) else None
+    if isinstance(end, int):  # classifiers with a decoder read the state of the end token: one in each row
+        tokens = torch.where(tokens == end, end + 1 if end < int(tokens.max()) else 0, tokens)
+        tokens.scatter_(1, mask.sum(1, keepdim=True) - 1, end)
     # asked with the same tokens for every size: all calls of a file have the same inputs
     types = {TYPES: pair_types(model, batch, length)} if has_types(model, random_tokens(model, (2, 7))) else {}
     return {"input_ids": tokens, "attention_mask": mask, **types}
 
 
 def _sound(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:
+    if hasattr(model.config, "frequency_stride"):  # AST cuts a spectrogram of one size into patches
+        return {"input_values": _random(model, (batch, model.config.max_length, model.config.num_mel_bins))}
     found = {"input_values": _random(model, (batch, length))}
     if getattr(model.config, "feat_extract_norm", None) == "layer":  # others were trained without: zeros pad their rows
         found["attention_mask"] = torch.ones(batch, length, dtype=torch.int64)
@@ -110,7 +115,13 @@ def _sound(model: TransformersModel, batch: int, length: int) -> dict[str, torch
 
 def _image(model: TransformersModel, batch: int, _: int) -> dict[str, torch.Tensor]:
     config = model.config
-    return {"pixel_values": _random(model, (batch, getattr(config, "num_channels", 3), *image_size(config)))}
+    frames = getattr(config, "num_frames", None)  # of a video
+    shape = (*((frames,) if isinstance(frames, int) else ()), getattr(config, "num_channels", 3), *image_size(config))
+    return {"pixel_values": _random(model, (batch, *shape))}
+
+
+def _frames(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:
+    return {"spectrogram": _random(model, (batch, length, model.config.model_in_dim))}
 
 
 def _random(model: TransformersModel, shape: tuple[int, ...]) -> torch.Tensor:
@@ -122,4 +133,5 @@ _INPUTS: dict[str, tuple[Callable[[Any, int, int], dict[str, torch.Tensor]], str
     "input_ids": (_tokens, "length", (7, 5, 11)),
     "input_values": (_sound, "samples", (3200, 2400, 5001)),
     "pixel_values": (_image, "", (0, 0, 0)),
+    "spectrogram": (_frames, "frames", (7, 5, 11)),
 }

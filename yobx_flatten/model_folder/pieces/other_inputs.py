@@ -12,7 +12,8 @@ from ...recipe.aliases import TransformersModel
 
 __all__ = ["check_other_media", "note_on_other_inputs"]
 
-_MEDIA = ("pixel_values", "input_features", "input_values", "flattened_patches")
+# pictures and sound, as models call them: `image_pixel_values` of Phi 4, `image_patches` of Fuyu
+_MEDIA = re.compile(r"(.*_)?(pixel_values|input_features|input_values|flattened_patches|image_patches)(_.*)?")
 
 # what a call without them has a value for, or what asks for other outputs: positions, masks, labels, options
 _NO_DATA = re.compile(
@@ -20,18 +21,18 @@ _NO_DATA = re.compile(
     r"(start|end)_positions|p_mask|"
     r"is_impossible|cls_index|loss_.*|return_.*|output_.*|use_.*|training|encoder_.*|decoder_.*|cross_.*|"
     r"interpolate_.*|.*cache.*|mems|logits_to_keep|kwargs|cu_seq.*|max_(length|seq).*|mm_.*|"
-    r"bool_masked_pos|noise|speaker_id|speaking_rate|perm_mask|target_mapping|cls_idx|num_.*"
+    r"past_.*|state|shared_kv_states|per_layer_inputs|bool_masked_pos|noise|speaker_id|speaking_rate|perm_mask|target_mapping|cls_idx|num_.*"
 )
 
 
 def check_other_media(model: TransformersModel, task: str) -> None:
-    """Refuse an encoder-decoder model that reads pictures or sound next to what its encoder's file takes."""
+    """Refuse a model that reads pictures or sound next to the one input that the files of its task take."""
     takes = inspect.signature(model.forward).parameters
-    lost = [name for name in _MEDIA if name in takes and name != model.main_input_name]
+    lost = [name for name in takes if _MEDIA.fullmatch(name) and name != model.main_input_name]
     if lost:
         raise GenerationError(
-            f"{type(model).__qualname__} reads {', '.join(lost)} next to {model.main_input_name}, and the files of an "
-            f"encoder-decoder model take {model.main_input_name} alone. Export the calls of a run, with "
+            f"{type(model).__qualname__} reads {', '.join(lost)} next to {model.main_input_name}, and the files for "
+            f"{task} take {model.main_input_name} alone. Export the calls of a run, with "
             "record_calls(model) as calls: model.generate(...), or what it does without, with "
             f"export_folder(..., task={task!r})."
         )

@@ -11,10 +11,11 @@ from ...errors.messages import first_line
 from ...recipe.aliases import TransformersModel
 from .one_call import choice_pieces, compares, plain_pieces, two_tower_pieces
 from .other_inputs import check_other_media
+from .spoken import spoken_pieces, writes_spectrograms
 from .text import Piece, decoder_pieces, encoder_decoder_pieces
 from .vision_language import vision_language_pieces
 
-__all__ = ["GENERATES", "TASKS", "pieces_for", "task_of"]
+__all__ = ["GENERATES", "SPEAKS", "TASKS", "pieces_for", "task_of"]
 
 TASKS: Mapping[str, Callable[[Any, int | None], list[Piece]]] = {
     "text-generation": decoder_pieces,
@@ -29,12 +30,16 @@ TASKS: Mapping[str, Callable[[Any, int | None], list[Piece]]] = {
     "ctc": plain_pieces,
     "audio-classification": plain_pieces,
     "image-classification": plain_pieces,
+    "video-classification": plain_pieces,
     "question-answering": plain_pieces,
     "object-detection": plain_pieces,
     "image-segmentation": plain_pieces,
     "depth-estimation": plain_pieces,
     "multiple-choice": choice_pieces,
     "zero-shot-image-classification": two_tower_pieces,
+    "text-to-audio": spoken_pieces,
+    "audio-to-audio": spoken_pieces,
+    "vocoder": plain_pieces,
 }
 """Names of the hub, and what makes the files of such a model. ``ctc`` is speech recognition frame by frame, without a
 decoder."""
@@ -46,6 +51,7 @@ GENERATES = (
     "image-to-text",
     "image-text-to-text",
 )
+SPEAKS = ("text-to-audio", "audio-to-audio")
 # of an encoder-decoder model, by what it reads
 _BY_INPUT = {
     "input_features": "automatic-speech-recognition",
@@ -61,6 +67,8 @@ _ENDINGS = {
     "ForTokenClassification": "token-classification",
     "ForCTC": "ctc",
     "ForImageClassification": "image-classification",
+    "ForVideoClassification": "video-classification",
+    "ForAudioClassification": "audio-classification",
     "ForQuestionAnswering": "question-answering",
     "ForObjectDetection": "object-detection",
     "ForSemanticSegmentation": "image-segmentation",
@@ -70,12 +78,15 @@ _ENDINGS = {
     "ForSegmentation": "image-segmentation",
     "ForDepthEstimation": "depth-estimation",
     "ForMultipleChoice": "multiple-choice",
+    "HifiGan": "vocoder",
 }
 
 
 def task_of(model: TransformersModel) -> str:
     """Return what a model is for."""
     config, name = model.config, type(model).__name__
+    if writes_spectrograms(model):
+        return SPEAKS[model.main_input_name != "input_ids"]
     one_call = next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), "text-generation")
     if getattr(config, "is_encoder_decoder", False) and one_call in GENERATES:  # RT-DETR and BART classify with both
         return _BY_INPUT.get(model.main_input_name, "text2text-generation")
@@ -96,11 +107,13 @@ def pieces_for(
     whole_cache: bool = False,
     logits: str = "all",
     proof: str = "full",
+    word_times: bool = False,
 ) -> tuple[str, list[Piece]]:
     """Make the files to be of a model."""
     # rows: the number of rows of every example and case; `None` for several numbers of them
     # whole_cache: see `decoder_pieces`; `False` by default
     # logits: see `decoder_pieces`; `"all"` by default
+    # word_times: see `encoder_decoder_pieces`; `False` by default
     # proof: what is replayed; a decoder gets no more cases than that, since making one is a call of the model
     if task != "auto" and task not in TASKS:
         raise InvalidArgumentError(f"There is no task {task!r}. There are auto, {', '.join(TASKS)}.")
@@ -112,6 +125,10 @@ def pieces_for(
         raise InvalidArgumentError(
             f"A {type(model).__qualname__} is for {found}, not for {wanted}. Leave the task out, or ask for {found}."
         )
+    if word_times and TASKS[wanted] is encoder_decoder_pieces:
+        return wanted, _made(functools.partial(encoder_decoder_pieces, word_times=True), model, rows, wanted)
+    if word_times:
+        raise InvalidArgumentError(f"word_times=True is for Whisper, and a {type(model).__qualname__} is for {wanted}.")
     if TASKS[wanted] is decoder_pieces:
         make = functools.partial(decoder_pieces, whole_cache=whole_cache, logits=logits, proof=proof)
         return wanted, _made(make, model, rows, wanted)
@@ -124,7 +141,7 @@ def pieces_for(
 
 def _check_nothing_is_lost(model: TransformersModel, task: str) -> None:
     """Refuse, unless the task is asked for, what a folder would do less than the model."""
-    if TASKS[task] is encoder_decoder_pieces:
+    if TASKS[task] in (encoder_decoder_pieces, decoder_pieces):
         check_other_media(model, task)
     generates = getattr(model, "can_generate", None)
     if task == "feature-extraction" and callable(generates) and generates():

@@ -18,6 +18,7 @@ import torch
 from torch.export import Dim
 
 from ...errors import GenerationError, InvalidArgumentError
+from ...export.proof.module_state import undisturbed
 from ...export.proof.replay import Case
 from ...huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
 from ...huggingface.cache_names import CACHE, argument_of, cache_of, installed_name
@@ -27,6 +28,8 @@ from ...huggingface.state_decoder import StateDecoder, has_states_alone
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PlainCache, TransformersModel
 from ...trees.shapes import dynamic_shapes
+from .other_inputs import note_on_other_inputs
+from .word_times import Head, HeadRecorder, heads_of
 
 __all__ = [
     "Piece",
@@ -72,6 +75,7 @@ def decoder_pieces(
     # by the mask; `False` by default
     # logits: positions whose scores are returned, `"all"` or `"last"`; `"all"` by default
     # proof: `"full"`, the default, for all cases, `"sample"` for the largest one, `"none"` for none
+    own = model
     model = StateDecoder(model) if StateDecoder.fits(model) else model
     takes = inspect.signature(model.forward).parameters
     cache_is = argument_of(model.forward)
@@ -99,14 +103,16 @@ def decoder_pieces(
     if proof != "full":
         others = [] if proof == "none" else [max(others, key=lambda sizes: sizes.batch * (sizes.past + sizes.new))]
     example = decode_inputs(model, first, like)
+    remarks = note_on_other_inputs(own, example)
     cases = [
         Case(str(sizes), (), decode_inputs(model, sizes, like, seed), steps=3) for seed, sizes in enumerate(others, 1)
     ]
     if counts_by_itself(example[cache_is]) and why_not_sliding(model, example) is None:
         decoder = SlidingDecoder(model, example)
         cases = [Case(case.name, (), decoder.inputs(case.kwargs)) for case in cases]
-        return [Piece("model", decoder, decoder.inputs(example), cases, decoder.shapes(dynamic_shapes(example)))]
-    return [Piece("model", model, example, cases)]
+        shapes = decoder.shapes(dynamic_shapes(example))
+        return [Piece("model", decoder, decoder.inputs(example), cases, shapes, remarks=remarks)]
+    return [Piece("model", model, example, cases, remarks=remarks)]
 
 
 def keeps_more(piece: Piece, model: TransformersModel) -> bool:
@@ -169,18 +175,21 @@ _ENCODERS: dict[str, type[Encoder]] = {
 
 
 class _Decoder(torch.nn.Module):
-    def __init__(self, model: TransformersModel, read_as: Callable[..., Any]) -> None:
+    def __init__(self, model: TransformersModel, read_as: Callable[..., Any], heads: Sequence[Head] = ()) -> None:
         super().__init__()
         self.model = model
+        self.recorder = HeadRecorder(model, heads)
         self.read_as = read_as
         self.cache_is = argument_of(model.forward) or installed_name()
 
     def decode(self, tokens: Any, hidden: Any, mask: Any, cache: Any) -> Any:
         masks = {} if mask is None else {"attention_mask": mask}
         read = self.read_as(last_hidden_state=hidden)  # Moonshine takes no other class
-        return self.model(
-            decoder_input_ids=tokens, encoder_outputs=read, use_cache=True, **{self.cache_is: cache}, **masks
-        )
+        with self.recorder.recorded() as weights:
+            found = self.model(
+                decoder_input_ids=tokens, encoder_outputs=read, use_cache=True, **{self.cache_is: cache}, **masks
+            )
+        return found, self.recorder.outputs(weights)
 
 
 class FirstDecoder(_Decoder):
@@ -188,12 +197,12 @@ class FirstDecoder(_Decoder):
 
     def forward(self, input_ids: Any, encoder_hidden_states: Any, encoder_attention_mask: Any = None) -> dict[str, Any]:
         """Return the scores and the cache, layer by layer."""
-        found = self.decode(input_ids, encoder_hidden_states, encoder_attention_mask, None)
+        found, weights = self.decode(input_ids, encoder_hidden_states, encoder_attention_mask, None)
         cache = cache_of(found)
         own, cross = cache.self_attention_cache, cache.cross_attention_cache
         sides = zip(own.layers, cross.layers, strict=True)
         layers = [{"decoder": _pair(decoder), "encoder": _pair(encoder)} for decoder, encoder in sides]
-        return {"logits": found.logits, "present": layers}
+        return {"logits": found.logits, **weights, "present": layers}
 
 
 class NextDecoder(_Decoder):
@@ -209,9 +218,9 @@ class NextDecoder(_Decoder):
         keys = cross[0][0].transpose(1, 2).flatten(2)
         projection = getattr(self.model, "enc_to_dec_proj", None)  # from the width of the encoder
         hidden = keys if projection is None else keys.new_zeros(*keys.shape[:2], projection.in_features)
-        found = self.decode(input_ids, hidden, encoder_attention_mask, filled)
+        found, weights = self.decode(input_ids, hidden, encoder_attention_mask, filled)
         layers = cache_of(found).self_attention_cache.layers
-        return {"logits": found.logits, "present": [{"decoder": _pair(layer)} for layer in layers]}
+        return {"logits": found.logits, **weights, "present": [{"decoder": _pair(layer)} for layer in layers]}
 
 
 def _pair(layer: Any) -> dict[str, Any]:
@@ -222,9 +231,13 @@ def _pair(layer: Any) -> dict[str, Any]:
 _VARYING = {0: Dim.AUTO, 2: Dim.AUTO}
 
 
-def encoder_decoder_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+def encoder_decoder_pieces(
+    model: TransformersModel, rows: int | None = None, *, word_times: bool = False
+) -> list[Piece]:
     """A model that reads text, sound or pictures first: an ``encoder_model``, and a decoder in two files."""
     # rows: batch size of every example and case; `None` for several
+    # word_times: whether the decoders return weights of attention, see `word_times`; `False` by default
+    heads = heads_of(model) if word_times else ()
     reads = model.main_input_name
     if reads not in _ENCODERS:
         raise GenerationError(
@@ -233,7 +246,7 @@ def encoder_decoder_pieces(model: TransformersModel, rows: int | None = None) ->
         )
     encoder = _ENCODERS[reads](model)
     read_as = encoder_output_class(model)
-    first, following = FirstDecoder(model, read_as), NextDecoder(model, read_as)
+    first, following = FirstDecoder(model, read_as, heads), NextDecoder(model, read_as, heads)
 
     @torch.no_grad()
     def calls(batch: int, source: int, past: int, new: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -255,7 +268,8 @@ def encoder_decoder_pieces(model: TransformersModel, rows: int | None = None) ->
     others_sizes = [(rows or b, s, p, n) for b, s, p, n in ((1, 9, 1, 1), (3, 5, 4, 1))]
     sizes = {f"batch {b}, source {s}, past {p}, new {n}": (b, s, p, n) for b, s, p, n in others_sizes}
     # all sizes differ, also the sum: a branch on whether two are equal would go one way for good
-    examples, others = calls(rows or 2, 7, 5, 3), {name: calls(*size) for name, size in sizes.items()}
+    new = 3 if _reads_several(following, calls(rows or 2, 7, 5, 3)[2]) else 1
+    examples, others = calls(rows or 2, 7, 5, new), {name: calls(*size) for name, size in sizes.items()}
     pieces = []
     for place, (stem, module) in enumerate(modules.items()):
         cases = [Case(name, (), made[place]) for name, made in others.items()]
@@ -263,10 +277,23 @@ def encoder_decoder_pieces(model: TransformersModel, rows: int | None = None) ->
         if stem == "encoder_model" and reads == "input_ids":
             # what it reads is also called by the decoders
             shapes |= {name: {0: Dim.AUTO, 1: "encoder_sequence_length"} for name in shapes}
+        if "cache" in shapes and new == 1:
+            shapes["input_ids"] = {0: Dim.AUTO}
         if "cache" in shapes:
             shapes["cache"] = pytree.tree_map(lambda _: _VARYING, examples[place]["cache"])
         pieces.append(Piece(stem, module, examples[place], cases, shapes))
     return pieces
+
+
+@torch.no_grad()
+def _reads_several(decoder: NextDecoder, call: Mapping[str, Any]) -> bool:
+    """Whether a decoder with a cache reads more than one token in a call: ProphetNet refuses them."""
+    try:
+        with undisturbed(decoder):
+            decoder(**call)
+    except (AssertionError, ValueError, IndexError, RuntimeError):
+        return False
+    return True
 
 
 @torch.no_grad()
@@ -320,5 +347,6 @@ def _spectrogram(model: TransformersModel, batch: int) -> torch.Tensor:
 
 def random_tokens(model: TransformersModel, shape: tuple[int, int]) -> torch.Tensor:
     """Make tokens of the model's vocabulary, which the shape determines."""
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    # CANINE reads characters, and states no number of them
+    vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", None) or 256
     return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(sum(shape)))

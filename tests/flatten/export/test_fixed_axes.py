@@ -1,0 +1,69 @@
+"""The report states sizes that a trace fixed and the model does not."""
+
+import pytest
+import torch
+
+from yobx_flatten import export_program
+from yobx_flatten.errors import FlattenError
+
+
+class Reader(torch.nn.Module):
+    """An LSTM, whose trace is a loop over the steps of the example."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads = torch.nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x):
+        return self.reads(x)[0]
+
+
+class Loop(torch.nn.Module):
+    """Python goes over the rows of one input, and another is summed."""
+
+    def forward(self, x, y):
+        total = y.sum()
+        for row in range(len(x)):
+            total = total + x[row].sum() * row
+        return total + torch.zeros_like(y)
+
+
+# torch says so of the weights of an LSTM
+@pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
+def test_the_length_of_an_lstm_is_stated_and_its_width_is_not():
+    """The model takes other lengths, and no other width; the program refuses both."""
+    module = Reader().eval()
+    exported = export_program(module, (torch.randn(2, 7, 8),), cases=[])
+    assert "x.shape[1] is fixed at 7 by the trace: the model takes other sizes there." in str(exported.report)
+    assert "x.shape[2]" not in str(exported.report)
+    assert module(torch.randn(3, 9, 8)).shape == (3, 9, 8)
+    with pytest.raises((FlattenError, AssertionError, RuntimeError)):
+        exported.program.module()(torch.randn(3, 9, 8))
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
+def test_what_was_not_tried_is_stated_as_such():
+    """Without proof the model is not called."""
+    report = export_program(Reader().eval(), (torch.randn(2, 7, 8),), cases=[], proof="none").report
+    assert "x.shape[1] is fixed at 7 by the trace" in str(report)
+    assert "whether the model takes other sizes there was not tried" in str(report)
+
+
+def test_sizes_that_belong_together_are_tried_together():
+    """Masks have the length of their tokens: one alone would be refused by the model."""
+
+    class Masked(torch.nn.Module):
+        def forward(self, tokens, mask):
+            return sum(tokens[:, place] * mask[:, place] for place in range(tokens.shape[1]))
+
+    report = export_program(Masked(), (torch.randn(2, 5), torch.ones(2, 5)), cases=[]).report
+    assert "tokens.shape[1] is fixed at 5 by the trace: the model takes other sizes" in str(report)
+
+
+def test_what_varies_or_was_fixed_by_the_caller_is_no_note():
+    """Neither a size that stays dynamic, nor one that nobody left to the trace."""
+    example = (torch.randn(4, 3), torch.randn(6))
+    assert "x.shape[0] is fixed at 4" in str(export_program(Loop(), example, cases=[]).report)
+    stated = ({1: torch.export.Dim.AUTO}, {0: torch.export.Dim.AUTO})
+    assert "is fixed at" not in str(export_program(Loop(), example, dynamic_shapes=stated, cases=[]).report)
+    assert "is fixed at" not in str(export_program(Loop(), example, dynamic_shapes=None, cases=[]).report)

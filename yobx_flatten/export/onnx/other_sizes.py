@@ -1,0 +1,132 @@
+"""Find out whether a program that is called with sizes which it refuses computes what the model does.
+
+torch asserts what the model's code decided, and in the same form what it asked of sizes of one (``s - 1 != 1`` of
+tokens that are shifted by one). A file without the second kind is right, and without the first one it is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from ...private_names.of_torch import pytree
+from ...recipe.aliases import PyTree
+from ...runners.relations import Expression, holds, names_in
+from ...runners.signature import Signature, place_of_sizes
+from ...storage.matching import leaves_of
+from ...trees.naming import leaf_names
+from ..example.example import Example
+from ..proof.module_state import seeded, undisturbed
+
+__all__ = ["OtherSizes"]
+
+_TRIES = 3
+_CLOSE = 1e-3  # of numbers that differ by the order of additions only
+_REFUSALS = (RuntimeError, ValueError, LookupError, TypeError, AssertionError, AttributeError, ArithmeticError)
+
+
+class OtherSizes:
+    """Calls a program without its assertions, next to the model."""
+
+    def __init__(self, example: Example, program: ExportedProgram, signature: Signature) -> None:
+        self.example, self.program, self.signature = example, program, signature
+        self.sizes = None if example.no_data else _sizes_of(example, signature)
+
+    def are_right_without(self, relation: Expression) -> bool:
+        """Whether it computes what the model does at sizes that do not meet a relation; ``False`` if not known."""
+        if self.sizes is None or not names_in(relation) <= self.sizes.keys():
+            return False
+        tried = list(_breaking(relation, self.sizes))
+        return bool(tried) and all(map(self._same, tried))
+
+    @functools.cached_property
+    def _graph(self) -> torch.nn.Module:
+        made = self.program.module(check_guards=False)
+        for node in [*made.graph.nodes]:
+            if node.target is torch.ops.aten._assert_scalar.default:
+                made.graph.erase_node(node)
+        made.recompile()
+        for key, hook in [*made._forward_pre_hooks.items()]:
+            if getattr(hook, "__name__", "") == "_check_input_constraints_pre_hook":  # which checks the sizes once more
+                del made._forward_pre_hooks[key]
+        return made
+
+    def _same(self, sizes: Mapping[str, int]) -> bool:
+        given, module = _resized(self.example, self.signature, sizes), self.example.module
+        if given is None:
+            return False
+        try:
+            with torch.no_grad(), undisturbed(module), seeded(0):
+                args, kwargs = given()
+                wanted = module(*args, **kwargs)
+            with torch.no_grad(), seeded(0):
+                args, kwargs = given()
+                found = self._graph(*args, **kwargs)
+        except _REFUSALS:
+            return False
+        expected, returned = pytree.tree_leaves(wanted), pytree.tree_leaves(found)
+        return len(expected) == len(returned) and all(map(_equal, expected, returned))
+
+
+def _sizes_of(example: Example, signature: Signature) -> dict[str, int] | None:
+    leaves = dict(zip(example.names, leaves_of(example.inputs), strict=True))
+    found = {name: leaves.get(given) for name, (given, _) in place_of_sizes(signature).items()}
+    if not all(isinstance(leaf, torch.Tensor) for leaf in found.values()):
+        return None
+    return {name: leaves[given].shape[axis] for name, (given, axis) in place_of_sizes(signature).items()}
+
+
+def _breaking(relation: Expression, sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yield sizes near those of the example that do not meet a relation: one of them is another."""
+    count = 0
+    for name in sorted(names_in(relation)):
+        own = sizes[name]
+        near = [size for step in range(1, 2 * own + 4) for size in (own - step, own + step) if size > 1]
+        for size in near:
+            other = {**sizes, name: size}
+            if not holds(relation, other):
+                yield other
+                count += 1
+                if count == _TRIES:
+                    return
+
+
+def _equal(one: object, other: object) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return bool(one == other)
+    return one.shape == other.shape and torch.allclose(one.double(), other.double(), _CLOSE, _CLOSE, equal_nan=True)
+
+
+def _resized(
+    example: Example, signature: Signature, sizes: Mapping[str, int]
+) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]] | None:
+    """A function that makes the arguments of the example in other sizes; ``None`` where that cannot be done."""
+    wanted = {name: found for name, _, found in signature.inputs}
+    made: dict[int, torch.Tensor] = {}
+    for name, leaf in zip(leaf_names(example.inputs), leaves_of(example.inputs), strict=True):
+        if not isinstance(leaf, torch.Tensor) or name not in wanted:
+            continue
+        other = leaf
+        for axis, size in enumerate(wanted[name]):
+            if isinstance(size, Mapping):
+                if any(part and part not in sizes for part in size):
+                    return None
+                length = sum(factor * (sizes[part] if part else 1) for part, factor in size.items())
+                if length < 1 or leaf.shape[axis] < 1:
+                    return None
+                other = other.index_select(axis, torch.arange(length) % leaf.shape[axis])
+        made[id(leaf)] = other
+
+    def arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def replaced(leaf: PyTree) -> PyTree:
+            found = made.get(id(leaf), leaf)
+            return found.clone() if isinstance(found, torch.Tensor) else found
+
+        args, kwargs = pytree.tree_map(replaced, (example.args, dict(example.kwargs)))
+        return args, kwargs
+
+    return arguments

@@ -1,0 +1,140 @@
+"""Speak with the files of SpeechT5 through transformers' own ``generate_speech``.
+
+.. code-block:: text
+
+    generate_speech of transformers ──> encoder, prenet, decoder, postnet of a model that has none
+                                            │ draws the masks of dropout as the model does
+                                            v
+                                        the runners of three files
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import GenerationError, InvalidArgumentError
+from ..errors.dependencies import require
+from ..huggingface.cache_names import installed_name
+from ..runners.ports import present_of
+from .settings import GenerationSettings
+from .slots import empty_cache, typed
+from .steps import Parts
+
+__all__ = ["drawn_masks", "speak"]
+
+
+def speak(
+    parts: Parts,
+    settings: GenerationSettings,
+    read: torch.Tensor,
+    asked: Mapping[str, Any],
+    masks: Iterator[torch.Tensor] | None = None,
+) -> Any:
+    """Return what ``model.generate_speech`` returns."""
+    # read: tokens of shape (batch, length), or samples of sound
+    # asked: further arguments of `generate_speech`
+    # masks: those of each frame in turn; `None`, the default, to draw them
+    require("transformers", purpose="speech", extra="transformers")
+    import transformers
+
+    from .own_class import read_config
+
+    if asked.get("output_cross_attentions"):
+        raise InvalidArgumentError(
+            "output_cross_attentions: the files return frames only. The model itself has that: "
+            "model.generate_speech(..., output_cross_attentions=True)"
+        )
+    stated = {} if settings.documents is None else dict(settings.documents.config)
+    config = read_config(stated, encoder=True)
+    if not isinstance(config, transformers.SpeechT5Config):
+        raise GenerationError(f"The files write spectrograms, and their config.json is of {config.model_type!r}.")
+    frames = _Frames(parts, config, masks)
+    kinds = (transformers.SpeechT5ForTextToSpeech, transformers.SpeechT5ForSpeechToSpeech)
+    own: Any = kinds["input_values" in frames.encoder.ports]
+    with torch.no_grad():
+        return own.generate_speech(frames.as_model(), read, **asked)
+
+
+def drawn_masks(config: Any, length: int, dtype: torch.dtype | None) -> torch.Tensor:
+    """Draw the masks of the last frame as the model does, which draws those of all frames again with each frame."""
+    # returns: masks of shape (layers, width)
+    like = torch.zeros(length, config.speech_decoder_prenet_units, dtype=dtype)
+    every = range(config.speech_decoder_prenet_layers)
+    return torch.stack([torch.bernoulli(like, p=config.speech_decoder_prenet_dropout)[-1] for _ in every])
+
+
+class _Frames:
+    """What transformers' loop asks of a model, from what it reads to the next frames."""
+
+    def __init__(self, parts: Parts, config: Any, masks: Iterator[torch.Tensor] | None) -> None:
+        assert parts.encoder is not None
+        assert parts.postnet is not None
+        self.encoder, self.decoder, self.smooth = parts.encoder, parts.decoder, parts.postnet
+        self.config, self.masks = config, masks
+        self.dtype = self.decoder.ports["frame"].dtype
+        self.mask = torch.ones(0, 0)
+        self.given: dict[str, torch.Tensor] = {}
+
+    def as_model(self) -> Any:
+        """Return an object with the parts that the loop calls by name."""
+        found = types.SimpleNamespace
+        count = self.config.reduction_factor * self.config.num_mel_bins
+        layers = found(prenet=self.read, wrapped_decoder=self.decode)
+        # the file's frames and scores of the end come as one tensor, since the loop asks for each of a last state
+        ends = found(
+            feat_out=lambda last: last[:, :count], prob_out=lambda last: last[:, count:], postnet=self.smoothed
+        )
+        model = found(encoder=self.encode, decoder=layers)
+        return found(config=self.config, speecht5=model, speech_decoder_postnet=ends)
+
+    def encode(self, input_values: torch.Tensor, attention_mask: torch.Tensor, return_dict: bool) -> Any:
+        """Run the encoder's file, and keep what the decoder is given of it in every call."""
+        made = {"input_ids": input_values, "input_values": input_values, "attention_mask": attention_mask}
+        if attention_mask.shape != input_values.shape:
+            raise InvalidArgumentError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}, and what is read "
+                f"{tuple(input_values.shape)}. Pass the same."
+            )
+        outputs, keys = self.encoder.step(typed(self.encoder, made), {})
+        self.mask = outputs["encoder_attention_mask"]
+        slots, rows = self.decoder.slots, len(input_values)
+        own = [slot for slot in slots if slot.present is not None]
+        theirs = {slot.port.name: keys[present_of(slot.port.name) or ""] for slot in slots if slot.present is None}
+        self.cache = {**self.decoder.cache(empty_cache(own, rows)), **theirs}
+        from transformers.modeling_outputs import BaseModelOutput
+
+        # the loop reads rows, length and type of it
+        return BaseModelOutput(last_hidden_state=torch.zeros(*self.mask.shape, 1, dtype=self.dtype))
+
+    def read(self, frames: torch.Tensor, speaker: torch.Tensor) -> torch.Tensor:
+        """Keep the last frame for the decoder; the loop hands over all of them."""
+        config, length = self.config, frames.shape[1]
+        if length > config.max_speech_positions:
+            raise InvalidArgumentError(
+                f"The speech has {length} frames, and the model has {config.max_speech_positions} positions. Pass a "
+                "smaller maxlenratio, or a shorter text."
+            )
+        shape = len(frames), config.speaker_embedding_dim
+        if tuple(speaker.shape) != shape:
+            raise InvalidArgumentError(
+                f"speaker_embeddings has shape {tuple(speaker.shape)}; it must be {shape}: one speaker for each row."
+            )
+        masks = drawn_masks(config, length, self.dtype) if self.masks is None else next(self.masks)
+        self.given = {"frame": frames[:, -1:], "speaker_embeddings": speaker, "dropout_masks": masks}
+        return frames
+
+    def decode(self, hidden_states: torch.Tensor, **_: Any) -> Any:
+        """Run the decoder's file on the last frame."""
+        made = {**self.given, "encoder_attention_mask": self.mask}
+        found, self.cache = self.decoder.step(typed(self.decoder, made), self.cache)
+        last = torch.cat([found["frames"].flatten(1), found["stop_logits"]], dim=1)
+        return types.SimpleNamespace(last_hidden_state=last.unsqueeze(1), **{installed_name(): None})
+
+    def smoothed(self, frames: torch.Tensor) -> torch.Tensor:
+        """Run the file of the postnet."""
+        found: torch.Tensor = self.smooth.run(typed(self.smooth, {"frames": frames}))["spectrogram"]
+        return found

@@ -1,0 +1,197 @@
+"""Split a model that writes spectrograms (SpeechT5) into exported modules.
+
+.. code-block:: text
+
+    text or samples ──> encoder_model ──> the encoder's keys, layer by layer
+    last frame, speaker, masks of dropout, cache ──> frame_decoder ──> next frames, scores of the end, cache
+    all frames ──> postnet ──> the spectrogram
+
+The model also draws dropout of the frames in evaluation. So its masks are an input, and the caller draws them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.export import Dim
+
+from ...export.proof.module_state import undisturbed
+from ...export.proof.replay import Case
+from ...huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
+from ...huggingface.cache_names import cache_of, installed_name
+from ...private_names.of_torch import pytree
+from ...recipe.aliases import PlainCache, TransformersModel
+from ...trees.shapes import dynamic_shapes
+from .text import Piece, random_tokens
+
+__all__ = ["spoken_input", "spoken_pieces", "writes_spectrograms"]
+
+_SAMPLES = 400  # of sound, for each token of a text
+
+
+def writes_spectrograms(model: TransformersModel) -> bool:
+    """Return whether a model writes spectrograms frame by frame."""
+    return hasattr(model, "generate_speech") and hasattr(model, "speech_decoder_postnet")
+
+
+class _WithCache(torch.nn.Module):
+    """Calls the layers of the decoder, whose prenet the loop of transformers also calls apart."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        super().__init__()
+        self.layers = model.speecht5.decoder.wrapped_decoder
+
+    def decode(self, frame: Any, hidden: Any, mask: Any, cache: Any) -> Any:
+        given = {"encoder_hidden_states": hidden, "encoder_attention_mask": mask, installed_name(): cache}
+        return self.layers(hidden_states=frame, use_cache=True, return_dict=True, **given)
+
+
+class TextEncoder(_WithCache):
+    """Reads tokens."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        super().__init__(model)
+        self.encoder = model.speecht5.encoder
+
+    def forward(self, input_ids: Any, attention_mask: Any) -> dict[str, Any]:
+        """Return the mask of what was read, and its keys and values in each layer."""
+        return self.keys(self.encoder(input_values=input_ids, attention_mask=attention_mask)[0], attention_mask)
+
+    def keys(self, hidden: Any, mask: Any) -> dict[str, Any]:
+        """Return what the decoder's first call makes of the features; the rest of that call is not in the file."""
+        cross = cache_of(self.decode(hidden[:, :1], hidden, mask, None)).cross_attention_cache
+        return {"encoder_attention_mask": mask, "present": [{"encoder": _pair(layer)} for layer in cross.layers]}
+
+
+class SoundEncoder(TextEncoder):
+    """Reads samples."""
+
+    def forward(self, input_values: Any, attention_mask: Any) -> dict[str, Any]:
+        """Return the mask of what was read, and its keys and values in each layer."""
+        hidden = self.encoder(input_values=input_values, attention_mask=attention_mask)[0]
+        # as transformers' own loop has it
+        mask = self.encoder.prenet._get_feature_vector_attention_mask(hidden.shape[1], attention_mask)
+        return self.keys(hidden, mask.long())
+
+
+class FrameDecoder(_WithCache):
+    """Goes on from a frame; the first one is zeros, and its cache holds no frame."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        super().__init__(model)
+        self.prenet, self.postnet = model.speecht5.decoder.prenet, model.speech_decoder_postnet
+        self.dropout, self.bins = model.config.speech_decoder_prenet_dropout, model.config.num_mel_bins
+
+    def forward(
+        self,
+        frame: Any,
+        speaker_embeddings: Any,
+        dropout_masks: Any,
+        cache: PlainCache,
+        encoder_attention_mask: Any,
+    ) -> dict[str, Any]:
+        """Return the frames that follow, scores of whether each is the last one, and the decoder's own cache."""
+        own, cross = (
+            [(layer[side]["key"], layer[side]["value"]) for layer in cache] for side in ("decoder", "encoder")
+        )
+        filled = make_encoder_decoder_cache(make_dynamic_cache(own), make_dynamic_cache(cross))
+        hidden = self.read(frame, speaker_embeddings, dropout_masks, own[0][0].shape[2])
+        keys = cross[0][0].transpose(1, 2).flatten(2)  # the features are in the cache; read is their number
+        found = self.decode(hidden, keys, encoder_attention_mask, filled)
+        last = found.last_hidden_state.squeeze(1)
+        frames = self.postnet.feat_out(last).view(last.shape[0], -1, self.bins)
+        layers = cache_of(found).self_attention_cache.layers
+        return {
+            "frames": frames,
+            "stop_logits": self.postnet.prob_out(last),
+            "present": [{"decoder": _pair(layer)} for layer in layers],
+        }
+
+    def read(self, frame: Any, speaker: Any, masks: Any, place: int) -> Any:
+        """The prenet of transformers on one frame, with dropout that is given: it computes all frames in every call."""
+        net, hidden = self.prenet, frame
+        for index, layer in enumerate(net.layers):
+            hidden = torch.nn.functional.relu(layer(hidden))
+            hidden = torch.where(masks[index] == 1, hidden, 0) * 1 / (1 - self.dropout)
+        positions = net.encode_positions
+        hidden = net.final_layer(hidden) + positions.alpha * positions.pe[:, torch.arange(place, place + 1)]
+        speaker = torch.nn.functional.normalize(speaker).unsqueeze(1)
+        return torch.nn.functional.relu(net.speaker_embeds_layer(torch.cat([hidden, speaker], dim=-1)))
+
+
+class Postnet(torch.nn.Module):
+    """Smooths the frames."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        super().__init__()
+        self.model = model.speech_decoder_postnet
+
+    def forward(self, frames: Any) -> dict[str, Any]:
+        """Return the spectrogram."""
+        return {"spectrogram": self.model.postnet(frames)}
+
+
+def _pair(layer: Any) -> dict[str, Any]:
+    return {"key": layer.keys, "value": layer.values}
+
+
+def spoken_input(model: TransformersModel, rows: int, length: int) -> dict[str, torch.Tensor]:
+    """Make what the encoder reads, the first row padded: tokens, or as much sound as that many would be."""
+    if model.main_input_name == "input_ids":
+        ids = random_tokens(model, (rows, length))
+        mask = torch.ones_like(ids)
+        mask[0, length - 2 :] = 0
+        return {"input_ids": ids, "attention_mask": mask}
+    sound = _drawn(model, rows, _SAMPLES * length)
+    mask = torch.ones(sound.shape, dtype=torch.int64)
+    mask[0, _SAMPLES * (length - 2) :] = 0
+    return {"input_values": sound, "attention_mask": mask}
+
+
+def spoken_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+    """An ``encoder_model``, a ``frame_decoder`` and a ``postnet``."""
+    # rows: batch size of every example and case; `None` for several
+    reads = model.main_input_name
+    encoder = (TextEncoder if reads == "input_ids" else SoundEncoder)(model)
+    decoder, postnet = FrameDecoder(model), Postnet(model)
+    config = model.config
+    layers, width = config.speech_decoder_prenet_layers, config.speech_decoder_prenet_units
+
+    @torch.no_grad()
+    def calls(batch: int, length: int, past: int) -> tuple[Mapping[str, Any], ...]:
+        read = spoken_input(model, batch, length)
+        found = encoder(**read)
+        size = batch, config.decoder_attention_heads, past, config.hidden_size // config.decoder_attention_heads
+        own = [{"key": _drawn(model, *size), "value": _drawn(model, *size)} for _ in found["present"]]
+        step = {
+            "frame": _drawn(model, batch, 1, config.num_mel_bins),
+            "speaker_embeddings": _drawn(model, batch, config.speaker_embedding_dim),
+            "dropout_masks": (_drawn(model, layers, width) > 0).to(model.dtype),
+            "cache": [{"decoder": mine} | theirs for mine, theirs in zip(own, found["present"], strict=True)],
+            "encoder_attention_mask": found["encoder_attention_mask"],
+        }
+        return read, step, {"frames": _drawn(model, batch, past + 2, config.num_mel_bins)}
+
+    sizes = [(rows or batch, length, past) for batch, length, past in ((1, 9, 0), (3, 5, 4))]
+    named = {f"batch {b}, source {s}, frames {p}": (b, s, p) for b, s, p in sizes}
+    with undisturbed(model):
+        examples = calls(rows or 2, 7, 5)
+        others = {name: calls(*size) for name, size in named.items()}
+    pieces = []
+    modules = {"encoder_model": encoder, "frame_decoder": decoder, "postnet": postnet}
+    for place, (stem, module) in enumerate(modules.items()):
+        cases = [Case(name, (), made[place]) for name, made in others.items()]
+        shapes = dynamic_shapes(examples[place])
+        if "cache" in shapes:  # a list states nothing of its axes
+            shapes["cache"] = pytree.tree_map(lambda _: {0: Dim.AUTO, 2: Dim.AUTO}, examples[place]["cache"])
+            shapes |= {"frame": {0: Dim.AUTO}, "speaker_embeddings": {0: Dim.AUTO}, "dropout_masks": {}}
+        elif stem == "postnet":
+            shapes = {"frames": {0: Dim.AUTO, 1: Dim.AUTO}}
+        pieces.append(Piece(stem, module, examples[place], cases, shapes))
+    return pieces
+
+
+def _drawn(model: TransformersModel, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(model.dtype)

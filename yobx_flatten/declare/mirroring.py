@@ -57,18 +57,6 @@ def mirror(
         AlreadyRegisteredError: when this package registered the class with one of ``to``, with other functions.
         RoundTripError: when the check finds a difference.
 
-    A module of equinox, in a program of torch::
-
-        class Scale(equinox.Module):
-            weight: torch.Tensor
-            power: int = equinox.field(static=True)
-
-        mirror(Scale)                                           # from JAX, to torch
-        torch.utils._pytree.tree_map(torch.zeros_like, Scale(torch.ones(2), power=2))
-
-    JAX flattens in C++, which ``torch.export.export(..., strict=True)`` and ``torch.compile`` cannot look into. Where
-    the fields state all of it, as here, :func:`~yobx_flatten.register` reads them instead, and both can trace it.
-
     >>> import optree, torch, yobx_flatten
     >>> class Pair:
     ...     def __init__(self, left, right):

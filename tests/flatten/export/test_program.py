@@ -25,6 +25,7 @@ from yobx_flatten import (
     export_program,
     register_flattening_functions,
 )
+from yobx_flatten.huggingface.sliding_decoder import SlidingDecoder
 from yobx_flatten.runners.open import open_runner
 
 pytestmark = pytest.mark.slow
@@ -125,6 +126,16 @@ def test_a_model_that_slides_has_the_inputs_that_tools_feed(mistral, tmp_path):
     exported = export_onnx(make_model("mistral"), (), bare, tmp_path / "a.onnx", cases=[], counter_input=True)
     assert exported.report.input_names == ["input_ids", *names[3:], "past_key_values.length"]
     assert "present.length" in exported.report.output_names
+
+
+def test_a_program_of_a_window_is_replayed_as_a_loop_over_its_own_cache():
+    """Three calls, each with the keys and values that the program itself returned, as its file is replayed."""
+    kwargs = decode_inputs(make_model("mistral"), DecodeSizes())
+    decoder = SlidingDecoder(make_model("mistral"), kwargs)
+    report = export_program(decoder, (), decoder.inputs(kwargs), cases=[]).report
+    assert [(case.runtime, case.steps, case.max_difference < 1e-5) for case in report.cases] == [
+        ("torch.export", 3, True)
+    ]
 
 
 def test_a_cache_that_does_not_fit_the_mask_is_refused(mistral):

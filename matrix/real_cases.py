@@ -29,7 +29,7 @@ class Form:
     tokens: float  # least share of greedy tokens that are the model's, after its own text
     perplexity: float  # largest perplexity, relative to the model's
     source: str = "model"  # the GGUF file, or weights that were moved off the integers that they are
-    genai: str | None = None  # what its builder is told, where it writes the folder
+    genai: str | None = None  # precision for its builder, where that writes the folder
 
 
 _FUSED = {"optimize": "onnxruntime"}

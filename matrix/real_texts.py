@@ -30,7 +30,7 @@ def text_tokens(tokenizer: Any, name: str, length: int) -> torch.Tensor:
     """Return the first tokens of a text, int64 of shape (length,).
 
     Args:
-        tokenizer: of the model.
+        tokenizer: that of the model.
         name: ``"help topics"``, ``"source of Python"`` or ``"licences"``.
         length: how many.
     """

@@ -19,7 +19,7 @@ from .stored_matrix import StoredMatrix, plus, reshaped
 __all__ = ["Products"]
 
 _FLOATS, _INTEGERS = 1, 4
-"""The ``accuracy_level`` of onnxruntime. At the second it rounds the inputs to 8 bits, too, and multiplies integers. At
+"""The ``accuracy_level`` of onnxruntime. At the second it also rounds the inputs to 8 bits, and multiplies integers. At
 the first, a token takes a third longer in 4 bits, and 15 times as long in 8 bits, which have no kernel there."""
 
 

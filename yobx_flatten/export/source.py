@@ -116,6 +116,8 @@ def traced_example(example: Example, report: ExportReport, *, strict: bool = Fal
     with report.timed("trace"):
         traced = trace(example, strict=strict)
     noted(example, traced, report)
+    calls = report.proof != "none" and not example.no_data and not traced.readers
+    report.remark(*notes_on_fixed_axes(example, traced.program, calls=calls))
     return traced
 
 
@@ -124,8 +126,6 @@ def noted(example: Example, traced: Traced, report: ExportReport) -> None:
     report.remark(*example.remarks)
     report.input_names, report.output_names = traced.input_names, traced.output_names
     report.remark(*traced.remarks())
-    calls = report.proof != "none" and not example.no_data and not traced.readers
-    report.remark(*notes_on_fixed_axes(example, traced.program, calls=calls))
 
 
 def prove(

@@ -166,7 +166,9 @@ def test_a_session_without_optimisation_computes_the_same(tmp_path, name, quanti
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     plain = onnxruntime.InferenceSession(path, options).run(None, {"ids": ids.numpy()})[0]
     usual = onnxruntime.InferenceSession(path).run(None, {"ids": ids.numpy()})[0]
-    assert float(numpy.abs(plain - usual).max()) <= 1e-4 * float(numpy.abs(usual).max())
+    # a last digit of what is multiplied can be rounded to another one of its 8 bits
+    allowed = 1e-4 if quantize == "keep" else 2e-2
+    assert float(numpy.abs(plain - usual).max()) <= allowed * float(numpy.abs(usual).max())
 
 
 def test_nothing_to_keep_is_said(tmp_path):

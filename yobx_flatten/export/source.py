@@ -116,8 +116,8 @@ def traced_example(example: Example, report: ExportReport, *, strict: bool = Fal
     with report.timed("trace"):
         traced = trace(example, strict=strict)
     noted(example, traced, report)
-    calls = report.proof != "none" and not example.no_data and not traced.readers
-    report.remark(*notes_on_fixed_axes(example, traced.program, calls=calls))
+    if report.proof != "none" and not example.no_data and not traced.readers:
+        report.remark(*notes_on_fixed_axes(example, traced))
     return traced
 
 

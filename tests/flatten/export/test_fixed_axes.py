@@ -42,11 +42,29 @@ def test_the_length_of_an_lstm_is_stated_and_its_width_is_not():
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
-def test_what_was_not_tried_is_stated_as_such():
-    """Without proof the model is not called."""
+def test_nothing_is_stated_where_the_model_is_not_called():
+    """Most sizes that are fixed are widths of weights; without proof nobody asks the model which."""
     report = export_program(Reader().eval(), (torch.randn(2, 7, 8),), cases=[], proof="none").report
-    assert "x.shape[1] is fixed at 7 by the trace" in str(report)
-    assert "whether the model takes other sizes there was not tried" in str(report)
+    assert "by the trace" not in str(report)
+
+
+def test_a_model_that_writes_to_its_weights_is_as_it_was():
+    """It is called once more, with one row more of each size that was fixed."""
+
+    class Learns(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.mul_(2)
+            return sum(x[:, place] for place in range(x.shape[1])) * self.weight
+
+    module = Learns()
+    report = export_program(module, (torch.randn(2, 4, 3),), cases=[]).report
+    assert "x.shape[1] is fixed at 4 by the trace: the model takes other sizes" in str(report)
+    assert module.weight.tolist() == [1, 1, 1]
 
 
 def test_sizes_that_belong_together_are_tried_together():

@@ -171,7 +171,7 @@ def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
     if any(dtype.is_complex for _, dtype, _ in signature.inputs):  # pairs of numbers in the file
         return []
     replayed = [_sizes_in(case, example, signature) for case in source.cases]
-    others = OtherSizes(example, traced.program, signature)
+    others = OtherSizes(example, traced, signature)
 
     def decides(one: Expression) -> bool:
         return _met(one, replayed) and not others.are_right_without(one)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
 
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
@@ -20,6 +19,7 @@ from ...runners.signature import Signature, place_of_sizes
 from ...storage.matching import leaves_of
 from ...trees.naming import leaf_names
 from ..example.example import Example
+from ..program.traced import Traced
 from ..proof.module_state import seeded, undisturbed
 
 __all__ = ["OtherSizes"]
@@ -32,8 +32,8 @@ _REFUSALS = (RuntimeError, ValueError, LookupError, TypeError, AssertionError, A
 class OtherSizes:
     """Calls a program without its assertions, next to the model."""
 
-    def __init__(self, example: Example, program: ExportedProgram, signature: Signature) -> None:
-        self.example, self.program, self.signature = example, program, signature
+    def __init__(self, example: Example, traced: Traced, signature: Signature) -> None:
+        self.example, self.traced, self.signature = example, traced, signature
         self.sizes = None if example.no_data else _sizes_of(example, signature)
 
     def are_right_without(self, relation: Expression) -> bool:
@@ -45,7 +45,7 @@ class OtherSizes:
 
     @functools.cached_property
     def _graph(self) -> torch.nn.Module:
-        made = self.program.module(check_guards=False)
+        made = self.traced.program.module(check_guards=False)
         for node in [*made.graph.nodes]:
             if node.target is torch.ops.aten._assert_scalar.default:
                 made.graph.erase_node(node)
@@ -60,7 +60,7 @@ class OtherSizes:
         if given is None:
             return False
         try:
-            with torch.no_grad(), undisturbed(module), seeded(0):
+            with torch.no_grad(), undisturbed(module, self.traced.written), seeded(0):
                 args, kwargs = given()
                 wanted = module(*args, **kwargs)
             with torch.no_grad(), seeded(0):

@@ -15,29 +15,26 @@ from ...trees.naming import leaf_names
 from ...trees.shapes import shapes_of_leaves
 from ..example.example import Example
 from ..proof.module_state import seeded, undisturbed
+from .traced import Traced
 
 __all__ = ["notes_on_fixed_axes"]
 
 _REFUSALS = (RuntimeError, ValueError, LookupError, TypeError, AssertionError, AttributeError, ArithmeticError)
 
 
-def notes_on_fixed_axes(example: Example, program: ExportedProgram, *, calls: bool) -> list[str]:
+def notes_on_fixed_axes(example: Example, traced: Traced) -> list[str]:
     """Return a note on sizes that were left to the trace and became numbers; none where the model needs them."""
-    # calls: whether the model may be called; without, nothing is known of what it needs
     if example.shapes is None:
         return []
     fixed: dict[int, dict[str, list[int]]] = {}  # by size: sizes that belong together change together
-    for name, axis, size in _left_to_the_trace(example, program):
+    for name, axis, size in _left_to_the_trace(example, traced.program):
         fixed.setdefault(size, {}).setdefault(name, []).append(axis)
-    if not calls:
-        places = [_place(name, axis, size) for size, axes in fixed.items() for name, axis in _each(axes)]
-        return [f"{', '.join(places)}: whether the model takes other sizes there was not tried."] if places else []
     # a mask may vary in the program, and the model still needs it to be as long as its tokens
     every = _of_each_size(example)
     taken = [
         (size, axes)
         for size, axes in fixed.items()
-        if _takes_more(example, axes) or (every[size] != axes and _takes_more(example, every[size]))
+        if _takes_more(example, traced, axes) or (every[size] != axes and _takes_more(example, traced, every[size]))
     ]
     places = [_place(name, axis, size) for size, axes in taken for name, axis in _each(axes)]
     if not places:
@@ -91,7 +88,7 @@ def _is_fixed(size: int | torch.SymInt, program: ExportedProgram) -> bool:
     return size.node.expr.is_Integer or (known is not None and known.lower == known.upper)
 
 
-def _takes_more(example: Example, axes: Mapping[str, list[int]]) -> bool:
+def _takes_more(example: Example, traced: Traced, axes: Mapping[str, list[int]]) -> bool:
     """Whether the model itself takes one more along axes."""
     given, larger = example.inputs, {}
     for name, leaf in zip(leaf_names(given), leaves_of(given), strict=True):
@@ -106,7 +103,7 @@ def _takes_more(example: Example, axes: Mapping[str, list[int]]) -> bool:
 
     args, kwargs = pytree.tree_map(other, (example.args, dict(example.kwargs)))
     try:
-        with torch.no_grad(), undisturbed(example.module), seeded(0):
+        with torch.no_grad(), undisturbed(example.module, traced.written), seeded(0):
             example.module(*args, **kwargs)
     except _REFUSALS:
         return False

@@ -45,6 +45,7 @@ class WrappedModel(CutModel):
     ``forward`` and ``forward_backward`` take the arguments of its forward.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from roundpipe_runtime import RoundPipe
     >>> from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
     >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
     ...                      vocab_size=64)

@@ -169,3 +169,13 @@ def test_a_length_that_its_code_divides_by_names_the_way_for_one_length(tmp_path
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     report = export_onnx(model, kwargs=given, path=tmp_path / "one.onnx", dynamic_shapes=None).report
     assert report.max_difference < 1e-4
+
+
+def test_an_encoder_in_training_mode_is_refused_with_the_line_to_type(tmp_path):
+    """Its dropout draws; after a training that is the usual mistake."""
+    from yobx_flatten.model_folder.source.tiny_models import small_config
+
+    model = transformers.BertModel(small_config("bert")).train()
+    with pytest.raises(GenerationError, match=r"BertModel is in training mode.*\n    model\.eval\(\)"):
+        export_folder(model, tmp_path / "out", proof="none")
+    assert not (tmp_path / "out").exists()

@@ -182,7 +182,7 @@ def test_a_pipeline_returns_what_it_returns_with_the_model(task, tmp_path, caplo
 
 def test_a_class_refuses_a_folder_of_another_task_and_inputs_that_the_file_does_not_take(tmp_path):
     """With the class to take, and the input."""
-    export_folder(bert(transformers.BertModel), tmp_path / "out", proof="none")
+    export_folder(bert(transformers.BertModel).eval(), tmp_path / "out", proof="none")
     from yobx_flatten import OnnxForCausalLM
 
     with pytest.raises(InvalidArgumentError, match=r"OnnxForFeatureExtraction\.from_pretrained"):

@@ -29,6 +29,11 @@ def check_nothing_is_drawn(model: TransformersModel, example: Mapping[str, torch
     same = [one.shape == two.shape and torch.equal(one, two) for one, two in zip(first, second, strict=True)]
     if all(same):
         return
+    if model.training:
+        raise GenerationError(
+            f"{type(model).__qualname__} is in training mode, and its dropout draws. Before the export:\n"
+            "    model.eval()"
+        )
     given = "; it takes noise=, which a file can take" if "noise" in inspect.signature(model.forward).parameters else ""
     raise GenerationError(
         f"{type(model).__qualname__} draws random numbers in evaluation, and two calls of it differ: nothing "

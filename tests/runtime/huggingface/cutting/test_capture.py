@@ -20,6 +20,8 @@ def test_captured_outputs_are_those_of_the_plain_model(name, flags):
     model.set_attn_implementation("eager")
     batch = hf_batch()
     del batch["labels"]
+    if name == "longcat_flash" and is_old():
+        pytest.skip("the model itself adds float64 to float32 before transformers 5")
     if name == "seq2seq:t5":
         batch["decoder_input_ids"] = batch["input_ids"].flip(1)
         if "output_router_logits" in flags and is_old():

@@ -1,4 +1,4 @@
-"""What is asked of a model with trained weights in each form: is it written, does it answer, how near, how fast."""
+"""Export a model with trained weights in each form, and measure its answers, how near they are, and its speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is saved of a pipeline: its state dict, and the progress that a state dict does not hold."""
+"""Save and load a pipeline: its state dict, and the progress that a state dict does not hold."""
 
 from __future__ import annotations
 

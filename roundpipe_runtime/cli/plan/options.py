@@ -34,7 +34,7 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """What is stated of one machine; the rest is measured or assumed."""
+    """Options that describe one machine; what is not given is measured or assumed."""
 
     devices: Annotated[str, option("DEVICES", "auto, virtual:N, or cuda:0,cuda:1 (which need not exist here).")] = (
         "auto"

@@ -43,7 +43,7 @@ def test_the_length_of_an_lstm_is_stated_and_its_width_is_not():
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
 def test_nothing_is_stated_where_the_model_is_not_called():
-    """Most sizes that are fixed are widths of weights; without proof nobody asks the model which."""
+    """Without proof the model is not called, so widths of weights would be stated as well."""
     report = export_program(Reader().eval(), (torch.randn(2, 7, 8),), cases=[], proof="none").report
     assert "by the trace" not in str(report)
 
@@ -79,7 +79,7 @@ def test_sizes_that_belong_together_are_tried_together():
 
 
 def test_what_varies_or_was_fixed_by_the_caller_is_no_note():
-    """Neither a size that stays dynamic, nor one that nobody left to the trace."""
+    """Sizes that stay dynamic, and sizes that the caller fixed, are not stated."""
     example = (torch.randn(4, 3), torch.randn(6))
     assert "x.shape[0] is fixed at 4" in str(export_program(Loop(), example, cases=[]).report)
     stated = ({1: torch.export.Dim.AUTO}, {0: torch.export.Dim.AUTO})

@@ -39,7 +39,7 @@ class Products:
         rounds_inputs = rounds_inputs or not _takes_floats(x, stored)
         sizes["accuracy_level"] = _FLOATS if stored.bits == 4 and not rounds_inputs else _INTEGERS
         is_split = stored.bits == 8 and not rounds_inputs
-        made, rows = self._inputs.split(node.graph, x, stored) if is_split else ([], x)
+        made, rows = self._inputs.split(node.graph, x, len(x.shape), stored) if is_split else ([], x)
         product = ir.node("MatMulNBits", [rows, *stored.parts], sizes, domain="com.microsoft", name=node.name)
         made += [product, *(self._inputs.joined(product.outputs[0]) if is_split else [])]
         found = made[-1].outputs[0]

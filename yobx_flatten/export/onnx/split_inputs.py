@@ -12,9 +12,12 @@ rows of one product, which reads each weight once.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .stored_matrix import StoredMatrix, reshaped
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 __all__ = ["SplitInputs"]
 
@@ -25,17 +28,15 @@ class SplitInputs:
     """Splits inputs of products; those of the same inputs in the same blocks share the nodes."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, int], Any] = {}
+        self._known: dict[tuple[ir.Graph, ir.Value, int], ir.Value] = {}
 
-    def split(self, graph: Any, x: Any, stored: StoredMatrix) -> tuple[list[Any], Any]:
+    def split(self, graph: ir.Graph, x: ir.Value, rank: int, stored: StoredMatrix) -> tuple[list[ir.Node], ir.Value]:
         """Return the nodes that are new, and both parts of the inputs, one after the other on the first axis."""
         import onnx_ir as ir
 
-        key = x, stored.block_size
-        known = self._known.get(key)
-        if known is not None and known.producer().graph is graph:
-            return [], known
-        rank = len(x.shape)
+        key = graph, x, stored.block_size
+        if key in self._known:
+            return [], self._known[key]
         blocks = reshaped(x, rank - 1, [stored.blocks, stored.block_size])
         numbers = {"each": [-1], "most": 127.0, "least": _LEAST}
         given = {
@@ -59,7 +60,7 @@ class SplitInputs:
         return made, flat[-1].outputs[0]
 
     @staticmethod
-    def joined(product: Any) -> list[Any]:
+    def joined(product: ir.Value) -> list[ir.Node]:
         """Return the nodes that add the products of both parts."""
         import onnx_ir as ir
 

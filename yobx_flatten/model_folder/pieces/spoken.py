@@ -43,7 +43,7 @@ class _WithCache(torch.nn.Module):
         super().__init__()
         self.layers = model.speecht5.decoder.wrapped_decoder
 
-    def decode(self, frame: Any, hidden: Any, mask: Any, cache: Any) -> Any:
+    def decode(self, frame: torch.Tensor, hidden: torch.Tensor, mask: torch.Tensor, cache: Any) -> Any:
         given = {"encoder_hidden_states": hidden, "encoder_attention_mask": mask, installed_name(): cache}
         return self.layers(hidden_states=frame, use_cache=True, return_dict=True, **given)
 
@@ -55,11 +55,11 @@ class TextEncoder(_WithCache):
         super().__init__(model)
         self.encoder = model.speecht5.encoder
 
-    def forward(self, input_ids: Any, attention_mask: Any) -> dict[str, Any]:
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
         """Return the mask of what was read, and its keys and values in each layer."""
         return self.keys(self.encoder(input_values=input_ids, attention_mask=attention_mask)[0], attention_mask)
 
-    def keys(self, hidden: Any, mask: Any) -> dict[str, Any]:
+    def keys(self, hidden: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
         """Return what the decoder's first call makes of the features; the rest of that call is not in the file."""
         cross = cache_of(self.decode(hidden[:, :1], hidden, mask, None)).cross_attention_cache
         return {"encoder_attention_mask": mask, "present": [{"encoder": _pair(layer)} for layer in cross.layers]}
@@ -68,7 +68,7 @@ class TextEncoder(_WithCache):
 class SoundEncoder(TextEncoder):
     """Reads samples."""
 
-    def forward(self, input_values: Any, attention_mask: Any) -> dict[str, Any]:
+    def forward(self, input_values: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
         """Return the mask of what was read, and its keys and values in each layer."""
         hidden = self.encoder(input_values=input_values, attention_mask=attention_mask)[0]
         # as transformers' own loop has it
@@ -86,11 +86,11 @@ class FrameDecoder(_WithCache):
 
     def forward(
         self,
-        frame: Any,
-        speaker_embeddings: Any,
-        dropout_masks: Any,
+        frame: torch.Tensor,
+        speaker_embeddings: torch.Tensor,
+        dropout_masks: torch.Tensor,
         cache: PlainCache,
-        encoder_attention_mask: Any,
+        encoder_attention_mask: torch.Tensor,
     ) -> dict[str, Any]:
         """Return the frames that follow, scores of whether each is the last one, and the decoder's own cache."""
         own, cross = (
@@ -109,7 +109,7 @@ class FrameDecoder(_WithCache):
             "present": [{"decoder": _pair(layer)} for layer in layers],
         }
 
-    def read(self, frame: Any, speaker: Any, masks: Any, place: int) -> Any:
+    def read(self, frame: torch.Tensor, speaker: torch.Tensor, masks: torch.Tensor, place: int) -> Any:
         """The prenet of transformers on one frame, with dropout that is given: it computes all frames in every call."""
         net, hidden = self.prenet, frame
         for index, layer in enumerate(net.layers):
@@ -128,7 +128,7 @@ class Postnet(torch.nn.Module):
         super().__init__()
         self.model = model.speech_decoder_postnet
 
-    def forward(self, frames: Any) -> dict[str, Any]:
+    def forward(self, frames: torch.Tensor) -> dict[str, Any]:
         """Return the spectrogram."""
         return {"spectrogram": self.model.postnet(frames)}
 

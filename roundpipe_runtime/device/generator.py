@@ -8,9 +8,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from .forking import free_after_fork
 
-__all__ = ["generator_alone", "generator_lock"]
+__all__ = ["generator_alone", "generator_kept", "generator_lock"]
 
 # A layer that has the generator may call another pipeline, and waits for its threads. They know by their context, and
 # take turns among themselves.
@@ -38,3 +40,11 @@ def generator_alone(timeout: float = -1) -> Iterator[None]:
             _INSIDE.reset(inside)
     finally:
         lock.release()
+
+
+@contextlib.contextmanager
+def generator_kept(timeout: float = -1) -> Iterator[None]:
+    """Have the generator of the CPU for this thread during the block, and leave it as it was found."""
+    # Without the lock, what is put back at the end would be the state of a layer in another thread.
+    with generator_alone(timeout), torch.random.fork_rng(devices=[]):
+        yield

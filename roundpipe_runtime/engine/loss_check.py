@@ -27,10 +27,9 @@ from yobx_flatten.private_names.of_torch import pytree
 from ..batch.flat import FlatBatch
 from ..batch.loss import LossValue
 from ..batch.splitting import split_flat
-from ..device.generator import generator_alone
 from ..errors import JoinError, LossError, RoundPipeError, RoundPipeWarning, SplitError, warn
 from .loss_trial import NotCallableError, Reduction, Refusal, Row, try_rows
-from .recompute.generators import held_generators, process_generators
+from .recompute.generators import generators_kept
 
 __all__ = ["LossCheck", "LossChecks", "loss_code"]
 
@@ -183,15 +182,10 @@ def _refused(reduction: Reduction, found: Refusal) -> RoundPipeError:
 def _left_as_found(loss_fn: Any) -> Iterator[None]:
     """Restore the generators of the host, which no other thread has meanwhile, and the buffers of a loss."""
     buffers = [(buffer, buffer.clone()) for buffer in loss_fn.buffers()] if isinstance(loss_fn, nn.Module) else []
-    with generator_alone():
-        drawn = torch.default_generator.get_state()
-        states = [(one, one.get()) for one in (*held_generators(loss_fn), *process_generators())]
+    with generators_kept(loss_fn):
         try:
             yield
         finally:
-            torch.default_generator.set_state(drawn)
-            for one, state in states:
-                one.set(state)
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)

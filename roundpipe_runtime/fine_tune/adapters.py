@@ -12,6 +12,7 @@ from torch import nn
 
 from yobx_flatten.errors.dependencies import require
 
+from ..device.generator import generator_kept
 from .errors import FineTuneError
 
 __all__ = ["Lora", "add_lora", "quiet_peft"]
@@ -84,7 +85,7 @@ def add_lora(model: nn.Module, lora: Lora, *, seed: int = 0) -> nn.Module:
         target_modules=list(lora.targets) or "all-linear",
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=()), quiet_peft():
+    with generator_kept(), quiet_peft():
         torch.manual_seed(seed)
         adapted: nn.Module = peft.get_peft_model(model, config)
     return adapted

@@ -14,6 +14,7 @@ from yobx_flatten.errors.dependencies import require
 from yobx_flatten.model_folder.source.configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
 from yobx_flatten.model_folder.source.stored_weights import UnmatchedWeights, load_stored
 
+from ..device.generator import generator_kept
 from .errors import FineTuneError
 
 __all__ = ["ModelSource", "model_source"]
@@ -85,7 +86,7 @@ class ModelSource:
         stored = bytes_of_weights(self.folder, failure=FineTuneError) if self.folder is not None else 0
         with bounded_weights(self.name, failure=FineTuneError, stored=stored):
             if not self.has_weights:
-                with torch.random.fork_rng(devices=()):
+                with generator_kept():
                     torch.manual_seed(seed)
                     made = transformers.AutoModelForCausalLM.from_config(self.config, dtype=dtype or torch.float32)
                 return _module(made)

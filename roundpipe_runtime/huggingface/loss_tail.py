@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +17,7 @@ from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs
 
 from ..batch.value_probe import Answers, Decision, ValueProbe
+from ..engine.recompute.generators import generators_kept
 from .cutting.cut_state import CutState
 from .cutting.digest import Digest, digest, distance, typical
 from .loss.call_options import CALL_OPTIONS, CallOptions
@@ -189,17 +188,12 @@ def are_close(found: Found | None, expected: Found) -> bool:
 def left_as_found(piece: nn.Module) -> Iterator[None]:
     """Restore random states and buffers at the end of the block; warnings about single rows are not the user's."""
     buffers = [(buffer, buffer.clone(), buffer._version) for buffer in piece.buffers()]
-    state, numpy = random.getstate(), sys.modules.get("numpy")
-    drawn = None if numpy is None else numpy.random.get_state()
     try:
         # without autocast, as rounding would hide wrong weights
-        with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
+        with generators_kept(piece), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(drawn)
         with torch.no_grad():
             for buffer, before, version in buffers:
                 if buffer._version != version:

@@ -23,7 +23,7 @@ from torch import nn
 from yobx_flatten.errors.failures import result_or
 from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass
 
-from ..device.generator import generator_alone
+from ..device.generator import generator_kept
 from ..errors import ConfigError, StageError
 from .torch_steps import PART, Optimizer, dtype_of_gradient
 
@@ -190,7 +190,7 @@ def _is_proven(optimizer: Optimizer) -> bool:
 def _has_same_bits(optimizer: Optimizer) -> bool:
     # The step may run next to layers that draw from the generator. One that has it may call a pipeline that waits
     # for this very step.
-    with generator_alone(_PATIENCE), torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _uncompiled():
+    with generator_kept(_PATIENCE), warnings.catch_warnings(), _uncompiled():
         warnings.simplefilter("ignore")
         whole, parts = _stand_in(optimizer), _stand_in(optimizer)
         for step in range(_STEPS):

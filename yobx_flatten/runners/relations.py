@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 __all__ = [
     "COMPARISONS",
     "FUNCTIONS",
     "Expression",
+    "bound_by_sums",
     "decides_by_parts",
     "format_expression",
     "from_lists",
@@ -79,6 +80,28 @@ def holds(relation: Expression, sizes: Mapping[str, int]) -> bool:
         return COMPARISONS[relation[0]](value_of(relation[1], sizes), value_of(relation[2], sizes))
     except ZeroDivisionError:
         return False
+
+
+def bound_by_sums(name: str, relations: Iterable[Expression]) -> int:
+    """Return the least value that a size has by equalities with sums of other sizes, which are two or more.
+
+    >>> bound_by_sums("total", [("==", ("+", "past", "new"), "total"), ("<=", 9, "total")])
+    4
+    """
+    found = 2
+    for relation in relations:
+        if isinstance(relation, tuple) and relation[0] == "==" and name in relation[1:]:
+            other = relation[2] if relation[1] == name else relation[1]
+            if _grows(other) and name not in names_in(other):
+                found = max(found, value_of(other, dict.fromkeys(names_in(other), 2)))
+    return found
+
+
+def _grows(found: Expression) -> bool:
+    """Whether an expression grows with each of its sizes: a sum, or a product without negative numbers."""
+    if isinstance(found, tuple):
+        return found[0] in ("+", "*") and all(map(_grows, found[1:]))
+    return isinstance(found, str) or found >= 0
 
 
 _PARTS = ("//", "%")

@@ -27,6 +27,7 @@ from yobx_flatten.errors.messages import format_bytes, table
 from yobx_flatten.terminal.output import console as make_console
 from yobx_flatten.terminal.output import say_json
 
+from ...device.generator import generator_kept
 from ...device.virtual import VirtualDevice
 from ...engine.config import RoundPipeRunConfig
 from ...optim.adam import Adam
@@ -126,7 +127,7 @@ def _side(
 
 
 def _build() -> nn.Sequential:
-    with torch.random.fork_rng(devices=[]):
+    with generator_kept():
         torch.manual_seed(0)
         blocks = [_Block() for _ in range(BLOCKS)]
         return nn.Sequential(_Embedding(), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))

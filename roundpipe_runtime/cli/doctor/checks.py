@@ -21,6 +21,7 @@ from yobx_flatten.errors.messages import first_line, format_bytes
 from yobx_flatten.errors.tried_versions import NEWEST_TRIED, untried_versions
 
 from ...device.accelerator import memory_info
+from ...device.generator import generator_kept
 from ...device.virtual import DeviceSpec
 from ...engine.config import RoundPipeRunConfig
 from ...estimate.hardware import cores, host_memory_available, host_memory_rate
@@ -205,7 +206,7 @@ def _trained(devices: DeviceSpec, name: str) -> Check:
 
 def train_difference(devices: DeviceSpec) -> float:
     """Train a small model for two steps, through a pipeline and plainly, and return how far they are apart."""
-    with torch.random.fork_rng(devices=[]):
+    with generator_kept():
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 4))
         batches = [(torch.randn(10, 16), torch.randn(10, 4)) for _ in range(2)]

@@ -20,6 +20,7 @@ import torch
 
 from yobx_flatten.recipe.aliases import PyTree
 
+from ...engine.recompute.generators import generators_kept
 from ...errors import LossError
 from .weights import loss_of, with_loss
 
@@ -64,6 +65,6 @@ class OwnTerms:
     def _value(
         loss_fn: Callable[[Any, Any], Any], output: PyTree, loss: torch.Tensor, labels: Any
     ) -> torch.Tensor | None:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), generators_kept(loss_fn):
             found = loss_fn(with_loss(copy.copy(output), loss), labels)
         return found if isinstance(found, torch.Tensor) and found.numel() == 1 else None

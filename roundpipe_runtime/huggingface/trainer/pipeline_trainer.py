@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from yobx_flatten.recipe.aliases import Kwargs, TransformersModel
 
+from ...device.generator import generator_kept
 from ...distributed.ranks.torchrun import own_devices
 from ...engine.config import RoundPipeRunConfig
 from ...optim.step import OptimizerCtx
@@ -41,7 +42,7 @@ class PipelineTrainer(CheckpointingTrainer):
         if found is None or found.cut.model is not self.model:  # ``model_init`` makes a new model for each training
             if found is not None:
                 found.close()
-            with torch.random.fork_rng(devices=()):  # the data come in the order they would come in anyway
+            with generator_kept():  # the data come in the order they would come in anyway
                 found = self._rp_wrapped()
             self._rp_pipeline = found
         return found

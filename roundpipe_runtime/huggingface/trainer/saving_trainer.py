@@ -24,6 +24,7 @@ from ...checkpoint.optimizer_state import check_optimizer, named_state, restore_
 from ...checkpoint.ranks import ranks_of
 from ...checkpoint.shards import cut_like
 from ...checkpoint.training_state import read_values, write_values
+from ...device.generator import generator_kept
 from ...errors import ConfigError
 from ...pipeline import RoundPipe
 from .pipeline_trainer import PipelineTrainer
@@ -145,7 +146,7 @@ class SavingTrainer(PipelineTrainer):
         The Trainer warns, and trains on without these weights: https://github.com/huggingface/transformers/issues/43701
         """
         if self._rp_is_converted:
-            with torch.random.fork_rng(devices=()):
+            with generator_kept():
                 loaded, info = type(self.model).from_pretrained(
                     folder, config=self.model.config, dtype="auto", output_loading_info=True
                 )

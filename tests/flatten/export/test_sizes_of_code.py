@@ -291,3 +291,25 @@ def test_a_size_that_is_one_or_a_sum_stays_dynamic():
     for sizes in ((7, 4), (2, 9)):
         given = inputs(*sizes)
         assert _same(exported(**given), module(**given))
+
+
+class MaskedSum(torch.nn.Module):
+    """Past and new tokens with one mask over both."""
+
+    def forward(self, past, new, mask):
+        return torch.cat([past, new], 1) * mask
+
+
+def test_a_mask_over_past_and_new_tokens_may_be_shorter_than_two_and_two(tmp_path):
+    """torch states two as the least length of either, and so four as that of the mask; one and one is right."""
+
+    def inputs(past, new):
+        return {name: torch.randn(2, size) for name, size in (("past", past), ("new", new), ("mask", past + new))}
+
+    module = MaskedSum()
+    export_onnx(module, kwargs=inputs(5, 3), path=tmp_path / "mask.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "mask.onnx")
+    for sizes in ((1, 1), (0, 1), (1, 2), (2, 2), (7, 4)):
+        given = inputs(*sizes)
+        (found,) = session.run(None, {name: value.numpy() for name, value in given.items()})
+        torch.testing.assert_close(torch.tensor(found), module(**given))

@@ -1,6 +1,7 @@
 """Draws of layers from any generator: a recomputation repeats them, and the caller's generators move as documented."""
 
 import copy
+import pathlib
 import random
 import threading
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import roundpipe_runtime
 from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, StageError, doing_recompute
 from roundpipe_runtime.engine.recompute.draws import move_generator
 from roundpipe_runtime.engine.recompute.states import VisitGenerator, run_seeded
@@ -302,3 +304,10 @@ def test_a_run_that_ends_meanwhile_is_not_taken_for_a_draw():
         assert not torch.equal(before, torch.get_rng_state())
         layer.meanwhile = lambda: None
     assert again == []
+
+
+def test_only_the_module_of_the_lock_puts_the_generator_back():
+    """Elsewhere what is put back could be the state of a layer that draws in another thread."""
+    package = pathlib.Path(roundpipe_runtime.__file__).parent
+    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if "fork_rng(" in path.read_text()}
+    assert found == {"device/generator.py"}

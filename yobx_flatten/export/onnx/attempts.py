@@ -15,7 +15,14 @@ from ...errors.failures import result_or
 from ...errors.log import STEP
 from ...errors.messages import first_line
 from ...private_names.of_torch import pytree
-from ...runners.relations import Expression, decides_by_parts, holds, is_of_one_size, names_in
+from ...runners.relations import (
+    Expression,
+    bound_by_sums,
+    decides_by_parts,
+    holds,
+    is_of_one_size,
+    names_in,
+)
 from ...runners.signature import KEY, Signature, place_of_sizes
 from ...storage.matching import leaves_of
 from ...trees.naming import leaf_names
@@ -184,6 +191,8 @@ def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
     ]
     asked = {getattr(leaf, "min", None) for leaf in pytree.tree_leaves(example.shapes)}
     least = {name: size for name, size in signature.smallest.items() if size not in asked}
+    # torch's least length of a mask over past and new tokens is 2 + 2: each of them may be 1 here
+    least = {name: size for name, size in least.items() if size > bound_by_sums(name, signature.relations)}
     least = {name: size for name, size in least.items() if decides(("<=", size, name))}
     stated = dataclasses.replace(signature, largest={}, smallest=least, relations=kept)
     if not shared:  # such a cache has room for more tokens than it holds

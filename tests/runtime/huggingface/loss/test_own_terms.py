@@ -1,6 +1,7 @@
 """A loss function of a call with labels: a multiple of the model's loss, with a penalty, or something else."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -81,3 +82,36 @@ def test_joined_it_is_that_of_the_plain_model(loss_fn):
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)  # transformers computes its loss in float32
     assert worst_gradient(model, plain) < 1e-6
     pipeline.close()
+
+
+def test_the_check_leaves_the_masks_of_layers_that_run_meanwhile_on_other_devices(monkeypatch):
+    """It puts the generator back, which another thread draws from: its masks were others in the recomputation."""
+    ids = torch.randint(5, 100, (6, 10), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
+    own = transformers.models.llama.modeling_llama.LlamaMLP.forward
+
+    def slow_layer(self, x):
+        for _ in range(10):  # as the check begins and ends anywhere
+            x = torch.nn.functional.dropout(x, 0.1, self.training)
+            time.sleep(0.002)
+        return own(self, x)
+
+    def loss_fn(outputs, _):
+        time.sleep(0.003)
+        return outputs.loss
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaMLP, "forward", slow_layer)
+    found = []
+    for devices in ("virtual:1", "virtual:3"):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(CONFIG).train()
+        pipeline = wrap_model_to_roundpipe(model, devices=devices, lower_threshold=0)
+        torch.manual_seed(3)
+        run_config = RoundPipeRunConfig(num_microbatch=6)
+        loss = pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=run_config)
+        pipeline.close()
+        found.append((float(loss), [parameter.grad for parameter in model.parameters()]))
+    (one_device, expected), (three_devices, gradients) = found
+    assert three_devices == one_device
+    for left, right in zip(gradients, expected, strict=True):
+        assert torch.equal(left, right)

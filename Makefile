@@ -40,7 +40,7 @@ NEEDS_dev := --editable '.[all]' --group dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch compat newest kills fuzz ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix trainings genai real runtimes clean distclean
+.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch compat newest kills fuzz ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix trainings genai real runtimes browser clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -190,6 +190,11 @@ genai: $(VENV)/.has-test  ## export decoders and open them with onnxruntime-gena
 	$(BIN)/python -m matrix.genai --page docs/genai.md
 
 # ExecuTorch's row is measured with .venv-executorch/bin/python -m matrix.real, after make executorch.
+browser: $(VENV)/.has-test  ## open exported folders in Chromium (needs npm, chromium and chromedriver; BROWSER_MODEL=FOLDER: also a real one)
+	$(BIN)/python -m pip install --quiet --group browser
+	npm install --prefix examples/browser --ignore-scripts --no-audit --no-fund
+	$(BIN)/python -m pytest tests/flatten/model_folder/test_browser.py $(PYTEST_ARGS)
+
 real: $(VENV)/.has-test  ## export a model with trained weights in every form, and ask it questions (MATRIX_ARGS='--only float32')
 	$(BIN)/python -m matrix.real_model
 	$(BIN)/python -m matrix.real $(MATRIX_ARGS)

@@ -5,13 +5,16 @@
     flat                    transformers.js
     model.onnx              onnx/model.onnx, model_fp16.onnx, model_int8.onnx, model_q4.onnx, model_q4f16.onnx
     model.onnx.data         onnx/model.onnx_data
+    decoder_model.onnx      onnx/decoder_model.onnx, and onnx/decoder_model_merged.onnx of both decoder files
     chat_template.jinja     also in tokenizer_config.json
                             transformers.js_config in config.json: the type, and which files have data next to them
 """
 
 from __future__ import annotations
 
+import collections
 import json
+import math
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -19,9 +22,9 @@ from typing import Any, Literal
 from ..errors import InvalidArgumentError, ModelSourceError
 from ..files.document import read_document
 from ..generate.layout import SUBFOLDER
+from .merged_decoder import MERGED, merge_decoders
 from .pieces.spoken import spoken_pieces
 from .pieces.tasks import TASKS
-from .pieces.text import encoder_decoder_pieces
 
 __all__ = ["LAYOUTS", "Layout", "apply_layout", "check_layout"]
 
@@ -38,6 +41,9 @@ _TYPES = {
     ("int4", "float16"): ("q4f16", "_q4f16"),
 }
 
+# weights that a file keeps as they were stored are named after those that most of its bytes are
+_STORED: dict[str | None, str | None] = {"keep": "int4"}
+
 
 def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str) -> None:
     """Refuse a layout that its client would not open."""
@@ -48,12 +54,12 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
         return
     if form != "onnx":
         raise InvalidArgumentError(f'layout="{layout}" is for ONNX files: leave target and to out.')
-    if TASKS[task] in (encoder_decoder_pieces, spoken_pieces):
+    if TASKS[task] is spoken_pieces:
         raise InvalidArgumentError(
-            f"transformers.js reads a decoder that is one file with a switch, and folders for {task} have two. Leave "
+            f"transformers.js reads a decoder of speech that is one file, and folders for {task} have two. Leave "
             f'layout="{layout}" out.'
         )
-    if (bits, dtype) not in _TYPES:
+    if (_STORED.get(bits, bits), dtype) not in _TYPES:
         raise InvalidArgumentError(
             f"transformers.js has no name for files of {bits or dtype} with {dtype}. It has "
             f"{', '.join(name for name, _ in _TYPES.values())}."
@@ -63,7 +69,7 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
 def apply_layout(folder: pathlib.Path, names: Sequence[str], bits: str | None, dtype: str) -> list[str]:
     """Give the files of a folder the places in which transformers.js looks for them."""
     # bits: the weights in few bits; `None` without
-    kind, end = _TYPES[bits, dtype]
+    kind, end = _TYPES[_most_bits([folder / name for name in names]) if bits in _STORED else bits, dtype]
     (folder / SUBFOLDER).mkdir()
     made, data = [], {}
     for name in names:
@@ -74,6 +80,13 @@ def apply_layout(folder: pathlib.Path, names: Sequence[str], bits: str | None, d
             data[target.name] = 1
         (folder / name).rename(target)
         made.append(f"{SUBFOLDER}/{target.name}")
+    first, later, merged = (
+        folder / SUBFOLDER / f"{stem}{end}.onnx" for stem in ("decoder_model", "decoder_with_past_model", MERGED)
+    )
+    if later.is_file():
+        if merge_decoders(first, later, merged):
+            data = {name: 1 for name in data if name not in (first.name, later.name)} | {merged.name: 1}
+        made.append(f"{SUBFOLDER}/{merged.name}")
     stated: dict[str, Any] = {"dtype": kind} | ({"use_external_data_format": data} if data else {})
     _add(folder / "config.json", {"transformers.js_config": stated})
     template = folder / "chat_template.jinja"
@@ -85,6 +98,21 @@ def apply_layout(folder: pathlib.Path, names: Sequence[str], bits: str | None, d
         contents["model"]["decoder"]["filename"] = made[0]
         genai.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
     return made
+
+
+def _most_bits(paths: Sequence[pathlib.Path]) -> str:
+    """The bits of the weights that take most bytes, of files that keep those of a checkpoint."""
+    import onnx
+
+    sizes: collections.Counter[int] = collections.Counter()
+    for path in paths:
+        graph = onnx.load(str(path), load_external_data=False).graph
+        stored = {tensor.name: math.prod(tensor.dims) for tensor in graph.initializer}
+        for node in graph.node:
+            for attribute in node.attribute:
+                if attribute.name == "bits":
+                    sizes[attribute.i] += max(stored.get(name, 0) for name in node.input)
+    return "int8" if sizes[8] > sizes[4] else "int4"
 
 
 def _add(path: pathlib.Path, entries: dict[str, Any]) -> None:

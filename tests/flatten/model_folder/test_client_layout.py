@@ -101,7 +101,7 @@ def test_weights_in_a_second_file_are_found_under_its_new_name(tmp_path):
     [
         (("tree", "onnx", "text-generation", None, "float32"), "layout must be one of 'flat', 'transformers.js'"),
         (("transformers.js", "program", "text-generation", None, "float32"), "is for ONNX files"),
-        (("transformers.js", "onnx", "text2text-generation", None, "float32"), "one file with a switch"),
+        (("transformers.js", "onnx", "text-to-audio", None, "float32"), "that is one file"),
         (("transformers.js", "onnx", "text-generation", "int8", "float16"), "no name for files of int8 with float16"),
     ],
 )
@@ -111,8 +111,13 @@ def test_what_the_client_would_not_open_is_refused(given, why):
         check_layout(*given)
 
 
+NEEDS_NODE = pytest.mark.skipif(
+    not os.environ.get("TRANSFORMERS_JS"), reason="TRANSFORMERS_JS names no transformers.node.mjs"
+)
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("TRANSFORMERS_JS"), reason="TRANSFORMERS_JS names no transformers.node.mjs")
+@NEEDS_NODE
 def test_transformers_js_writes_the_text_of_the_model(llama, tmp_path):
     """In node, with nothing done by hand; TRANSFORMERS_JS is the path of its ``transformers.node.mjs``."""
     model, folder = llama
@@ -130,3 +135,83 @@ console.log(JSON.stringify(found.tolist()[0].map(Number)));
     done = subprocess.run(["node", str(script)], capture_output=True, text=True, check=True)
     expected = model.generate(torch.tensor([[7, 8, 9, 10]]), max_new_tokens=8, do_sample=False)[0].tolist()
     assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
+def lively(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A small encoder-decoder model that does not repeat one token, and its input."""
+    model = small_model(name)
+    drawn = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=drawn) * 0.3)
+    if name == "t5":
+        return model, {"input_ids": torch.tensor([[7, 8, 9, 10]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
+    values = (torch.arange(1600, dtype=torch.float64) ** 2 * 0.37).sin().float()
+    return model, {"input_features": values.reshape(1, 16, 100)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("large", [False, True])
+def test_the_joined_decoder_begins_and_goes_on_as_the_model_does(tmp_path, monkeypatch, large):
+    """By hand, as transformers.js calls it: with an empty past, then with the one it returned."""
+    if large:  # weights next to the file, of which all three decoder files read one copy
+        monkeypatch.setattr("yobx_flatten.export.onnx.file.LARGE", 1000)
+    model, inputs = lively("t5")
+    export_folder(model, tmp_path / "out", layout="transformers.js")
+    folder = tmp_path / "out" / "onnx"
+    session = onnxruntime.InferenceSession(folder / "decoder_model_merged.onnx")
+    with torch.no_grad():
+        features = model.get_encoder()(**inputs).last_hidden_state
+    given = {
+        one.name: numpy.zeros((1, *(size if isinstance(size, int) else 0 for size in one.shape[1:])), numpy.float32)
+        for one in session.get_inputs()
+        if one.name.startswith("past")
+    }
+    tokens = torch.zeros(1, 1, dtype=torch.long)
+    for _ in range(5):
+        given |= {
+            "input_ids": tokens[:, -1:].numpy(),
+            "encoder_hidden_states": features.numpy(),
+            "encoder_attention_mask": inputs["attention_mask"].numpy(),
+        }
+        names = [output.name for output in session.get_outputs()]
+        found = dict(zip(names, session.run(names, given), strict=True))
+        with torch.no_grad():
+            expected = model(**inputs, decoder_input_ids=tokens).logits[:, -1:]
+        torch.testing.assert_close(torch.tensor(found["logits"]), expected, rtol=1e-4, atol=1e-4)
+        given |= {
+            name.replace("present", "past_key_values"): value for name, value in found.items() if name != "logits"
+        }
+        tokens = torch.cat([tokens, expected.argmax(-1)], 1)
+    assert verify_folder(tmp_path / "out").ok
+
+
+@pytest.mark.slow
+@NEEDS_NODE
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_transformers_js_writes_the_text_of_an_encoder_decoder_model(name, tmp_path):
+    """The decoder in one file; transformers.js returns the token with which a text begins, too."""
+    model, inputs = lively(name)
+    export_folder(model, tmp_path / name, layout="transformers.js")
+    class_ = {"t5": "AutoModelForSeq2SeqLM", "whisper": "WhisperForConditionalGeneration"}[name]
+    (value, *_) = inputs.values()
+    kind, values = ("int64", "BigInt64Array") if name == "t5" else ("float32", "Float32Array")
+    listed = [str(one) for one in value.flatten().tolist()] if name == "t5" else value.flatten().tolist()
+    cast = "BigInt" if name == "t5" else "Number"
+    mask = 'attention_mask: new Tensor("int64", [1n, 1n, 1n, 1n], [1, 4]),' if name == "t5" else ""
+    script = tmp_path / "run.mjs"
+    script.write_text(
+        f"""import {{ {class_}, Tensor, env }} from {json.dumps(os.path.abspath(os.environ["TRANSFORMERS_JS"]))};
+env.allowRemoteModels = false; env.localModelPath = {json.dumps(str(tmp_path) + "/")};
+const model = await {class_}.from_pretrained({json.dumps(name)});
+const data = {values}.from({json.dumps(listed)}.map({cast}));
+const inputs = new Tensor({json.dumps(kind)}, data, {json.dumps(list(value.shape))});
+const found = await model.generate({{ inputs, {mask} max_new_tokens: 8, do_sample: false }});
+console.log(JSON.stringify(found.tolist()[0].map(Number)));
+"""
+    )
+    done = subprocess.run(["node", str(script)], capture_output=True, text=True, check=True)
+    expected = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0].tolist()
+    assert len(set(expected)) > 3
+    assert json.loads(done.stdout.splitlines()[-1])[-8:] == expected[-8:]

@@ -1,0 +1,176 @@
+"""The page of `examples/browser` opens exported folders in Chromium; PyTorch is the source of all answers."""
+
+import functools
+import http.server
+import json
+import os
+import pathlib
+import shutil
+import threading
+
+import pytest
+import torch
+import transformers
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+pytest.importorskip("selenium", reason="`make browser` installs it")
+
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from yobx_flatten import export_folder
+
+PAGE = pathlib.Path(__file__).parents[3] / "examples" / "browser"
+SECONDS = 300
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for number in range(59))]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (PAGE / "node_modules").is_dir(), reason="`make browser` installs transformers.js"),
+    pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no Chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The page, and its folder of models, on a port of this machine."""
+    root = tmp_path_factory.mktemp("site")
+    for name in ("index.html", "page.js", "node_modules"):
+        (root / name).symlink_to(PAGE / name)
+    (root / "models").mkdir()
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *given):
+            """Print nothing."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=root))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield root / "models", f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """Chromium without a window."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    folder = tmp_path_factory.mktemp("profile")
+    for option in (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={folder}",
+    ):
+        options.add_argument(option)
+    service = webdriver.ChromeService(executable_path=shutil.which("chromedriver"))
+    driver = webdriver.Chrome(options=options, service=service)
+    yield driver
+    driver.quit()
+
+
+def answer(browser, address: str, model: str, text: str) -> str:
+    """What the page shows after a text was entered."""
+    browser.get(f"{address}/index.html?model={model}")
+
+    def status(*words: str) -> str:
+        wait = WebDriverWait(browser, SECONDS)
+        wait.until(
+            lambda driver: driver.find_element(By.ID, "status").text.startswith((*words, "failed", "The folder"))
+        )
+        return browser.find_element(By.ID, "status").text
+
+    assert status("ready") == "ready"
+    browser.execute_script("document.getElementById('text').value = arguments[0]", text)
+    browser.find_element(By.ID, "run").click()
+    assert status("done").startswith("done in")
+    return browser.find_element(By.ID, "answer").text
+
+
+def word_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer of words, with a template of chats."""
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        mask_token="[MASK]",
+        chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}word9",
+        **names,
+    )
+
+
+def test_a_chat_continues_as_the_model_does(site, browser):
+    """With the template of the tokenizer, greedily."""
+    folder, address = site
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(
+        vocab_size=len(WORDS), initializer_range=0.5, pad_token_id=0, bos_token_id=2, eos_token_id=3, **sizes
+    )
+    model, tokenizer = transformers.LlamaForCausalLM(config).eval(), word_tokenizer()
+    model.save_pretrained(folder.parent / "saved")
+    tokenizer.save_pretrained(folder.parent / "saved")
+    export_folder(folder.parent / "saved", folder / "llama", layout="transformers.js")
+    text = "word3 word17 word40"
+    given = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    given.pop("token_type_ids", None)
+    made = model.generate(**given, max_new_tokens=64, do_sample=False)[0, given["input_ids"].shape[1] :]
+    expected = tokenizer.decode(made, skip_special_tokens=True)
+    assert answer(browser, address, "llama", text).split() == expected.split()
+
+
+def test_embeddings_are_as_close_as_the_model_s(site, browser):
+    """Mean over the tokens of each sentence, of other lengths."""
+    folder, address = site
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.BertModel(
+        transformers.BertConfig(vocab_size=len(WORDS), initializer_range=0.5, **sizes)
+    ).eval()
+    saved = folder.parent / "encoder"
+    model.save_pretrained(saved)
+    tokenizer = word_tokenizer()
+    tokenizer.save_pretrained(saved)
+    (saved / "1_Pooling").mkdir()
+    kinds = (("", "Transformer"), ("1_Pooling", "Pooling"))
+    parts = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (path, kind) in enumerate(kinds)
+    ]
+    (saved / "modules.json").write_text(json.dumps(parts))
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+    (saved / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    export_folder(saved, folder / "encoder", layout="transformers.js")
+    lines = ["word1 word2 word3", "word4", "word1 word2 word3 word50 word51"]
+    given = tokenizer(lines, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        hidden = model(given["input_ids"], attention_mask=given["attention_mask"])[0]
+    weights = given["attention_mask"][..., None]
+    means = torch.nn.functional.normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1)
+    shown = [line.split()[0] for line in answer(browser, address, "encoder", "\n".join(lines)).splitlines()]
+    assert [float(value) for value in shown] == pytest.approx((means[1:] @ means[0]).tolist(), abs=2e-4)
+
+
+def test_a_folder_that_is_not_there_is_named(site, browser):
+    """The page says so, and stays."""
+    browser.get(f"{site[1]}/index.html?model=absent")
+    wait = WebDriverWait(browser, SECONDS)
+    wait.until(lambda driver: not driver.find_element(By.ID, "status").text.startswith("loading"))
+    assert "models/absent was not opened" in browser.find_element(By.ID, "status").text
+
+
+@pytest.mark.skipif(not os.environ.get("BROWSER_MODEL"), reason="BROWSER_MODEL names no exported SmolLM2")
+def test_a_model_with_trained_weights_answers(site, browser):
+    """BROWSER_MODEL is the path of a folder that was exported with this layout."""
+    folder, address = site
+    (folder / "smollm2").symlink_to(os.path.abspath(os.environ["BROWSER_MODEL"]))
+    assert "Paris" in answer(browser, address, "smollm2", "What is the capital of France?")

@@ -31,7 +31,8 @@ from ..registry.claims import REGISTRY, TORCH
 from ..registry.interrupts import DeferredSignals
 from ..registry.locking import LOCK
 from ..registry.patches import ImportHook
-from ..trace.hook import EXPORT_HOOK, TraceSupport
+from ..trace.hook import EXPORT_HOOK
+from ..trace.supports import TraceSupport
 
 __all__ = [
     "Undo",

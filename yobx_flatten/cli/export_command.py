@@ -1,4 +1,4 @@
-"""``yobx-flatten export``."""
+"""``yobx-flatten export``: export a model of transformers to a folder."""
 
 from __future__ import annotations
 

@@ -87,13 +87,8 @@ def register_class_flattening(
     >>> class Pair:
     ...     def __init__(self, a, b):
     ...         self.a, self.b = a, b
-    >>> register_class_flattening(
-    ...     Pair,
-    ...     lambda pair: ([pair.a, pair.b], None),
-    ...     lambda children, static: Pair(*children),
-    ...     None,
-    ...     f_check=lambda: Pair(torch.zeros(2), torch.ones(2)),
-    ... )
+    >>> flatten, unflatten = lambda pair: ([pair.a, pair.b], None), lambda children, static: Pair(*children)
+    >>> register_class_flattening(Pair, flatten, unflatten, None, f_check=lambda: Pair(torch.zeros(2), torch.ones(2)))
     True
     >>> torch.utils._pytree.tree_leaves(Pair(1, 2))
     [1, 2]
@@ -105,7 +100,10 @@ def register_class_flattening(
         recipe = dataclasses.replace(recipe, axes={key: dict(meaning) for key, meaning in axes.items()}.get)
     libraries = REGISTRY.libraries(backends, "register_class_flattening")
     with verbosity(verbose):
-        return _claimed(recipe, libraries, f_check)
+        is_new = _claimed(recipe, libraries, f_check)
+        level, text = (logging.INFO, "registered %s") if is_new else (logging.DEBUG, "%s is registered already")
+        say(level, text, describe_class(cls))
+    return is_new
 
 
 def _claimed(recipe: Recipe, libraries: tuple[str, ...], f_check: Callable[[], Any] | None) -> bool:
@@ -113,14 +111,10 @@ def _claimed(recipe: Recipe, libraries: tuple[str, ...], f_check: Callable[[], A
     if f_check is not None:
         require_callable(recipe.cls, "f_check", f_check, 0)
     claim = REGISTRY.claim_for_user(recipe, libraries)
-    if claim is None:
-        say(logging.DEBUG, "%s is registered already", describe_class(recipe.cls))
-        return False
-    if f_check is not None:
+    if claim is not None and f_check is not None:
         with undone_on_failure(functools.partial(REGISTRY.release, claim)):  # also Ctrl-C in a check of the user
             _run_check(recipe, f_check)
-    say(logging.INFO, "registered %s", describe_class(recipe.cls))
-    return True
+    return claim is not None
 
 
 def unregister_class_flattening(cls: type, verbose: int = 0) -> None:

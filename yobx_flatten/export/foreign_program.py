@@ -81,8 +81,8 @@ def prove_program(
     """
     if not isinstance(program, ExportedProgram):
         raise InvalidArgumentError(
-            f"prove_program: expected a torch.export.ExportedProgram, found {describe_class(program)}. Of what "
-            "transformers' DynamoExporter returns it is:\n    prove_program(exported.program, model)"
+            f"prove_program: expected a torch.export.ExportedProgram, found {describe_class(program)}. What "
+            "transformers' DynamoExporter returns holds one:\n    prove_program(exported.program, model)"
         )
     asked = Asked.of(module, cases, steps, tolerance, proof)
     report = asked.report()
@@ -102,7 +102,7 @@ def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
     """The example that a program was made from. The block must be open."""
     if program.example_inputs is None:
         raise InvalidArgumentError(
-            "This program holds no example inputs, so there is nothing to replay. Make it anew inside the block:\n"
+            "This program holds no example inputs, so there is nothing to replay. Export it again inside the block:\n"
             "    program = torch.export.export(module, args, kwargs, dynamic_shapes=...)"
         )
     args, kwargs = program.example_inputs
@@ -111,7 +111,9 @@ def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
     if differences:
         found = "\n".join(map(str, differences))
         raise SpecMismatchError(
-            f"This program was made under another registration of its inputs:\n{found}\nMake it inside the block:\n"
+            "This program was exported while its inputs were registered differently:\n"
+            f"{found}\n"
+            "Export it inside the block:\n"
             "    with register_flattening_functions(patch_transformers=True):\n"
             "        exported = DynamoExporter().export(model, inputs, config)"
         )

@@ -106,7 +106,7 @@ def _export(
             traced = traced_example(example, report)
             traced.check_cache_outputs(asked.facts.name)
             if traced.readers and asked.proof == "full":
-                report.remark("the file was replayed, and not the program: it has no weights of its own.")
+                report.remark("the file was replayed, and not the program, which has no weights of its own.")
             # of a sample the file is replayed alone: it holds what the program does
             source = prove(example, traced, asked, report, runs=asked.proof == "full" and not traced.readers)
             write_file(source, options, file, report)

@@ -124,7 +124,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         elif not self.again or kept < self.seen - self.again:
             raise GenerationError(
                 f"{self.steps.parts.decoder.name} holds a window or a state, from which {self.seen - kept} tokens "
-                "cannot be taken back. Call generate without this cache."
+                "cannot be removed. Call generate without this cache."
             )
         else:
             self.again -= self.seen - kept

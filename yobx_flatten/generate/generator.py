@@ -161,9 +161,10 @@ class Generator:
         source, pictures = self._read(inputs)
         if self._is_whole_speech(inputs, SpeechCall()):
             raise InvalidArgumentError(
-                "This Whisper finds out language, task and times in loops of its own, which return all tokens at once: "
-                "call generate(), or pass stream the tokens that begin a text:\n"
-                "    stream(input_features=sound, decoder_input_ids=torch.tensor([[START, LANGUAGE, TASK, NO_TIMES]]))"
+                "stream: Whisper detects language, task and times in a loop that returns all tokens at once. Call "
+                "generate(), or state the first tokens:\n"
+                "    stream(input_features=sound, decoder_input_ids=torch.tensor([[START, LANGUAGE, TASK, "
+                "NO_TIMES]]))"
             )
         return self._stream(self._begin(inputs, source, pictures), max_new_tokens, sampling)
 
@@ -209,8 +210,8 @@ class Generator:
         """What the loops of transformers make of the files."""
         if sampling is not None:
             raise InvalidArgumentError(
-                "sampling= is for the loop of this package, and other keywords are for that of transformers. Pass all "
-                "as keywords: generate(..., do_sample=True, temperature=0.7, top_p=0.9)"
+                "sampling= cannot be combined with keywords of transformers' generate. Pass all of them as keywords:\n"
+                "    generate(..., do_sample=True, temperature=0.7, top_p=0.9)"
             )
         require("transformers", purpose="these keywords of generate", extra="transformers")
         return refusals_named("generate", lambda: self._model.generate(**given))
@@ -281,7 +282,9 @@ class Generator:
     def _begin(self, inputs: Inputs, source: dict[str, torch.Tensor], pictures: tuple[Pictures, Pictures]) -> TextState:
         token = inputs.forced_bos_token_id
         if token is not None and (type(token) is not int or token < 0):
-            raise InvalidArgumentError(f"forced_bos_token_id must be a token, found {describe_class(token)}.")
+            raise InvalidArgumentError(
+                f"forced_bos_token_id must be a token, an int of 0 or more; found {describe_class(token)}."
+            )
         sequence = self.steps.begin(inputs.input_ids, inputs.attention_mask, source, inputs.decoder_input_ids, pictures)
         sequence.forced = self.settings.forced_bos_token_id if token is None else token
         return sequence

@@ -309,7 +309,9 @@ def _open(
     given = {"dtype": dtype, "weights": None if weights == "auto" else weights, "unmatched_weights": unmatched}
     for name, value in given.items():
         if value is not None:
-            raise InvalidArgumentError(f"{name}={value!r} is for a model that is named; a loaded one has its own.")
+            raise InvalidArgumentError(
+                f"{name}={value!r} is for a model given by name; a loaded one has its own. Leave it out."
+            )
     folder, no_folder = origin_of(without_peft(model))
     return OpenedModel(model, folder, no_folder=no_folder)
 

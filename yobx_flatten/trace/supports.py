@@ -1,4 +1,4 @@
-"""What model libraries need while their models are traced, and those that a block is open for."""
+"""Interface of a model library that adapts traces, and the list of those that open blocks use."""
 
 from __future__ import annotations
 

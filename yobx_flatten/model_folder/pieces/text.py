@@ -81,8 +81,8 @@ def decoder_pieces(
     cache_is = argument_of(model.forward)
     if cache_is is None or (has_states_alone(model) and not isinstance(model, StateDecoder)):
         raise GenerationError(
-            f"{type(model).__qualname__} takes no {CACHE}: its cache cannot begin empty, so one file does not "
-            "do. Export its two calls yourself, and pass the first as prefill:\n"
+            f"{type(model).__qualname__} takes no {CACHE}: its cache cannot begin empty, so one file cannot serve the "
+            "first call and the others. Export two, and pass the first as prefill:\n"
             "    OnnxGenerator(path, prefill=first_path)"
         )
     names = [name for name in ("input_ids", "attention_mask", "position_ids", cache_is) if name in takes]

@@ -12,9 +12,9 @@ __all__ = ["page_of"]
 
 _INTRODUCTION = """# Supported models: training through a pipeline
 
-Every model type of the installed transformers, with random weights from a small configuration, cut into layers and run
-through a pipeline. `make cut-matrix` runs it (`python -m matrix.cut --help` states how to run less); this page
-is written from `data/{file}`, with {versions}.
+These tables show which types of models run through a pipeline: every model type of the installed transformers, with
+random weights from a small configuration, is cut into layers. `make cut-matrix` runs it (`python -m matrix.cut
+--help` states how to run less); this page is written from `data/{file}`, with {versions}.
 
 `.ci/run` runs 25 types again, one of every kind (family, experts, recurrent states, shared keys, number of phases), and
 fails where one that passed does not any more.

@@ -16,10 +16,10 @@ _WAY = "onnxruntime-genai"
 
 _PAGE = """# onnxruntime-genai
 
-Decoders of transformers, exported with `export_folder` from a small configuration with random weights (a window of
-eight tokens where there is one), and opened by onnxruntime-genai {version}: 30 tokens after a prompt of nine, compared
-with those of `model.generate`. `make genai` runs it (`python -m matrix.genai --help` lists how to run less); this page
-is written from `data/{file}`, with {versions}.
+This table shows which exported decoders onnxruntime-genai {version} runs. Each is written by `export_folder` from a
+small configuration with random weights (a window of eight tokens where there is one); 30 tokens after a prompt of
+nine are compared with those of `model.generate`. `make genai` runs it (`python -m matrix.genai --help` lists how to
+run less); this page is written from `data/{file}`, with {versions}.
 
 | column | what is asked |
 |---|---|

@@ -14,9 +14,9 @@ __all__ = ["cleaned", "codes", "page_of", "row", "rule"]
 
 _INTRODUCTION = """# Supported models: export
 
-Every model type of the installed transformers, with random weights from a small configuration, against everything the
-package promises. `make matrix` runs it (`python -m matrix --help` states how to run less); this page is written from
-`{file}`, with {versions}.
+These tables show which types of models are exported, with what result: every model type of the installed
+transformers, with random weights from a small configuration. `make matrix` runs it (`python -m matrix --help`
+states how to run less); this page is written from `{file}`, with {versions}.
 """
 
 _ASKED = """## What is asked

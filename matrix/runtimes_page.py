@@ -14,14 +14,14 @@ __all__ = ["page_of"]
 
 _PAGE = """# Runtimes
 
-Causal language models of transformers in OpenVINO, AOTInductor and ExecuTorch, from small configurations with random
-weights. A program is exported once by `export_program`, written by `to_openvino`, `to_aotinductor` and
-`to_executorch(backend="portable")`, and replayed there next to the eager model: the example and other batch sizes (one
-sample among them) and lengths, one and several tokens at once, more tokens than a window holds, a padded row; three
-calls each that hand on the cache. Then each case runs again with inputs in other places of memory: slices of larger
-tensors, and axes in another order. ExecuTorch has bounds of {batch} samples and {length} tokens. `make runtimes` runs
-it, and goes on where it stopped (`python -m matrix.runtimes --help` lists how to run less); this page is written from
-`data/{file}`, with {versions}.
+These tables show which causal language models of transformers run in OpenVINO, AOTInductor and ExecuTorch, from
+small configurations with random weights. A program is exported once by `export_program`, written by `to_openvino`,
+`to_aotinductor` and `to_executorch(backend="portable")`, and replayed there next to the eager model: the example
+and other batch sizes (one sample among them) and lengths, one and several tokens at once, more tokens than a window
+holds, a padded row; three calls each that hand on the cache. Then each case runs again with inputs in other places
+of memory: slices of larger tensors, and axes in another order. ExecuTorch has bounds of {batch} samples and
+{length} tokens. `make runtimes` runs it, and goes on where it stopped (`python -m matrix.runtimes --help` lists how
+to run less); this page is written from `data/{file}`, with {versions}.
 
 ✓ passed, ✗ failed, – does not apply or was not tried because an earlier column did not pass; an empty cell was not run
 yet. The number is the largest difference of an output to the eager model's.

@@ -54,8 +54,8 @@ def check_labels(label: FlatTree) -> None:
             if is_packed:
                 line = "with torch.no_grad(): label = teacher(x)"
             raise ConfigError(
-                f"{leaf.path} requires a gradient, and none flows back into labels. If none is wanted, as for the "
-                "outputs of a teacher:\n"
+                f"{leaf.path} requires a gradient, and labels get none. If none is wanted, as for the outputs of a "
+                "teacher:\n"
                 f"    {line}\n"
-                "Else give it to the model as an argument, whose gradient comes back, and let the last layer return it."
+                "Otherwise pass it to the model as an argument, which gets one, and let the last layer return it."
             )

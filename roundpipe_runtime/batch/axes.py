@@ -187,7 +187,11 @@ def _check_paths(entries: Sequence[Entry], rules: Rules) -> None:
                 f"    {[entry.path for entry in entries]}"
             )
         if rule.reduce is not None:
-            raise SplitError(f"{path}: a reducer joins outputs. Inputs are cut or handed on whole.")
+            raise SplitError(
+                f"{path}: found a rule that reduces, which is for outputs. An input takes one of\n"
+                "    TensorChunkSpec(dim)\n"
+                "    Replicate"
+            )
         if rule.dim is not None and below[0].path == path and not _has_rows(below[0]):
             raise SplitError(
                 f"{path}: the rule is TensorChunkSpec({rule.dim}), but there is no axis to cut in "

@@ -79,7 +79,8 @@ def _names(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Tensor]
         unknown = [place for place, parameter in enumerate(group["params"]) if id(parameter) not in called]
         if unknown:
             raise CheckpointError(
-                f"Parameter {unknown[0]} in group {number} of the optimizer is none of the model's. Make it from\n"
+                f"Parameter {unknown[0]} in group {number} of the optimizer does not belong to the model. Make the "
+                "optimizer from\n"
                 "    model.optim_parameters()"
             )
         names.append([called[id(parameter)] for parameter in group["params"]])

@@ -112,8 +112,8 @@ class _Pipeline(torch.autograd.Function):
             )
         if run is None:
             raise StageError(
-                "This pipeline's forward was gone through backward before, and what it saved is freed; retain_graph "
-                "has no effect on it. Go back through several losses at once, or call forward again:\n"
+                "backward() already ran through this forward of the pipeline, and what it saved is freed; "
+                "retain_graph has no effect. Call backward once for the sum of several losses, or call forward again:\n"
                 "    (loss + other_loss).backward()"
             )
         ctx.run = None

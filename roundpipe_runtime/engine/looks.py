@@ -128,8 +128,8 @@ def check_leaves(
         owner = next(((slot.name, other.title) for slot, other in held if slot.parameter is leaf), None)
         if owner is not None:
             raise StageError(
-                f"{layer.title} computes with {owner[0]!r} of {owner[1]}. Its gradient would be wrong: a layer goes "
-                "back into its own parameters only. The same parameter may belong to both:\n"
+                f"{layer.title} computes with {owner[0]!r} of {owner[1]}. Its gradient would be wrong: the backward of "
+                "a layer reaches its own parameters only. The same parameter may belong to both:\n"
                 "    layer.other = parameter"
             )
         names = [
@@ -141,7 +141,7 @@ def check_leaves(
         what = f"reads {names[0]}, which requires a gradient" if names else "reads a tensor that requires a gradient"
         raise StageError(
             f"{layer.title} {what}, of shape {tuple(leaf.shape)}, and it is neither an input nor a parameter of it. "
-            "Each call goes back by itself, so this gradient would be wrong. Give it to the model, or make it a "
+            "Each call has a backward of its own, so this gradient would be wrong. Give it to the model, or make it a "
             "parameter:\n"
             "    model(x, delta)\n"
             "    layer.delta = torch.nn.Parameter(delta)"
@@ -168,8 +168,8 @@ def watch_escaped(leaves: Sequence[torch.Tensor | None], title: str) -> None:
 
 def _refuse(title: str, gradient: torch.Tensor) -> NoReturn:
     raise StageError(
-        f"A gradient came to {title} by a tensor that left it in another way than its output: as an attribute, or in "
-        "a hook. It would be lost: a layer goes back from what it returned. Also return the tensor:\n"
+        f"A tensor left {title} as an attribute or in a hook, and not as an output. Its gradient would be lost: the "
+        "backward of a layer begins at what it returned. Also return the tensor:\n"
         "    return outputs, auxiliary_loss"
     )
 

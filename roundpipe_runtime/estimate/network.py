@@ -112,7 +112,9 @@ def estimate_nodes(
     # forward: seconds of a node in forward stages, in which no gradient lands
     # optimizer: seconds of one host for the optimizer on all parameters
     if nodes < 1 or not 0 < network < math.inf:
-        raise ConfigError(f"There must be a node and a network between nodes, found nodes={nodes}, network={network}.")
+        raise ConfigError(
+            f"nodes must be 1 or more and network above 0 bits per second, found nodes={nodes}, network={network}."
+        )
     rate = LINE_SHARE * network / 8
     sent = (nodes - 1) / nodes
     gradient_seconds, weight_seconds = sent * gradients / rate, sent * weights / rate

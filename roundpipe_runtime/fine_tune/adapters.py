@@ -48,8 +48,8 @@ class Lora:
         alpha = rest[0] if rest else rank
         if not (rank.isdecimal() and alpha.isdecimal() and int(rank) and int(alpha) and all(rest)):
             raise FineTuneError(
-                f"{text!r} is not rank, alpha and targets, of which the last two can be left out: "
-                "--lora 8   --lora 8,16   --lora 8,16,q_proj,v_proj"
+                f"--lora {text}: expected RANK, RANK,ALPHA or RANK,ALPHA,TARGETS: --lora 8   --lora 8,16   --lora "
+                "8,16,q_proj,v_proj"
             )
         return cls(int(rank), int(alpha) if rest else 2 * int(rank), tuple(rest[1:]))
 

@@ -94,14 +94,20 @@ def _pictures_per_row(
     each = _tokens_per_picture(grid, sum(places), merge)
     if each is None:
         patches = int(grid.prod(-1).sum())
-        raise SplitError(f"kwargs['{name}']: {patches} patches do not go with {sum(places)} tokens of pictures.")
+        raise SplitError(
+            f"kwargs['{name}']: {patches} patches do not fit the {sum(places)} image tokens of the rows. Pass what the "
+            "model's processor returns."
+        )
     counts, number = [], 0
     for left in places:
         start = number
         while left > 0 and number < len(each):
             left, number = left - each[number], number + 1
         if left:
-            raise SplitError(f"kwargs['{name}']: pictures do not end where rows do.")
+            raise SplitError(
+                f"kwargs['{name}']: a picture has image tokens in two rows, so rows cannot be split. Pass what the "
+                "model's processor returns."
+            )
         counts.append(number - start)
     return counts
 

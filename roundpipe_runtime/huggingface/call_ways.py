@@ -127,8 +127,8 @@ class CutModel(RoundPipe):
             self._rp_warned_of_rows = True
             how = "it runs once for the whole batch" if way == "joined" else "such batches run in one microbatch"
             warn(
-                f"{type(self.cut.model).__name__}: {title} computes other numbers for some rows of a batch in one "
-                f"piece than in parts. So {how}.",
+                f"{type(self.cut.model).__name__}: {title} computes other numbers for a batch in one piece than in "
+                f"parts. So {how}.",
                 RoundPipeWarning,
             )
 

@@ -1,4 +1,4 @@
-"""``yobx-flatten chat``."""
+"""``yobx-flatten chat``: talk to an exported folder in the terminal."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def chat(
     require_transformers("chat, to read and write text,")
     generator = open_generator(folder, runtime=runtime, threads=threads, trust=trust, device=device)
     if generator.parts.encoder is not None:
-        raise UserError(f"{folder} has an encoder, which reads one text: yobx-flatten generate {folder} --prompt TEXT")
+        raise UserError(f"{folder} cannot chat, it reads one text: yobx-flatten generate {folder} --prompt TEXT")
     try:
         tokenizer = chat_tokenizer(folder)
     except (DamagedFileError, InvalidArgumentError, OSError) as error:

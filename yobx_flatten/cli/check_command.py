@@ -1,4 +1,4 @@
-"""``yobx-flatten check``."""
+"""``yobx-flatten check``: check the inputs of an export before anything is traced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``yobx-flatten demo``."""
+"""``yobx-flatten demo``: export small models, and compare them with eager PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``yobx-flatten env``."""
+"""``yobx-flatten env``: print the versions that a bug report needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``yobx-flatten explain``."""
+"""``yobx-flatten explain``: draw the structure of an object or a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``yobx-flatten export``."""
+"""``yobx-flatten export``: export a model of transformers to a folder."""
 
 from __future__ import annotations
 
@@ -47,18 +47,11 @@ def export(
 ) -> int:
     """Export a transformers model to a folder that generates text, and check it against the model.
 
-    The files have the names and inputs that generation tools know; configuration and tokenizer are next to them. Each
-    file is replayed against the model below, at and past its window, and 40 tokens are generated as model.generate
-    does. DIR appears when all of that is right. Exit status: 0 right; 1 a file differs from the model, nothing written.
-    With --quantize a file is also compared with the model in scores, greedy tokens and perplexity on a text of Python.
-    Of a model with 1 GB of weights or more a sample is replayed, and 8 tokens are generated (--proof).
+    Files have the names and inputs that generation tools know, with configuration and tokenizer next to them. Each is
+    replayed against the model, and 40 tokens are generated as model.generate does; from 1 GB of weights, 8 (--proof).
+    DIR appears when all of that is right. Exit status: 0 right; 1 a file differs from the model, nothing written.
     """
-    if perplexity_ratio is not None and quantize is None:
-        raise UserError("--perplexity-ratio is of quantised weights. Add --quantize int8 or --quantize int4.")
-    if activations != "auto" and quantize is None:
-        raise UserError(
-            "--activations is of quantised weights. Add --quantize keep, --quantize int8 or --quantize int4."
-        )
+    quantization = _quantization(quantize, perplexity_ratio, activations)
     check_target(output, overwrite)
     with progress(f"loading {model}"):
         found = find_model(model, trust_remote_code=trust_remote_code)
@@ -71,7 +64,7 @@ def export(
             batch=None if dynamic == "all" else batch,
             overwrite=overwrite,
             proof=proof,
-            quantize=quantize and Quantization(quantize, perplexity_ratio=perplexity_ratio, activations=activations),
+            quantize=quantization,
             calibration=calibration,
             optimize=optimize,
             logits=logits,
@@ -85,6 +78,20 @@ def export(
         )
     say_json(_as_dict(done, found)) if json else _show(done, found, output)
     return 0
+
+
+def _quantization(
+    quantize: option.Quantize, perplexity_ratio: option.PerplexityRatio, activations: option.Activations
+) -> Quantization | None:
+    if quantize is not None:
+        return Quantization(quantize, perplexity_ratio=perplexity_ratio, activations=activations)
+    if perplexity_ratio is not None:
+        raise UserError("--perplexity-ratio is for quantised weights. Add --quantize int8 or --quantize int4.")
+    if activations != "auto":
+        raise UserError(
+            "--activations is for quantised weights. Add --quantize keep, --quantize int8 or --quantize int4."
+        )
+    return None
 
 
 def _show(done: ExportedFolder, found: FoundModel, output: pathlib.Path) -> None:

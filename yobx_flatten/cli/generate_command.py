@@ -1,4 +1,4 @@
-"""``yobx-flatten generate``."""
+"""``yobx-flatten generate``: generate text from an exported folder."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def generate(
     with readable(folder, UserError):
         given = tokenizer(texts_in, return_tensors="pt", padding=len(prompt) > 1, **options)
     if given["input_ids"].shape[-1] == 0:
-        raise UserError("the prompt has no tokens")
+        raise UserError("the prompt has no tokens: --prompt TEXT")
     encoder_decoder = generator.parts.encoder is not None
     streamed = len(prompt) == 1 and not json and beams == 1
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""``yobx-flatten list``."""
+"""``yobx-flatten list``: list the registered classes."""
 
 from __future__ import annotations
 

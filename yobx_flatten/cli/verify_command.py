@@ -1,4 +1,4 @@
-"""``yobx-flatten verify``."""
+"""``yobx-flatten verify``: check an exported folder with its stored cases."""
 
 from __future__ import annotations
 

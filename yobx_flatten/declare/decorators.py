@@ -365,7 +365,7 @@ def _check_argument_order(cls: type, unflatten: JaxUnflatten, caller: str) -> No
     if first in ("children", "values", "leaves"):
         raise InvalidRegistrationError(
             f"{caller}({cls.__qualname__}): unflatten is called as f(static, children), in the order of JAX, and its "
-            f"first parameter is {first!r}. Turn them round, or register it in the order of torch:\n"
+            f"first parameter is {first!r}. Swap its parameters, or register it in the order of torch:\n"
             f"    register_class_flattening({cls.__qualname__}, flatten, unflatten, flatten_with_keys)"
         )
 

@@ -100,7 +100,7 @@ def _targets(source: str, to: str | Iterable[str]) -> tuple[str, ...]:
         require(name, purpose="mirror")
     if source in names or not names:
         raise InvalidArgumentError(
-            f"mirror: source={source!r} and to={names!r}; name a library, and another one.\n"
+            f"mirror: expected a library in source=, and others in to=; found source={source!r} and to={names!r}.\n"
             '    mirror(MyClass, source="jax", to=("torch",))'
         )
     return names

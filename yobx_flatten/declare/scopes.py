@@ -31,7 +31,8 @@ from ..registry.claims import REGISTRY, TORCH
 from ..registry.interrupts import DeferredSignals
 from ..registry.locking import LOCK
 from ..registry.patches import ImportHook
-from ..trace.hook import EXPORT_HOOK, TraceSupport
+from ..trace.hook import EXPORT_HOOK
+from ..trace.supports import TraceSupport
 
 __all__ = [
     "Undo",
@@ -58,33 +59,27 @@ def register_class_flattening(
 ) -> bool:
     """Register one class with torch: its Python pytree, its C++ pytree and ``torch.fx``.
 
+    The guide describes :ref:`each argument <arguments-of-register>`.
+
     Args:
         cls: the class; subclasses need a registration of their own.
-        f_flatten: ``obj -> (children, static)``: a list of tensors and containers, and what else is needed to rebuild
-            (torch: *context*, JAX *aux*): strings, numbers, tuples, dicts, dtypes, enums.
+        f_flatten: ``obj -> (children, static)``: a list of tensors and containers, and what else is needed to rebuild.
         f_unflatten: ``(children, static) -> obj``.
         f_flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of ``torch.utils._pytree``; ``None``
             numbers the children.
-        f_check: a function that makes an instance, which is flattened and rebuilt at once; a difference undoes the
-            registration. It may also check for itself and return ``None`` or ``True``; ``False`` means that it failed.
+        f_check: makes an instance, which is flattened and rebuilt at once; a difference undoes the registration.
         verbose: 1 or more logs what is done (logger ``yobx_flatten``); 0 by default.
-        backends: which libraries to register with: ``"torch"`` (the three tables above), ``"optree"`` (its namespace
-            ``"yobx_flatten"``), ``"jax"``; ``"all"`` is every one of them that is installed. A library that is not
-            imported yet is notified when it is imported.
-        axes: what the axes of a child mean, by its key (its number where there are no keys), for those that vary
-            between calls: ``{"hidden": {1: "batch"}}``. ``dynamic_shapes`` keeps the other axes fixed, and a pipeline
-            cuts microbatches along ``"batch"``. Nothing is known of children that are not named.
+        backends: ``"torch"``, ``"optree"`` or ``"jax"``, several of them, or ``"all"`` that are installed.
+        axes: names of the axes of a child that vary between calls, by its key: ``{"hidden": {1: "batch"}}``.
 
     Returns:
-        ``True`` if this call registered the class; ``False`` if it was registered already, by this package with the
-        same functions or by another library, whose functions stay registered. With several libraries, ``True`` if one
-        of them is new to the class.
+        ``True`` if this call registered the class with one of the libraries; ``False`` if it was registered already, by
+        this package with the same functions or by another library, whose functions stay registered.
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class, or is that of a named tuple or an enum, or a function
             cannot be called as needed.
-        InvalidArgumentError: when ``backends`` names an unknown library.
-        MissingDependencyError: when ``backends`` names a library that is not installed.
+        InvalidArgumentError, MissingDependencyError: when ``backends`` names an unknown or a missing library.
         AlreadyRegisteredError: when this package registered the class before, with other functions.
         RoundTripError: when the check finds a difference. Nothing is registered then.
 
@@ -92,13 +87,8 @@ def register_class_flattening(
     >>> class Pair:
     ...     def __init__(self, a, b):
     ...         self.a, self.b = a, b
-    >>> register_class_flattening(
-    ...     Pair,
-    ...     lambda pair: ([pair.a, pair.b], None),
-    ...     lambda children, static: Pair(*children),
-    ...     None,
-    ...     f_check=lambda: Pair(torch.zeros(2), torch.ones(2)),
-    ... )
+    >>> flatten, unflatten = lambda pair: ([pair.a, pair.b], None), lambda children, static: Pair(*children)
+    >>> register_class_flattening(Pair, flatten, unflatten, None, f_check=lambda: Pair(torch.zeros(2), torch.ones(2)))
     True
     >>> torch.utils._pytree.tree_leaves(Pair(1, 2))
     [1, 2]
@@ -109,18 +99,22 @@ def register_class_flattening(
     if axes is not None:
         recipe = dataclasses.replace(recipe, axes={key: dict(meaning) for key, meaning in axes.items()}.get)
     libraries = REGISTRY.libraries(backends, "register_class_flattening")
-    if f_check is not None:
-        require_callable(cls, "f_check", f_check, 0)
     with verbosity(verbose):
-        claim = REGISTRY.claim_for_user(recipe, libraries)
-        if claim is None:
-            say(logging.DEBUG, "%s is registered already", describe_class(cls))
-            return False
-        if f_check is not None:
-            with undone_on_failure(functools.partial(REGISTRY.release, claim)):  # also Ctrl-C in a check of the user
-                _run_check(recipe, f_check)
-        say(logging.INFO, "registered %s", describe_class(cls))
-    return True
+        is_new = _claimed(recipe, libraries, f_check)
+        level, text = (logging.INFO, "registered %s") if is_new else (logging.DEBUG, "%s is registered already")
+        say(level, text, describe_class(cls))
+    return is_new
+
+
+def _claimed(recipe: Recipe, libraries: tuple[str, ...], f_check: Callable[[], Any] | None) -> bool:
+    """Register a recipe for the user, and check it; return whether it is new."""
+    if f_check is not None:
+        require_callable(recipe.cls, "f_check", f_check, 0)
+    claim = REGISTRY.claim_for_user(recipe, libraries)
+    if claim is not None and f_check is not None:
+        with undone_on_failure(functools.partial(REGISTRY.release, claim)):  # also Ctrl-C in a check of the user
+            _run_check(recipe, f_check)
+    return claim is not None
 
 
 def unregister_class_flattening(cls: type, verbose: int = 0) -> None:

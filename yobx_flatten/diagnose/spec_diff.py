@@ -112,7 +112,10 @@ def _spec_of(obj: object) -> pytree.TreeSpec:
         return obj
     if isinstance(obj, ExportedProgram):
         if obj.call_spec.in_spec is None:
-            raise InvalidArgumentError(f"compare_specs: {describe_class(obj)} does not know its inputs.")
+            raise InvalidArgumentError(
+                f"compare_specs: {describe_class(obj)} does not state the structure of its inputs. Export it again:\n"
+                "    torch.export.export(module, args, kwargs)"
+            )
         spec: pytree.TreeSpec = obj.call_spec.in_spec
         return spec
     return pytree.tree_structure(obj)

@@ -1,4 +1,4 @@
-"""What is done where a block fails with an error of any class, as code of users and of other libraries may raise.
+"""Catch errors of any class, as code of users and of other libraries may raise, and state what happens then.
 
 These are the places that catch it. Elsewhere an ``except`` names the errors that are meant.
 """

@@ -222,7 +222,12 @@ class ExportedModel:
 def source_of(exported: ExportedModel) -> Source:
     """Return what files for runtimes are made of."""
     if exported._source is None:
-        raise InvalidArgumentError("This program was not made by export_program: there is nothing to replay.")
+        raise InvalidArgumentError(
+            "This program was not made by export_program: it has no cases to replay. Export it with\n"
+            "    export_program(module, args, kwargs)\n"
+            "or prove one of torch.export:\n"
+            "    prove_program(program, module)"
+        )
     return exported._source
 
 

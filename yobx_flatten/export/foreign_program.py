@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind
 
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..diagnose.spec_diff import compare_specs
 from ..errors import InvalidArgumentError, SpecMismatchError, describe_class
 from ..huggingface.cache_names import name_in
 from ..private_names.of_torch import pytree
+from ..trace.program_inputs import traced_inputs
 from ..trees.arguments import check_arguments
 from ..trees.naming import leaf_names
 from ..trees.shapes import dynamic_shapes
@@ -81,8 +81,8 @@ def prove_program(
     """
     if not isinstance(program, ExportedProgram):
         raise InvalidArgumentError(
-            f"prove_program: expected a torch.export.ExportedProgram, found {describe_class(program)}. Of what "
-            "transformers' DynamoExporter returns it is:\n    prove_program(exported.program, model)"
+            f"prove_program: expected a torch.export.ExportedProgram, found {describe_class(program)}. What "
+            "transformers' DynamoExporter returns holds one:\n    prove_program(exported.program, model)"
         )
     asked = Asked.of(module, cases, steps, tolerance, proof)
     report = asked.report()
@@ -102,7 +102,7 @@ def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
     """The example that a program was made from. The block must be open."""
     if program.example_inputs is None:
         raise InvalidArgumentError(
-            "This program holds no example inputs, so there is nothing to replay. Make it anew inside the block:\n"
+            "This program holds no example inputs, so there is nothing to replay. Export it again inside the block:\n"
             "    program = torch.export.export(module, args, kwargs, dynamic_shapes=...)"
         )
     args, kwargs = program.example_inputs
@@ -111,7 +111,9 @@ def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
     if differences:
         found = "\n".join(map(str, differences))
         raise SpecMismatchError(
-            f"This program was made under another registration of its inputs:\n{found}\nMake it inside the block:\n"
+            "This program was exported while its inputs were registered differently:\n"
+            f"{found}\n"
+            "Export it inside the block:\n"
             "    with register_flattening_functions(patch_transformers=True):\n"
             "        exported = DynamoExporter().export(model, inputs, config)"
         )
@@ -128,10 +130,7 @@ def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
 
 def _shapes_taken(program: ExportedProgram) -> list[tuple[Any, ...]]:
     """The sizes of every leaf of the inputs, symbols among them; none of what is not a tensor."""
-    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    found = [None if isinstance(spec.arg, ConstantArgument) else values[spec.arg.name] for spec in specs]
-    return [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in found]
+    return [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in traced_inputs(program)]
 
 
 def _fitting(program: ExportedProgram, cases: list[Case], report: ExportReport) -> list[Case]:

@@ -1,4 +1,4 @@
-"""What files are made of: a program, next to its module, with the cases that it passed.
+"""A proven program: next to its module, with the cases that it passed; all files are written from it.
 
 .. code-block:: text
 

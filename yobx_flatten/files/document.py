@@ -85,6 +85,6 @@ def check_regular(path: pathlib.Path, failure: type[Exception], most: int | None
     # most: the largest number of bytes; any by default
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
-        raise failure(f"{path} is not a file on a disk.")
+        raise failure(f"{path} is not a regular file.")
     if most is not None and found.st_size > most:
         raise failure(f"{path} has {found.st_size / 1e6:.0f} MB, and no such file has more than {most / 1e6:.0f} MB.")

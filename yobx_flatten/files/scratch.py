@@ -166,7 +166,7 @@ def is_folder(path: pathlib.Path) -> bool:
         hidden = [left / _OLD for left in _left_of(path) if (left / _OLD).is_dir()]
         if hidden and not path.exists():
             raise StoredFileError(
-                f"{path} is being replaced, or a process was killed while it did that{reason}. What was in it is in "
+                f"A process is replacing {path}, or was killed while it did so{reason}. Its former contents are in "
                 f"{hidden[0]}."
             )
     return path.is_dir()

@@ -42,8 +42,8 @@ class BeamSettings:
                 raise InvalidArgumentError(f"{name} must be an int of 1 or more, found {describe_class(value)}.")
         if self.num_return_sequences > self.num_beams:
             raise InvalidArgumentError(
-                f"num_return_sequences={self.num_return_sequences} is more than the search keeps. Pass "
-                f"num_beams={self.num_return_sequences} or more."
+                f"num_return_sequences={self.num_return_sequences} is more than num_beams={self.num_beams}, the "
+                f"sequences that the search keeps. Pass num_beams={self.num_return_sequences} or more."
             )
         if self.early_stopping not in (True, False, "never"):
             raise InvalidArgumentError(

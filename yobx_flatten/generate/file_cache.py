@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 
 from ..errors import GenerationError
 from ..huggingface.builders import make_dynamic_cache
@@ -124,7 +124,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         elif not self.again or kept < self.seen - self.again:
             raise GenerationError(
                 f"{self.steps.parts.decoder.name} holds a window or a state, from which {self.seen - kept} tokens "
-                "cannot be taken back. Call generate without this cache."
+                "cannot be removed. Call generate without this cache."
             )
         else:
             self.again -= self.seen - kept
@@ -142,10 +142,6 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
     def cross_attention_cache(self) -> Any:
         """A copy of the keys and values of what the encoder read."""
         return self._copy("encoder")
-
-    def as_tensors(self) -> Any:
-        """Return a copy of an encoder-decoder model's cache."""
-        return EncoderDecoderCache(self.self_attention_cache, self.cross_attention_cache)
 
     def _copy(self, side: str) -> Any:
         found = {} if self.state is None else cache_tensors(self.state.cache)

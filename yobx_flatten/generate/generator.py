@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from ..errors import InvalidArgumentError, describe_class
 from ..errors.dependencies import require
 from .beams import BeamSearch, BeamSettings
+from .pictures import Pictures
 from .sampling import Sampling, TokenChooser
 from .score_rules import GenerationCall, ScoreProcessor
 from .settings import GenerationSettings
@@ -21,8 +22,36 @@ from .steps import Parts, Steps, TextState
 
 __all__ = ["Generator", "Parts"]
 
-# local names that are no keywords of transformers' generate
-_OWN = ("self", "options", "sampling", "samples", "drawn")
+# parameters of generate and stream that are no keywords of transformers' generate
+_OWN = ("self", "options", "sampling")
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a call reads: a prompt, what an encoder reads instead, pictures and videos in it, the first new tokens."""
+
+    input_ids: torch.Tensor | None = None
+    attention_mask: torch.Tensor | None = None
+    input_features: torch.Tensor | None = None
+    input_values: torch.Tensor | None = None
+    pixel_values: torch.Tensor | None = None
+    image_grid_thw: torch.Tensor | None = None
+    image_sizes: torch.Tensor | None = None
+    batch_num_images: torch.Tensor | None = None
+    pixel_values_videos: torch.Tensor | None = None
+    video_grid_thw: torch.Tensor | None = None
+    second_per_grid_ts: torch.Tensor | Sequence[float] | None = None
+    decoder_input_ids: torch.Tensor | None = None
+    forced_bos_token_id: int | None = None
+
+
+_INPUTS, _BEAMS, _SPEECH = (
+    tuple(field.name for field in dataclasses.fields(of)) for of in (Inputs, BeamSettings, SpeechCall)
+)
+
+
+def _of(names: Sequence[str], stated: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: stated[name] for name in names if name in stated}
 
 
 class Generator:
@@ -32,7 +61,7 @@ class Generator:
         self.parts, self.settings = parts, settings
         self.steps = Steps(parts, settings)
 
-    def generate(
+    def generate(  # noqa: D417 # arguments that belong together are described together
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
@@ -59,106 +88,37 @@ class Generator:
         num_return_sequences: int | None = None,
         **options: Any,
     ) -> Any:
-        """Generate tokens until every row has ended.
+        """Generate tokens until every row has ended, as ``model.generate`` does.
 
-        What is not passed is as ``generation_config.json`` states it, as for ``model.generate``. Any other keyword of
-        ``model.generate`` (``do_sample``, ``temperature``, ``top_p``, ``max_length``, ``streamer``,
-        ``logits_processor``, ``stopping_criteria``, ``generation_config``, ``assistant_model`` ...) lets transformers'
-        own loop run the files, so that it does what it does for the model.
+        Arguments that you leave out are read from ``generation_config.json``; the guide lists :ref:`each one
+        <arguments-of-generate>`.
 
         Args:
-            input_ids: the prompt, integers of shape (batch, length); for an encoder-decoder model, what its encoder
-                reads.
-            attention_mask: a mask of the same shape, 0 where a row is padded; no padding by default. Prompts are padded
-                on the left, as for ``model.generate``.
-            max_new_tokens: largest number of new tokens; by default that of ``generation_config.json``, or what is left
-                of its ``max_length``, or 20.
-            sampling: how tokens are chosen; by default as ``generation_config.json`` states (``do_sample``,
-                ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``typical_p``), and the likeliest where it states
-                nothing: ``Sampling()``.
-            input_features: sound for the encoder, in place of ``input_ids``, of shape (batch, bins, frames). With the
-                files of Whisper it is of any length; ``attention_mask`` of shape (batch, frames) is 0 where a row of
-                several windows has ended.
-            input_values: samples of sound for the encoder, of shape (batch, samples), for models that read these.
-            pixel_values: images, for the image tokens of the prompt, or for the encoder.
-            image_grid_thw: patches of each image in time, height and width, integers of shape (images, 3), for models
-                whose ``pixel_values`` are patches.
-            image_sizes: height and width of each image before it was cut into tiles, integers of shape (images, 2),
-                for models that cut them (LLaVA-NeXT, LLaVA-OneVision).
-            batch_num_images: the number of images of each prompt, for models that do not cut several
-                (LLaVA-OneVision); 1 for all by default.
-            pixel_values_videos: patches of videos, for the video tokens of the prompt.
-            video_grid_thw: patches of each video in time, height and width, integers of shape (videos, 3).
-            second_per_grid_ts: seconds from one frame of each video to the next, for models that count them
-                (Qwen2.5-VL); 1 for all by default.
-            decoder_input_ids: first tokens of an encoder-decoder model's output; by default its start token. With
-                Whisper, tokens continue these, and nothing is detected.
-            forced_bos_token_id: the token after a single first one, as the language that NLLB, M2M100 and mBART
-                translate into; by default that of ``generation_config.json``.
-            language: spoken language, for Whisper: one for each row, or one for all; detected by default, where the
-                model has several.
-            task: ``"transcribe"``, or ``"translate"`` into English, for Whisper.
-            return_timestamps: whether tokens of times stand around each segment, for Whisper; ``False`` without a
-                configuration. Sound of more than one window needs them.
-            num_beams: continuations of each row that a beam search keeps; 1 for none, as without a configuration.
-            length_penalty: exponent of the length by which the sum of log-probabilities of a continuation is divided;
-                1.0 without a configuration.
-            early_stopping: ``True`` ends a row when ``num_beams`` continuations have ended; ``False``, as without a
-                configuration, when none of the same length could be better; ``"never"`` when none of any length could.
-            num_return_sequences: sequences returned for each row, the best first, ``num_beams`` at most; samples where
-                tokens are drawn; 1 without a configuration.
-            **options: any other keyword of ``model.generate``.
+            input_ids, attention_mask: the prompt of shape (batch, length), and 0 where a row is padded, on the left.
+            max_new_tokens: largest number of new tokens; 20 without a configuration.
+            sampling: how tokens are chosen; ``Sampling()`` takes the likeliest.
+            input_features, input_values: sound for the encoder, as features or as samples.
+            pixel_values, image_grid_thw, image_sizes, batch_num_images: images, as the processor returns them.
+            pixel_values_videos, video_grid_thw, second_per_grid_ts: videos, as the processor returns them.
+            decoder_input_ids, forced_bos_token_id: the first tokens of an output; the one after the first.
+            language, task, return_timestamps: what Whisper hears, writes (``"translate"``: English), and when.
+            num_beams, length_penalty, early_stopping, num_return_sequences: a beam search; ``num_beams=1`` for none.
+            **options: any other keyword of ``model.generate`` (``temperature``, ``streamer``, ``stopping_criteria``
+                ...): the loop of transformers then runs the files.
 
         Returns:
-            The prompt (of an encoder-decoder model: its start) and the new tokens, as ``model.generate`` returns
-            them: int64 of shape (batch * num_return_sequences, length). Rows that ended early are filled with the
-            padding token. Of a Whisper that has languages or times, as from ``model.generate``, only the new tokens.
-            With ``return_dict_in_generate=True`` what ``model.generate`` returns then.
+            What ``model.generate`` returns: the prompt and the new tokens, int64 of shape (batch *
+            num_return_sequences, length), padded after their end. Of Whisper only the new tokens.
 
         Raises:
-            InvalidArgumentError: when the inputs do not fit the model or each other, or transformers refuses a keyword.
+            InvalidArgumentError: when inputs do not fit the model or each other, or transformers refuses a keyword.
             GenerationError: when a file fails while it runs.
             MissingDependencyError: when a keyword needs transformers, and it is not installed.
         """
-        self._check_writes("generate")
-        if options == {"do_sample": False} and sampling is None:  # which the loop here also does, and faster
-            options, sampling = {}, Sampling()
-        drawn = sampling is None and self.settings.sampling.do_sample and (num_beams or 1) == 1
-        samples = drawn and (num_return_sequences or 1) > 1
-        if options or samples:
-            stated = {name: value for name, value in locals().items() if name not in _OWN and value is not None}
-            return self._by_transformers({**stated, **options}, sampling)
-        source = self._encoded(input_features, input_values, pixel_values)
-        images = self.settings.images(pixel_values, image_grid_thw, image_sizes, batch_num_images)
-        videos = self.settings.videos(pixel_values_videos, video_grid_thw, second_per_grid_ts)
-        given: dict[str, Any] = {
-            "num_beams": num_beams,
-            "length_penalty": length_penalty,
-            "early_stopping": early_stopping,
-            "num_return_sequences": num_return_sequences,
-        }
-        beams = dataclasses.replace(
-            self.settings.beams, **{name: value for name, value in given.items() if value is not None}
-        )
-        speech = SpeechCall(language, task, return_timestamps)
-        if self._is_whole_speech(input_features, decoder_input_ids, speech):
-            assert input_features is not None
-            options = {"max_new_tokens": max_new_tokens, **given}
-            return transcribe(self.steps, input_features, attention_mask, speech, sampling, options)
-        sampling = self.settings.sampling if sampling is None else sampling
-        if beams.num_beams > 1 and sampling.do_sample:
-            raise InvalidArgumentError(
-                "A beam search draws no tokens: pass num_beams=1, or sampling=Sampling() for the likeliest ones."
-            )
-        sequence = self.steps.begin(input_ids, attention_mask, source, decoder_input_ids, (images, videos))
-        self._force(sequence, forced_bos_token_id)
-        first = sequence.tokens
-        if beams.num_beams > 1:
-            return self._search(sequence, self._limit(max_new_tokens, sequence), beams)
-        new = list(self._stream(sequence, max_new_tokens, sampling))
-        return torch.cat([first, torch.stack(new, dim=1)], dim=1) if new else first
+        stated = {name: value for name, value in locals().items() if name not in _OWN and value is not None}
+        return self._generated(stated, sampling, options)
 
-    def stream(
+    def stream(  # noqa: D417 # arguments that belong together are described together
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
@@ -183,21 +143,10 @@ class Generator:
         can be read in turns.
 
         Args:
-            input_ids: see :meth:`generate`.
-            attention_mask: see :meth:`generate`.
-            max_new_tokens: see :meth:`generate`.
-            sampling: see :meth:`generate`.
-            input_features: see :meth:`generate`.
-            input_values: see :meth:`generate`.
-            pixel_values: see :meth:`generate`.
-            image_grid_thw: see :meth:`generate`.
-            image_sizes: see :meth:`generate`.
-            batch_num_images: see :meth:`generate`.
-            pixel_values_videos: see :meth:`generate`.
-            video_grid_thw: see :meth:`generate`.
-            second_per_grid_ts: see :meth:`generate`.
-            decoder_input_ids: see :meth:`generate`; a Whisper that has languages or times needs them here.
-            forced_bos_token_id: see :meth:`generate`.
+            input_ids, attention_mask, max_new_tokens, sampling: see :meth:`generate`.
+            input_features, input_values, pixel_values, image_grid_thw, image_sizes, batch_num_images: see there.
+            pixel_values_videos, video_grid_thw, second_per_grid_ts, forced_bos_token_id: see there.
+            decoder_input_ids: see there; a Whisper that has languages or times needs them here.
 
         Returns:
             An iterator over tensors of int64 of shape (batch,), one per new token.
@@ -206,19 +155,18 @@ class Generator:
             InvalidArgumentError: when the inputs do not fit the model or each other.
             GenerationError: when a file fails while it runs.
         """
+        stated = {name: value for name, value in locals().items() if name not in _OWN and value is not None}
+        inputs = Inputs(**_of(_INPUTS, stated))
         self._check_writes("stream")
-        source = self._encoded(input_features, input_values, pixel_values)
-        images = self.settings.images(pixel_values, image_grid_thw, image_sizes, batch_num_images)
-        videos = self.settings.videos(pixel_values_videos, video_grid_thw, second_per_grid_ts)
-        if self._is_whole_speech(input_features, decoder_input_ids, SpeechCall()):
+        source, pictures = self._read(inputs)
+        if self._is_whole_speech(inputs, SpeechCall()):
             raise InvalidArgumentError(
-                "This Whisper finds out language, task and times in loops of its own, which return all tokens at once: "
-                "call generate(), or pass stream the tokens that begin a text:\n"
-                "    stream(input_features=sound, decoder_input_ids=torch.tensor([[START, LANGUAGE, TASK, NO_TIMES]]))"
+                "stream: Whisper detects language, task and times in a loop that returns all tokens at once. Call "
+                "generate(), or state the first tokens:\n"
+                "    stream(input_features=sound, decoder_input_ids=torch.tensor([[START, LANGUAGE, TASK, "
+                "NO_TIMES]]))"
             )
-        sequence = self.steps.begin(input_ids, attention_mask, source, decoder_input_ids, (images, videos))
-        self._force(sequence, forced_bos_token_id)
-        return self._stream(sequence, max_new_tokens, sampling)
+        return self._stream(self._begin(inputs, source, pictures), max_new_tokens, sampling)
 
     def generate_speech(
         self, read: torch.Tensor, speaker_embeddings: torch.Tensor | None = None, **options: Any
@@ -262,8 +210,8 @@ class Generator:
         """What the loops of transformers make of the files."""
         if sampling is not None:
             raise InvalidArgumentError(
-                "sampling= is for the loop of this package, and other keywords are for that of transformers. Pass all "
-                "as keywords: generate(..., do_sample=True, temperature=0.7, top_p=0.9)"
+                "sampling= cannot be combined with keywords of transformers' generate. Pass all of them as keywords:\n"
+                "    generate(..., do_sample=True, temperature=0.7, top_p=0.9)"
             )
         require("transformers", purpose="these keywords of generate", extra="transformers")
         return refusals_named("generate", lambda: self._model.generate(**given))
@@ -274,37 +222,72 @@ class Generator:
 
         return model_of_files(self.steps)
 
+    def _generated(self, stated: dict[str, Any], sampling: Sampling | None, options: dict[str, Any]) -> Any:
+        """Choose the loop of a call: that of transformers, of Whisper, a beam search, or one token after the other."""
+        self._check_writes("generate")
+        if options == {"do_sample": False} and sampling is None:  # which the loop here also does, and faster
+            options, sampling = {}, Sampling()
+        drawn = sampling is None and self.settings.sampling.do_sample and stated.get("num_beams", 1) == 1
+        if options or (drawn and stated.get("num_return_sequences", 1) > 1):
+            return self._by_transformers({**stated, **options}, sampling)
+        inputs, searched = Inputs(**_of(_INPUTS, stated)), _of(_BEAMS, stated)
+        source, pictures = self._read(inputs)
+        beams = dataclasses.replace(self.settings.beams, **searched)
+        speech, limit = SpeechCall(**_of(_SPEECH, stated)), stated.get("max_new_tokens")
+        if self._is_whole_speech(inputs, speech):
+            assert inputs.input_features is not None
+            searched = {"max_new_tokens": limit, **searched}
+            return transcribe(self.steps, inputs.input_features, inputs.attention_mask, speech, sampling, searched)
+        sampling = self.settings.sampling if sampling is None else sampling
+        if beams.num_beams > 1 and sampling.do_sample:
+            raise InvalidArgumentError(
+                "A beam search draws no tokens: pass num_beams=1, or sampling=Sampling() for the likeliest ones."
+            )
+        sequence = self._begin(inputs, source, pictures)
+        first = sequence.tokens
+        if beams.num_beams > 1:
+            return self._search(sequence, self._limit(limit, sequence), beams)
+        new = list(self._stream(sequence, limit, sampling))
+        return torch.cat([first, torch.stack(new, dim=1)], dim=1) if new else first
+
     # -- before the first token ----------------------------------------------------------------------------------------
 
-    def _is_whole_speech(self, sound: torch.Tensor | None, first: torch.Tensor | None, asked: SpeechCall) -> bool:
+    def _is_whole_speech(self, inputs: Inputs, asked: SpeechCall) -> bool:
         """Whether Whisper's own loop decides which tokens begin a text, and how sound is cut."""
-        if sound is None or not self.settings.is_speech:
+        if inputs.input_features is None or not self.settings.is_speech:
             if asked.asks:
                 raise InvalidArgumentError(
                     "language=, task= and return_timestamps= are for Whisper with input_features=, where "
                     "generation_config.json states its languages (lang_to_id) and times (no_timestamps_token_id)."
                 )
             return False
-        if first is not None and asked.asks:
+        if inputs.decoder_input_ids is not None and asked.asks:
             raise InvalidArgumentError(
                 "decoder_input_ids already state language, task and times: pass these, or language=, task= and "
                 "return_timestamps=."
             )
-        return first is None
+        return inputs.decoder_input_ids is None
 
-    def _encoded(
-        self, features: torch.Tensor | None, samples: torch.Tensor | None, pixels: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
-        """What is given for the encoder, but for text: pictures in a prompt are for a decoder."""
-        given = {"input_features": features, "input_values": samples}
+    def _read(self, inputs: Inputs) -> tuple[dict[str, torch.Tensor], tuple[Pictures, Pictures]]:
+        """What the encoder reads in addition to text, and the pictures and videos of the prompt."""
+        given = {"input_features": inputs.input_features, "input_values": inputs.input_values}
         if self.parts.encoder is not None and "pixel_values" in self.parts.encoder.ports:
-            given["pixel_values"] = pixels
-        return {name: value for name, value in given.items() if value is not None}
+            given["pixel_values"] = inputs.pixel_values  # pictures in a prompt are for a decoder
+        images = self.settings.images(
+            inputs.pixel_values, inputs.image_grid_thw, inputs.image_sizes, inputs.batch_num_images
+        )
+        videos = self.settings.videos(inputs.pixel_values_videos, inputs.video_grid_thw, inputs.second_per_grid_ts)
+        return {name: value for name, value in given.items() if value is not None}, (images, videos)
 
-    def _force(self, sequence: TextState, token: int | None) -> None:
-        sequence.forced = self.settings.forced_bos_token_id if token is None else token
+    def _begin(self, inputs: Inputs, source: dict[str, torch.Tensor], pictures: tuple[Pictures, Pictures]) -> TextState:
+        token = inputs.forced_bos_token_id
         if token is not None and (type(token) is not int or token < 0):
-            raise InvalidArgumentError(f"forced_bos_token_id must be a token, found {describe_class(token)}.")
+            raise InvalidArgumentError(
+                f"forced_bos_token_id must be a token, an int of 0 or more; found {describe_class(token)}."
+            )
+        sequence = self.steps.begin(inputs.input_ids, inputs.attention_mask, source, inputs.decoder_input_ids, pictures)
+        sequence.forced = self.settings.forced_bos_token_id if token is None else token
+        return sequence
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 

@@ -45,8 +45,8 @@ def located(folder: pathlib.Path, name: str) -> pathlib.Path:
     found = [path for path in others if path.is_file()]
     if len(found) > 1:
         raise GenerationError(
-            f"{folder} holds {', '.join(path.name for path in found)}, which are one file with weights of several "
-            "types. Keep one of them in a folder of its own, and open that."
+            f"{folder} holds {', '.join(path.name for path in found)}: the same model with weights of several types. "
+            "Move the one to run to a folder of its own, and open that."
         )
     return found[0] if found else folder / name
 
@@ -55,7 +55,7 @@ def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] 
     """Find the files of a model."""
     # prefill: the file of the first call, where `path` is a file
     if not path.exists():
-        raise GenerationError(f"There is no {path}.")
+        raise GenerationError(f"There is no file or folder {path}.")
     if not is_folder(path):
         return {"decoder": path, **({} if prefill is None else {"prefill": pathlib.Path(prefill)})}
     for layout in LAYOUTS:
@@ -63,7 +63,10 @@ def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] 
         if found["decoder"].is_file():
             missing = [file.name for file in found.values() if not file.is_file()]
             if missing:
-                raise GenerationError(f"{path} holds {found['decoder'].name} and no {', '.join(missing)}.")
+                raise GenerationError(
+                    f"{path} holds {found['decoder'].name}, and lacks {', '.join(missing)}. Copy the whole folder, or "
+                    "export it again."
+                )
             return found
     expected = ", ".join(f"{layout['decoder']}{suffix}" for layout in LAYOUTS)
     raise GenerationError(

@@ -116,7 +116,8 @@ class FileModel(ModelWithoutWeights):
         for name in ("output_attentions", "output_hidden_states"):
             if kwargs.get(name) or getattr(stated, name, False):
                 raise InvalidArgumentError(
-                    f"{name}: the files return scores only. The model itself has that: model.generate(..., {name}=True)"
+                    f"{name}: the files return scores only. The model itself returns more: model.generate(..., "
+                    f"{name}=True)"
                 )
         if self._drafts(args, kwargs) and not self._returns_all:
             raise InvalidArgumentError(
@@ -290,8 +291,8 @@ class FileModel(ModelWithoutWeights):
             raise InvalidArgumentError(f"{self.steps.parts.decoder.name} reads tokens: pass decoder_input_ids.")
         if mask is not None and not bool(mask.all()):
             raise InvalidArgumentError(
-                "decoder_attention_mask is 0 somewhere, and the decoders' files take no mask of their own tokens. Pass "
-                "rows of one length, one row at a time where theirs differ (Whisper: condition_on_prev_tokens)."
+                "decoder_attention_mask holds zeros, and the files of the decoder take no mask of their own tokens. "
+                "Pass rows of one length, or one row at a time (Whisper: condition_on_prev_tokens)."
             )
         if encoder_mask is None:
             encoder_mask = torch.ones(hidden.shape[:2], dtype=torch.int64)

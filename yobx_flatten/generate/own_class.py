@@ -48,7 +48,9 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Refuse: the files are where they are."""
-        raise InvalidArgumentError("A model of exported files is its folder: copy that, with shutil.copytree(a, b).")
+        raise InvalidArgumentError(
+            "save_pretrained: the files of this model are in a folder already. Copy that: shutil.copytree(a, b)"
+        )
 
 
 def read_config(stated: dict[str, Any], *, encoder: bool) -> Any:
@@ -76,7 +78,7 @@ def generation_of(settings: GenerationSettings, config: Any) -> Any:
             found = GenerationConfig.from_model_config(config)
     if settings.processors and len(settings.processors) != len(own.processors):
         raise InvalidArgumentError(
-            "These settings have processors of their own. Pass them to generate: "
+            "GenerationSettings(processors=) are not read by the loop of transformers. Pass them to generate: "
             "logits_processor=LogitsProcessorList([...])"
         )
     for name, theirs in _SETTINGS.items():

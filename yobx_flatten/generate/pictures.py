@@ -56,7 +56,7 @@ class Pictures:
         if self.pixels is None:
             return []
         if vision is None:
-            raise InvalidArgumentError(f"{decoder.name} belongs to a model without eyes: no pixel_values.")
+            raise InvalidArgumentError(f"{decoder.name} reads text only: leave pixel_values out.")
         found = [vision.step(typed(vision, inputs), {})[0] for inputs in self._calls(vision)]
         features = self._joined(found)
         token = self.token_id or 0
@@ -81,7 +81,9 @@ class Pictures:
         assert self.pixels is not None
         if "image_grid_thw" not in vision.ports:
             if self.word == "video":
-                raise InvalidArgumentError(f"{vision.name} takes pictures of one size, and no videos.")
+                raise InvalidArgumentError(
+                    f"{vision.name} takes pictures of one size, and no videos: leave pixel_values_videos out."
+                )
             if self.tiles is not None:
                 yield from (
                     {"pixel_values": tiles} for tiles in self.tiles.split(self.pixels, self.sizes, self.together)

@@ -1,4 +1,4 @@
-"""What a generation loop knows of its model: special tokens and score rules."""
+"""Settings of a generation loop for one model: special tokens and rules for its scores."""
 
 from __future__ import annotations
 

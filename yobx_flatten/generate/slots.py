@@ -27,7 +27,7 @@ def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tenso
         part = name.rstrip("0123456789").rstrip(".").rpartition(".")[2]  # a layer can have several states
         if part not in _EMPTY_AT_FIRST:
             raise GenerationError(
-                f"{name} has no value before the first token: this file goes on generating, and cannot begin. Name a "
+                f"{name} has no value before the first token: this file continues a text, and cannot begin one. Name a "
                 "file without a cache among its inputs for the first call:\n"
                 "    OnnxGenerator(path, prefill=first_path)"
             )
@@ -49,7 +49,10 @@ def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> 
         )
     text = [name for name, port in ports.items() if port.dtype is None]
     if text:
-        raise GenerationError(f"{where} takes {', '.join(text)} as something other than numbers: text, or a sequence.")
+        raise GenerationError(
+            f"{where} takes {', '.join(text)}, which are text or sequences. A generation loop feeds tensors of numbers "
+            "only."
+        )
 
 
 def typed(runner: Runner, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -51,7 +51,10 @@ def speak(
     stated = {} if settings.documents is None else dict(settings.documents.config)
     config = read_config(stated, encoder=True)
     if not isinstance(config, transformers.SpeechT5Config):
-        raise GenerationError(f"The files write spectrograms, and their config.json is of {config.model_type!r}.")
+        raise GenerationError(
+            f"The files write spectrograms, and their config.json is that of {config.model_type!r}. Only SpeechT5 is "
+            "known."
+        )
     frames = _Frames(parts, config, masks)
     kinds = (transformers.SpeechT5ForTextToSpeech, transformers.SpeechT5ForSpeechToSpeech)
     own: Any = kinds["input_values" in frames.encoder.ports]

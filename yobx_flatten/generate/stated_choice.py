@@ -1,4 +1,4 @@
-"""How ``generation_config.json`` chooses tokens: sampling or a search; refuse what files cannot do."""
+"""Read from ``generation_config.json`` how tokens are chosen, and refuse what files cannot do."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def check_known(generation: Mapping[str, Any]) -> None:
     unknown = [name for name, plain in looked_at.items() if generation.get(name) not in plain]
     if unknown:
         raise GenerationError(
-            f"generation_config.json asks for {', '.join(unknown)}, which the files here cannot do. "
-            "Take the entry out of it, or let model.generate do it."
+            f"generation_config.json asks for {', '.join(unknown)}, which the files here cannot do. Remove the entry, "
+            "or call model.generate."
         )
 
 

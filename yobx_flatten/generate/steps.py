@@ -148,7 +148,10 @@ class Steps:
             mask = torch.ones_like(tokens)
         else:
             if encoded or decoder_input_ids is not None:
-                raise InvalidArgumentError(f"{self.parts.decoder.name} belongs to a model without an encoder.")
+                raise InvalidArgumentError(
+                    f"{self.parts.decoder.name} belongs to a model without an encoder, which reads input_ids only. "
+                    "Leave the others out."
+                )
             tokens = tokens_of("input_ids", input_ids)
             mask = torch.ones_like(tokens) if attention_mask is None else _integers("attention_mask", attention_mask)
             _check_mask(mask, tokens)
@@ -280,7 +283,10 @@ class Steps:
 
     def _embed(self, sequence: TextState) -> torch.Tensor:
         if self.parts.embed is None:
-            raise GenerationError(f"{self.parts.decoder.name} takes inputs_embeds, and no file makes them.")
+            raise GenerationError(
+                f"{self.parts.decoder.name} takes inputs_embeds, and no file of the folder computes them. Export it "
+                "again."
+            )
         outputs, _ = self.parts.embed.step(typed(self.parts.embed, {"input_ids": sequence.new}), {})
         embeds = outputs["inputs_embeds"]
         if sequence.seen:

@@ -203,7 +203,10 @@ def _with_room(tensor: torch.Tensor, room: int) -> torch.Tensor:
     if tensor.shape[-2] == room:
         return tensor
     if tensor.shape[-2] > room:
-        raise CacheStructureError(f"The keys hold {tensor.shape[-2]} tokens, and the layer has room for {room}.")
+        raise CacheStructureError(
+            f"make_static_cache: the keys hold {tensor.shape[-2]} tokens, and the layer has room for {room}. Pass "
+            "fewer tokens, or a larger max_cache_len (and window)."
+        )
     padded = tensor.new_zeros((*tensor.shape[:-2], room, tensor.shape[-1]))
     padded[..., : tensor.shape[-2], :] = tensor
     return padded

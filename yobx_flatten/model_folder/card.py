@@ -1,4 +1,4 @@
-"""Write the card of a quantised folder: how it answers next to the model, for who gets the folder alone."""
+"""Write the card of a quantised folder: how its answers differ from the model's."""
 
 from __future__ import annotations
 

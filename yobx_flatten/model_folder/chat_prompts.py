@@ -1,4 +1,4 @@
-"""Build prompts from the tokenizer's chat template, by which a quantised model is judged."""
+"""Build prompts from the tokenizer's chat template, to compare answers of a quantised model."""
 
 from __future__ import annotations
 

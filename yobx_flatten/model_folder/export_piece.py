@@ -121,7 +121,7 @@ def _for_sizes_of_its_own(model: str, path: pathlib.Path) -> Iterator[None]:
         if not any(words in str(error) for words in _OF_SIZES):
             raise
         raise ReplayError(
-            f"{model} does not become {path.name} for any size. For those of your own inputs: "
+            f"{model} cannot be exported to {path.name} for all sizes. For the sizes of your own inputs: "
             f"export_onnx(model, kwargs=inputs, path=..., dynamic_shapes=None). {error}",
             error.report,
         ) from error

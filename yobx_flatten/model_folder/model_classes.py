@@ -345,6 +345,9 @@ def open_model(
     task = read_manifest(pathlib.Path(folder)).task
     found = next((one for one in FolderModel.__subclasses__() if task in one.tasks), None)
     if found is None:
-        raise InvalidArgumentError(f"{os.fspath(folder)} is for {task}, for which there is no class.")
+        raise InvalidArgumentError(
+            f"{os.fspath(folder)} is for {task}, for which there is no class. Run its files yourself: "
+            "onnxruntime.InferenceSession(path)"
+        )
     where: dict[str, Any] = {"device": device, "providers": providers}
     return found.from_pretrained(folder, runtime=runtime, threads=threads, trust=trust, **where)

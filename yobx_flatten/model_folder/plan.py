@@ -1,4 +1,4 @@
-"""Decide what becomes of a model before anything is exported, and refuse what no folder can hold."""
+"""Plan the folder of a model before anything is exported, and refuse models that no folder can hold."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def plan_folder(
         asked = "keep"
     if asked is not None and task_of(model) in SPEAKS:
         raise InvalidArgumentError(
-            f"A {facts.name} reads each of its frames again, and nothing states how far weights in fewer bits may lead "
-            'it. Leave quantize= out, or take dtype="float16".'
+            f"quantize= is not for {facts.name}: it reads its own frames again, and how far rounded weights change the "
+            'sound is not measured. Leave quantize= out, or take dtype="float16".'
         )
     quantization = choose_quantization(asked, facts, "export_folder", form.runtime)
     prompts = _checked_prompts(accuracy, quantization, form)
@@ -163,7 +163,9 @@ def _checked_prompts(accuracy: Accuracy, quantization: Quantization | None, form
             'and without logits="last".'
         )
     if has_text and form.logits == "last":
-        raise InvalidArgumentError('A text is scored at all of its positions: leave tokens= out with logits="last".')
+        raise InvalidArgumentError(
+            'tokens= needs the scores of all positions, and logits="last" returns those of one. Leave one of them out.'
+        )
     return prompts
 
 
@@ -181,7 +183,10 @@ def _with_text(plan: FolderPlan, prompts: tuple[str, ...], file: str | os.PathLi
         rows = (8 if plan.proof == "full" else 2) if form.batch is None else form.batch
         tokens = python_text(model, plan.source, rows, "\n".join(prompts))
         if prompts and tokens is None:
-            raise InvalidArgumentError(f"{file} has less than 16 tokens of {type(model).__qualname__}, or others.")
+            raise InvalidArgumentError(
+                f"{file} has less than 16 tokens, or tokens that {type(model).__qualname__} does not have. Give more "
+                "text, and the tokenizer of the model."
+            )
         quantization = dataclasses.replace(quantization, tokens=fitting_text(tokens, form.largest))
         text = "sources of Python" if file is None else pathlib.Path(file).name
     chats = None

@@ -1,4 +1,4 @@
-"""Provide a text for the perplexity of a language model that is on every machine."""
+"""Provide a text, present on every machine, on which the perplexity of a language model is measured."""
 
 from __future__ import annotations
 

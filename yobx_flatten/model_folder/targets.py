@@ -103,7 +103,7 @@ def _bounds(given: Mapping[str, int] | None, rows: int | None) -> Bounds | None:
         return None
     found = Bounds.of({"batch": rows or 4, **given})
     if found is None or found.length is None:
-        raise InvalidArgumentError(f'bounds= names the length: {{"batch": 4, "length": 512}}; found {dict(given)!r}.')
+        raise InvalidArgumentError(f'bounds= lacks the length: {{"batch": 4, "length": 512}}; found {dict(given)!r}.')
     for name, least in (("batch", rows or 3), ("length", 32), ("new", _PROMPT)):
         value = getattr(found, name)
         if value < least:

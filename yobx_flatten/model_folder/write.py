@@ -89,7 +89,7 @@ class ExportedFolder:
         return "\n".join([*(f"{name}: {report}" for name, report in self.reports.items()), str(self.verified)])
 
 
-def export_folder(
+def export_folder(  # noqa: D417 # arguments that belong together are described together
     model: TransformersModel | str | os.PathLike[str],
     folder: str | os.PathLike[str],
     *,
@@ -115,70 +115,31 @@ def export_folder(
 ) -> ExportedFolder:
     """Export a model of transformers to a folder that generation tools open, and prove that it generates the same.
 
-    The folder appears when all of it is proven; until then the files are in a hidden folder next to it.
+    The folder appears when all of it is proven. The guide lists :ref:`each argument <arguments-of-export-folder>`.
 
     Args:
-        model: a model of transformers, in evaluation mode, with adapters of peft or without; or the folder, the id of
-            the hub or the type of a model, or a GGUF file, as ``yobx-flatten export`` takes them.
-        folder: the folder to write; it must not exist, or be empty.
-        task: what the files are for, see :data:`TASKS`; ``"auto"``, the default, for the task of the model.
-        to: format of the files: ``"onnx"``, the default, for onnxruntime, or ``"program"`` for ``torch.export``.
-        source: the folder whose tokenizer and processor are copied; by default the folder that ``model`` names, or was
-            loaded from. Where that is not known, there is no tokenizer, and the report states why.
-        opset_version: version of ONNX's operators; ``None``, the default, for what :func:`export_onnx` finds best.
-        batch: a fixed batch size; ``None`` for any.
-        overwrite: whether to replace the contents of ``folder``; ``False`` by default.
-        proof: what is proven before the folder appears. ``"full"``: every file is replayed with the example and all
-            cases, and 40 tokens are generated. ``"sample"``: the example, the largest case and 8 tokens. ``"none"``:
-            nothing, and the folder states that it is unproven. ``"auto"``, the default, is ``"full"`` for weights of
-            less than 1 GB, and ``"sample"`` for others.
-        quantize: see :func:`export_onnx`. For a GGUF file whose weights are integers ``None``, the default, is
-            ``"keep"``: they go into the files of onnxruntime as they are.
-        calibration: a file of prompts, one in each line, that quantised weights of a model that generates text are
-            chosen and judged by. ``None``, the default, for the source of modules of Python and ten questions.
-        optimize: ``"onnxruntime"`` for its own attention, see :func:`export_onnx`; ``None`` by default.
-        logits: for a model that generates text, positions whose scores the file returns: ``"all"``, the default, or
-            ``"last"``, the one that a token is chosen by: a prompt takes less time and memory then.
-        target: the runtime of the files, which proves them: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``,
-            ``"executorch"`` or ``"openvino"``; ``None``, the default, for that of ``to``.
-        bounds: the largest sizes, ``{"batch": 4, "length": 512}``: rows, and tokens in the cache; ``"new"`` for tokens
-            of one call, where these are fewer. ExecuTorch, which plans its memory, needs them. ``None`` by default.
-        dtype: type of the weights of a model that is named, ``"float32"`` by default. A model has its own.
-        weights: how weights of a model given by name are held: ``"memory"`` loads them all, ``"stream"`` reads those of
-            a layer when it is called. ``"auto"``, the default, streams more than a quarter of the free memory to ONNX.
-        unmatched_weights: what is done where weights of a model given by name are not those of its class: ``"refuse"``,
-            the default, ``"unused"``, which leaves out those that the class does not have, or ``"random"``, which also
-            draws those that the folder lacks.
-        trust_remote_code: whether Python files next to a ``config.json`` (``auto_map``) may run. ``False``, the
-            default, refuses such a model, and never asks.
-        layout: where the files are: ``"flat"``, the default, or ``"transformers.js"``, in ``onnx/`` with the type of
-            the weights in the name, as that library looks for them.
-        word_times: whether the decoders of a Whisper also return the weights of attention by which
-            ``generate(return_token_timestamps=True)`` finds out when each word was said, of the heads that
-            ``generation_config.alignment_heads`` names. ``False`` by default: their layers are then not fused.
+        model, source: a model in evaluation mode, or its name; the folder of its tokenizer, where it is not known.
+        folder, overwrite: the folder to write; whether to replace one that is not empty.
+        task: what the files are for, see :data:`TASKS`; ``"auto"`` for the task of the model.
+        to, target: the format of the files, and the runtime that proves them; by default onnxruntime.
+        batch, bounds: a fixed number of rows; the largest sizes, which ExecuTorch needs.
+        proof: ``"full"``, ``"sample"`` or ``"none"``; ``"auto"`` chooses by the size of the weights.
+        opset_version, optimize, quantize, calibration: see :func:`export_onnx`; a file of prompts to measure bits by.
+        logits, word_times, layout: what the files return, and where they are.
+        dtype, weights, unmatched_weights, trust_remote_code: how a model given by name is loaded.
 
     Returns:
         The folder, with a report of every export and every replay.
 
     Raises:
-        ModelSourceError: when a model that is named cannot be read, or its weights are not those of its class.
-        InvalidArgumentError: when ``to`` or ``target`` is unknown, bounds are missing, or onnxruntime has no
-            kernels for the type of the weights.
-        FolderExistsError: when the folder is not empty.
-        OSError: when it cannot be written; this is checked before anything is exported.
-        NoRoomError: when the disk or the memory is too small; this is also checked before.
+        ModelSourceError, InvalidArgumentError, GenerationError: when the model or an option does not fit.
+        FolderExistsError, NoRoomError, OSError: when there is no place for it; this is checked before the export.
         ReplayError: when a file does not return what the model returns; nothing is written then.
-        GenerationError: when the model cannot be cut into files that generate.
         MissingDependencyError: when an optional library is not installed.
 
     >>> import tempfile
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-    ...                      vocab_size=64, eos_token_id=None)
-    >>> model = LlamaForCausalLM(config).eval()
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     exported = export_folder(model, f"{folder}/llama", to="program")
-    >>> exported.verified.ok
+    >>> with tempfile.TemporaryDirectory() as folder:  # the name of a type is a small model of it
+    ...     export_folder("llama", f"{folder}/llama", to="program").verified.ok
     True
     """
     require_transformers("export_folder")
@@ -186,16 +147,20 @@ def export_folder(
     place = pathlib.Path(folder)
     check_target(place, overwrite)
     opened = _open(model, dtype, weights, form.name, unmatched_weights, trust=trust_remote_code)
-    accuracy = Accuracy(proof, quantize, calibration)
-    plan = plan_folder(opened, place, form, accuracy, task, None if source is None else pathlib.Path(source))
-    with scratch_for(place) as work:
+    tokenizer, accuracy = None if source is None else pathlib.Path(source), Accuracy(proof, quantize, calibration)
+    return _published(plan_folder(opened, place, form, accuracy, task, tokenizer), place)
+
+
+def _published(plan: FolderPlan, folder: pathlib.Path) -> ExportedFolder:
+    """Write what is planned to a hidden folder, prove it there, and give it its name."""
+    with scratch_for(folder) as work:
         made = _Made(work)
         _write_files(plan, made)
         _write_cases(plan, made)
         _write_configuration(plan, made)
         verified = _verified(plan, made, _described(plan, made))
-        publish_folder(work, place)
-    return ExportedFolder(place, plan.task, made.reports, dataclasses.replace(verified, path=place))
+        publish_folder(work, folder)
+    return ExportedFolder(folder, plan.task, made.reports, dataclasses.replace(verified, path=folder))
 
 
 @dataclasses.dataclass
@@ -344,7 +309,9 @@ def _open(
     given = {"dtype": dtype, "weights": None if weights == "auto" else weights, "unmatched_weights": unmatched}
     for name, value in given.items():
         if value is not None:
-            raise InvalidArgumentError(f"{name}={value!r} is for a model that is named; a loaded one has its own.")
+            raise InvalidArgumentError(
+                f"{name}={value!r} is for a model given by name; a loaded one has its own. Leave it out."
+            )
     folder, no_folder = origin_of(without_peft(model))
     return OpenedModel(model, folder, no_folder=no_folder)
 

@@ -217,8 +217,8 @@ def require_content(cls: type, caller: str) -> None:
     base = builtin_base(cls)
     if base not in (object, types.SimpleNamespace, *_CONTAINERS):
         raise InvalidRegistrationError(
-            f"{caller}: {describe_class(cls)} derives from {describe_class(base)}, whose content its attributes do not "
-            "say: it would be lost. Write the three functions yourself:\n"
+            f"{caller}: {describe_class(cls)} derives from {describe_class(base)}, whose content is not in its "
+            "attributes: it would be lost. Write the three functions yourself:\n"
             f"    register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, f_flatten_with_keys)"
         )
 

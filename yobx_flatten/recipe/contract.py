@@ -116,8 +116,8 @@ def require_node(target: object, function: str) -> None:
         )
     if is_constant_class(cls):
         raise InvalidRegistrationError(
-            f"{start}a class of constants: each is there once, and one rebuilt from parts would be another. It is "
-            "static data of the object that holds it:\n"
+            f"{start}an enum or a class like it: each of its constants exists once, and a rebuilt one would be a "
+            "second. Make it static data of the object that holds it:\n"
             f'    mode: {cls.__qualname__} = dataclasses.field(metadata={{"static": True}})'
         )
 

@@ -73,8 +73,9 @@ def callee_of(target: object, method: str | None) -> Callee:
         method = method or "forward"
     if method is None or isinstance(target, type):
         raise InvalidArgumentError(
-            f"record_calls: expected a module, or a method of an object, found {describe_class(target)}. A function "
-            "has no place where its calls could be seen.\n    record_calls(model)\n"
+            f"record_calls: expected a module, or a method of an object, found {describe_class(target)}. Calls of a "
+            "plain function cannot be recorded.\n"
+            "    record_calls(model)\n"
             '    record_calls(model, method="encode")'
         )
     if not callable(getattr(target, method, None)):

@@ -1,4 +1,4 @@
-"""Which execution providers of onnxruntime run a file: by the name of a device, or as onnxruntime takes them."""
+"""Choose the execution providers of onnxruntime that run a file, by the name of a device or as a list."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def choose_providers(device: str | None, providers: Providers | None) -> list[st
     # `providers`
     # providers: execution providers, as `onnxruntime.InferenceSession` takes them; `None` for those of `device`
     if device is not None and providers is not None:
-        raise InvalidArgumentError(f"device={device!r} stands for providers: pass one of device and providers.")
+        raise InvalidArgumentError(
+            f"device={device!r} is a name for a list of providers. Pass device= or providers=, not both."
+        )
     if providers is not None:
         chosen = list(providers)
         if isinstance(providers, str) or not chosen:
@@ -69,7 +71,7 @@ def only_for_onnxruntime(runtime: str, device: str | None, providers: Providers 
     """Refuse a device for another runtime."""
     if runtime != "onnxruntime" and (device not in (None, "cpu") or providers is not None):
         raise InvalidArgumentError(
-            f"device= and providers= are of onnxruntime, and these files run with {runtime} on the CPU. Export ONNX "
+            f"device= and providers= are for onnxruntime, and these files run with {runtime} on the CPU. Export ONNX "
             "files, or leave them out."
         )
 
@@ -86,7 +88,7 @@ def _provider_of(device: str) -> str | tuple[str, dict[str, Any]]:
     if not colon:
         return provider
     if not option or not part:
-        raise InvalidArgumentError(f"{device!r}: {kind} has no parts. Pass {kind!r}.")
+        raise InvalidArgumentError(f"There is no {device!r}: {kind} has no numbered devices. Pass {kind!r}.")
     return provider, {option: part}
 
 

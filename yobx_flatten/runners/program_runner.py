@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.export.graph_signature import ConstantArgument
 
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..errors import (
@@ -25,6 +25,7 @@ from ..errors.dependencies import is_installed
 from ..errors.failures import raised_as
 from ..errors.messages import first_line
 from ..private_names.of_torch import pytree
+from ..trace.program_inputs import arguments_of, traced_inputs
 from ..trees.naming import leaf_names, output_names
 from .ports import CacheSlot, Port, cache_slots, split_cache, with_rows
 from .stored_code import check_archive, check_keys
@@ -164,15 +165,11 @@ def _as_number(port: Port, value: Any) -> Any:
 
 def _ports(program: ExportedProgram, leaves: list[str]) -> tuple[dict[str, Port], dict[str, Any]]:
     """The inputs that are tensors or counters, and the values of those that are part of the program."""
-    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     ports, constants = {}, {}
-    for name, spec in zip(leaves, specs, strict=True):
-        if isinstance(spec.arg, ConstantArgument):
-            constants[name] = spec.arg.value
-            continue
-        value = values[spec.arg.name]
-        if isinstance(value, torch.Tensor):
+    for name, argument, value in zip(leaves, arguments_of(program), traced_inputs(program), strict=True):
+        if isinstance(argument, ConstantArgument):
+            constants[name] = argument.value
+        elif isinstance(value, torch.Tensor):
             shape = tuple(size if type(size) is int else None for size in value.shape)
             ports[name] = Port(name, shape, value.dtype)
         else:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.export.graph_signature import ConstantArgument
 
 from ..errors import SpecMismatchError, describe_class
 from ..private_names.of_torch import pytree
+from .program_inputs import arguments_of
 
 __all__ = ["refusal_of_ignored_inputs"]
 
@@ -26,7 +27,7 @@ def refusal_of_ignored_inputs(program: ExportedProgram) -> _Hook | None:
     """Make a hook that looks over the inputs of a call before the program's module takes it."""
     # returns: the hook, for `register_forward_pre_hook(with_kwargs=True)`; it raises
     # `yobx_flatten.errors.SpecMismatchError`. `None` where no input was `None`.
-    given = [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    given = arguments_of(program)
     places = [i for i, arg in enumerate(given) if isinstance(arg, ConstantArgument) and arg.value is None]
     spec = program.call_spec.in_spec
     if not places or spec is None or spec.num_leaves != len(given):

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, SymIntArgument
+from torch.export.graph_signature import SymIntArgument
 
 from ..private_names.of_torch import pytree
+from .program_inputs import arguments_of
 
 __all__ = ["StoredInteger", "with_integers"]
 
@@ -27,7 +28,7 @@ class StoredInteger(int):
 def with_integers(program: ExportedProgram) -> _Hook | None:
     """Make a hook that gives a program integers where it takes them."""
     # returns: the hook, for `register_forward_pre_hook(with_kwargs=True)`; `None` where the program takes none
-    given = [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    given = arguments_of(program)
     places = {index for index, arg in enumerate(given) if isinstance(arg, SymIntArgument)}
     spec = program.call_spec.in_spec
     if not places or spec is None or spec.num_leaves != len(given):

@@ -325,7 +325,7 @@ def _check_leaf(obj: object, shapes: DynamicShapes, path: _Path) -> None:
     for axis, dim in entries.items():
         if type(axis) is not int or not 0 <= axis < obj.dim():
             raise DynamicShapesError(
-                f"{_format(path)}: the specification speaks of axis {axis!r}, but this tensor has shape "
+                f"{_format(path)}: the specification names axis {axis!r}, but this tensor has shape "
                 f"{tuple(obj.shape)}, with axes {list(range(obj.dim()))}."
             )
         if dim is not None and type(dim) is not int and not _is_dim(dim):

@@ -34,8 +34,8 @@ def check_not_offloaded(module: torch.nn.Module) -> None:
         if any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ()))):
             raise InvalidArgumentError(
                 f"The weights of {name or 'the module'} ({type(part).__qualname__}) are offloaded by accelerate, which "
-                "brings them when the layer is called; torch.export finds none there. Call export_program, which does, "
-                "bring them back before, or load the model without device_map:\n"
+                "loads them when the layer is called; torch.export finds none. Call export_program, which loads them. "
+                "Or load them first, or load the model without device_map:\n"
                 "    accelerate.hooks.remove_hook_from_module(module, recurse=True)"
             )
 

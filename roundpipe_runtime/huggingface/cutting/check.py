@@ -22,7 +22,7 @@ from .digest import digest, distance, typical
 from .gradients import own_gradients, untied
 from .report import Equivalence
 
-__all__ = ["check_equivalence", "engine_on_host", "evaluating", "objective", "tolerance"]
+__all__ = ["check_equivalence", "engine_on_host", "evaluating", "objective", "relative_difference", "tolerance"]
 
 # The factor between the tolerances of gradients and outputs: gradients of a parameter that is used several times are
 # summed in another order than in the reference model.
@@ -93,6 +93,13 @@ def tolerance(model: nn.Module) -> float:
     floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
     coarsest = max((torch.finfo(dtype).eps for dtype in set(floats)), default=1e-7)
     return max(1e-6, 8 * coarsest) if coarsest < 1e-6 else 4 * coarsest
+
+
+def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return how far two tensors are apart, relative to the second; elements that are NaN in both are equal."""
+    found, expected = (torch.where(expected.isnan() & found.isnan(), 0.0, one) for one in (found, expected))
+    difference: float = (found - expected).norm().item() / max(expected.norm().item(), 1e-30)
+    return difference
 
 
 def objective(outputs: PyTree, labels: Any) -> torch.Tensor:

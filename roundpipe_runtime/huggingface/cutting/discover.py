@@ -94,7 +94,11 @@ def _run(
                 state, reads[place] = LayerCall(trial, place, layers[layer]).observe(state)
         ends.append(end)
         if len(ends) > _MOST_PHASES:
-            raise CutError("structure", f"The code of the model stands between its layers {len(ends)} times and more.")
+            raise CutError(
+                "structure",
+                f"The model runs code of its own between its layers {len(ends)} times or more, and each time would be "
+                "a piece.",
+            )
 
 
 def _fails_alone(layer: str, error: Exception) -> CutError:

@@ -28,7 +28,7 @@ from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..adapters import model_inside
 from ..cutting.capture import is_cache
-from ..cutting.check import evaluating, tolerance
+from ..cutting.check import evaluating, relative_difference, tolerance
 from ..cutting.cut import Cut, cut
 from ..errors import CutError
 from .generation import forward_of, with_own_forwards
@@ -141,8 +141,7 @@ def _difference(
         found, expected = (
             _first_tensor(run(**call, **more)) for run, more in zip((forward, model.forward), held, strict=True)
         )
-        found, expected = (torch.where(expected.isnan() & found.isnan(), 0.0, one) for one in (found, expected))
-        difference = (found - expected).norm().item() / max(expected.norm().item(), 1e-30)
+        difference = relative_difference(found, expected)
         if not difference <= 10 * tolerance(model):
             return f"through the pipeline, its output differs by {difference:.1e}"
     return None

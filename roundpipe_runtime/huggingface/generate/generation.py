@@ -16,7 +16,7 @@ from yobx_flatten.errors.failures import result_or
 from ..adapters import model_inside
 from ..configuration import text_config
 from ..cutting.caches import cache_argument, home
-from ..cutting.check import evaluating, tolerance
+from ..cutting.check import evaluating, relative_difference, tolerance
 from ..cutting.cut import Cut
 from ..cutting.replaced_functions import OtherForward
 
@@ -93,8 +93,7 @@ def _difference(model: nn.Module, forward: Callable[..., Any], cache: Any) -> st
         found, expected = (
             run(**call, **{name: held}).logits[:, -1].double() for run, held in zip(runs, caches, strict=True)
         )
-        found, expected = (torch.where(expected.isnan() & found.isnan(), 0.0, one) for one in (found, expected))
-        difference = (found - expected).norm().item() / max(expected.norm().item(), 1e-30)
+        difference = relative_difference(found, expected)
         if not difference <= 10 * tolerance(model):
             return f"with a cache, logits through the pipeline differ by {difference:.1e}"
     return None

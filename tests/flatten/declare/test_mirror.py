@@ -417,8 +417,8 @@ def test_what_is_registered_here_is_mirrored_as_it_is(mirrored):
     [
         ({"source": "numpy"}, InvalidArgumentError, "out of 'torch', 'jax', 'optree', found the str 'numpy'"),
         ({"source": "jax", "to": "tensorflow"}, InvalidArgumentError, "found the str 'tensorflow'"),
-        ({"source": "jax", "to": "jax"}, InvalidArgumentError, "name a library, and another one"),
-        ({"source": "jax", "to": ()}, InvalidArgumentError, "name a library, and another one"),
+        ({"source": "jax", "to": "jax"}, InvalidArgumentError, "expected a library in source=, and others in to="),
+        ({"source": "jax", "to": ()}, InvalidArgumentError, "expected a library in source=, and others in to="),
         ({"source": "jax"}, NotRegisteredError, "Step is not registered with JAX.*\n    register"),
         ({"source": "torch", "to": "jax"}, NotRegisteredError, "Step is not registered with torch"),
         ({"source": "optree", "namespace": "x"}, NotRegisteredError, r"not registered with optree \(namespace 'x'\)"),

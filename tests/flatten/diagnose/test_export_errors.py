@@ -352,7 +352,7 @@ def test_an_axis_that_is_not_there():
     """torch 2.13 ends in an IndexError without a place."""
     error, about = raised_by(Case("", Takes(), (X,), shapes={"x": {5: Dim("a")}}), strict=False)
     assert str(error) == "list assignment index out of range"
-    assert "the specification speaks of axis 5" in explain_error(error, *about).text
+    assert "the specification names axis 5" in explain_error(error, *about).text
     assert not explain_error(error).known
 
 

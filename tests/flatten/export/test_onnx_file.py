@@ -113,7 +113,7 @@ def test_a_decode_call_of_several_rows_holds_in_every_opset(opset, tmp_path):
 
 def test_an_opset_that_the_exporter_cannot_write_is_refused(tmp_path):
     """It would write another one, and say so in the log only."""
-    with pytest.raises(InvalidArgumentError, match=r"opset_version=16: .* it came to \d+\. Take opset_version=\d+"):
+    with pytest.raises(InvalidArgumentError, match=r"opset_version=16: .* and took \d+\. Pass opset_version=\d+"):
         export_onnx(torch.nn.LayerNorm(3), (torch.ones(2, 3),), path=tmp_path / "a.onnx", cases=[], opset_version=16)
     assert list(tmp_path.iterdir()) == []
 

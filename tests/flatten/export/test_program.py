@@ -298,7 +298,7 @@ def test_a_case_that_the_program_refuses_is_an_error_with_its_reason():
 def test_a_specification_that_does_not_fit_is_refused_before_the_trace():
     """By key path."""
     args, kwargs = _scale_inputs(2)
-    with pytest.raises(DynamicShapesError, match=r"more\.z\.0: the specification speaks of axis 3"):
+    with pytest.raises(DynamicShapesError, match=r"more\.z\.0: the specification names axis 3"):
         export_program(Scale(), args, kwargs, dynamic_shapes={"more": {"z": [{3: torch.export.Dim.AUTO}]}})
 
 

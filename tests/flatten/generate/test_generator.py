@@ -171,7 +171,10 @@ def test_top_k_of_one_is_greedy(mistral):
         ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[1, 1, 0]])}, "on the left"),
         ({"input_ids": torch.ones(1, 3).long(), "max_new_tokens": 0}, "max_new_tokens must be"),
         ({"input_ids": torch.ones(1, 3).long(), "input_features": torch.ones(1, 2, 3)}, "without an encoder"),
-        ({"input_ids": torch.ones(1, 3).long(), "pixel_values": torch.ones(1, 3, 4, 4)}, "without eyes"),
+        (
+            {"input_ids": torch.ones(1, 3).long(), "pixel_values": torch.ones(1, 3, 4, 4)},
+            "reads text only: leave pixel_values out",
+        ),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(mistral, inputs, words):

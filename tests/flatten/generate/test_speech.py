@@ -117,7 +117,7 @@ def test_a_call_that_cannot_be_done_is_refused_in_a_line(whisper, frames, asked,
 
 def test_a_stream_of_a_model_with_languages_needs_the_tokens_that_begin_a_text(whisper):
     """Without them it would be another text than that of `generate`."""
-    with pytest.raises(InvalidArgumentError, match="call generate"):
+    with pytest.raises(InvalidArgumentError, match="Call generate"):
         whisper[1].stream(input_features=sound(100))
 
 

@@ -194,7 +194,7 @@ def test_arguments_that_mean_nothing_are_refused(tmp_path):
         with pytest.raises(InvalidArgumentError, match=r'optimize must be None, or "onnxruntime" for to="onnx"; found'):
             export_folder(model, tmp_path / "out", **wrong)
     scored = Quantization("int8", tokens=torch.ones(2, 5, dtype=torch.int64))
-    with pytest.raises(InvalidArgumentError, match=r'leave tokens= out with logits="last"'):
+    with pytest.raises(InvalidArgumentError, match=r"tokens= needs the scores of all positions"):
         export_folder(model, tmp_path / "out", logits="last", quantize=scored)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "out").write_text("a file", encoding="utf-8")

@@ -187,10 +187,10 @@ def test_what_older_versions_stored_and_ties_are_no_differences(weights, tmp_pat
 def test_a_loaded_model_takes_no_such_option(llama, tmp_path):
     """Its weights are what they are."""
     model = BertForSequenceClassification(BertConfig(**SIZES)).eval()
-    with pytest.raises(InvalidArgumentError, match="unmatched_weights='random' is for a model that is named"):
+    with pytest.raises(InvalidArgumentError, match="unmatched_weights='random' is for a model given by name"):
         export_folder(model, tmp_path / "out", unmatched_weights="random")
 
 
 def test_an_unknown_choice_names_the_choices(llama):
-    with pytest.raises(InvalidArgumentError, match="'refuse', 'unused', 'random': 'yes'"):
+    with pytest.raises(InvalidArgumentError, match="'refuse', 'unused', 'random', found 'yes'"):
         export_folder(llama, llama.parent / "out", unmatched_weights="yes")

@@ -172,7 +172,7 @@ def test_what_cannot_be_streamed_is_refused(copied, tmp_path):
         export_folder("llama", tmp_path / "out", weights="stream")
     with pytest.raises(InvalidArgumentError, match=r"weights must be one of .*'disk'"):
         export_folder(copied, tmp_path / "out", weights="disk")
-    with pytest.raises(InvalidArgumentError, match=r"dtype='float16' is for a model that is named"):
+    with pytest.raises(InvalidArgumentError, match=r"dtype='float16' is for a model given by name"):
         export_folder(small_model("llama"), tmp_path / "out", dtype="float16")
 
 

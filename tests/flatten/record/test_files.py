@@ -123,7 +123,7 @@ def test_a_damaged_or_foreign_file_is_named(tmp_path, content):
 def test_a_pipe_among_the_calls_is_not_waited_for(tmp_path):
     """safetensors would open it, and wait for somebody who writes."""
     os.mkfifo(tmp_path / "call-00000.safetensors")
-    with pytest.raises(RecordError, match="not a file on a disk"):
+    with pytest.raises(RecordError, match="not a regular file"):
         RecordedCalls.load(tmp_path)
 
 

@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 
 from tests.flatten.pair import Pair
 from yobx_flatten import register_class_flattening, register_flattening_functions, unregister_class_flattening
-from yobx_flatten.trace.hook import _PLAIN_ATTENTION
+from yobx_flatten.trace.trace_settings import PLAIN_ATTENTION
 
 pytest.importorskip("transformers")
 
@@ -142,7 +142,7 @@ def test_a_trace_of_another_thread_is_over_in_a_child():
     found, entered, over = _cur_sdpa_kernel_backends(), threading.Event(), threading.Event()
 
     def trace():
-        with _PLAIN_ATTENTION:
+        with PLAIN_ATTENTION:
             entered.set()
             over.wait(PATIENCE)
 
@@ -160,6 +160,6 @@ def test_a_child_of_a_thread_that_traces_goes_on_tracing():
     from torch.nn.attention import _cur_sdpa_kernel_backends
 
     found = _cur_sdpa_kernel_backends()
-    with _PLAIN_ATTENTION:
+    with PLAIN_ATTENTION:
         status = status_of_child(lambda: len(_cur_sdpa_kernel_backends()) == 1)
     assert (status, _cur_sdpa_kernel_backends()) == (0, found)

@@ -16,7 +16,7 @@ from yobx_flatten import register_flattening_functions
 from yobx_flatten.registry.claims import REGISTRY
 from yobx_flatten.registry.interrupts import DeferredSignals
 from yobx_flatten.registry.locking import LOCK
-from yobx_flatten.trace.hook import EXPORT_HOOK
+from yobx_flatten.trace.supports import OPEN
 
 pytest.importorskip("transformers")
 
@@ -104,7 +104,7 @@ def state():
         list(pytree._cxx_pytree_pending_imports),
         list(fx_pytree.SUPPORTED_NODES.items()),
         dict(REGISTRY._slots),
-        list(EXPORT_HOOK._supports),
+        list(OPEN),
         list(sys.meta_path),
         vars(ExportedProgram)["__init__"],
         vars(torch.export._trace)["_export"],

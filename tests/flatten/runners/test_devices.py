@@ -58,9 +58,9 @@ def test_unknown_devices_and_two_answers_are_refused():
     """With the devices that there are."""
     with pytest.raises(InvalidArgumentError, match=r"no device 'gpu'\. There are cpu, cuda"):
         choose_providers("gpu", None)
-    with pytest.raises(InvalidArgumentError, match="cpu has no parts"):
+    with pytest.raises(InvalidArgumentError, match="cpu has no numbered devices"):
         choose_providers("cpu:1", None)
-    with pytest.raises(InvalidArgumentError, match="one of device and providers"):
+    with pytest.raises(InvalidArgumentError, match="Pass device= or providers=, not both"):
         choose_providers("cuda", [CPU])
     with pytest.raises(InvalidArgumentError, match="a list of names"):
         choose_providers(None, CPU)

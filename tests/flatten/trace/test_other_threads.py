@@ -121,14 +121,14 @@ def test_traces_that_overlap_put_the_choice_of_kernels_back(order):
     """torch keeps it for the process: whichever of two traces ends last, what was found comes back."""
     from torch.nn.attention import _cur_sdpa_kernel_backends
 
-    from yobx_flatten.trace.hook import _PLAIN_ATTENTION
+    from yobx_flatten.trace.trace_settings import PLAIN_ATTENTION
 
     before = _cur_sdpa_kernel_backends()
     go_on = [threading.Event(), threading.Event()]
     inside = [threading.Event(), threading.Event()]
 
     def trace(number):
-        with _PLAIN_ATTENTION:
+        with PLAIN_ATTENTION:
             inside[number].set()
             assert go_on[number].wait(30)
 

@@ -125,7 +125,7 @@ def test_named_dims_of_the_helper_are_what_torch_takes():
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ({"x": {5: AUTO}, "l": None, "n": None}, r"x: the specification speaks of axis 5.*\(2, 3\)"),
+        ({"x": {5: AUTO}, "l": None, "n": None}, r"x: the specification names axis 5.*\(2, 3\)"),
         ({"x": [AUTO], "l": None, "n": None}, r"x: expected one entry for each of the 2 axes"),
         ({"x": AUTO, "l": None, "n": None}, r"x: expected a dict \{axis: Dim\}"),
         ({"x": {0: 3.5}, "l": None, "n": None}, r"x\.0: expected a Dim"),

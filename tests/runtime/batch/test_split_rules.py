@@ -132,7 +132,7 @@ def test_an_array_that_a_rule_hands_on_whole_is_the_same_object_in_all_parts():
 
 def test_a_reducer_is_no_rule_for_inputs():
     """torch has one class of marks for both sides."""
-    with pytest.raises(SplitError, match="a reducer joins outputs"):
+    with pytest.raises(SplitError, match="a rule that reduces, which is for outputs"):
         split((torch.zeros(4),), {}, None, 2, split_input={"args[0]": sum_reducer})
 
 

@@ -41,7 +41,7 @@ def test_pictures_whose_lines_end_with_a_token_go_with_their_rows():
     grid = torch.tensor([[1, 4, 4], [1, 2, 2], [2, 2, 4]])
     ids = torch.tensor([[9] * 6 + [1, 1], [9, 9, 1, 9, 9, 9, 9, 9], [9] + [1] * 7])
     kwargs = {"input_ids": ids, "image_grid_thw": grid, "pixel_values": torch.arange(16 + 4 + 16)[:, None]}
-    with pytest.raises(SplitError, match="pictures do not end where rows do"):
+    with pytest.raises(SplitError, match="a picture has image tokens in two rows"):
         split_pictures(config, kwargs)((), kwargs, 3)
     ids[1, 2] = 9
     ids[2, 0] = 1
@@ -59,10 +59,10 @@ def test_pictures_that_do_not_fit_their_places_are_an_error():
     """Patches that are no multiple of the tokens, and pictures that reach into the next row."""
     kwargs = pictures()
     kwargs["image_grid_thw"] = torch.tensor([[1, 2, 2], [1, 2, 4], [1, 1, 7]])
-    with pytest.raises(SplitError, match="19 patches do not go with 6 tokens"):
+    with pytest.raises(SplitError, match="19 patches do not fit the 6 image tokens"):
         split_pictures(CONFIG, kwargs)((), kwargs, 3)
     kwargs["image_grid_thw"] = torch.tensor([[1, 2, 4], [1, 2, 4], [1, 2, 4]])
-    with pytest.raises(SplitError, match="pictures do not end where rows do"):
+    with pytest.raises(SplitError, match="a picture has image tokens in two rows"):
         split_pictures(CONFIG, kwargs)((), kwargs, 3)
 
 

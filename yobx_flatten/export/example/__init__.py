@@ -1,1 +1,1 @@
-"""What an export is made from: arguments, their dynamic sizes, and what the caller states of them."""
+"""Build the example of an export: arguments, their dynamic sizes, and what the caller states of them."""

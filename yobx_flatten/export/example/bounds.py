@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind
 
 from ...errors import DynamicShapesError, InvalidArgumentError
 from ...huggingface.cache_names import after_cache
 from ...recipe.aliases import DynamicShapes, PyTree
 from ...storage.matching import leaves_of
+from ...trace.program_inputs import traced_inputs
 from ...trees.naming import leaf_names
 from ...trees.node import key_name, node_of
 from ...trees.shapes import shapes_of_leaves
@@ -53,8 +53,8 @@ class Bounds:
         wrong = [name for name, most in given.items() if name not in known or type(most) is not int or most < 1]
         if wrong or not given:
             raise InvalidArgumentError(
-                f'bounds are ints, such as {{"batch": 4, "length": 512}}, and "new" for the tokens of one call; found '
-                f"{dict(given)!r}."
+                'bounds: expected ints, such as {"batch": 4, "length": 512}, with "new" for the tokens of one call; '
+                f"found {dict(given)!r}."
             )
         return cls(given.get("batch"), given.get("length"), given.get("new", given.get("length")))
 
@@ -89,10 +89,7 @@ class Bounds:
     ) -> None:
         """Refuse a program one of whose sizes varies, and is above its bound in the example."""
         # names: names of all leaves of the inputs, in order
-        values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-        specs = [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-        arguments = [None if isinstance(arg, ConstantArgument) else values[arg.name] for arg in specs]
-        found = dict(zip(names, arguments, strict=True))
+        found = dict(zip(names, traced_inputs(program), strict=True))
         leaves = zip(leaf_names(inputs), leaves_of(inputs), shapes_of_leaves(inputs, shapes), strict=True)
         for name, leaf, dims in leaves:
             for axis, dim in (dims or {}).items():

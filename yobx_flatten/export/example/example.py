@@ -216,8 +216,9 @@ def _chosen(module: torch.nn.Module, shapes: DynamicShapes) -> DynamicShapes:
     if isinstance(shapes, str) and shapes == "auto":
         return attached
     raise DynamicShapesError(
-        f"dynamic_shapes: {type(module).__qualname__}.forward has shapes of its own, by @dynamic_spec(...). Take them "
-        'away, or use them:\n    dynamic_shapes="auto"'
+        f"dynamic_shapes: {type(module).__qualname__}.forward states its shapes with @dynamic_spec(...). Remove the "
+        "decorator, or use its shapes:\n"
+        '    dynamic_shapes="auto"'
     )
 
 

@@ -58,8 +58,8 @@ def check_spelling(module: torch.nn.Module, names: Sequence[str]) -> None:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
         if close:
             raise InvalidArgumentError(
-                f"{type(module).__qualname__}.forward has no parameter {name!r}, and would take it in its **kwargs. "
-                f"Did you mean {close[0]!r}?"
+                f"{type(module).__qualname__}.forward has no parameter {name!r}, and its **kwargs would take it "
+                f"silently. Did you mean {close[0]!r}?"
             )
 
 

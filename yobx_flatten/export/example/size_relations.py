@@ -122,34 +122,22 @@ def _restricts(expression: sympy.Basic, examples: Mapping[Any, int]) -> bool:
 
 def fixed_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
     """Return sizes that have a symbol in a program, and one value only."""
-    found = {}
-    for place, size in _sizes(program).items():
-        known = program.range_constraints.get(size.node.expr)
-        if known is not None and known.lower == known.upper:
-            found[place] = int(known.lower)
-    return found
+    return {place: int(known.lower) for place, known in _ranges(program) if known.lower == known.upper}
 
 
 def largest_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
     """Return sizes that a program takes up to a number: above, the code that was traced goes another way."""
-    found = {}
-    for place, size in _sizes(program).items():
-        known = program.range_constraints.get(size.node.expr)
-        if known is not None and isinstance(known.upper, sympy.Integer) and known.lower < known.upper < _NO_LIMIT:
-            found[place] = int(known.upper)
-    return found
+    return {
+        place: int(known.upper)
+        for place, known in _ranges(program)
+        if isinstance(known.upper, sympy.Integer) and known.lower < known.upper < _NO_LIMIT
+    }
 
 
 def asserts_values(program: ExportedProgram) -> bool:
     """Return whether a program asserts that numbers which values decide are equal to others."""
     known = {symbol for size in _sizes(program).values() for symbol in size.node.expr.free_symbols}
-    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
-        asserted = getattr(node.args[0], "meta", {}).get("val")
-        if isinstance(asserted, torch.SymBool):
-            expression = asserted.node.expr
-            if isinstance(expression, sympy.Eq) and expression.free_symbols - known:
-                return True
-    return False
+    return any(isinstance(one, sympy.Eq) and one.free_symbols - known for one in _in_graph(program))
 
 
 def _sizes(program: ExportedProgram) -> dict[tuple[str, int], Any]:
@@ -164,6 +152,14 @@ def _sizes(program: ExportedProgram) -> dict[tuple[str, int], Any]:
     return found
 
 
+def _ranges(program: ExportedProgram) -> Iterator[tuple[tuple[str, int], Any]]:
+    """The range of each size, where the program has one."""
+    for place, size in _sizes(program).items():
+        known = program.range_constraints.get(size.node.expr)
+        if known is not None:
+            yield place, known
+
+
 def _environment(program: ExportedProgram) -> Any:
     """What torch knows of the sizes of a program; ``None`` where all are fixed."""
     values = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
@@ -171,11 +167,16 @@ def _environment(program: ExportedProgram) -> Any:
     return next((size.node.shape_env for size in axes if isinstance(size, torch.SymInt)), None)
 
 
-def _asserted(program: ExportedProgram) -> Iterator[Any]:
+def _in_graph(program: ExportedProgram) -> Iterator[Any]:
+    """The expressions that operators of a program assert."""
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
         asserted = getattr(node.args[0], "meta", {}).get("val")
         if isinstance(asserted, torch.SymBool):
             yield asserted.node.expr
+
+
+def _asserted(program: ExportedProgram) -> Iterator[Any]:
+    yield from _in_graph(program)
     environment = _environment(program)
     if environment is not None:  # of a trace that was not asked to assert them, and of decompositions for a file
         for one in (*itertools.chain(*environment.deferred_runtime_asserts.values()), *environment.guards):

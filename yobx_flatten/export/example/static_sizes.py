@@ -20,7 +20,7 @@ def check_static_parts(program: ExportedProgram) -> None:
         for cls, place, size in [] if spec is None else list(_sizes(spec)):
             raise StaticDataError(
                 f"The static part of {cls} holds {size} at {place}, a size that varies in the trace: the program would "
-                f"return that of its example for ever. Return it among the children of {cls}, as an int."
+                f"always return the size of its example. Return it among the children of {cls}, as an int."
             )
 
 

@@ -111,8 +111,8 @@ def convert(
     found = converted.model.opset_imports.get("")
     if opset_version is not None and found != opset_version:
         raise InvalidArgumentError(
-            f"opset_version={opset_version}: torch's exporter cannot write it for this model, it came to {found}. "
-            f"Take opset_version={found}, or None for the exporter's own choice. Nothing was written."
+            f"opset_version={opset_version}: torch's exporter cannot write it for this model, and took {found}. Pass "
+            f"opset_version={found}, or None for the exporter's own choice. No file was kept."
         )
     read_lazily(converted.model, readers or {})
     optimize_graph(converted.model)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch.export import Dim, ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind
 
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
 from ...storage.matching import leaves_of
+from ...trace.program_inputs import traced_inputs
 from ...trees.naming import leaf_names
 from ...trees.shapes import shapes_of_leaves
 from ..example.example import Example
@@ -52,10 +52,7 @@ def _each(axes: Mapping[str, list[int]]) -> Iterator[tuple[str, int]]:
 
 def _left_to_the_trace(example: Example, program: ExportedProgram) -> Iterator[tuple[str, int, int]]:
     """Yield leaf, axis and size where the trace was to decide, and decided for the size of the example."""
-    values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
-    specs = [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    found = [None if isinstance(spec, ConstantArgument) else values.get(spec.name) for spec in specs]
-    inputs, given = dict(zip(example.names, found, strict=True)), example.inputs
+    inputs, given = dict(zip(example.names, traced_inputs(program), strict=True)), example.inputs
     for name, leaf, dims in zip(
         leaf_names(given), leaves_of(given), shapes_of_leaves(given, example.shapes), strict=True
     ):

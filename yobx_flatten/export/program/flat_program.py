@@ -22,6 +22,7 @@ from ...errors import InvalidArgumentError
 from ...errors.dependencies import is_installed
 from ...private_names.of_torch import OpOverload, pytree
 from ...runners.signature import Signature, Size
+from ...trace.program_inputs import arguments_of
 from ..example import size_relations
 from .traced import Traced
 
@@ -51,9 +52,8 @@ def flat_program(program: ExportedProgram) -> ExportedProgram:
     last.args = (tuple(kept),)
     module.recompile()
     example = pytree.tree_leaves(program.example_inputs)
-    asked = [entry for entry in signature.input_specs if entry.kind is InputKind.USER_INPUT]
-    pairs = zip(asked, example, strict=True)
-    tensors = tuple(leaf for entry, leaf in pairs if not isinstance(entry.arg, ConstantArgument))
+    pairs = zip(arguments_of(program), example, strict=True)
+    tensors = tuple(leaf for argument, leaf in pairs if not isinstance(argument, ConstantArgument))
     returned = sum(result.kind is OutputKind.USER_OUTPUT for result in outputs)
     call = copy.copy(program.module_call_graph[0])
     call.signature = copy.copy(call.signature)
@@ -114,15 +114,13 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
     """Return what a file of a program takes and returns."""
     # versions: libraries, in addition to torch and transformers, whose versions it states; none by default
     program = traced.program
-    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    arguments = [spec.arg for spec in specs if not isinstance(spec.arg, ConstantArgument)]
-    by_argument = {argument.name: name for name, argument in zip(traced.input_names, arguments, strict=True)}
+    by_argument = _by_argument(traced)
+    values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
     # a size of one value counts as a number
     counted: dict[tuple[str, int], Size] = {**_counted(program, by_argument), **fixed_sizes(traced)}
     inputs = []
-    for name, argument in zip(traced.input_names, arguments, strict=True):
-        value = values[argument.name]
+    for argument, name in by_argument.items():
+        value = values[argument]
         if not isinstance(value, torch.Tensor):
             raise InvalidArgumentError(
                 f"{name} is a number that varies, and other runtimes take tensors. Pass a tensor without axes, or keep "
@@ -140,11 +138,15 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
     return Signature(inputs, traced.output_names, largest, smallest, made_by, rows, traced.kept, relations)
 
 
+def _by_argument(traced: Traced) -> dict[str, str]:
+    """The names of the inputs, by those of the arguments of the graph."""
+    arguments = [arg.name for arg in arguments_of(traced.program) if not isinstance(arg, ConstantArgument)]
+    return dict(zip(arguments, traced.input_names, strict=True))
+
+
 def fixed_sizes(traced: Traced) -> dict[tuple[str, int], int]:
     """Return sizes that have a symbol in a program, and one value only: a file states them as fixed."""
-    specs = [spec for spec in traced.program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    arguments = [spec.arg.name for spec in specs if not isinstance(spec.arg, ConstantArgument)]
-    names = dict(zip(arguments, traced.input_names, strict=True))
+    names = _by_argument(traced)
     found = size_relations.fixed_sizes(traced.program) | size_relations.unasserted_sizes(traced.program)
     return {(names[argument], axis): size for (argument, axis), size in found.items() if argument in names}
 

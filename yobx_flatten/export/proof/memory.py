@@ -1,4 +1,4 @@
-"""How much memory a module takes, what this process has held, and what is left."""
+"""Measure memory: what a module takes, what this process has held, and what is left."""
 
 from __future__ import annotations
 

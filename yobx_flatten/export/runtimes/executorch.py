@@ -30,7 +30,9 @@ Backend = Literal["auto", "xnnpack", "portable"]
 def check_backend(backend: str) -> None:
     """Refuse kernels that are not known."""
     if backend not in get_args(Backend):
-        raise InvalidArgumentError(f"backend must be one of {', '.join(map(repr, get_args(Backend)))}: {backend!r}.")
+        raise InvalidArgumentError(
+            f"backend must be one of {', '.join(map(repr, get_args(Backend)))}, found {backend!r}."
+        )
 
 
 def check_bounds(signature: Signature) -> None:

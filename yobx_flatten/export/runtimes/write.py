@@ -109,7 +109,9 @@ class _Job:
         report.file_bytes = self._bytes()
         written = source.traced.written
         if written and source.cases:
-            report.remark(f"a file keeps nothing from call to call: {', '.join(written)} is as at the export.")
+            report.remark(
+                f"a file keeps no state between calls: {', '.join(written)} always has the value of the export."
+            )
 
         def load() -> Sequence[Side]:
             runner = open_runner(self.file.path, runtime=runtime, caller="export", failure=ReplayError, trust=trust)
@@ -127,7 +129,7 @@ class _Job:
         logger.info("quantizing %s to %s", self.file.path.name, asked.weights, extra=STEP)
         report.quality = rewrite(asked)
         if self.source.cases:
-            report.remark("the table is of the file before its weights were quantised.")
+            report.remark("the table shows the file before its weights were quantised.")
 
     def measured(self, write: Callable[[Quantization], object], asked: Quantization) -> Quality | None:
         """Write the file with weights in fewer bits, and return how far it is from the model."""

@@ -1,5 +1,5 @@
 # ruff: noqa: N803, N806 (A, B, C and D are what the paper and the functions of transformers call them)
-"""Models that read several tokens in chunks: one scan from token to token, for any number of them.
+"""Trace models that read several tokens in chunks as one scan from token to token, for any number of tokens.
 
 Their own code pads the tokens to whole chunks. A trace fixes how many chunks there are, so that a program which was
 traced with few tokens takes no more than one chunk, and each single token costs as much as a whole one.

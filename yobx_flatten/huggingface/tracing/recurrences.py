@@ -1,5 +1,5 @@
 # ruff: noqa: N803, N806 (A, B, C and D are what the paper and the functions of transformers call them)
-"""Models that go from token to token with a state: one graph for any number of new tokens.
+"""Trace models that go from token to token with a state as one graph, for any number of new tokens.
 
 Their own code loops over the tokens in Python, which makes a graph for one number of them, or branches on whether there
 is one new token.

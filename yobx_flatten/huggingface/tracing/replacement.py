@@ -116,7 +116,7 @@ def _warn(original: Function, reason: str) -> None:
     if name not in _warned:
         _warned.add(name)
         warnings.warn(
-            f"{name} was to be replaced by a version that a trace can follow, and {reason}: it is traced as it is, and "
+            f"{name} is traced as it is, since {reason}: its replacement, which a trace can follow, was not used, and "
             f"the replay decides. The newest transformers that was tried is {NEWEST_TRIED['transformers']}.",
             ReplacedFunctionWarning,
             stacklevel=2,

@@ -19,12 +19,11 @@ from torch.export import Dim
 
 from ...export.proof.module_state import undisturbed
 from ...export.proof.replay import Case
-from ...huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
 from ...huggingface.cache_names import cache_of, installed_name
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PlainCache, TransformersModel
 from ...trees.shapes import dynamic_shapes
-from .text import Piece, random_tokens
+from .text import Piece, features_of, filled_cache, pair_of, random_tokens
 
 __all__ = ["spoken_input", "spoken_pieces", "writes_spectrograms"]
 
@@ -62,7 +61,7 @@ class TextEncoder(_WithCache):
     def keys(self, hidden: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
         """Return what the decoder's first call makes of the features; the rest of that call is not in the file."""
         cross = cache_of(self.decode(hidden[:, :1], hidden, mask, None)).cross_attention_cache
-        return {"encoder_attention_mask": mask, "present": [{"encoder": _pair(layer)} for layer in cross.layers]}
+        return {"encoder_attention_mask": mask, "present": [{"encoder": pair_of(layer)} for layer in cross.layers]}
 
 
 class SoundEncoder(TextEncoder):
@@ -93,20 +92,15 @@ class FrameDecoder(_WithCache):
         encoder_attention_mask: torch.Tensor,
     ) -> dict[str, Any]:
         """Return the frames that follow, scores of whether each is the last one, and the decoder's own cache."""
-        own, cross = (
-            [(layer[side]["key"], layer[side]["value"]) for layer in cache] for side in ("decoder", "encoder")
-        )
-        filled = make_encoder_decoder_cache(make_dynamic_cache(own), make_dynamic_cache(cross))
-        hidden = self.read(frame, speaker_embeddings, dropout_masks, own[0][0].shape[2])
-        keys = cross[0][0].transpose(1, 2).flatten(2)  # the features are in the cache; read is their number
-        found = self.decode(hidden, keys, encoder_attention_mask, filled)
+        hidden = self.read(frame, speaker_embeddings, dropout_masks, cache[0]["decoder"]["key"].shape[2])
+        found = self.decode(hidden, features_of(cache), encoder_attention_mask, filled_cache(cache))
         last = found.last_hidden_state.squeeze(1)
         frames = self.postnet.feat_out(last).view(last.shape[0], -1, self.bins)
         layers = cache_of(found).self_attention_cache.layers
         return {
             "frames": frames,
             "stop_logits": self.postnet.prob_out(last),
-            "present": [{"decoder": _pair(layer)} for layer in layers],
+            "present": [{"decoder": pair_of(layer)} for layer in layers],
         }
 
     def read(self, frame: torch.Tensor, speaker: torch.Tensor, masks: torch.Tensor, place: int) -> Any:
@@ -131,10 +125,6 @@ class Postnet(torch.nn.Module):
     def forward(self, frames: torch.Tensor) -> dict[str, Any]:
         """Return the spectrogram."""
         return {"spectrogram": self.model.postnet(frames)}
-
-
-def _pair(layer: Any) -> dict[str, Any]:
-    return {"key": layer.keys, "value": layer.values}
 
 
 def spoken_input(model: TransformersModel, rows: int, length: int) -> dict[str, torch.Tensor]:

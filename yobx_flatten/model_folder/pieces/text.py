@@ -26,7 +26,7 @@ from ...huggingface.cases import DecodeSizes, decode_inputs, default_sizes, keep
 from ...huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
 from ...huggingface.state_decoder import StateDecoder, has_states_alone
 from ...private_names.of_torch import pytree
-from ...recipe.aliases import PlainCache, TransformersModel
+from ...recipe.aliases import PlainCache, TransformersCache, TransformersModel
 from ...trees.shapes import dynamic_shapes
 from .other_inputs import note_on_other_inputs
 from .word_times import Head, HeadRecorder, heads_of
@@ -37,8 +37,11 @@ __all__ = [
     "encoder_decoder_pieces",
     "encoder_input",
     "encoder_output_class",
+    "features_of",
+    "filled_cache",
     "image_size",
     "keeps_more",
+    "pair_of",
     "random_tokens",
 ]
 
@@ -81,8 +84,8 @@ def decoder_pieces(
     cache_is = argument_of(model.forward)
     if cache_is is None or (has_states_alone(model) and not isinstance(model, StateDecoder)):
         raise GenerationError(
-            f"{type(model).__qualname__} takes no {CACHE}: its cache cannot begin empty, so one file does not "
-            "do. Export its two calls yourself, and pass the first as prefill:\n"
+            f"{type(model).__qualname__} takes no {CACHE}: its cache cannot begin empty, so one file cannot serve the "
+            "first call and the others. Export two, and pass the first as prefill:\n"
             "    OnnxGenerator(path, prefill=first_path)"
         )
     names = [name for name in ("input_ids", "attention_mask", "position_ids", cache_is) if name in takes]
@@ -201,7 +204,7 @@ class FirstDecoder(_Decoder):
         cache = cache_of(found)
         own, cross = cache.self_attention_cache, cache.cross_attention_cache
         sides = zip(own.layers, cross.layers, strict=True)
-        layers = [{"decoder": _pair(decoder), "encoder": _pair(encoder)} for decoder, encoder in sides]
+        layers = [{"decoder": pair_of(decoder), "encoder": pair_of(encoder)} for decoder, encoder in sides]
         return {"logits": found.logits, **weights, "present": layers}
 
 
@@ -210,20 +213,28 @@ class NextDecoder(_Decoder):
 
     def forward(self, input_ids: Any, cache: PlainCache, encoder_attention_mask: Any = None) -> dict[str, Any]:
         """Return the scores and the decoder's own keys and values."""
-        own, cross = (
-            [(layer[side]["key"], layer[side]["value"]) for layer in cache] for side in ("decoder", "encoder")
-        )
-        filled = make_encoder_decoder_cache(make_dynamic_cache(own), make_dynamic_cache(cross))
-        # the features are in the cache already; what is read here is their number
-        keys = cross[0][0].transpose(1, 2).flatten(2)
+        keys = features_of(cache)
         projection = getattr(self.model, "enc_to_dec_proj", None)  # from the width of the encoder
         hidden = keys if projection is None else keys.new_zeros(*keys.shape[:2], projection.in_features)
-        found, weights = self.decode(input_ids, hidden, encoder_attention_mask, filled)
+        found, weights = self.decode(input_ids, hidden, encoder_attention_mask, filled_cache(cache))
         layers = cache_of(found).self_attention_cache.layers
-        return {"logits": found.logits, **weights, "present": [{"decoder": _pair(layer)} for layer in layers]}
+        return {"logits": found.logits, **weights, "present": [{"decoder": pair_of(layer)} for layer in layers]}
 
 
-def _pair(layer: Any) -> dict[str, Any]:
+def filled_cache(cache: PlainCache) -> TransformersCache:
+    """Return the keys and values of all layers, decoder and encoder, as the class that a decoder reads."""
+    own, cross = ([(layer[side]["key"], layer[side]["value"]) for layer in cache] for side in ("decoder", "encoder"))
+    return make_encoder_decoder_cache(make_dynamic_cache(own), make_dynamic_cache(cross))
+
+
+def features_of(cache: PlainCache) -> torch.Tensor:
+    """Return as many features as the encoder returned: a decoder with a filled cache reads their number only."""
+    keys: torch.Tensor = cache[0]["encoder"]["key"]
+    return keys.transpose(1, 2).flatten(2)
+
+
+def pair_of(layer: Any) -> dict[str, Any]:
+    """Return the keys and values of a layer as a file has them."""
     return {"key": layer.keys, "value": layer.values}
 
 

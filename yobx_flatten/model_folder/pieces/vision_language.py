@@ -199,7 +199,8 @@ def images_for(model: TransformersModel, count: int) -> torch.Tensor:
     sides = [size, size] if isinstance(size, int) else size
     if not isinstance(sides, (list, tuple)) or len(sides) != 2:
         raise GenerationError(
-            f"{type(model).__qualname__} takes images of no one size, which has no file format here. {_OTHER_WAYS}"
+            f"{type(model).__qualname__} takes images of several sizes, and the files of a folder take one. "
+            f"{_OTHER_WAYS}"
         )
     shape = (count, getattr(vision, "num_channels", 3), *sides)
     return torch.randn(shape, generator=torch.Generator().manual_seed(count)).to(model.dtype)

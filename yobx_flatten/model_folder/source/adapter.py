@@ -39,7 +39,10 @@ def base_of(folder: pathlib.Path, name: str) -> str:
             check_regular(path, ModelSourceError)
     stated = read_document(folder / ADAPTER, dict[str, Any], failure=ModelSourceError, finite=False)
     if stated.get("megatron_config") is not None:
-        raise ModelSourceError(f"{folder / ADAPTER} names a module to import (megatron_core), which is not done.")
+        raise ModelSourceError(
+            f"{folder / ADAPTER} names a module to import (megatron_core): files do not choose what is imported. "
+            "Remove megatron_config from it."
+        )
     import peft
 
     if stated.get("peft_type") not in list(peft.PeftType):

@@ -53,7 +53,9 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
     """Open a model that was found."""
     # weights: a `WeightsIn`; `"auto"` streams weights of more than a quarter of the free memory to ONNX files
     if weights not in get_args(WeightsIn):
-        raise InvalidArgumentError(f"weights must be one of {', '.join(map(repr, get_args(WeightsIn)))}: {weights!r}.")
+        raise InvalidArgumentError(
+            f"weights must be one of {', '.join(map(repr, get_args(WeightsIn)))}, found {weights!r}."
+        )
     if weights == "stream" and to != "onnx":
         raise InvalidArgumentError(f"weights='stream' is for ONNX files: others hold their weights. Found {to!r}.")
     if weights == "stream" and found.adapter is not None:

@@ -24,7 +24,7 @@ def check_unmatched(choice: str) -> None:
     """Raise where there is no such choice."""
     if choice not in get_args(UnmatchedWeights):
         choices = ", ".join(map(repr, get_args(UnmatchedWeights)))
-        raise InvalidArgumentError(f"unmatched_weights must be one of {choices}: {choice!r}.")
+        raise InvalidArgumentError(f"unmatched_weights must be one of {choices}, found {choice!r}.")
 
 
 @dataclasses.dataclass(frozen=True)

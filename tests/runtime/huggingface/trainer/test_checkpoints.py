@@ -256,7 +256,9 @@ def test_adapters_in_folders_of_their_own_are_checked_too(tmp_path):
 def test_load_checkpoint_says_whose_it_is(tmp_path):
     """A folder of the Trainer's given to ``load_checkpoint``: an error with the line to type."""
     make(tmp_path, 1)
-    with pytest.raises(CheckpointError, match=r"Trainer has written it.*\n    trainer.train\(resume_from_checkpoint="):
+    with pytest.raises(
+        CheckpointError, match=r"was written by a Trainer.*\n    trainer.train\(resume_from_checkpoint="
+    ):
         load_checkpoint(tmp_path / "checkpoint-1", torch.nn.Linear(1, 1))
 
 

@@ -1,0 +1,141 @@
+"""A program that remembers which classes it takes and returns, and refuses inputs that it was not traced for."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from ..errors import NotRegisteredError
+from ..private_names.of_torch import pytree
+from ..registry.claims import REGISTRY
+from .ignored_inputs import refusal_of_ignored_inputs
+from .integer_inputs import with_integers
+from .supports import open_supports
+from .trace_settings import FEW_TENSORS, PLAIN_ATTENTION, fake_tensor_cache_off
+
+__all__ = ["concise", "remembering", "require_registered"]
+
+
+class _RememberingProgram(ExportedProgram):
+    """An ``ExportedProgram`` that explains itself when its classes are not registered."""
+
+    def module(self, *args: Any, **kwargs: Any) -> torch.fx.GraphModule:
+        classes = _classes_of(self)
+        require_registered(classes, "This program")  # torch reads its guards' paths off the inputs here, wrongly then
+        module = super().module(*args, **kwargs)
+        refuse = refusal_of_ignored_inputs(self)
+        if refuse is not None:
+            module.register_forward_pre_hook(refuse, prepend=True, with_kwargs=True)
+        integers = with_integers(self)
+        if integers is not None:
+            module.register_forward_pre_hook(integers, prepend=True, with_kwargs=True)
+        renamed = _renaming(self)
+        if renamed is not None:
+            module.register_forward_pre_hook(renamed, prepend=True, with_kwargs=True)
+        if classes:
+            module.register_forward_pre_hook(functools.partial(_require_before_call, classes), prepend=True)
+        return module
+
+    def run_decompositions(self, decomp_table: dict[Any, Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        require_registered(_classes_of(self), "This program")
+        attention = torch.ops.aten.scaled_dot_product_attention.default
+        with contextlib.ExitStack() as stack:
+            if self.range_constraints and len(self.graph_signature.user_inputs) > FEW_TENSORS:
+                stack.enter_context(fake_tensor_cache_off())
+            if decomp_table is not None and attention not in decomp_table:
+                stack.enter_context(PLAIN_ATTENTION)
+            return _decomposed(super().run_decompositions(decomp_table, *args, **kwargs))
+
+
+def _renaming(program: ExportedProgram) -> Callable[..., Any] | None:
+    """Make a hook that gives a program its arguments under the names with which it was exported."""
+    spec = program.call_spec.in_spec
+    names = [] if spec is None else spec.children()[1].context
+    supports = open_supports()
+    if not names or not supports:
+        return None
+
+    def rename(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if kwargs.keys() == set(names):
+            return None
+        for support in supports:
+            kwargs = support.named_as(names, kwargs)
+        return args, kwargs
+
+    return rename
+
+
+def remembering(original: Callable[..., None]) -> Callable[..., None]:
+    """Make the constructor of programs that remember their classes."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _own_specs(self)
+        _remember(self)
+
+    return __init__
+
+
+def _own_specs(program: ExportedProgram) -> None:
+    """Give a program static parts of its own: a list that the user appends to would change what it accepts.
+
+    Recipes of ours hand out copies of lists; a flatten function of a user may not, and a configuration is an object.
+    """
+    with contextlib.suppress(Exception), warnings.catch_warnings():  # what cannot be copied, or compared, stays shared
+        warnings.simplefilter("ignore", FutureWarning)  # of torch 2.13, about the class of its own leaves
+        copied = copy.deepcopy(program._module_call_graph)
+        if copied == program._module_call_graph:  # not so for a sentinel that is found by its identity
+            program._module_call_graph = copied
+
+
+def _remember(program: ExportedProgram) -> ExportedProgram:
+    if type(program) is ExportedProgram:
+        program.__class__ = _RememberingProgram
+    return program
+
+
+def concise(program: ExportedProgram) -> ExportedProgram:
+    """Leave out assertions that a program does not need."""
+    # imported here because it brings sympy, as the first export itself does: half a second
+    from .needless_assertions import without_needless_assertions
+
+    return without_needless_assertions(program)
+
+
+def _decomposed(program: ExportedProgram) -> ExportedProgram:
+    return _remember(concise(program))
+
+
+def _classes_of(program: ExportedProgram) -> tuple[type, ...]:
+    """The classes in a program's inputs and outputs that are ours to explain."""
+    found: dict[type, None] = {}
+    specs = [spec for spec in program.call_spec if spec is not None]
+    while specs:
+        spec = specs.pop()
+        if spec.type is not None and REGISTRY.remedy(spec.type) is not None:
+            found[spec.type] = None
+        specs.extend(spec.children())
+    return tuple(found)
+
+
+def _require_before_call(classes: tuple[type, ...], module: torch.nn.Module, args: Any) -> None:
+    require_registered(classes, "This program")
+
+
+def require_registered(classes: tuple[type, ...], subject: str) -> None:
+    """Say which classes are not registered, and the line that registers them."""
+    missing = [cls for cls in classes if cls not in pytree.SUPPORTED_NODES]
+    if missing:
+        names = ", ".join(cls.__qualname__ for cls in missing)
+        raise NotRegisteredError(
+            f"{subject} takes or returns {names}, which torch does not know how to flatten here. Call it where the "
+            f"class is registered:\n    {REGISTRY.remedy(missing[0])}"
+        )

@@ -38,7 +38,7 @@ _BRANCHES = ("first", "later")
 
 
 def merge_decoders(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> bool:
-    """Write the joined file, and let the two others read its weights; return whether these are in a file of their own."""
+    """Write the joined file, whose weights the two others read; return whether these are in a file of their own."""
     import onnx
     import onnx_ir as ir
 

@@ -44,6 +44,11 @@ class Grids:
             unmap(value.const_value)
         return self._known[key]
 
+    def is_exact(self, value: Any, bits: int, *, transposed: bool) -> bool:
+        """Whether a weight has integers of so many bits or fewer."""
+        grid = self.find(value, transposed=transposed)
+        return grid is not None and grid.bits <= bits
+
 
 def keep_integers(graph: Any, value: Any, grid: WeightGrid, *, transposed: bool) -> StoredMatrix:
     """Put the integers and scales of a weight into a graph."""

@@ -22,7 +22,7 @@ __all__ = ["answered", "in_rows", "unanswered"]
 
 logger = logging.getLogger("yobx_flatten")
 
-_ANSWERS = 4
+_ANSWERS = 2
 """Answers that are drawn to each prompt."""
 
 _NEW = 64

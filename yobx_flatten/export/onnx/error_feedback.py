@@ -26,6 +26,9 @@ _MOST = 15
 _SHRINKS = tuple(1 - 0.025 * step for step in range(14))
 """Parts of a block's range that are tried as its steps: few outliers cut cost less than a coarse step for all."""
 
+_SAMPLE = 64
+"""Outputs whose weights decide the form of a matrix."""
+
 _DAMPING = 0.01
 """Part of the mean square of the inputs that is added to each: directions that a text did not show count a little."""
 
@@ -122,6 +125,7 @@ def _following(moments: torch.Tensor) -> torch.Tensor:
 
 def _form_of(weights: torch.Tensor, costs: torch.Tensor, size: int, dtype: torch.dtype) -> _Form:
     """Lowest weights where these are worth their bits, else whole numbers."""
+    weights = weights[:, :: -(-weights.shape[1] // _SAMPLE)]
     blocks, each = weights.reshape(-1, size, weights.shape[1]), costs.reshape(-1, size, 1)
     zero, lowest = _Form(is_lowest=False, scales=dtype), _Form(is_lowest=True, scales=dtype)
     more = (16 - 4) / size  # bits of each weight: a lowest weight has 16, a zero point has 4

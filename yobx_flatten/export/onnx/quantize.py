@@ -107,7 +107,9 @@ def quantize_graph(
                 stored[key] = keep_integers(model.graph, value, rounded[key], transposed=transposed)
                 found.by_text += 1
             elif width in made:
-                stored[key] = _rounded(model.graph, value, transposed, made[width], quantization, width)
+                has_offsets = node.inputs[0].shape is not None
+                how = made[width], quantization, width
+                stored[key] = _rounded(model.graph, value, transposed, *how, has_offsets=has_offsets)
             else:
                 stored[key] = None
             matrix = stored[key]
@@ -289,14 +291,21 @@ class _Parts:
 
 
 def _rounded(
-    graph: Any, value: Any, transposed: bool, parts: _Parts, quantization: Quantization, bits: int
+    graph: Any,
+    value: Any,
+    transposed: bool,
+    parts: _Parts,
+    quantization: Quantization,
+    bits: int,
+    *,
+    has_offsets: bool,
 ) -> StoredMatrix:
     """Round a weight to a matrix of few bits when it is read, to 4 with onnxruntime's own kernel."""
     import onnx_ir as ir
 
     if bits == 8:
         size = _wide_block(quantization, value.const_value, transposed)
-        return round_to_8_bits(graph, value, size, transposed=transposed)
+        return round_to_8_bits(graph, value, size, transposed=transposed, has_offsets=has_offsets)
     tensor, packed, size = value.const_value, 8 // bits, quantization.block_size
     columns, rows = map(int, tensor.shape if transposed else reversed(tensor.shape))
     blocks = -(-rows // size)

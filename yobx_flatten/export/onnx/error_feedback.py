@@ -107,7 +107,7 @@ def round_with_feedback(
 
 
 def _following(moments: torch.Tensor) -> torch.Tensor:
-    """Upper triangle that tells of each input's error what later inputs make up for."""
+    """Upper triangle of what later inputs make up for of the error of each."""
     if not moments.isfinite().all():
         return torch.eye(len(moments))  # to nearest
     damping = float(_DAMPING * moments.diagonal().mean()) or 1.0

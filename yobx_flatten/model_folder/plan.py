@@ -12,6 +12,7 @@ import torch
 from ..errors import InvalidArgumentError
 from ..export.free_space import check_room
 from ..export.model_facts import ModelFacts
+from ..export.onnx.kept_integers import holds_integers
 from ..export.onnx.kernels import has_kernels
 from ..export.proof.levels import Proof, choose_proof
 from ..export.proof.module_state import undisturbed
@@ -25,6 +26,7 @@ from .client_layout import check_layout
 from .pieces.tasks import GENERATES, SPEAKS, pieces_for, task_of
 from .pieces.text import Piece
 from .quality_text import python_text, read_prompts
+from .rounding_text import answered, in_rows, unanswered
 from .sentence import SentenceModules, read_modules, with_embedding
 from .source.classes import without_peft
 from .source.open import OpenedModel
@@ -34,6 +36,9 @@ __all__ = ["Accuracy", "FolderPlan", "plan_folder"]
 
 _CHATS = 10
 """Answers that a file with quantised weights is compared with."""
+
+_ROUNDING = 24
+"""Rows of a text that matrices are rounded to 4 bits by, after those that the file is measured on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,4 +198,26 @@ def _with_text(plan: FolderPlan, prompts: tuple[str, ...], file: str | os.PathLi
     any_size = form.batch is None and form.largest is None
     if quantization is not None and generates and plan.proof == "full" and any_size:
         chats = chat_prompts(model, plan.source, _CHATS, prompts)
-    return dataclasses.replace(plan, quantization=quantization, text=text, chats=chats)
+    plan = dataclasses.replace(plan, quantization=quantization, text=text, chats=chats)
+    return _with_calibration(plan, prompts)
+
+
+def _with_calibration(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
+    """The plan with what matrices are rounded to 4 bits by: chats, and a text that the file is not measured on."""
+    quantization, form, model = plan.quantization, plan.form, plan.model
+    if quantization is None or quantization.tokens is None or quantization.calibration is not None:
+        return plan
+    if quantization.bits != 4 or form.runtime != "onnxruntime" or plan.proof == "none":
+        return plan
+    tokens, rows = quantization.tokens, form.batch or 1
+    more = python_text(model, plan.source, len(tokens) + _ROUNDING)
+    texts = [tokens.flatten()] if prompts else []
+    texts += [] if more is None else [more[0 if prompts else len(tokens) :].flatten()]
+    chats = chat_prompts(model, plan.source, _CHATS, prompts)
+    if chats is not None:
+        # what is made of integers is not rounded; a large model would take minutes to answer
+        draws = plan.proof == "full" and not plan.opened.is_streamed and not holds_integers(model)
+        with plan.timed.timed("inputs"):
+            texts = (answered(model, chats) if draws else unanswered(chats)) + texts
+    found = in_rows(texts, tokens.shape[1], rows)
+    return dataclasses.replace(plan, quantization=dataclasses.replace(quantization, calibration=found))

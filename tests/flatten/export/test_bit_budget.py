@@ -25,13 +25,14 @@ COSTS = {"up": {4: 0.05, 8: 0.01}, "down": {4: 0.08, 8: 0.01}, "o": {4: 0.02, 8:
 """What each role adds to the logarithm of the perplexity; nothing in 32 bits."""
 
 
-def _search(allowed, bits=4, worst=1.0):
+def _search(allowed, bits=4, worst=1.0, agreed=None):
     tried = []
 
     def measure(given):
         tried.append(dict(given))
         log = sum(COSTS[name].get(width, 0.0) for name, width in given.items())
-        return Quality("int4", 32, 9, worst, 0.1, 0.1, None, None, 9, 10.0, 10.0 * math.exp(log), allowed)
+        agreement = None if agreed is None else agreed[given["head"]]
+        return Quality("int4", 32, 9, worst, 0.1, 0.1, agreement, None, 9, 10.0, 10.0 * math.exp(log), allowed)
 
     return *Budget(ROLES, bits, measure).find(), tried
 
@@ -47,6 +48,14 @@ def test_the_head_is_the_first_to_get_more_bits():
     bits, quality, tried = _search(math.exp(0.151))
     assert bits == {"up": 4, "down": 4, "o": 4, "head": 8}
     assert (quality.ok, len(tried)) == (True, 2)
+
+
+@pytest.mark.parametrize(("agreed", "head", "count"), [(0.91, 4, 1), (0.89, 8, 2)])
+def test_the_head_gets_more_bits_where_tokens_differ(agreed, head, count):
+    """The ratio holds with all in 4 bits, and less than nine of ten tokens are the model's; then the search ends."""
+    bits, quality, tried = _search(1.5, agreed={4: agreed, 8: 0.89})
+    assert bits == {"up": 4, "down": 4, "o": 4, "head": head}
+    assert (quality.ok, len(tried)) == (True, count)
 
 
 def test_the_next_is_the_role_that_brings_most_for_its_size():

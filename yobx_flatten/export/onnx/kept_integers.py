@@ -11,7 +11,7 @@ from .stored_matrix import StoredMatrix, new_value
 from .weight_grid import WeightGrid, find_grid
 from .weights import unmap
 
-__all__ = ["Grids", "cast_value", "holds_integers", "keep_integers"]
+__all__ = ["Grids", "block_offsets", "cast_value", "holds_integers", "keep_integers"]
 
 _ROWS = 16
 """Rows of a matrix that are looked at to know whether a model has such weights at all."""
@@ -44,6 +44,11 @@ class Grids:
             unmap(value.const_value)
         return self._known[key]
 
+    def is_exact(self, value: Any, bits: int, *, transposed: bool) -> bool:
+        """Whether a weight has integers of so many bits or fewer."""
+        grid = self.find(value, transposed=transposed)
+        return grid is not None and grid.bits <= bits
+
 
 def keep_integers(graph: Any, value: Any, grid: WeightGrid, *, transposed: bool) -> StoredMatrix:
     """Put the integers and scales of a weight into a graph."""
@@ -61,7 +66,7 @@ def keep_integers(graph: Any, value: Any, grid: WeightGrid, *, transposed: bool)
     offsets = None
     if grid.lowest is not None:
         held.append(new_value(graph, f"{name}_lowest", ir.tensor(grid.lowest)))
-        offsets = _offsets(graph, held[-1], held[1], grid)
+        offsets = block_offsets(graph, held[-1], held[1], grid.middle)
     nbytes = sum(one.const_value.nbytes for one in held)
     columns, blocks, size = grid.numbers.shape
     return StoredMatrix(grid.bits, size, blocks * size, columns, parts, nbytes, offsets, is_half)
@@ -79,12 +84,12 @@ def cast_value(graph: Any, value: Any, dtype: Any) -> Any:
     return cast.outputs[0]
 
 
-def _offsets(graph: Any, lowest: Any, scales: Any, grid: WeightGrid) -> Any:
+def block_offsets(graph: Any, lowest: Any, scales: Any, number: int) -> Any:
     """What is added to ``(number - middle) * scale``: ``lowest + middle * scale``, in float32."""
     import onnx_ir as ir
 
     first = graph[0]
-    middle = ir.node("Constant", [], {"value": ir.tensor(float(grid.middle), dtype=ir.DataType.FLOAT)})
+    middle = ir.node("Constant", [], {"value": ir.tensor(float(number), dtype=ir.DataType.FLOAT)})
     graph.insert_before(first, middle)
     wide = [cast_value(graph, value, ir.DataType.FLOAT) for value in (lowest, scales)]
     times = ir.node("Mul", [wide[1], middle.outputs[0]])

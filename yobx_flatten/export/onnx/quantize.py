@@ -23,13 +23,17 @@ from .products import Products
 from .quantized_table import gathered, gathers_blocks, share_table
 from .rewrite.repair import attribute
 from .rounded import round_table, round_to_8_bits
+from .rounded_by_text import RoundedMatrices
 from .stored_matrix import StoredMatrix, new_value
 from .weights import unmap
 
-__all__ = ["QuantizedWeights", "quantize_graph", "quantize_model", "remark_quantized"]
+__all__ = ["QuantizedWeights", "products_of", "quantize_graph", "quantize_model", "remark_quantized"]
 
 _TABLE = 2**16
 """Weights of a table of an embedding from which it is stored in 8 bits; a smaller one is left as it is."""
+
+_WIDE = 64
+"""Weights of a block in 8 bits where others have 4: their error is a hundredth of that of 4 bits, in any block."""
 
 
 @dataclasses.dataclass
@@ -46,6 +50,7 @@ class QuantizedWeights:
     roles: dict[str, Role] = dataclasses.field(default_factory=dict)  # the weights by role, see `.bit_budget`
     # number of weights, by their bits, that are the integers and scales which they were made of
     kept: dict[int, int] = dataclasses.field(default_factory=dict)
+    by_text: int = 0  # number of matrices that were rounded by a text
     tables: int = 0  # number of tables of embeddings that were rounded to 8 bits
 
     def add(self, value: Any, matrix: StoredMatrix, *, is_kept: bool) -> None:
@@ -68,6 +73,7 @@ def quantize_graph(
     quantization: Quantization,
     bits: Bits | None = None,
     grids: Grids | None = None,
+    rounded: RoundedMatrices | None = None,
     *,
     rounds_inputs: bool = True,
 ) -> QuantizedWeights:
@@ -78,6 +84,7 @@ def quantize_graph(
     """
     # bits: bits by role, where these are others than those of the quantization; `None`, the default, for nowhere
     # grids: such integers, as far as they were searched for in this graph; `None`, the default, for not yet
+    # rounded: matrices that were rounded to 4 bits already; `None`, the default, for none
     # rounds_inputs: whether the inputs of these products are rounded to 8 bits
     grids = Grids() if grids is None else grids
     found, made = QuantizedWeights(), {width: _Parts(_in_bits(quantization, width)) for width in (4, 8)}
@@ -86,9 +93,7 @@ def quantize_graph(
     stored: dict[tuple[str, bool], StoredMatrix | None] = {}
     read: dict[str, tuple[Any, bool]] = {}
     products = Products()
-    nodes = [
-        (node, weight) for node in model.graph.all_nodes() if (weight := _weight_of(node, quantization.block_size))
-    ]
+    nodes = products_of(model, quantization)
     for node, (value, transposed) in nodes:
         key, name = (value.name, transposed), _role_of(node, value)
         if key not in stored:
@@ -98,8 +103,13 @@ def quantize_graph(
             width = quantization.bits if bits is None else bits.get(name, quantization.bits)
             if grid is not None and grid.bits <= width:
                 stored[key] = keep_integers(model.graph, value, grid, transposed=transposed)
+            elif width == 4 and rounded is not None and key in rounded:
+                stored[key] = keep_integers(model.graph, value, rounded[key], transposed=transposed)
+                found.by_text += 1
             elif width in made:
-                stored[key] = _rounded(model.graph, value, transposed, made[width], _in_bits(quantization, width))
+                has_offsets = node.inputs[0].shape is not None
+                how = made[width], quantization, width
+                stored[key] = _rounded(model.graph, value, transposed, *how, has_offsets=has_offsets)
             else:
                 stored[key] = None
             matrix = stored[key]
@@ -128,6 +138,12 @@ def quantize_graph(
     return found
 
 
+def products_of(model: Any, quantization: Quantization) -> list[tuple[Any, tuple[Any, bool]]]:
+    """Return the products that are quantized, with their weights, and whether these are transposed."""
+    found = ((node, _weight_of(node, quantization.block_size)) for node in model.graph.all_nodes())
+    return [(node, weight) for node, weight in found if weight]
+
+
 def _quantized_table(
     graph: Any, value: Any, quantization: Quantization, grids: Grids, found: QuantizedWeights
 ) -> StoredMatrix | None:
@@ -143,6 +159,13 @@ def _quantized_table(
     if matrix is not None:
         found.add(value, matrix, is_kept=is_kept)
     return matrix
+
+
+def _wide_block(quantization: Quantization, tensor: Any, transposed: bool) -> int:
+    """Number of weights that share a scale in 8 bits: more in a file that is to be small, if they are whole blocks."""
+    rows = int(tensor.shape[1 if transposed else 0])
+    is_wider = quantization.bits == 4 and rows % _WIDE == 0
+    return max(_WIDE, quantization.block_size) if is_wider else quantization.block_size
 
 
 def _in_bits(quantization: Quantization, bits: int) -> Quantization:
@@ -164,12 +187,13 @@ def quantize_model(
     report: ExportReport,
     bits: Bits | None = None,
     grids: Grids | None = None,
+    rounded: RoundedMatrices | None = None,
     *,
     rounds_inputs: bool = True,
 ) -> QuantizedWeights:
     """Quantize the weights of a model, when they are written."""
     # model: an `onnx_ir.Model`; it is changed in place
-    found = quantize_graph(model, quantization, bits, grids, rounds_inputs=rounds_inputs)
+    found = quantize_graph(model, quantization, bits, grids, rounded, rounds_inputs=rounds_inputs)
     if not found.roles:
         raise InvalidArgumentError(
             f"quantize={quantization.weights!r}: the file of {report.module} multiplies with no weights of "
@@ -199,6 +223,8 @@ def remark_quantized(
             f"{found.bytes / 1e6:.2f} MB instead of {found.float_bytes / 1e6:.2f} MB; "
             f"{'norms' if found.tables else 'embeddings and norms'} as they are."
         )
+    if found.by_text:
+        report.remark(f"{found.by_text} of them were rounded by a text: each weight makes up for those before it.")
     if found.tables:
         report.remark(f"{found.tables} of them are tables of embeddings, in int8.")
     if found.kept:
@@ -264,21 +290,31 @@ class _Parts:
         return ir.tensor(self._parts[index])
 
 
-def _rounded(graph: Any, value: Any, transposed: bool, parts: _Parts, quantization: Quantization) -> StoredMatrix:
+def _rounded(
+    graph: Any,
+    value: Any,
+    transposed: bool,
+    parts: _Parts,
+    quantization: Quantization,
+    bits: int,
+    *,
+    has_offsets: bool,
+) -> StoredMatrix:
     """Round a weight to a matrix of few bits when it is read, to 4 with onnxruntime's own kernel."""
     import onnx_ir as ir
 
-    if quantization.bits == 8:
-        return round_to_8_bits(graph, value, quantization.block_size, transposed=transposed)
-    tensor, packed, size = value.const_value, 8 // quantization.bits, quantization.block_size
+    if bits == 8:
+        size = _wide_block(quantization, value.const_value, transposed)
+        return round_to_8_bits(graph, value, size, transposed=transposed, has_offsets=has_offsets)
+    tensor, packed, size = value.const_value, 8 // bits, quantization.block_size
     columns, rows = map(int, tensor.shape if transposed else reversed(tensor.shape))
     blocks = -(-rows // size)
     shapes = [[columns, blocks, size // packed], [columns, blocks], [columns, -(-blocks // packed)]]
     types = [ir.DataType.UINT8, tensor.dtype, ir.DataType.UINT8]
     values = []
-    for index, suffix in enumerate((f"_Q{quantization.bits}", "_scales", "_zero_points")):
+    for index, suffix in enumerate((f"_Q{bits}", "_scales", "_zero_points")):
         name, shape = f"{value.name}{'_T' if transposed else ''}{suffix}", ir.Shape(shapes[index])
         read = functools.partial(parts.part, tensor, transposed, index)
         values.append(new_value(graph, name, ir.LazyTensor(read, dtype=types[index], shape=shape, name=name)))
     nbytes = sum(one.const_value.nbytes for one in values)
-    return StoredMatrix(quantization.bits, size, rows, columns, values, nbytes)
+    return StoredMatrix(bits, size, rows, columns, values, nbytes)

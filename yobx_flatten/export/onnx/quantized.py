@@ -21,7 +21,8 @@ from ..quantization.options import Quantization
 from ..source import Source
 from .file import UnprovenFile
 from .kept_integers import Grids
-from .quantize import quantize_model, remark_quantized
+from .quantize import products_of, quantize_model, remark_quantized
+from .rounded_by_text import round_by_text
 
 __all__ = ["quantize_file"]
 
@@ -38,6 +39,9 @@ def quantize_file(
     grids = Grids()
     with report.timed("quantize"):
         roles = quantize_model(ir.load(file.path), quantization, report, grids=grids).roles
+    with report.timed("round"):
+        model = ir.load(file.path)
+        rounded = round_by_text(file, model.graph, products_of(model, quantization), quantization, source, grids)
     known: list[Texts] = []
 
     def try_bits(bits: Bits, *, rounds_inputs: bool) -> Quality:
@@ -46,7 +50,7 @@ def quantize_file(
         try:
             with report.timed("quantize"):
                 model = ir.load(file.path)  # large weights stay in their file, which is mapped
-                quantize_model(model, quantization, report, bits, grids, rounds_inputs=rounds_inputs)
+                quantize_model(model, quantization, report, bits, grids, rounded, rounds_inputs=rounds_inputs)
                 trial.save_model(model)
             with report.timed("measure"):
                 runner = OnnxRunner(open_session(trial.path, caller="export_onnx"), file.path.name)
@@ -75,7 +79,7 @@ def quantize_file(
         )
     with report.timed("quantize"):
         model = ir.load(file.path)
-        found = quantize_model(model, quantization, report, bits, grids, rounds_inputs=rounds_inputs)
+        found = quantize_model(model, quantization, report, bits, grids, rounded, rounds_inputs=rounds_inputs)
         remark_quantized(found, quantization, report, bits)
         report.onnx_bytes = file.replace_by(model)
     return quality

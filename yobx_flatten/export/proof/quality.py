@@ -17,6 +17,9 @@ SCORES = "logits"
 _LARGEST = 0.5
 """Of outputs that are no scores: the largest difference, relative to the outputs. Unrelated ones are at 1.4."""
 
+_AGREED = 0.9
+"""Share of greedy tokens from which on more bits are not noticed."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
@@ -75,6 +78,11 @@ class Quality:
     def is_close(self) -> bool:
         """Whether the ratio also holds on what the model would write: less noise than one text, and never below 1."""
         return self.ok and (self.text_divergence is None or math.exp(min(self.text_divergence, 700)) <= self.allowed)
+
+    @property
+    def chooses_others(self) -> bool:
+        """Whether less than nine of ten greedy tokens are the model's, on a text."""
+        return bool(self.text_tokens) and self.agreement is not None and self.agreement < _AGREED
 
     def as_dict(self) -> dict[str, Any]:
         """Return its attributes and what follows from them, for JSON."""

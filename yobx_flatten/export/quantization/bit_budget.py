@@ -3,7 +3,7 @@
 .. code-block:: text
 
     all in 4 bits ── within the ratio? ── yes ──> done
-          │ no
+          │ no, or less than nine of ten greedy tokens are the model's: the head in 8 bits
     one role after the other in 8 bits: what does each bring, for each byte?
           │
     the head, then the best role, then the next ... ── within the ratio? ── yes ──> done
@@ -56,10 +56,17 @@ class Budget:
         bits: dict[str, int] = dict.fromkeys(self._roles, self._first)
         quality = self._measure(bits)
         width = self._first
+        if width == 4 and quality.is_close and quality.chooses_others:
+            heads = [role.name for role in self._roles.values() if role.is_last and role.exact > width]
+            if heads:
+                bits |= dict.fromkeys(heads, _WIDER[width])
+                quality = self._measure(bits)
         while not self._is_enough(quality, width) and math.isfinite(quality.max_difference):
             if width not in _WIDER:
                 break
             for name in self._order(bits, _WIDER[width], _badness(quality)):
+                if bits[name] >= _WIDER[width]:
+                    continue
                 wider = {**bits, name: _WIDER[width]}
                 if self._full(wider) > 0.5:  # such a file is not a quantised one
                     continue

@@ -64,6 +64,9 @@ class Quantization:
             int8 and 1.1 with int4.
         tokens: a text for the perplexity, int64 of shape (texts, length), without padding. ``None``, the default, for
             the text that the model itself would write, see :class:`.quality.Quality`.
+        calibration: a text that matrices are rounded to 4 bits by, int64 of shape (texts, length), without padding:
+            each weight makes up for the errors of those before it, as far as the text shows their inputs going
+            together. ``None``, the default, for ``tokens``; without either, weights are rounded to nearest.
         activations: precision of what is multiplied with these weights. ``"int8"`` rounds it to 8 bits, in blocks;
             ``"float"`` does not, and a token takes up to twice as long. ``"auto"``, the default, does not round where
             that costs a language model more than the rounding of its weights.
@@ -80,6 +83,7 @@ class Quantization:
     perplexity_ratio: float | None = None
     tokens: torch.Tensor | None = None
     activations: Activations = "auto"
+    calibration: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.weights not in get_args(WeightBits):
@@ -95,14 +99,14 @@ class Quantization:
                 f'Quantization: activations must be "auto", "float" or "int8", found {self.activations!r}.'
             )
         ratio: Any = self.perplexity_ratio
-        tokens = self.tokens
         if ratio is not None and not (isinstance(ratio, (int, float)) and ratio > 1):
             raise InvalidArgumentError(f"Quantization: perplexity_ratio must be a number above 1, found {ratio!r}.")
-        if tokens is not None and not _is_text(tokens):
-            raise InvalidArgumentError(
-                "Quantization: tokens must be int64 of shape (texts, length), with 3 tokens or more in each text, "
-                f"found {_describe(tokens)}."
-            )
+        for name, tokens in (("tokens", self.tokens), ("calibration", self.calibration)):
+            if tokens is not None and not _is_text(tokens):
+                raise InvalidArgumentError(
+                    f"Quantization: {name} must be int64 of shape (texts, length), with 3 tokens or more in each text, "
+                    f"found {_describe(tokens)}."
+                )
 
     @property
     def bits(self) -> int:

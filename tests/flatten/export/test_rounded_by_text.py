@@ -1,0 +1,99 @@
+"""Files in 4 bits whose matrices were rounded by what they multiply on a text."""
+
+import heapq
+import statistics
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+from tests.flatten.export.trained_model import text_of, trained_model
+from yobx_flatten import DecodeSizes, InvalidArgumentError, decode_inputs, export_onnx, register_flattening_functions
+from yobx_flatten.export.onnx.file import UnprovenFile
+from yobx_flatten.export.onnx.input_moments import input_moments
+from yobx_flatten.export.quantization.options import Quantization
+from yobx_flatten.export.quantization.text_cases import text_cases
+
+
+def _text(module, rows: int) -> torch.Tensor:
+    return text_of(module)[: rows * 96].reshape(rows, 96)
+
+
+def _exported(path, **options):
+    model = trained_model()
+    inputs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
+    return model, inputs, export_onnx(model, kwargs=inputs, path=path, cases=[], steps=2, **options)
+
+
+def _divergence(path, tokens: torch.Tensor) -> float:
+    """Mean divergence of the file's scores from the model's, in nats, without any code of ours."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path)
+    feeds = {"input_ids": tokens.numpy(), "attention_mask": torch.ones_like(tokens).numpy()}
+    for node in session.get_inputs():
+        if node.name.startswith("past_key_values"):
+            feeds[node.name] = torch.zeros(len(tokens), 2, 0, 32).numpy()
+    found = torch.from_numpy(session.run(["logits"], feeds)[0]).double().log_softmax(-1)
+    with torch.no_grad():
+        wanted = trained_model()(input_ids=tokens).logits.double().log_softmax(-1)
+    return float((wanted.exp() * (wanted - found)).sum(-1).mean())
+
+
+def test_the_moments_are_those_of_what_modules_receive(tmp_path):
+    """Of each projection, over all tokens but the first of each row, which is in the cache."""
+    import onnx_ir as ir
+
+    path = tmp_path / "m.onnx"
+    model, inputs, _ = _exported(path)
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def keep(module, given):
+        seen.setdefault(id(module), []).append(given[0].detach().flatten(0, 1))
+
+    tokens = _text(heapq, 5)
+    calls = text_cases(model, inputs, tokens)
+    linears = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
+    hooks = [part.register_forward_pre_hook(keep) for part in linears]
+    with torch.no_grad():
+        for call in calls:
+            model(**call.kwargs)
+    for hook in hooks:
+        hook.remove()
+    expected = [torch.cat(seen[id(part)]) for part in linears]
+    assert {len(rows) for rows in expected} == {5 * 95}
+    products = [node for node in ir.load(path).graph if node.op_type == "MatMul" and node.inputs[1].is_initializer()]
+    sizes = {node.inputs[0].name: node.inputs[1].const_value.shape[0] for node in products}
+    file = UnprovenFile(path, tmp_path)
+    names = [node.name for node in ir.load(path).graph.inputs]
+    calls = text_cases(model, inputs, tokens)
+    with register_flattening_functions(patch_transformers=True):
+        found = dict(input_moments(file, sizes, calls, names))
+    assert len(found) == 2 * 4 + 1 == len(sizes)
+    for rows in expected:
+        wanted = rows.T @ rows / len(rows)
+        near = [float((one - wanted).abs().max()) for one in found.values() if one.shape == wanted.shape]
+        assert min(near) < 1e-4 * float(wanted.abs().max())
+    assert [one.name for one in tmp_path.iterdir()] == ["m.onnx"]
+
+
+def test_a_file_rounded_by_a_text_is_nearer_to_its_model(tmp_path):
+    """On a text that neither read: at most six tenths of the divergence of rounding to nearest."""
+    nearest = Quantization("int4", perplexity_ratio=2.0)
+    by_text = Quantization("int4", perplexity_ratio=2.0, tokens=_text(heapq, 4), calibration=_text(statistics, 40))
+    _exported(tmp_path / "nearest.onnx", quantize=nearest)
+    *_, exported = _exported(tmp_path / "text.onnx", quantize=by_text)
+    held_out = text_of(heapq)[4 * 96 : 12 * 96].reshape(8, 96)
+    found = [_divergence(tmp_path / name, held_out) for name in ("text.onnx", "nearest.onnx")]
+    assert found[0] < 0.6 * found[1]
+    assert any("by a text" in remark for remark in exported.report.remarks)
+    assert (tmp_path / "text.onnx").stat().st_size < 1.08 * (tmp_path / "nearest.onnx").stat().st_size
+
+
+def test_a_text_that_is_none_is_refused():
+    """Before anything is traced, with its name."""
+    with pytest.raises(InvalidArgumentError, match=r"calibration must be int64 of shape \(texts, length\)"):
+        Quantization("int4", calibration=torch.ones(2, 5))

@@ -1,0 +1,77 @@
+"""Run a file on a text, and sum the second moments of what its products multiply with their weights.
+
+.. code-block:: text
+
+    text ──> file ──> x of some products, as further outputs ──> sum of x[i] * x[j] over all tokens
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+
+from ...runners.onnx_runner import OnnxRunner
+from ...runners.onnx_session import open_session
+from ..proof.exported_call import ByName
+from ..proof.replay import Case, clone
+from .file import UnprovenFile
+
+__all__ = ["input_moments"]
+
+_LEAST = 2**29
+"""Bytes of moments that are held at once, if the weights are not larger: a file runs once for each such part."""
+
+
+def input_moments(
+    file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield values of a file by name, with the mean product of each two of their last axis, float32."""
+    # sizes: sizes of the last axis of the values of the graph that are wanted
+    # names: names of the inputs' leaves, in order
+    most = max(_LEAST, sum(one.stat().st_size for one in file.folder.iterdir() if one.is_file()) // 4)
+    for part in _parts(sizes, most):
+        found = {name: torch.zeros(sizes[name], sizes[name]) for name in part}
+        count = 0
+        with _showing(file, part) as runner:
+            side = ByName(runner, names)
+            for call in calls:
+                outputs = side.run(call.args, clone(call.kwargs))
+                for name in part:
+                    rows = outputs[name].reshape(-1, sizes[name]).float()
+                    found[name].addmm_(rows.T, rows)
+                count += rows.shape[0]
+        for name in part:
+            yield name, found.pop(name).div_(max(count, 1))
+
+
+def _parts(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
+    """Names whose moments are held at once."""
+    part: list[str] = []
+    held = 0
+    for name, size in sizes.items():
+        if part and held + 4 * size * size > most:
+            yield part
+            part, held = [], 0
+        part.append(name)
+        held += 4 * size * size
+    if part:
+        yield part
+
+
+@contextlib.contextmanager
+def _showing(file: UnprovenFile, names: Collection[str]) -> Iterator[OnnxRunner]:
+    """Open the file with values of its graph as further outputs."""
+    import onnx_ir as ir
+
+    model = ir.load(file.path)
+    held = {output.name for output in model.graph.outputs}
+    made = {output.name: output for node in model.graph for output in node.outputs if output.name in names}
+    model.graph.outputs.extend(made[name] for name in names if name not in held)
+    path = file.path.with_name(f"shown-{file.path.name}")  # next to its weights, which it reads
+    try:
+        ir.save(model, path)
+        yield OnnxRunner(open_session(path, caller="export_onnx"), file.path.name)
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,69 @@
+"""Round the matrices of a file to 4 bits by what they are multiplied with on a text."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import numpy
+import torch
+
+from ...errors.log import STEP
+from ..quantization.options import Quantization
+from ..quantization.text_cases import text_cases
+from ..source import Source
+from .error_feedback import round_with_feedback
+from .file import UnprovenFile
+from .input_moments import input_moments
+from .kept_integers import Grids
+from .weight_grid import WeightGrid
+from .weights import unmap
+
+__all__ = ["RoundedMatrices", "round_by_text"]
+
+logger = logging.getLogger("yobx_flatten")
+
+RoundedMatrices: TypeAlias = dict[tuple[str, bool], WeightGrid]
+"""Matrices in 4 bits, by the name of the weight and whether it is transposed."""
+
+
+def round_by_text(
+    file: UnprovenFile, graph: Any, products: Iterable[Any], quantization: Quantization, source: Source, grids: Grids
+) -> RoundedMatrices:
+    """Round matrices of a file; those of the same inputs together. The block must be open."""
+    # products: nodes of the graph with their weights, and whether these are transposed
+    tokens = quantization.tokens if quantization.calibration is None else quantization.calibration
+    if tokens is None or not source.cases or quantization.bits != 4:
+        return {}
+    wanted: dict[str, dict[tuple[str, bool], Any]] = {}
+    sizes: dict[str, int] = {}
+    for node, (value, transposed) in products:
+        x = node.inputs[0]
+        size = int(value.const_value.shape[1 if transposed else 0])
+        # a product in a loop or a branch cannot be shown, and onnxruntime pads what has no whole blocks with zeros
+        if x.producer() is None or x.producer().graph is not graph or size % quantization.block_size:
+            continue
+        if x.shape is None or grids.is_exact(value, 4, transposed=transposed):
+            continue
+        wanted.setdefault(x.name, {})[value.name, transposed] = value
+        sizes[x.name] = size
+    if not wanted:
+        return {}
+    example, found = source.example, RoundedMatrices()
+    logger.info("reading what %d products multiply", len(sizes), extra=STEP)
+    calls = text_cases(example.module, example.kwargs, tokens)
+    for name, moments in input_moments(file, sizes, calls, example.names):
+        found |= _rounded(wanted[name], moments, quantization.block_size)
+    return found
+
+
+def _rounded(matrices: dict[tuple[str, bool], Any], moments: torch.Tensor, block_size: int) -> RoundedMatrices:
+    found = RoundedMatrices()
+    for key, value in matrices.items():
+        array = value.const_value.numpy()
+        weights = torch.from_numpy(numpy.array(array.T if key[1] else array))
+        del array
+        unmap(value.const_value)
+        found[key] = round_with_feedback(weights, moments, block_size, weights.dtype)
+    return found

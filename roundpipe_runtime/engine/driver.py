@@ -24,6 +24,7 @@ from ..device.virtual import Device
 from ..errors import ConfigError
 from .autograd import call
 from .call import Call
+from .compiled import NOT_COMPILED, CompiledLayers
 from .config import RoundPipeRunConfig
 from .inputs import host_value
 from .lifecycle import RunLifecycle
@@ -57,9 +58,10 @@ class Engine(RunLifecycle):
         pinned: PinnedModel | None = None,
         groups: OneGroup[Engine] | None = None,
         gradient_dtype: torch.dtype | None = None,
+        compiled: CompiledLayers = NOT_COMPILED,
     ) -> None:
         groups = OneGroup() if groups is None else groups
-        super().__init__(model, layers, devices, optim_dtype, tag, pinned, groups, gradient_dtype)
+        super().__init__(model, layers, devices, optim_dtype, tag, pinned, groups, gradient_dtype, compiled)
         self._warned = False
         self.row_check: RowCheck | None = RowCheck()
         self.groups.begin(self, model)

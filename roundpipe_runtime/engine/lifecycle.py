@@ -31,6 +31,7 @@ from ..schedule.plan import RunType
 from ..schedule.round_robin import Stage, stages_within
 from ..timeline.record import current_timeline
 from .autograd import check_not_transformed
+from .compiled import NOT_COMPILED, CompiledLayers
 from .config import RoundPipeRunConfig
 from .dispatch import Dispatch
 from .inputs import PinnedCopies, host_value
@@ -67,8 +68,10 @@ class RunLifecycle:
         pinned: PinnedModel | None,
         groups: OneGroup[Any],
         gradient_dtype: torch.dtype | None,
+        compiled: CompiledLayers,
     ) -> None:
         self.layers = list(layers)
+        self._compiled = compiled
         self.devices = list(devices)
         self.tag = tag
         self.step = 0
@@ -198,6 +201,8 @@ class RunLifecycle:
         span = range(len(self.layers)) if span is None else span
         # Autocast belongs to the thread of the caller. Labels and losses may also stay on the CPU.
         kinds = sorted({"cpu"} | {device.torch_device.type for device in self.devices})
+        # Trials, evaluation and generation have other sizes, and caches: each would be compiled for them.
+        compiled = self._compiled if config.requires_grad else NOT_COMPILED
         return RunSpec(
             kind=kind,
             stages=stages_within(plan.stages(kind, len(self.layers), most_copies=most_copies), span),
@@ -212,8 +217,9 @@ class RunLifecycle:
             autocast=captured_autocast(kinds),
             # In a run that goes backward later, the caller may change parameters in between.
             stays=kind == "fused" and self.planner.fits(),
-            one_thread=self.planner.prefers_one_thread(kind),
+            one_thread=not compiled.is_empty or self.planner.prefers_one_thread(kind),
             take_gradient=self.take_gradient,
+            compiled=compiled,
         )
 
     def _count(self, kind: RunType) -> int:

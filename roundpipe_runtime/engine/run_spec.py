@@ -14,6 +14,7 @@ from ..device.transfer import HostValue
 from ..optim.parameters import LayerContents
 from ..schedule.plan import RunType
 from ..schedule.round_robin import Stage
+from .compiled import NOT_COMPILED, CompiledLayers
 from .loss_check import LossCheck
 from .parameters.on_device import Gradients
 from .recompute.states import call_seed
@@ -61,6 +62,8 @@ class RunSpec:
     # function that is given the index of a layer and its gradients on the host, as soon as their copies are under way.
     # It may take gradients out of the mapping. Default: none.
     gradients_landed: Callable[[int, Gradients], None] | None = None
+    # layers that torch compiles. Default: none.
+    compiled: CompiledLayers = NOT_COMPILED
 
     @property
     def has_backward(self) -> bool:

@@ -53,7 +53,7 @@ def wrap_model_to_roundpipe(
         example: keyword arguments of the model's forward, with which it is cut. Default: a few tokens.
         check: whether to compare the cut with the model.
         **roundpipe_kwargs: further arguments of :class:`RoundPipe`: ``devices``, ``optim_dtype``, ``gradient_dtype``,
-            ``pin_model``.
+            ``pin_model``, ``compile``.
 
     Returns:
         The model, wrapped.
@@ -81,6 +81,11 @@ def wrap_model_to_roundpipe(
             config = RoundPipeRunConfig(num_microbatch=1).over(config)
     else:
         made = _cut(model, example, skip_modules, check=check, must=use_sequential_preset is True)
+    if made.report.is_whole and roundpipe_kwargs.get("compile"):
+        raise ConfigError(
+            f"{made.report.model} runs in one piece, so it has no layers to compile. Cut it with "
+            "lower_threshold=0, or leave compile out."
+        )
     return WrappedModel(made, name=name, model_run_config=config, **roundpipe_kwargs)
 
 

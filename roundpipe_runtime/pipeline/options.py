@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..device.accelerator import AcceleratorDevice
 from ..device.virtual import Device, DeviceSpec
+from ..engine.compiled import check_compile_options
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError
 
@@ -32,6 +33,7 @@ class PipelineOptions:
     reduce_dtype: torch.dtype | None = None
     gradient_dtype: torch.dtype | None = None
     host_weights: Literal["own", "shared"] = "own"
+    compile: bool | Mapping[str, object] = False
 
     def __post_init__(self) -> None:
         dtype: Any = self.optim_dtype
@@ -54,6 +56,7 @@ class PipelineOptions:
             raise ConfigError(f"reduce_dtype must be a floating dtype, like torch.bfloat16, found {wire!r}.")
         if self.host_weights not in ("own", "shared"):
             raise ConfigError(f'host_weights must be "own" or "shared", found {self.host_weights!r}.')
+        check_compile_options(self.compile)
         if self.replicas is not None and not (type(self.replicas) is int and self.replicas >= 1):
             raise ConfigError(f"replicas must be a number from 1 on, found {self.replicas!r}.")
 

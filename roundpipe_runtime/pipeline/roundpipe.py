@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..batch.arguments import check_call, check_loss_fn
 from ..device.pinning import PinnedModel
 from ..device.virtual import DeviceSpec, parse_devices
+from ..engine.compiled import CompiledLayers, check_compile_options
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
 from ..errors import ConfigError, LossError, RoundPipeWarning, StageError, call_site, warn
@@ -63,6 +64,8 @@ class RoundPipe(OptimizedModel, SavedModel):
             in ``optim_dtype`` all the same. Default: ``optim_dtype``.
         host_weights: ``"own"``: each process of a mesh has a copy of the weights; ``"shared"``: those of a machine have
             one together, with the same numbers.
+        compile: ``True``, or keyword arguments of ``torch.compile``, to compile each kind of layer once; of a
+            transformers model, its layers. ``dynamic=True`` unless stated otherwise. Default: nothing is compiled.
 
     Raises:
         ConfigError: when an argument has a value that it cannot have.
@@ -92,6 +95,7 @@ class RoundPipe(OptimizedModel, SavedModel):
         reduce_dtype: torch.dtype | None = None,
         gradient_dtype: torch.dtype | None = None,
         host_weights: Literal["own", "shared"] = "own",
+        compile: bool | Mapping[str, object] = False,
     ) -> None:
         super().__init__()
         config = RoundPipeRunConfig() if model_run_config is None else model_run_config
@@ -107,6 +111,7 @@ class RoundPipe(OptimizedModel, SavedModel):
             reduce_dtype,
             gradient_dtype,
             host_weights,
+            compile,
         )
         self._rp_build(as_module(model), options, None)
 
@@ -124,7 +129,15 @@ class RoundPipe(OptimizedModel, SavedModel):
             take_over_always(widened)
         self._rp_groups = _rank_groups(options) if options.has_groups else None
         self._rp_engine = Engine(
-            model, layers, found, options.optim_dtype, tag, pinned, self._rp_groups, options.gradient_dtype
+            model,
+            layers,
+            found,
+            options.optim_dtype,
+            tag,
+            pinned,
+            self._rp_groups,
+            options.gradient_dtype,
+            CompiledLayers(layers, check_compile_options(options.compile)),
         )
         if shares and options.pin_model != "off" and torch.cuda.is_available():  # they are where they stay now
             self._rp_engine.pin(PinnedModel(model, "register", found))

@@ -179,6 +179,12 @@ class LayerCall(CallState):
             return self._called()
 
     def _called(self) -> Any:
+        if self.spec.compiled.is_empty:
+            return self._call_module()
+        with self.spec.compiled.standing(self.contents.index):
+            return self._call_module()
+
+    def _call_module(self) -> Any:
         value = self.values.structure.rebuild(self.entered)
         if self.contents.index == 0:  # the first layer has the arguments of the model, the others what came before
             args, kwargs = value

@@ -72,6 +72,11 @@ class Phase(nn.Module):
         return self.program
 
     @property
+    def _rp_to_compile(self) -> None:
+        """Nothing: the model's own code is stopped by an exception where it needs a layer."""
+        return
+
+    @property
     def _is_last(self) -> bool:
         return self.number == self.program.phases - 1
 
@@ -151,6 +156,11 @@ class Whole(nn.Module):
         super().__init__()
         self.model = model
 
+    @property
+    def _rp_to_compile(self) -> None:
+        """Nothing: the loss and caches are handed out next to the output."""
+        return
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
         kwargs, options = split_options(kwargs)
@@ -172,6 +182,11 @@ class LayerCall(nn.Module):
         self.layer = layer
         self.program = program
         self.place = place
+
+    @property
+    def _rp_to_compile(self) -> nn.Module:
+        """The layer, without the code around it that takes its arguments out of the state."""
+        return self.layer
 
     def forward(self, state: CutState) -> CutState:
         """Call the layer as the phase before recorded it."""

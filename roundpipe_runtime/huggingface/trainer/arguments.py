@@ -10,10 +10,11 @@ from torch import nn
 
 from yobx_flatten.errors.failures import raised_as
 
+from ...engine.compiled import check_compile_options
 from ...errors import ConfigError
 from ...pipeline import RoundPipe
 
-__all__ = ["check_arguments", "check_kernels", "check_optimizer", "check_precision"]
+__all__ = ["check_arguments", "check_kernels", "check_optimizer", "check_precision", "compile_options"]
 
 # Smaller parameters than 4,096 numbers have moments in 32 bits, also with optimizers of 8 bits.
 _WITH_8_BITS = 8192
@@ -22,7 +23,6 @@ _WITH_8_BITS = 8192
 _UNSUPPORTED = {
     "fp16_full_eval": "it would move the model to the accelerator. Load the model with dtype=torch.float16",
     "bf16_full_eval": "it would move the model to the accelerator. Load the model with dtype=torch.bfloat16",
-    "torch_compile": "a pipeline calls the layers one by one. Leave it out",
     "auto_find_batch_size": "the memory of a device depends on the microbatch. Give microbatches= a larger number",
     "fsdp": "a pipeline has its own devices and ranks. Leave it out",
     "deepspeed": "a pipeline has its own devices and ranks. Leave it out",
@@ -35,6 +35,8 @@ def check_arguments(args: Any) -> None:
     for name, reason in _UNSUPPORTED.items():
         if getattr(args, name, None):
             raise ConfigError(f"RoundPipeTrainer: {name}={getattr(args, name)!r} is not supported: {reason}.")
+    if args.torch_compile:
+        check_compile_options(compile_options(args))
     if args.fp16:
         check_precision("fp16")
     if args.world_size > 1 and "gloo" not in torch.distributed.get_backend_config():
@@ -54,6 +56,12 @@ def check_arguments(args: Any) -> None:
             f"RoundPipeTrainer: optim={optimizer!r} steps within the backward of a layer, which is over on the device "
             'before the host has the gradient. Use optim="adamw_torch".'
         )
+
+
+def compile_options(args: Any) -> dict[str, str]:
+    """Return the keyword arguments of ``torch.compile`` that training arguments state."""
+    found = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], *, has_copies: bool) -> None:

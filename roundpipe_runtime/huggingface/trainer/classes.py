@@ -99,6 +99,11 @@ class RoundPipeTrainer(GroupTrainer, SavingTrainer):
             names = [*self._rp_options, *(name for name, value in of_runs.items() if value is not None)]
             if names:
                 raise ConfigError(f"The model is wrapped already: give {', '.join(names)} to wrap_model_to_roundpipe.")
+            if args is not None and args.torch_compile:
+                raise ConfigError(
+                    "The model is wrapped already: torch_compile=True comes too late. Compile its layers there:\n"
+                    "    wrap_model_to_roundpipe(model, compile=True)"
+                )
             if model.mesh is None and args is not None and args.world_size > 1:
                 raise ConfigError(
                     f"The model is wrapped for one process, and there are {args.world_size}. Give the Trainer the "

@@ -18,7 +18,7 @@ from ...engine.config import RoundPipeRunConfig
 from ...optim.step import OptimizerCtx
 from ..errors import CutError
 from ..wrap import WrappedModel, wrap_model_to_roundpipe
-from .arguments import check_arguments, check_kernels, check_optimizer, check_precision
+from .arguments import check_arguments, check_kernels, check_optimizer, check_precision, compile_options
 from .checkpoints import CheckpointingTrainer
 
 __all__ = ["PipelineTrainer"]
@@ -50,6 +50,8 @@ class PipelineTrainer(CheckpointingTrainer):
     def _rp_wrapped(self) -> WrappedModel:
         if "devices" not in self._rp_options and self.args.world_size > 1 and (share := own_devices()):
             self._rp_options["devices"] = share
+        if self.args.torch_compile:
+            self._rp_options["compile"] = compile_options(self.args)
         wrap = functools.partial(
             wrap_model_to_roundpipe, self.model, model_run_config=self._rp_config, mesh=self._rp_mesh()
         )

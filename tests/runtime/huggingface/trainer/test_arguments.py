@@ -19,7 +19,10 @@ from tests.runtime.huggingface.trainer.trainer_runs import TOLERANCE, arguments,
     [
         ({"bf16_full_eval": True}, "bf16_full_eval=True is not supported"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True is not supported"),
-        ({"torch_compile": True}, "torch_compile=True is not supported"),
+        (
+            {"torch_compile": True, "torch_compile_backend": "inductor", "torch_compile_mode": "reduce-overhead"},
+            "compile: mode='reduce-overhead' records the addresses of parameters",
+        ),
         ({"optim": "lomo"}, "optim='lomo' steps within the backward"),
         ({"fp16": True}, "mixed precision 'fp16' is not supported"),
         ({"accelerator_config": AcceleratorConfig(dispatch_batches=True)}, "dispatch_batches=True is not supported"),

@@ -1,0 +1,234 @@
+"""Tests of roundpipe_runtime.engine.compiled: each kind of layer is compiled once, and learns the same."""
+
+import contextlib
+import copy
+import pickle
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import (
+    ConfigError,
+    RoundPipe,
+    RoundPipeRunConfig,
+    doing_recompute,
+    get_recompute_data,
+    save_for_recompute,
+)
+from tests.cases import cases
+from tests.runtime.small import all_recomputed, gradients, near, relative_error
+
+pytestmark = [
+    pytest.mark.slow,
+    # torch's own compiler asks inputs that are no leaves for it, also without a pipeline
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+MEAN = {"loss_reduction": "mean"}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Nothing that another test has compiled."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def pipeline(model, **options):
+    pipe = RoundPipe(model, **options)
+    try:
+        yield pipe
+    finally:
+        pipe.close()
+
+
+class Counted:
+    """A backend that runs the graphs as they are, and keeps them."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, graph, inputs):
+        self.graphs.append(graph)
+        return graph.forward
+
+
+class Block(nn.Module):
+    def __init__(self, width=8, dropout=0.0):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.drop(self.second(torch.nn.functional.gelu(self.first(x))))
+
+
+class Gate(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, width))
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.weight * x)
+
+
+def model_of(dropout=0.0):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(dropout=dropout) for _ in range(4)), Gate(), Block(dropout=dropout), Gate())
+
+
+def data(rows=7):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 8, generator=generator), torch.randn(rows, 8, generator=generator)
+
+
+def learnt(model, compile, config=None, steps=2, devices="virtual:2"):
+    """Losses, and the gradients of the last step."""
+    model, losses = copy.deepcopy(model), []
+    x, y = data()
+    with pipeline(model, devices=devices, compile=compile, name="compiled") as pipe:
+        for step in range(steps):
+            model.zero_grad()
+            torch.manual_seed(step)
+            config = config or RoundPipeRunConfig(num_microbatch=3, **MEAN)
+            losses.append(pipe.forward_backward((x,), label=y, loss_fn=nn.functional.mse_loss, run_config=config))
+        pipe.synchronize()
+        return losses, gradients(model)
+
+
+@pytest.fixture(params=cases(["aot_eager", "inductor"], quick=["aot_eager"]))
+def backend(request):
+    """The passes of torch's compiler without its code, which takes a minute to make, and with it."""
+    if request.param == "inductor" and not any(shutil.which(name) for name in ("g++", "clang++")):
+        pytest.skip("inductor needs a compiler for C++")
+    return request.param
+
+
+def test_equal_layers_share_what_is_compiled_once():
+    """Five blocks and two gates, rows of 3, 2 and 2, three steps, recomputed: three graphs.
+
+    One is of the first block, whose input needs no gradient; then of all other blocks, and of the gates.
+    """
+    counted = Counted()
+    layers = len(model_of()) - 1
+    learnt(model_of(), {"backend": counted}, all_recomputed(layers, 3), steps=3)
+    assert len(counted.graphs) == 3
+
+
+def test_losses_and_gradients_are_those_of_the_plain_model(backend):
+    """Eager within rounding, and those of the plain model compiled by the same backend."""
+    plain, (x, y) = model_of(), data()
+    for layer in plain:
+        layer.compile(backend=backend, dynamic=True)
+    nn.functional.mse_loss(plain(x), y).backward()
+    eager = learnt(model_of(), False)
+    losses, found = learnt(model_of(), {"backend": backend})
+    assert all(near(one, other) for one, other in zip(losses, eager[0], strict=True))
+    for name, gradient in gradients(plain).items():
+        assert relative_error(found[name], gradient) < 1e-6
+        assert relative_error(found[name], eager[1][name]) < 1e-6
+
+
+def test_dropout_draws_again_what_it_drew(backend):
+    """Recomputed or not, on one device or three, the gradients have the same bits; another seed has others."""
+    model = model_of(dropout=0.3)
+    whole = learnt(model, {"backend": backend}, RoundPipeRunConfig(num_microbatch=2, **MEAN), devices="virtual:1")
+    again = learnt(model, {"backend": backend}, all_recomputed(len(model) - 1), devices="virtual:3")
+    assert whole[0] == again[0]
+    assert whole[0][0] != whole[0][1]  # each step has a seed of its own
+    assert all(torch.equal(gradient, again[1][name]) for name, gradient in whole[1].items())
+
+
+def test_layers_are_as_they_were_for_everyone_else():
+    """Their own code runs outside of the pipeline, and what is compiled is neither copied nor pickled."""
+    counted, model = Counted(), model_of()
+    x, y = data()
+    with pipeline(model, devices="virtual:1", compile={"backend": counted}) as pipe:
+        config = RoundPipeRunConfig(num_microbatch=2, **MEAN)
+        pipe.forward_backward((x,), label=y, loss_fn=nn.functional.mse_loss, run_config=config)
+        pipe.synchronize()
+        assert all(layer._compiled_call_impl is None for layer in model.modules())
+        before = len(counted.graphs)
+        model[0](x[:1])
+        assert len(counted.graphs) == before
+        pickle.dumps(model)
+
+
+class Counting(nn.Module):
+    """Writes its input and a buffer in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return self.norm(x.relu_())
+
+
+class Writing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x.mul_(2)
+        return self.linear(x)
+
+
+def test_layers_that_write_buffers_and_inputs_do_so_once():
+    """Running means of a norm, and an input that is doubled: gradients and buffers of the eager pipeline."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Writing(), Counting(), Writing(), nn.Linear(8, 8))
+    found = []
+    for compile in (False, {"backend": "aot_eager"}):
+        own = copy.deepcopy(model)
+        x, y = data()
+        with pipeline(own, devices="virtual:2", compile=compile) as pipe:
+            pipe.forward_backward((x,), label=y, loss_fn=nn.functional.mse_loss, run_config=all_recomputed(4))
+            pipe.synchronize()
+        found.append({**gradients(own), **dict(own.named_buffers())})
+    for name, expected in found[0].items():
+        assert relative_error(found[1][name], expected) < 1e-6, name
+
+
+class Noise(nn.Module):
+    """Draws once; its recomputation reads what was drawn."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        if doing_recompute():
+            (noise,) = get_recompute_data()
+        else:
+            noise = torch.rand_like(x)
+            save_for_recompute(noise)
+        return x * self.weight + noise
+
+
+def test_saved_data_reach_the_recomputation_of_a_compiled_layer():
+    """The gradients of the eager pipeline."""
+    model = nn.Sequential(nn.Linear(8, 8), Noise(), nn.Linear(8, 8))
+    eager, found = (learnt(model, compile, all_recomputed(2), steps=1) for compile in (False, {"backend": "aot_eager"}))
+    for name, gradient in eager[1].items():
+        assert relative_error(found[1][name], gradient) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("inductor", "compile must be True, or keyword arguments of torch.compile, found 'inductor'"),
+        ({"mode": "reduce-overhead"}, "mode='reduce-overhead' records the addresses of parameters"),
+        ({"dynamic": None}, "dynamic=None compiles a layer again at the second size"),
+    ],
+)
+def test_what_a_pipeline_cannot_compile_is_refused(given, message):
+    """Before anything is made, with the line to type."""
+    with pytest.raises(ConfigError, match=message):
+        RoundPipe(model_of(), devices="virtual:1", compile=given)

@@ -81,12 +81,18 @@ def wrap_model_to_roundpipe(
             config = RoundPipeRunConfig(num_microbatch=1).over(config)
     else:
         made = _cut(model, example, skip_modules, check=check, must=use_sequential_preset is True)
-    if made.report.is_whole and roundpipe_kwargs.get("compile"):
+    if roundpipe_kwargs.get("compile"):
+        _check_has_layers(made)
+    return WrappedModel(made, name=name, model_run_config=config, **roundpipe_kwargs)
+
+
+def _check_has_layers(made: Cut) -> None:
+    """Check that there is something to compile."""
+    if made.report.is_whole:
         raise ConfigError(
             f"{made.report.model} runs in one piece, so it has no layers to compile. Cut it with "
             "lower_threshold=0, or leave compile out."
         )
-    return WrappedModel(made, name=name, model_run_config=config, **roundpipe_kwargs)
 
 
 def _cut(

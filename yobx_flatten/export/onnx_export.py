@@ -50,7 +50,7 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
 
     Args:
         module, args, kwargs: the module, in the mode to export, and example arguments; see :func:`export_program`.
-        path, keep_failed: the file to write, once the replay has passed; a folder for a file that failed.
+        path, keep_failed: the file to write, once the replay has passed, and a folder for a file that failed.
         dynamic_shapes, cases, steps, tolerance, proof: see :func:`export_program`.
         opset_version: version of ONNX's operators; ``None``, the default, for the newest that passes the replay.
         counter_input: whether a cache whose layers all slide has an input ``past_key_values.length``; not by default.

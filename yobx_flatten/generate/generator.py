@@ -100,8 +100,8 @@ class Generator:
             input_features, input_values: sound for the encoder, as features or as samples.
             pixel_values, image_grid_thw, image_sizes, batch_num_images: images, as the processor returns them.
             pixel_values_videos, video_grid_thw, second_per_grid_ts: videos, as the processor returns them.
-            decoder_input_ids, forced_bos_token_id: the first tokens of an output; the one after the first.
-            language, task, return_timestamps: what Whisper hears, writes (``"translate"``: English), and when.
+            decoder_input_ids, forced_bos_token_id: the first tokens of an output, and the one after a single first one.
+            language, task, return_timestamps: the language that Whisper hears, what it writes, and whether with times.
             num_beams, length_penalty, early_stopping, num_return_sequences: a beam search; ``num_beams=1`` for none.
             **options: any other keyword of ``model.generate`` (``temperature``, ``streamer``, ``stopping_criteria``
                 ...): the loop of transformers then runs the files.

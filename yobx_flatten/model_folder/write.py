@@ -118,14 +118,14 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
     The folder appears when all of it is proven. The guide lists :ref:`each argument <arguments-of-export-folder>`.
 
     Args:
-        model, source: a model in evaluation mode, or its name; the folder of its tokenizer, where it is not known.
-        folder, overwrite: the folder to write; whether to replace one that is not empty.
+        model, source: a model in evaluation mode or its name, and the folder of its tokenizer, where that is not known.
+        folder, overwrite: the folder to write, and whether to replace its contents.
         task: what the files are for, see :data:`TASKS`; ``"auto"`` for the task of the model.
-        to, target: the format of the files, and the runtime that proves them; by default onnxruntime.
-        batch, bounds: a fixed number of rows; the largest sizes, which ExecuTorch needs.
+        to, target: the format of the files, and the runtime that proves them; by default ONNX and onnxruntime.
+        batch, bounds: a fixed number of rows, and the largest sizes, which ExecuTorch needs; none by default.
         proof: ``"full"``, ``"sample"`` or ``"none"``; ``"auto"`` chooses by the size of the weights.
-        opset_version, optimize, quantize, calibration: see :func:`export_onnx`; a file of prompts to measure bits by.
-        logits, word_times, layout: what the files return, and where they are.
+        opset_version, optimize, quantize, calibration: see :func:`export_onnx`, and prompts to measure fewer bits by.
+        logits, word_times, layout: the scores and times of words that files return, and the places of the files.
         dtype, weights, unmatched_weights, trust_remote_code: how a model given by name is loaded.
 
     Returns:

@@ -94,7 +94,7 @@ def _is_worth_lowest(blocks: Floats) -> bool:
         steps = numbers.astype(numpy.float32) - (0 if low else _MIDDLE)
         found = steps * scales[..., None] + (low[0][..., None].astype(numpy.float32) if low else 0)
         errors.append(float(numpy.square(found - sample).sum(dtype=numpy.float64)))
-    return errors[1] * 4.0 ** (16 / blocks.shape[2]) < errors[0]
+    return bool(errors[1] * 4.0 ** (16 / blocks.shape[2]) < errors[0])
 
 
 def _part(tensor: Any, transposed: bool, size: int, kind: Any, parts_of: Any, index: int) -> Any:

@@ -42,7 +42,7 @@ FORMS: dict[str, Form] = {
     "int4 fused": Form({**_FUSED, "quantize": "int4"}, 0.97, 1.01),
     "GGUF fused": Form(_FUSED, 0.99, 1.001, source="gguf"),
     "other weights int8 fused": Form({**_FUSED, "quantize": "int8"}, 0.97, 1.01, source="moved"),
-    "other weights int4 fused": Form({**_FUSED, "quantize": "int4"}, 0.8, 1.1, source="moved"),
+    "other weights int4 fused": Form({**_FUSED, "quantize": "int4"}, 0.95, 1.05, source="moved"),
     "OpenVINO": Form({"target": "openvino"}, 1.0, 1.0001),
     "AOTInductor": Form({"target": "aotinductor"}, 1.0, 1.0001),
     "ExecuTorch": Form({"target": "executorch", **_SIZES}, 1.0, 1.0001),

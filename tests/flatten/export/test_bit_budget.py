@@ -1,5 +1,6 @@
 """Bits go where a text needs them: the order, the end of the search, and files made so."""
 
+import dataclasses
 import math
 
 import pytest
@@ -50,12 +51,26 @@ def test_the_head_is_the_first_to_get_more_bits():
     assert (quality.ok, len(tried)) == (True, 2)
 
 
-@pytest.mark.parametrize(("agreed", "head", "count"), [(0.91, 4, 1), (0.89, 8, 2)])
+@pytest.mark.parametrize(("agreed", "head", "count"), [(0.96, 4, 1), (0.94, 8, 2)])
 def test_the_head_gets_more_bits_where_tokens_differ(agreed, head, count):
-    """The ratio holds with all in 4 bits, and less than nine of ten tokens are the model's; then the search ends."""
-    bits, quality, tried = _search(1.5, agreed={4: agreed, 8: 0.89})
+    """The ratio holds with all in 4 bits, and less than 19 of 20 tokens are the model's; then the search ends."""
+    bits, quality, tried = _search(1.5, agreed={4: agreed, 8: 0.94})
     assert bits == {"up": 4, "down": 4, "o": 4, "head": head}
     assert (quality.ok, len(tried)) == (True, count)
+
+
+def test_a_model_of_integers_keeps_the_8_bits_of_its_head():
+    """In 4 bits it would be within the ratio; with its own integers nothing is lost, and nothing else is tried."""
+    roles = {name: dataclasses.replace(role, exact=8 if role.is_last else 4) for name, role in ROLES.items()}
+    tried = []
+
+    def measure(given):
+        tried.append(dict(given))
+        return Quality("int4", 32, 9, 0.1, 0.1, 0.1, 1.0, None, 9, 10.0, 10.0, 1.1)
+
+    bits, _ = Budget(roles, 4, measure).find()
+    assert bits == {"up": 4, "down": 4, "o": 4, "head": 8}
+    assert tried == [bits]
 
 
 def test_the_next_is_the_role_that_brings_most_for_its_size():

@@ -1,5 +1,6 @@
 """Files in 4 bits whose matrices were rounded by what they multiply on a text."""
 
+import copy
 import heapq
 import statistics
 
@@ -22,8 +23,8 @@ def _text(module, rows: int) -> torch.Tensor:
     return text_of(module)[: rows * 96].reshape(rows, 96)
 
 
-def _exported(path, **options):
-    model = trained_model()
+def _exported(path, dtype=torch.float32, **options):
+    model = copy.deepcopy(trained_model()).to(dtype)
     inputs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
     return model, inputs, export_onnx(model, kwargs=inputs, path=path, cases=[], steps=2, **options)
 
@@ -36,7 +37,8 @@ def _divergence(path, tokens: torch.Tensor) -> float:
     feeds = {"input_ids": tokens.numpy(), "attention_mask": torch.ones_like(tokens).numpy()}
     for node in session.get_inputs():
         if node.name.startswith("past_key_values"):
-            feeds[node.name] = torch.zeros(len(tokens), 2, 0, 32).numpy()
+            dtype = torch.float16 if node.type == "tensor(float16)" else torch.float32
+            feeds[node.name] = torch.zeros(len(tokens), 2, 0, 32, dtype=dtype).numpy()
     found = torch.from_numpy(session.run(["logits"], feeds)[0]).double().log_softmax(-1)
     with torch.no_grad():
         wanted = trained_model()(input_ids=tokens).logits.double().log_softmax(-1)
@@ -91,6 +93,24 @@ def test_a_file_rounded_by_a_text_is_nearer_to_its_model(tmp_path):
     assert found[0] < 0.6 * found[1]
     assert any("by a text" in remark for remark in exported.report.remarks)
     assert (tmp_path / "text.onnx").stat().st_size < 1.08 * (tmp_path / "nearest.onnx").stat().st_size
+
+
+def test_weights_in_4_bits_multiply_in_half_precision(tmp_path):
+    """With float16 for all other weights, scales among them: as near to the model in float32 as the file in float32."""
+    import onnx
+
+    chosen = Quantization("int4", perplexity_ratio=2.0, tokens=_text(heapq, 4), calibration=_text(statistics, 40))
+    held_out, found = text_of(heapq)[4 * 96 : 8 * 96].reshape(4, 96), {}
+    for dtype in (torch.float16, torch.float32):
+        path = tmp_path / f"{dtype}.onnx"
+        _exported(path, dtype, quantize=chosen)
+        found[dtype] = _divergence(path, held_out)
+    assert found[torch.float16] < 1.2 * found[torch.float32]
+    graph = onnx.load(tmp_path / "torch.float16.onnx").graph
+    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    products = [node for node in graph.node if node.op_type == "MatMulNBits"]
+    assert len(products) == 2 * 7 + 1
+    assert {types[node.input[2]] for node in products} == {onnx.TensorProto.FLOAT16}
 
 
 def test_a_text_that_is_none_is_refused():

@@ -17,7 +17,7 @@ SCORES = "logits"
 _LARGEST = 0.5
 """Of outputs that are no scores: the largest difference, relative to the outputs. Unrelated ones are at 1.4."""
 
-_AGREED = 0.9
+_AGREED = 0.95
 """Share of greedy tokens from which on more bits are not noticed."""
 
 
@@ -81,7 +81,7 @@ class Quality:
 
     @property
     def chooses_others(self) -> bool:
-        """Whether less than nine of ten greedy tokens are the model's, on a text."""
+        """Whether less than 19 of 20 greedy tokens are the model's, on a text."""
         return bool(self.text_tokens) and self.agreement is not None and self.agreement < _AGREED
 
     def as_dict(self) -> dict[str, Any]:

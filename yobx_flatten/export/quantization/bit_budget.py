@@ -3,7 +3,7 @@
 .. code-block:: text
 
     all in 4 bits ── within the ratio? ── yes ──> done
-          │ no, or less than nine of ten greedy tokens are the model's: the head in 8 bits
+          │ no, or less than 19 of 20 greedy tokens are the model's: the head in 8 bits
     one role after the other in 8 bits: what does each bring, for each byte?
           │
     the head, then the best role, then the next ... ── within the ratio? ── yes ──> done
@@ -54,13 +54,15 @@ class Budget:
     def find(self) -> tuple[Bits, Quality]:
         """Return the first bits that are within the ratio, and what was measured; else the last that were tried."""
         bits: dict[str, int] = dict.fromkeys(self._roles, self._first)
-        quality = self._measure(bits)
         width = self._first
-        if width == 4 and quality.is_close and quality.chooses_others:
-            heads = [role.name for role in self._roles.values() if role.is_last and role.exact > width]
-            if heads:
-                bits |= dict.fromkeys(heads, _WIDER[width])
-                quality = self._measure(bits)
+        heads = [role.name for role in self._roles.values() if role.is_last and role.exact > width]
+        wide = {name: _WIDER[width] for name in heads if width in _WIDER}
+        if self._is_exact({**bits, **wide}):
+            bits |= wide
+        quality = self._measure(bits)
+        if width == 4 and bits != {**bits, **wide} and quality.is_close and quality.chooses_others:
+            bits |= wide
+            quality = self._measure(bits)
         while not self._is_enough(quality, width) and math.isfinite(quality.max_difference):
             if width not in _WIDER:
                 break
@@ -76,6 +78,10 @@ class Budget:
                     break
             width = _WIDER[width]
         return bits, quality
+
+    def _is_exact(self, bits: Bits) -> bool:
+        """Whether all matrices are integers of so many bits or fewer: with these nothing is lost."""
+        return all(role.exact <= bits[name] <= 8 for name, role in self._roles.items())
 
     @staticmethod
     def _is_enough(quality: Quality, width: int) -> bool:

@@ -55,7 +55,7 @@ class Task:
 
     @property
     def option(self) -> str:
-        """How the command is told what the data are."""
+        """The option that names the data."""
         return "--chat" if self.chat else "--text"
 
 
@@ -133,7 +133,7 @@ class TrainingTrial:
         }
 
     def resumed(self) -> dict[str, Any]:
-        """Kill the command half-way and resume it; metrics and weights are those of a run that nobody stopped."""
+        """Kill the command half-way and resume it; metrics and weights are those of a whole run."""
         if not self.task.chat:
             raise SkipColumnError("those of conversations are")
         _, metrics = self.whole

@@ -189,15 +189,16 @@ genai: $(VENV)/.has-test  ## export decoders and open them with onnxruntime-gena
 	$(BIN)/python -m matrix.genai $(MATRIX_ARGS)
 	$(BIN)/python -m matrix.genai --page docs/genai.md
 
-# ExecuTorch's row is measured with .venv-executorch/bin/python -m matrix.real, after make executorch.
 browser: $(VENV)/.has-test  ## open exported folders in Chromium (needs npm, chromium and chromedriver; BROWSER_MODEL=FOLDER: also a real one)
 	$(BIN)/python -m pip install --quiet --group browser
 	npm install --prefix examples/browser --ignore-scripts --no-audit --no-fund
 	$(BIN)/python -m pytest tests/flatten/model_folder/test_browser.py $(PYTEST_ARGS)
 
-real: $(VENV)/.has-test  ## export a model with trained weights in every form, and ask it questions (MATRIX_ARGS='--only float32')
+# ExecuTorch's row is measured with .venv-executorch/bin/python -m matrix.real, after make executorch.
+real: $(VENV)/.has-test  ## export a model with trained weights in every form, ask it questions, and fine-tune it (MATRIX_ARGS='--only float32' TUNE_ARGS='--only chat')
 	$(BIN)/python -m matrix.real_model
 	$(BIN)/python -m matrix.real $(MATRIX_ARGS)
+	$(BIN)/python -m matrix.real_training --jobs 1 $(TUNE_ARGS)
 	$(BIN)/python -m matrix.real --page docs/real.md
 
 # All columns are there where ExecuTorch is: make executorch, then .venv-executorch/bin/python -m matrix.runtimes

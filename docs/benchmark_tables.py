@@ -31,7 +31,6 @@ def write_benchmarks(folder: Path) -> None:
         ("simulate", _simulate),
         ("dry", _dry),
         ("convergence", _convergence),
-        ("chat", _chat),
         ("layers", _layers),
         ("store", _store),
     ):
@@ -359,22 +358,6 @@ def _dry(data: Mapping[str, Any], _: Path) -> list[str]:
         "and microbatch."
     )
     return [*_table(head, rows), "", text]
-
-
-def _chat(data: Mapping[str, Any], folder: Path) -> list[str]:
-    rows = []
-    for way, name in (("full", "all weights"), ("lora", "adapters of rank 8")):
-        if f"{way} plain" not in data:  # not measured to its end
-            continue
-        plain, pipe = data[f"{way} plain"], data[f"{way} piped"]
-        pairs = list(zip(plain["losses"], pipe["losses"], strict=True))
-        apart = max(abs(one - other) / one for one, other in pairs)
-        for side, run in (("TRL", plain), ("pipeline", pipe)):
-            losses, memory = run["losses"], run["peak bytes"]
-            shown = f"{apart:.1e}" if run is pipe else ""
-            rows.append((f"{name}, {side}", f"{losses[0]:.5f}", f"{losses[-1]:.5f}", shown, f"{memory / 1e9:.2f} GB"))
-    head = ["trained", "step 1", f"step {data['steps']}", "largest difference", "peak of the process"]
-    return _table(head, rows)
 
 
 def _convergence(data: Mapping[str, Any], folder: Path) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,8 @@ from .command import add_options, check_options, run_list
 from .page import row, rule
 from .real_cases import COLUMNS, FORMS, run_type
 from .real_model import MODEL
-from .results import Results, failures
+from .real_training import STEM, section_of
+from .results import Results, failures, recorded_file
 
 __all__ = ["main", "page_of", "parse"]
 
@@ -46,7 +48,8 @@ lowest weight of a block, as those of a model that is trained on from such a fil
 rows, proves nothing. The first prompt of the ten is answered by the files themselves:
 
 {answers}
-{failures}"""
+{failures}
+{trainings}"""
 
 # By heading: the column of results, and what is shown of it.
 _SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -74,13 +77,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def page_of(results: Results, file: str) -> str:
+def page_of(results: Results, file: str, tuned: pathlib.Path | None = None) -> str:
     """Return the page.
 
     Args:
         results: the results of this matrix.
         file: the name of the file they are from.
+        tuned: the file of the trainings. Default: the recorded one.
     """
+    tuned = tuned or recorded_file(STEM)
     names = [name for name in FORMS if name in results.types]
     lines = [row(["form", *_SHOWN]), rule(1 + len(_SHOWN))]
     answers = []
@@ -102,6 +107,7 @@ def page_of(results: Results, file: str) -> str:
         forms="\n".join(lines) + "\n",
         answers="\n".join(answers),
         failures="\n## What fails\n\n" + "\n".join(failed) + "\n" if failed else "",
+        trainings=section_of(Results.read(tuned), tuned.name),
     )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import inspect
+import json
+import pathlib
 from typing import Any
 
 import torch
 
-__all__ = ["QUESTIONS", "text_tokens"]
+__all__ = ["QUESTIONS", "text_tokens", "write_chats", "write_text"]
 
 # but for the first, others than those by which the export judges a quantised folder
 QUESTIONS = (
@@ -36,6 +38,25 @@ def text_tokens(tokenizer: Any, name: str, length: int) -> torch.Tensor:
     """
     found = tokenizer(_TEXTS[name]()[: 20 * length], add_special_tokens=False, verbose=False)["input_ids"][:length]
     return torch.tensor(found)
+
+
+def write_text(file: pathlib.Path) -> None:
+    """Write the help topics to a file, to be trained on."""
+    file.write_text(_topics(), encoding="utf-8")
+
+
+def write_chats(file: pathlib.Path) -> None:
+    """Write a question and its answer for each help topic of Python whose first paragraph is prose."""
+    from pydoc_data.topics import topics
+
+    with open(file, "w", encoding="utf-8") as out:
+        for name in sorted(topics):
+            title, _, first, *_ = [*topics[name].replace("\n\n", "\n", 1).split("\n", 2), ""]
+            words = first.partition("\n\n")[0].split()
+            if len(words) > 12 and "::=" not in words:
+                asked = {"role": "user", "content": f'What does the help of Python say about "{title}"?'}
+                answer = {"role": "assistant", "content": " ".join(words[:40])}
+                out.write(json.dumps({"prompt": [asked], "completion": [answer]}) + "\n")
 
 
 def _topics() -> str:

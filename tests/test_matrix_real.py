@@ -1,5 +1,6 @@
 """The page of the model with trained weights shows what was recorded, and its measures are those of their formulas."""
 
+import json
 import math
 from pathlib import Path
 
@@ -11,7 +12,10 @@ pytest.importorskip("transformers")
 from matrix.cases import DifferenceError
 from matrix.real import page_of
 from matrix.real_cases import FORMS, RealTrial, divergence, perplexity
-from matrix.results import Results
+from matrix.real_texts import write_chats
+from matrix.real_training import STEM
+from matrix.real_training_cases import BAR, TASKS
+from matrix.results import Results, recorded_file
 
 DOCS = Path(__file__).parent.parent / "docs"
 RECORDED = sorted((DOCS / "data").glob("real-*.json"))
@@ -52,3 +56,27 @@ def test_a_form_whose_tokens_are_too_far_from_the_model_fails(tmp_path):
     assert trial.near({"tokens": 0.95, "compared": 100})["tokens"] == 0.95
     with pytest.raises(DifferenceError, match=r"94\.0% of 100 tokens are the model's; at least 95%"):
         trial.near({"tokens": 0.94, "compared": 100})
+
+
+def test_every_training_is_recorded_and_passes():
+    """Losses of the plain trainers within 1e-5; both trainings on conversations were killed, resumed and exported."""
+    types = Results.read(recorded_file(STEM)).types
+    assert sorted(types) == sorted(TASKS)
+    for name, entry in types.items():
+        columns = entry["columns"]
+        assert columns["trained"]["ok"] is True, name
+        assert columns["trained"]["difference"] <= BAR
+        assert columns["trained"]["plain"]["held_out_before"] > columns["trained"]["pipeline"]["held_out"]
+        for column in ("resumed", "exported"):
+            assert columns[column]["ok"] is (True if TASKS[name].chat else None), (name, column)
+        assert columns["a tenth"]["trains"] is False
+
+
+def test_conversations_made_of_a_text_have_a_question_and_an_answer(tmp_path):
+    """Each asks for a help topic, and is answered by the beginning of its first paragraph."""
+    write_chats(tmp_path / "chats.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "chats.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(rows) > 40
+    assert rows[0]["prompt"][0]["content"] == TASKS["chat"].prompt
+    assert rows[0]["completion"][0]["content"].startswith("Assert statements are a convenient way to insert debugging")
+    assert all(12 < len(row["completion"][0]["content"].split()) <= 40 for row in rows)

@@ -15,6 +15,7 @@ from roundpipe_runtime import (
     RoundPipeRunConfig,
     doing_recompute,
     get_recompute_data,
+    parse_devices,
     save_for_recompute,
 )
 from tests.cases import cases
@@ -111,12 +112,14 @@ def backend(request):
 def test_equal_layers_share_what_is_compiled_once():
     """Five blocks and two gates, rows of 3, 2 and 2, three steps, recomputed: three graphs.
 
-    One is of the first block, whose input needs no gradient; then of all other blocks, and of the gates.
+    One is of the first block, whose input needs no gradient; then of all other blocks, and of the gates. Accelerators
+    have their own.
     """
     counted = Counted()
     layers = len(model_of()) - 1
     learnt(model_of(), {"backend": counted}, all_recomputed(layers, 3), steps=3)
-    assert len(counted.graphs) == 3
+    places = {device.torch_device for device in parse_devices("virtual:2")}
+    assert len(counted.graphs) == 3 * len(places)
 
 
 def test_losses_and_gradients_are_those_of_the_plain_model(backend):

@@ -15,8 +15,10 @@ from tests.flatten.export.trained_model import text_of, trained_model
 from yobx_flatten import DecodeSizes, InvalidArgumentError, decode_inputs, export_onnx, register_flattening_functions
 from yobx_flatten.export.onnx.file import UnprovenFile
 from yobx_flatten.export.onnx.input_moments import input_moments
+from yobx_flatten.export.quantization.from_the_start import from_the_start
 from yobx_flatten.export.quantization.options import Quantization
 from yobx_flatten.export.quantization.text_cases import text_cases
+from yobx_flatten.runners.ports import CacheSlot, Port
 
 
 def _text(module, rows: int) -> torch.Tensor:
@@ -46,7 +48,7 @@ def _divergence(path, tokens: torch.Tensor) -> float:
 
 
 def test_the_moments_are_those_of_what_modules_receive(tmp_path):
-    """Of each projection, over all tokens but the first of each row, which is in the cache."""
+    """Of each projection, over all tokens: the first of each row, too, which is in the cache of the calls."""
     import onnx_ir as ir
 
     path = tmp_path / "m.onnx"
@@ -57,29 +59,39 @@ def test_the_moments_are_those_of_what_modules_receive(tmp_path):
         seen.setdefault(id(module), []).append(given[0].detach().flatten(0, 1))
 
     tokens = _text(heapq, 5)
-    calls = text_cases(model, inputs, tokens)
     linears = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
     hooks = [part.register_forward_pre_hook(keep) for part in linears]
     with torch.no_grad():
-        for call in calls:
-            model(**call.kwargs)
+        model(input_ids=tokens)
     for hook in hooks:
         hook.remove()
     expected = [torch.cat(seen[id(part)]) for part in linears]
-    assert {len(rows) for rows in expected} == {5 * 95}
+    assert {len(rows) for rows in expected} == {5 * 96}
     products = [node for node in ir.load(path).graph if node.op_type == "MatMul" and node.inputs[1].is_initializer()]
     sizes = {node.inputs[0].name: node.inputs[1].const_value.shape[0] for node in products}
     file = UnprovenFile(path, tmp_path)
     names = [node.name for node in ir.load(path).graph.inputs]
     calls = text_cases(model, inputs, tokens)
     with register_flattening_functions(patch_transformers=True):
-        found = dict(input_moments(file, sizes, calls, names))
+        found = dict(input_moments(file, sizes, calls, names, tokens))
     assert len(found) == 2 * 4 + 1 == len(sizes)
     for rows in expected:
         wanted = rows.T @ rows / len(rows)
         near = [float((one - wanted).abs().max()) for one in found.values() if one.shape == wanted.shape]
         assert min(near) < 1e-4 * float(wanted.abs().max())
     assert [one.name for one in tmp_path.iterdir()] == ["m.onnx"]
+
+
+@pytest.mark.parametrize("other", ["token_type_ids", "cache_position", "past_key_values.0.conv_states"])
+def test_calls_with_other_inputs_are_not_read_from_the_start(other):
+    """What they are for the first token is not known, so weights are rounded to nearest then."""
+    tokens = torch.ones(2, 5, dtype=torch.int64)
+    feeds = {"input_ids": tokens[:, 1:], "attention_mask": tokens}
+    found = from_the_start(feeds, [], tokens)
+    assert found is not None
+    assert found["input_ids"] is tokens
+    slots = [CacheSlot(Port(other, (None, 2, None), torch.float32), None)] if "." in other else []
+    assert from_the_start({**feeds, other: tokens}, slots, tokens) is None
 
 
 def test_a_file_rounded_by_a_text_is_nearer_to_its_model(tmp_path):

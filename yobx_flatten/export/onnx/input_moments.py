@@ -12,10 +12,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
+from ...errors import ReplayError
+from ...private_names.of_torch import pytree
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import open_session
-from ..proof.exported_call import ByName
 from ..proof.replay import Case, clone
+from ..quantization.from_the_start import from_the_start
 from .file import UnprovenFile
 
 __all__ = ["input_moments"]
@@ -25,19 +27,32 @@ _LEAST = 2**29
 
 
 def input_moments(
-    file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str]
+    file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield values of a file by name, with the mean product of each two of their last axis, float32."""
+    """Yield values of a file by name, with the mean product of each two of their last axis, float32.
+
+    None is yielded where the file cannot read the text from its first token.
+    """
     # sizes: sizes of the last axis of the values of the graph that are wanted
+    # calls: calls that read the text, its first token in the cache
     # names: names of the inputs' leaves, in order
+    # tokens: the text, int64 of shape (texts, length)
     most = max(_LEAST, sum(one.stat().st_size for one in file.folder.iterdir() if one.is_file()) // 4)
+    counts = [len(call.kwargs["input_ids"]) for call in calls]
     for part in _parts(sizes, most):
         found = {name: torch.zeros(sizes[name], sizes[name]) for name in part}
         count = 0
         with _showing(file, part) as runner:
-            side = ByName(runner, names)
-            for call in calls:
-                outputs = side.run(call.args, clone(call.kwargs))
+            for call, read in zip(calls, tokens.split(counts), strict=True):
+                leaves = pytree.tree_leaves((call.args, dict(clone(call.kwargs))))
+                given = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name in runner.ports}
+                feeds = from_the_start(given, runner.slots, read)
+                if feeds is None:
+                    return
+                try:
+                    outputs = runner.run(feeds)
+                except ReplayError:  # the file takes no empty cache
+                    return
                 for name in part:
                     rows = outputs[name].reshape(-1, sizes[name]).float()
                     found[name].addmm_(rows.T, rows)

@@ -53,7 +53,7 @@ def round_by_text(
     example, found = source.example, RoundedMatrices()
     logger.info("reading what %d products multiply", len(sizes), extra=STEP)
     calls = text_cases(example.module, example.kwargs, tokens)
-    for name, moments in input_moments(file, sizes, calls, example.names):
+    for name, moments in input_moments(file, sizes, calls, example.names, tokens):
         found |= _rounded(wanted[name], moments, quantization.block_size)
     return found
 

@@ -38,8 +38,8 @@ def wrap_model_to_roundpipe(
 ) -> WrappedModel:
     """Wrap a transformers model so that it trains through a pipeline.
 
-    It is cut by running its own forward on a small batch (:func:`cut`), and the cut is compared with the model. A model
-    that cannot be cut runs in one piece, with a warning that states the reason.
+    Its own forward cuts it, on a small batch (:func:`cut`), and the cut is compared with the model. One that cannot be
+    cut runs in one piece, with a warning that states why.
 
     Args:
         model: a model of transformers, or any module that keeps its layers in an ``nn.ModuleList``.
@@ -52,8 +52,7 @@ def wrap_model_to_roundpipe(
         name: name in errors and timelines. Default: ``"file:line"``.
         example: keyword arguments of the model's forward, with which it is cut. Default: a few tokens.
         check: whether to compare the cut with the model.
-        **roundpipe_kwargs: further arguments of :class:`RoundPipe`: ``devices``, ``optim_dtype``, ``gradient_dtype``,
-            ``pin_model``, ``compile``.
+        **roundpipe_kwargs: further arguments of :class:`RoundPipe`, such as ``devices`` and ``compile``.
 
     Returns:
         The model, wrapped.
@@ -81,14 +80,13 @@ def wrap_model_to_roundpipe(
             config = RoundPipeRunConfig(num_microbatch=1).over(config)
     else:
         made = _cut(model, example, skip_modules, check=check, must=use_sequential_preset is True)
-    if roundpipe_kwargs.get("compile"):
-        _check_has_layers(made)
+    _check_has_layers(made, roundpipe_kwargs.get("compile"))
     return WrappedModel(made, name=name, model_run_config=config, **roundpipe_kwargs)
 
 
-def _check_has_layers(made: Cut) -> None:
-    """Check that there is something to compile."""
-    if made.report.is_whole:
+def _check_has_layers(made: Cut, compiles: object) -> None:
+    """Check that there is something to compile, if so asked."""
+    if compiles and made.report.is_whole:
         raise ConfigError(
             f"{made.report.model} runs in one piece, so it has no layers to compile. Cut it with "
             "lower_threshold=0, or leave compile out."

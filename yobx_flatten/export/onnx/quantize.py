@@ -79,17 +79,15 @@ def quantize_graph(
 ) -> QuantizedWeights:
     """Quantize the weights of all projections of a graph in place, one after the other, when they are written.
 
-    Weights that are integers with scales already, in as many bits or fewer, are stored as these, and so are tables of
-    embeddings.
+    Weights that are integers with scales already, and tables of such, are stored as these if they have no more bits.
     """
     # bits: bits by role, where these are others than those of the quantization; `None`, the default, for nowhere
     # grids: such integers, as far as they were searched for in this graph; `None`, the default, for not yet
     # rounded: matrices that were rounded to 4 bits already; `None`, the default, for none
     # rounds_inputs: whether the inputs of these products are rounded to 8 bits
     grids = Grids() if grids is None else grids
-    found, made = QuantizedWeights(), {width: _Parts(_in_bits(quantization, width)) for width in (4, 8)}
-    if quantization.weights == "keep":
-        made.clear()
+    widths = () if quantization.weights == "keep" else (4, 8)
+    found, made = QuantizedWeights(), {width: _Parts(_in_bits(quantization, width)) for width in widths}
     stored: dict[tuple[str, bool], StoredMatrix | None] = {}
     read: dict[str, tuple[Any, bool]] = {}
     products = Products()
@@ -112,17 +110,14 @@ def quantize_graph(
                 stored[key] = _rounded(model.graph, value, transposed, *how, has_offsets=has_offsets)
             else:
                 stored[key] = None
-            matrix = stored[key]
-            if matrix is not None:
+            if (matrix := stored[key]) is not None:
                 found.add(value, matrix, is_kept=grid is not None and grid.bits <= width)
                 read[value.name] = value, transposed
-        matrix = stored[key]
-        if matrix is not None:
+        if (matrix := stored[key]) is not None:
             products.replace(node, matrix, rounds_inputs=rounds_inputs)
     tables = [value for value in gathered(model.graph) if value.name not in read]
     for value in tables:
-        matrix = _quantized_table(model.graph, value, quantization, grids, found)
-        if matrix is not None:
+        if (matrix := _quantized_table(model.graph, value, quantization, grids, found)) is not None:
             stored[value.name, True] = matrix
             read[value.name] = value, True
     if found.count:
@@ -131,11 +126,16 @@ def quantize_graph(
         matrix = stored[name, transposed]
         if transposed and matrix is not None and share_table(value, matrix) and value not in tables:
             found.shared.append(name)
-        if value.uses() or value.is_graph_output():
-            found.tied.append(name)
-        else:
-            del model.graph.initializers[name]
+        _let_go(model, value, found)
     return found
+
+
+def _let_go(model: Any, value: Any, found: QuantizedWeights) -> None:
+    """Take weights that are stored otherwise out of a graph, unless something else reads them."""
+    if value.uses() or value.is_graph_output():
+        found.tied.append(value.name)
+    else:
+        del model.graph.initializers[value.name]
 
 
 def products_of(model: Any, quantization: Quantization) -> list[tuple[Any, tuple[Any, bool]]]:

@@ -15,8 +15,9 @@ from ..diagnose.report import Report
 from ..errors import DamagedFileError, FlattenError, ForeignFileError, ReplayError
 from ..errors.messages import first_line, table
 from ..export.proof.padding import Padding
-from ..export.proof.quality import SCORES, Distance, Quality, text_losses
+from ..export.proof.quality import Distance, Quality, text_losses
 from ..export.proof.yardstick import explained
+from ..export.quantization.from_the_start import text_scores
 from ..export.quantization.options import CHAT_SHARES, TOKEN_SHARES
 from ..files.document import inside
 from ..files.scratch import is_folder
@@ -234,13 +235,14 @@ def _measured_again(stored: Quality, cases: Iterable[StoredCase], runner: Runner
     # stored: what was measured when it was exported
     distance = Distance()
     for case in cases:
+        if "losses" in case.outputs:
+            scores = text_scores(runner, case.inputs, case.outputs.get("text"))
+            distance.add_text(case.outputs, text_losses(scores, case.inputs["input_ids"]))
+            continue
         outputs = runner.run({name: case.inputs[name] for name in runner.ports})
-        missing = [name for name in case.outputs if name not in outputs and name not in ("losses", "greedy")]
+        missing = [name for name in case.outputs if name not in outputs]
         if missing:
             raise ReplayError(f"{runner.name} has no output {missing[0]}.")
-        if "losses" in case.outputs:
-            distance.add_text(case.outputs, text_losses(outputs[SCORES], case.inputs["input_ids"]))
-            continue
         padding = Padding()
         padding.next_call(case.inputs)
         expected = {name: value for name, value in case.outputs.items() if isinstance(value, torch.Tensor)}

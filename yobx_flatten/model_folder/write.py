@@ -341,10 +341,12 @@ def _store_calls(piece: Piece, cases: Sequence[Case], work: pathlib.Path) -> lis
 def _store_text(piece: Piece, tokens: torch.Tensor, work: pathlib.Path) -> list[str]:
     """Store what the model makes of a text: its losses, since the scores are larger than the model."""
     names = []
-    for number, case in enumerate(text_cases(piece.module, piece.kwargs, tokens)):
+    texts = tokens.split(len(piece.kwargs["input_ids"]))
+    for number, (case, text) in enumerate(zip(text_cases(piece.module, piece.kwargs, tokens), texts, strict=True)):
         ((_, inputs, outputs),) = stored_calls(dataclasses.replace(piece, kwargs=case.kwargs), ())
         names.append(f"cases/{piece.stem}-text-{number}.case")
-        save_case(work / names[-1], inputs, text_losses(outputs[SCORES], inputs["input_ids"]), name=case.name)
+        losses = text_losses(outputs[SCORES], inputs["input_ids"])
+        save_case(work / names[-1], inputs, {**losses, "text": text}, name=case.name)
     return names
 
 

@@ -105,7 +105,7 @@ def test_a_trained_model_keeps_its_perplexity(tmp_path, weights, allowed, bytes_
     quality = exported.report.quality
     assert float(losses[1].exp()) < 80  # of 259: it has learned
     assert 1 / allowed < float((losses[0] - losses[1]).exp()) < allowed
-    assert quality.perplexity == pytest.approx(float(losses[0].exp()), rel=1e-3)
+    assert quality.perplexity == pytest.approx(float(losses[0].exp()), rel=1e-5)  # the first token is also the file's
     assert quality.model_perplexity == pytest.approx(float(losses[1].exp()), rel=1e-3)
     assert quality.text_tokens == 4 * 94
     assert quality.ok

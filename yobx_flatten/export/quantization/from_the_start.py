@@ -6,13 +6,19 @@ what rounding does to it decides the file.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from ...errors import ReplayError
 from ...runners.ports import CacheSlot
+from ...runners.runner import Runner
+from ..proof.quality import SCORES
 
-__all__ = ["from_the_start"]
+__all__ = ["from_the_start", "text_scores"]
+
+logger = logging.getLogger("yobx_flatten")
 
 
 def from_the_start(
@@ -41,3 +47,22 @@ def from_the_start(
             return None
         made["position_ids"] = torch.cat([positions[:, :1] - 1, positions], 1)
     return made
+
+
+def text_scores(runner: Runner, feeds: Mapping[str, torch.Tensor], tokens: torch.Tensor | None) -> torch.Tensor:
+    """Return the scores of a file for all tokens of a text but the first, which it also reads itself where it can."""
+    # feeds: inputs by name, with the first token in the cache, as the model has read it
+    # tokens: the text; `None` where only the inputs are known
+    given = {name: feeds[name] for name in runner.ports}
+    whole = None
+    if tokens is not None and runner.runtime == "onnxruntime":  # files of others do not take an empty cache
+        whole = from_the_start(given, runner.slots, tokens)
+    found: torch.Tensor
+    if whole is not None:
+        try:
+            found = runner.run(whole)[SCORES][:, 1:]
+            return found
+        except ReplayError:
+            logger.debug("%s takes no empty cache", runner.name)
+    found = runner.run(given)[SCORES]
+    return found

@@ -15,15 +15,16 @@ from ..example.example import Example
 from ..proof.exported_call import ByName
 from ..proof.padding import Padding
 from ..proof.quality import SCORES, Distance, Quality, text_losses
-from ..proof.replay import clone, eager_steps, side_by_side
+from ..proof.replay import eager_steps, side_by_side
 from ..source import Source
+from .from_the_start import text_scores
 from .options import Quantization
 from .text_cases import text_cases
 
 __all__ = ["Texts", "measure"]
 
-Texts: TypeAlias = tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor | None]
-"""The arguments of a call that reads a text, the losses of the model, and its scores where these are few enough."""
+Texts: TypeAlias = tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]
+"""Arguments of a call that reads a text, the text, the model's losses, and its scores where these are few enough."""
 
 _SCORES = 2**25
 """Numbers of scores that are kept for the divergence."""
@@ -56,8 +57,8 @@ def measure(
     known = [] if known is None else known
     if not known and quantization.tokens is not None:
         known += _of_the_model(example, written, quantization.tokens)
-    for kwargs, losses, expected_scores in known:
-        found = side.run((), clone(kwargs))[SCORES]
+    for kwargs, read, losses, expected_scores in known:
+        found = text_scores(runner, dict(zip(example.names, pytree.tree_leaves(((), kwargs)), strict=True)), read)
         if expected_scores is not None:
             distance.add_text_scores(expected_scores, found)
         distance.add_text(losses, text_losses(found, kwargs["input_ids"]))
@@ -68,10 +69,11 @@ def _of_the_model(example: Example, written: Collection[str], tokens: torch.Tens
     """What the model makes of a text."""
     found: list[Texts] = []
     kept = 0
-    for case in text_cases(example.module, example.kwargs, tokens):
+    rows = len(example.kwargs["input_ids"])
+    for case, read in zip(text_cases(example.module, example.kwargs, tokens), tokens.split(rows), strict=True):
         ((kwargs, eager, _),) = eager_steps(example.module, case, written)
         scores = eager[SCORES] if isinstance(eager, dict) else getattr(eager, SCORES)
         fits = kept + scores.numel() <= _SCORES  # those of a long text are larger than the model
         kept += scores.numel() if fits else 0
-        found.append((dict(kwargs), text_losses(scores, kwargs["input_ids"]), scores.detach() if fits else None))
+        found.append((dict(kwargs), read, text_losses(scores, kwargs["input_ids"]), scores.detach() if fits else None))
     return found

@@ -280,7 +280,7 @@ def test_what_cannot_generate_is_refused(tmp_path):
 def test_a_folder_with_one_file_missing_says_which(tmp_path):
     """Of the three of an encoder-decoder model."""
     (tmp_path / "decoder_with_past_model.onnx").touch()
-    with pytest.raises(GenerationError, match=r"no decoder_model\.onnx, encoder_model\.onnx"):
+    with pytest.raises(GenerationError, match=r"lacks decoder_model\.onnx, encoder_model\.onnx"):
         OnnxGenerator(tmp_path)
 
 

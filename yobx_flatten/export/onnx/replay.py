@@ -46,8 +46,8 @@ def _remarks(example: Example, traced: Traced) -> list[str]:
     remarks = []
     if traced.written:
         remarks.append(
-            f"an ONNX file keeps nothing from call to call: {', '.join(traced.written)} is at every call what it was "
-            "at the export."
+            f"an ONNX file keeps no state between calls: {', '.join(traced.written)} always has the value of the "
+            "export."
         )
     if traced.drawing:
         remarks.append(

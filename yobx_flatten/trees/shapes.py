@@ -138,7 +138,7 @@ def check_dynamic_shapes(inputs: PyTree, shapes: DynamicShapes) -> None:
     >>> check_dynamic_shapes({"x": torch.zeros(2, 3)}, {"x": {5: Dim.AUTO}})
     Traceback (most recent call last):
     ...
-    yobx_flatten.errors.DynamicShapesError: x: the specification speaks of axis 5, but this tensor has shape (2, 3), \
+    yobx_flatten.errors.DynamicShapesError: x: the specification names axis 5, but this tensor has shape (2, 3), \
 with axes [0, 1].
     """
     check_no_cycles(inputs, "inputs", caller="check_dynamic_shapes")

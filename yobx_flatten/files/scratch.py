@@ -59,7 +59,6 @@ def scratch_for(target: pathlib.Path) -> Iterator[pathlib.Path]:
     settle(target)
     folder, lock = _locked_folder(target)
     try:
-        (folder / _NEW).mkdir()
         yield folder / _NEW
     finally:
         if target.exists() or not (folder / _OLD).exists():  # the only form there is stays
@@ -192,7 +191,18 @@ def _remove(folder: pathlib.Path, lock: BaseFileLock) -> None:
     """Remove a hidden folder while its lock is held: who waits for that would write to a folder that is going."""
     if os.name == "nt":  # an open file cannot be removed there
         lock.release()
-    shutil.rmtree(folder, ignore_errors=True)
+    # The lock goes last: as soon as its file is gone another one can be made and held, and who holds it may read what
+    # is there, and write.
+    above = folder / pathlib.PurePath(_LOCK).parts[0]
+    with contextlib.suppress(OSError):
+        for path in [*folder.iterdir()]:
+            if path.is_dir() and not path.is_symlink() and path != above:
+                shutil.rmtree(path, ignore_errors=True)
+            elif path != above:
+                path.unlink(missing_ok=True)
+    shutil.rmtree(above, ignore_errors=True)
+    with contextlib.suppress(OSError):  # not empty: another thread or process has it now
+        folder.rmdir()
 
 
 def _give_back(old: pathlib.Path, target: pathlib.Path, why: OSError) -> None:
@@ -215,7 +225,12 @@ def _locked_folder(target: pathlib.Path) -> tuple[pathlib.Path, BaseFileLock]:
         with undone_on_failure(functools.partial(shutil.rmtree, folder, ignore_errors=True)):
             lock = _lock_of(folder)
         if lock is not None:
-            return folder, lock
+            try:
+                (folder / _NEW).mkdir()
+            except FileNotFoundError:
+                lock.release()
+            else:
+                return folder, lock
         # another process took it for a leftover before it had its lock
 
 

@@ -1,6 +1,7 @@
 """A file, a file with data and a folder are there whole, old or new: whatever ends the process, and whenever."""
 
 import os
+import pathlib
 import shutil
 import threading
 
@@ -141,6 +142,21 @@ def test_threads_that_write_to_one_name_leave_one_of_their_files(tmp_path):
         thread.join()
     assert failed == []
     assert target.read_text(encoding="utf-8") in {f"{number}.9" * 1000 for number in range(4)}
+    assert names(tmp_path) == ["target"]
+
+
+def test_the_lock_of_a_hidden_folder_goes_last(tmp_path, monkeypatch):
+    """Another thread can make and hold the lock again at once, and would read lists that are just being removed."""
+    own, seen = shutil.rmtree, []
+
+    def rmtree(path, **options):
+        if pathlib.Path(path).name == "lock":
+            seen.append(names(pathlib.Path(path).parent))
+        own(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    write_file(tmp_path / "target", "text")
+    assert seen == [["lock"]]
     assert names(tmp_path) == ["target"]
 
 

@@ -43,7 +43,7 @@ _NEW = 40
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained on what, and on a device of which size."""
+    """One training: the data, the way, and the size of the device."""
 
     chat: bool = False
     lora: str | None = None
@@ -87,7 +87,7 @@ class TrainingTrial:
 
     @property
     def task(self) -> Task:
-        """What it is."""
+        """The training that this trial runs."""
         return TASKS[self.name]
 
     @functools.cached_property
@@ -245,7 +245,7 @@ def _metrics(file: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _numbers(metrics: list[dict[str, Any]]) -> list[tuple[int, float, float | None]]:
-    """What of metrics is the same in every run."""
+    """Return the metrics without times, which differ from run to run."""
     return [(row["step"], row.get("loss", row.get("eval_loss")), row.get("grad_norm")) for row in metrics]
 
 

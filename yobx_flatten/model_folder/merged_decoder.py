@@ -26,6 +26,7 @@ from ..huggingface.cache_names import CACHE, PRESENT
 if TYPE_CHECKING:
     import onnx
     import onnx_ir as ir
+    import onnxruntime
 
 __all__ = ["MERGED", "merge_decoders"]
 
@@ -52,9 +53,10 @@ def merge_decoders(first: pathlib.Path, later: pathlib.Path, target: pathlib.Pat
     if has_data:
         stored = {one.name: one for one in onnx.load(str(target), load_external_data=False).graph.initializer}
         for path, names in zip((first, later), renamed.values(), strict=True):
-            own = path.parent / _data_of(path)
+            own = _data_of(path)
             _share(path, {name: stored[new] for name, new in names.items()})
-            own.unlink()
+            if own is not None:  # the smaller file may hold its weights itself
+                (path.parent / own).unlink()
     _check(first, later, target)
     return has_data
 
@@ -150,13 +152,13 @@ def _free(value: ir.Value) -> ir.Shape | None:
 # -- weights ---------------------------------------------------------------------------------------------------------
 
 
-def _data_of(path: pathlib.Path) -> str:
-    """The name of the file with the weights of a file."""
+def _data_of(path: pathlib.Path) -> str | None:
+    """The name of the file with the weights of a file; ``None`` where it holds them itself."""
     import onnx
 
     graph = onnx.load(str(path), load_external_data=False).graph
     entries = (entry for tensor in graph.initializer for entry in tensor.external_data)
-    return str(next(entry.value for entry in entries if entry.key == "location"))
+    return next((str(entry.value) for entry in entries if entry.key == "location"), None)
 
 
 def _share(path: pathlib.Path, stored: Mapping[str, onnx.TensorProto]) -> None:
@@ -189,13 +191,13 @@ def _check(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> No
     _compare(go_on, merged, following, following, target)
 
 
-def _past(session: Any, given: Feed) -> dict[str, Any]:
+def _past(session: onnxruntime.InferenceSession, given: Feed) -> dict[str, Any]:
     names = [output.name for output in session.get_outputs()]
     made = dict(zip(names, session.run(None, dict(given)), strict=True))
     return {name.replace(PRESENT, CACHE, 1): value for name, value in made.items() if name.startswith(PRESENT)}
 
 
-def _some_inputs(session: Any) -> Iterator[tuple[str, Any]]:
+def _some_inputs(session: onnxruntime.InferenceSession) -> Iterator[tuple[str, Any]]:
     """Yield inputs of two rows: tokens, a mask of ones, and features."""
     import numpy
 
@@ -211,7 +213,13 @@ def _some_inputs(session: Any) -> Iterator[tuple[str, Any]]:
             yield one.name, torch.randn(shape, generator=drawn).numpy().astype(kind)
 
 
-def _compare(own: Any, merged: Any, given: Feed, of_both: Feed, target: pathlib.Path) -> None:
+def _compare(
+    own: onnxruntime.InferenceSession,
+    merged: onnxruntime.InferenceSession,
+    given: Feed,
+    of_both: Feed,
+    target: pathlib.Path,
+) -> None:
     import numpy
 
     names = [output.name for output in own.get_outputs()]

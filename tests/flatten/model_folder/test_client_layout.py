@@ -152,11 +152,11 @@ def lively(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("large", [None, 430_000, 1000], ids=["inline", "the first alone is large", "both are large"])
 def test_the_joined_decoder_begins_and_goes_on_as_the_model_does(tmp_path, monkeypatch, large):
     """By hand, as transformers.js calls it: with an empty past, then with the one it returned."""
-    if large:  # weights next to the file, of which all three decoder files read one copy
-        monkeypatch.setattr("yobx_flatten.export.onnx.file.LARGE", 1000)
+    if large is not None:  # bytes of weights from which they are next to the file
+        monkeypatch.setattr("yobx_flatten.export.onnx.file.LARGE", large)
     model, inputs = lively("t5")
     export_folder(model, tmp_path / "out", layout="transformers.js")
     folder = tmp_path / "out" / "onnx"
@@ -185,6 +185,8 @@ def test_the_joined_decoder_begins_and_goes_on_as_the_model_does(tmp_path, monke
         }
         tokens = torch.cat([tokens, expected.argmax(-1)], 1)
     assert verify_folder(tmp_path / "out").ok
+    copies = sorted(path.name for path in folder.glob("decoder*data"))  # which all three decoder files read
+    assert copies == ([] if large is None else ["decoder_model_merged.onnx_data"])
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ def weights(folder):
 
 
 def test_a_killed_chat_training_is_resumed_exported_in_4_bits_and_answers(tmp_path, monkeypatch, capsys):
-    """Losses and weights are bitwise those of a run that nobody stopped; the answers are those that were learnt."""
+    """Losses and weights are bitwise those of an uninterrupted run, and the folder gives the trained answers."""
     monkeypatch.chdir(tmp_path)
     tiny.weights_folder(tmp_path / "model", tokenizer=False)
     tiny.chat_tokenizer().save_pretrained(tmp_path / "model")

@@ -176,7 +176,7 @@ def _tensors(runner: Any, source: Any, kwargs: Any) -> dict[str, torch.Tensor]:
 
 def _logits(source: Any, kwargs: Any) -> torch.Tensor:
     """What the model itself computes."""
-    from yobx_flatten.export.proof.replay import clone
+    from yobx_flatten.export.proof.case import clone
 
     with torch.no_grad():
         found = source.example.module(**clone(dict(kwargs)))

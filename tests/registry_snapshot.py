@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.fx._pytree as fx_pytree
 import torch.fx.experimental._config as fx_config
 import torch.utils._pytree as pytree
@@ -89,7 +90,11 @@ def take() -> Snapshot:
             "torch.fx._pytree.SUPPORTED_NODES": _held(fx_pytree.SUPPORTED_NODES),
             "torch.fx._pytree.SUPPORTED_NODES_EXACT_MATCH": _held(fx_pytree.SUPPORTED_NODES_EXACT_MATCH),
         },
-        settings={"torch.fx.experimental._config.use_duck_shape": fx_config.use_duck_shape, **_dynamo_settings()},
+        settings={
+            "torch.fx.experimental._config.use_duck_shape": fx_config.use_duck_shape,
+            "kernels of the attention": dict(torch.ops.aten.scaled_dot_product_attention.default.py_kernels),
+            **_dynamo_settings(),
+        },
         modules=frozenset(sys.modules),
     )
 

@@ -27,7 +27,7 @@ import torch
 from ..errors import ReplayError
 from ..errors.dependencies import require
 from ..export.onnx_export import export_onnx
-from ..export.proof.replay import Case
+from ..export.proof.case import Case
 from ..export.proof.report import ExportReport
 from ..huggingface.cache_names import CACHE, PRESENT, cache_of
 from ..huggingface.caches.layers import code_of

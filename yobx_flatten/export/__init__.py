@@ -6,8 +6,9 @@ from .exported_model import ExportedModel
 from .foreign_program import prove_program
 from .onnx_export import export_onnx
 from .program_export import export_program
+from .proof.case import Case
 from .proof.quality import Quality
-from .proof.replay import Case, CaseResult
+from .proof.replay import CaseResult
 from .proof.report import ExportReport
 from .quantization.options import Quantization
 

@@ -28,8 +28,8 @@ from ..trees.weights import has_no_data
 from .example.example import Example, sizes_of
 from .exported_model import ExportedModel, finish
 from .program.traced import described
+from .proof.case import Case, clone
 from .proof.levels import Proof
-from .proof.replay import Case, clone
 from .proof.report import ExportReport
 from .source import Asked, noted, prove
 

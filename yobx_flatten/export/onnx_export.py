@@ -16,8 +16,8 @@ from ..trees.arguments import check_arguments
 from .example.example import make_example
 from .exported_model import ExportedModel, finish
 from .onnx.file import unproven_file
+from .proof.case import Case
 from .proof.levels import Proof
-from .proof.replay import Case
 from .quantization.options import Quantization, WeightBits
 from .runtimes.file_options import FileOptions
 from .runtimes.write import write_file

@@ -14,8 +14,8 @@ from .example.bounds import Bounds
 from .example.example import make_example
 from .exported_model import ExportedModel, finish
 from .program.traced import fill
+from .proof.case import Case
 from .proof.levels import Proof
-from .proof.replay import Case
 from .source import Asked, prove, traced_example
 
 __all__ = ["export_program"]

@@ -22,9 +22,10 @@ from .example.example import Example
 from .model_facts import ModelFacts
 from .program.fixed_axes import notes_on_fixed_axes
 from .program.traced import Traced, trace
+from .proof.case import Case, check_cases
 from .proof.exported_call import Nested
 from .proof.levels import Proof, choose_proof, sampled
-from .proof.replay import Case, CaseResult, Side, check_cases, replay
+from .proof.replay import CaseResult, Side, replay
 from .proof.report import ExportReport, tolerance_of
 from .proof.yardstick import Yardstick
 
@@ -158,7 +159,7 @@ def replay_cases(
         logger.info("replaying %s with %s", case.name, side.runtime, extra=STEP)
         with report.timed("replay"):
             allowed = report.explained(case)
-            found = replay(side, example.module, case, taken=example.names, written=traced.written, allowed=allowed)
+            found = replay(side, example.runs, case, taken=example.names, written=traced.written, allowed=allowed)
         report.cases.append(found)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..declare.scopes import register_flattening_functions
+from ..export.proof.case import Case, clone
 from ..export.proof.module_state import undisturbed
-from ..export.proof.replay import Case, clone
 from ..export.proof.untouched_copy import untouched_copy
 from ..generate.settings import settings_of
 from ..private_names.of_torch import pytree

@@ -12,7 +12,7 @@ import torch
 from ..errors import InvalidArgumentError
 from ..export.example.bounds import Bounds
 from ..export.onnx.file import check_opset
-from ..export.proof.replay import Case
+from ..export.proof.case import Case
 from ..export.runtimes.file_options import check_libraries
 from ..runners.open import RUNTIMES, check_runtime
 from ..trees.shapes import dynamic_shapes

@@ -23,9 +23,9 @@ from ..errors.dependencies import is_installed
 from ..errors.log import STEP
 from ..export.model_facts import ModelFacts
 from ..export.onnx.rewrite.group_query_attention import shared_inputs
+from ..export.proof.case import Case
 from ..export.proof.levels import Proof, sampled
 from ..export.proof.quality import SCORES, text_losses
-from ..export.proof.replay import Case
 from ..export.proof.report import TOLERANCES, ExportReport
 from ..export.quantization.options import Quantization, WeightBits
 from ..export.quantization.text_cases import text_cases

@@ -14,6 +14,7 @@ from torch.utils._pytree import GetAttrKey, KeyEntry, MappingKey, SequenceKey, i
 from .lookup import Private, lookup_in
 
 if TYPE_CHECKING:
+    from torch._C import DispatchKey
     from torch._dispatch.python import enable_python_dispatcher
     from torch._export.utils import _check_valid_to_preserve as check_valid_to_preserve
     from torch._export.utils import _is_cia_op as is_composite
@@ -40,6 +41,7 @@ __all__ = [
     "DimHint",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
+    "DispatchKey",
     "FakeTensor",
     "FakeTensorMode",
     "FloorDiv",
@@ -222,6 +224,7 @@ def aot_load(path: str) -> Any:
 
 _FAKE, _DISPATCH = "torch._subclasses.fake_tensor", "torch.utils._python_dispatch"
 _NAMES = {
+    "DispatchKey": Private("torch._C", "DispatchKey", "run the steps of the attention in a trace, more slowly"),
     "DimHint": Private("torch.export.dynamic_shapes", "_DimHint", "type(torch.export.Dim.AUTO)"),
     "FakeTensor": Private(_FAKE, "FakeTensor", "a tensor on the meta device, which has one device only"),
     "FakeTensorMode": Private(_FAKE, "FakeTensorMode", "the meta device"),

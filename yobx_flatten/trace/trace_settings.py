@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..private_names.of_torch import fx_config, pytree
 from ..registry.locking import LOCK
+from .attention_sizes import AttentionSizes
 
 __all__ = [
     "FEW_TENSORS",
@@ -43,11 +44,13 @@ class _PlainAttention:
         # torch 2.15 notes the choice in a context variable also, which must be put back in the context that set it:
         # one of our own, since the thread of the first trace is not always that of the last
         self._context = contextvars.Context()
+        self._sizes = AttentionSizes(lambda: threading.get_ident() in self._holders)
 
     def __enter__(self) -> None:
         with LOCK:
             if not self._holders:
                 self._context.run(self._choice.enter_context, sdpa_kernel(SDPBackend.MATH))
+                self._choice.enter_context(self._sizes)
             self._holders.append(threading.get_ident())
 
     def __exit__(self, *exception: object) -> None:

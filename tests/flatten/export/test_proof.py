@@ -13,8 +13,8 @@ from yobx_flatten.errors import InvalidArgumentError, NoRoomError
 from yobx_flatten.export import free_space as room
 from yobx_flatten.export.model_facts import ModelFacts
 from yobx_flatten.export.proof import levels as proofs
+from yobx_flatten.export.proof.case import Case
 from yobx_flatten.export.proof.memory import weight_bytes
-from yobx_flatten.export.proof.replay import Case
 
 pytestmark = pytest.mark.slow
 

@@ -25,8 +25,9 @@ from ...trees.naming import leaf_names
 from ...trees.shapes import check_dynamic_shapes, shapes_of_leaves, without_names
 from ...trees.shapes import dynamic_shapes as write_dynamic_shapes
 from ...trees.weights import has_no_data
+from ..proof.case import Case, clone
+from ..proof.eager_runs import EagerRuns
 from ..proof.module_state import undisturbed
-from ..proof.replay import Case, clone
 from .bounds import Bounds
 from .forward_kwargs import check_spelling, swallowed_names
 from .stated_sizes import Relation, names_of, relations_of
@@ -63,6 +64,11 @@ class Example:
     def names(self) -> list[str]:
         """The names of all leaves of the inputs, in order."""
         return leaf_names(self.inputs)
+
+    @functools.cached_property
+    def runs(self) -> EagerRuns:
+        """What the module computes in the cases."""
+        return EagerRuns(self.module)
 
     def case(self, steps: int) -> Case:
         """Return the example itself as a case."""

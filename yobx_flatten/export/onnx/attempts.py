@@ -28,8 +28,8 @@ from ...storage.matching import leaves_of
 from ...trees.naming import leaf_names
 from ..example.example import Example
 from ..program.flat_program import fixed_sizes, signature_of
+from ..proof.case import Case
 from ..proof.first_difference import first_difference
-from ..proof.replay import Case
 from ..proof.report import ExportReport
 from ..quantization.options import Quantization
 from ..source import Source

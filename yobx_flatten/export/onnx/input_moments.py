@@ -16,7 +16,7 @@ from ...errors import ReplayError
 from ...private_names.of_torch import pytree
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import open_session
-from ..proof.replay import Case, clone
+from ..proof.case import Case, clone
 from ..quantization.from_the_start import from_the_start
 from .file import UnprovenFile
 

@@ -34,8 +34,8 @@ from ..example.forward_kwargs import check_all_read, named_in_forward, swallowed
 from ..example.size_relations import asserts_values, largest_sizes, unasserted_sizes
 from ..example.stated_sizes import asserted_in_forward
 from ..example.static_sizes import check_static_parts
+from ..proof.case import clone
 from ..proof.module_state import draws_random_numbers, own_attributes, own_written_state, undisturbed, written_state
-from ..proof.replay import clone
 from .fake_weights import fake_weights
 from .int_of_sizes import kept_sizes
 

@@ -21,9 +21,9 @@ from ...runners.ports import present_of
 from ...runners.program_runner import ProgramRunner
 from ...runners.runner import Runner
 from ...trees.naming import leaf_names
+from .case import clone
 from .module_state import undisturbed
 from .padding import Padding
-from .replay import clone
 
 __all__ = ["ByName", "Nested"]
 

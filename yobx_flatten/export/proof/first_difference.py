@@ -23,7 +23,7 @@ from ...errors.messages import first_line
 from ...private_names.of_torch import pytree
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import open_session
-from .replay import Case, clone
+from .case import Case, clone
 
 __all__ = ["first_difference"]
 

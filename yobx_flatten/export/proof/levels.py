@@ -9,7 +9,7 @@ import torch
 
 from ...errors import InvalidArgumentError
 from ...private_names.of_torch import pytree
-from .replay import Case
+from .case import Case
 
 __all__ = ["SAMPLED_FROM", "UNPROVEN", "Proof", "choose_proof", "sampled"]
 

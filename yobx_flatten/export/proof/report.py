@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ...diagnose.report import Report
 from ...errors.messages import table
+from .case import Case
 from .levels import UNPROVEN
 from .memory import peak_memory
 from .quality import Quality
-from .replay import Case, CaseResult
+from .replay import CaseResult
 from .yardstick import Yardstick
 
 __all__ = ["TOLERANCES", "ExportReport", "tolerance_of"]

@@ -21,8 +21,9 @@ from ...errors.log import STEP
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
 from ...trees.naming import output_names
+from .case import Case
+from .eager_runs import eager_steps
 from .memory import memory_available, weight_bytes
-from .replay import Case, eager_steps
 
 __all__ = ["Yardstick", "explained"]
 

@@ -12,10 +12,11 @@ from ...errors.log import STEP
 from ...private_names.of_torch import pytree
 from ...runners.runner import Runner
 from ..example.example import Example
+from ..proof.eager_runs import eager_steps
 from ..proof.exported_call import ByName
 from ..proof.padding import Padding
 from ..proof.quality import SCORES, Distance, Quality, text_losses
-from ..proof.replay import eager_steps, side_by_side
+from ..proof.replay import side_by_side
 from ..source import Source
 from .from_the_start import text_scores
 from .options import Quantization
@@ -48,7 +49,7 @@ def measure(
     side = ByName(runner, example.names)
     for case in source.cases:
         logger.info("comparing %s", case.name, extra=STEP)
-        padding, steps = Padding(), eager_steps(example.module, case, written)
+        padding, steps = Padding(), example.runs.steps(case, written)
         for pair in side_by_side(side, example.module, case, steps, example.names, padding):
             eager = pytree.tree_leaves(padding.blank_leaves(pair.eager, pair.names))
             expected = dict(zip(pair.names, eager, strict=True))

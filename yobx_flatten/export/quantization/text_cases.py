@@ -11,7 +11,7 @@ from ...errors import InvalidArgumentError
 from ...huggingface.cases import DecodeSizes, decode_inputs, why_not_resizable
 from ...huggingface.sliding_decoder import SlidingDecoder
 from ..example.example import Example
-from ..proof.replay import Case
+from ..proof.case import Case
 from .options import Quantization
 
 __all__ = ["check_text", "text_cases"]

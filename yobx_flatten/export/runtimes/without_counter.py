@@ -12,8 +12,8 @@ from ...huggingface.cache_names import CACHE, cache_of
 from ...huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
 from ..example.example import Example, make_example
 from ..program.traced import Traced
+from ..proof.case import Case, clone
 from ..proof.module_state import seeded, undisturbed
-from ..proof.replay import Case, clone
 from ..proof.report import ExportReport
 from ..proof.untouched_copy import untouched_copy
 from ..source import Source, traced_example

@@ -10,7 +10,7 @@ import torch
 from torch.export import Dim
 
 from ...errors import GenerationError
-from ...export.proof.replay import Case
+from ...export.proof.case import Case
 from ...huggingface.cache_names import argument_of
 from ...recipe.aliases import TransformersModel
 from ...trees.shapes import dynamic_shapes

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.export import Dim
 
+from ...export.proof.case import Case
 from ...export.proof.module_state import undisturbed
-from ...export.proof.replay import Case
 from ...huggingface.cache_names import cache_of, installed_name
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PlainCache, TransformersModel

@@ -18,8 +18,8 @@ import torch
 from torch.export import Dim
 
 from ...errors import GenerationError, InvalidArgumentError
+from ...export.proof.case import Case
 from ...export.proof.module_state import undisturbed
-from ...export.proof.replay import Case
 from ...huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
 from ...huggingface.cache_names import CACHE, argument_of, cache_of, installed_name
 from ...huggingface.cases import DecodeSizes, decode_inputs, default_sizes, keeps_all, slides

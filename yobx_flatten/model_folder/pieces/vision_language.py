@@ -15,7 +15,7 @@ import torch
 from torch.export import Dim
 
 from ...errors import GenerationError
-from ...export.proof.replay import Case
+from ...export.proof.case import Case
 from ...huggingface.cache_names import argument_of, cache_of, installed_name
 from ...recipe.aliases import TransformersCache, TransformersModel
 from ...trees.shapes import dynamic_shapes

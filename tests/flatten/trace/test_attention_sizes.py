@@ -1,0 +1,200 @@
+"""A trace reads the size of an attention off its arguments, and makes the program that torch's own steps make."""
+
+import threading
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from matrix.models import make_model
+from yobx_flatten import DecodeSizes, decode_inputs, register_flattening_functions
+from yobx_flatten.export.example.example import make_example
+from yobx_flatten.trace import attention_sizes
+from yobx_flatten.trace.trace_settings import PLAIN_ATTENTION
+
+AUTO = torch.export.Dim.AUTO
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+
+
+class Attends(torch.nn.Module):
+    """The attention by itself."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, query, key, value, mask=None):
+        return scaled_dot_product_attention(query, key, value, mask, **self.options) * 2
+
+
+def described(program: torch.export.ExportedProgram) -> list[str]:
+    """The code of a program, the conditions on its sizes, and the size and the strides of each value."""
+    values = [
+        f"{node.name} {tuple(value.shape)} {value.stride()} {value.dtype}"
+        for node in program.graph.nodes
+        if isinstance(value := node.meta.get("val"), torch.Tensor)
+    ]
+    return [program.graph_module.code, str(program.range_constraints), *values]
+
+
+def traced(module: torch.nn.Module, args, kwargs, shapes) -> list[str]:
+    """A program of a module, described."""
+    with register_flattening_functions(patch_transformers=True), torch.no_grad():
+        return described(torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False))
+
+
+@pytest.fixture
+def by_steps(monkeypatch):
+    """Call it to have torch's own steps from then on."""
+
+    def switch() -> None:
+        monkeypatch.setattr(attention_sizes, "_is_usual", lambda *given: False)
+
+    return switch
+
+
+@pytest.fixture
+def told(monkeypatch) -> list[int]:
+    """Sizes that were told by the arguments."""
+    found: list[int] = []
+    size = attention_sizes._size
+
+    def counted(*given):
+        found.append(1)
+        return size(*given)
+
+    monkeypatch.setattr(attention_sizes, "_size", counted)
+    return found
+
+
+def tensors(*sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """Random tensors."""
+    return tuple(torch.randn(size) for size in sizes)
+
+
+CASES = {
+    "all sizes vary": ({}, [(2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 7, 6), (2, 1, 3, 7)]),
+    "no mask": ({}, [(2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 7, 8)]),
+    "a mask of two axes": ({}, [(2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 7, 8), (3, 7)]),
+    "causal": ({"is_causal": True}, [(2, 4, 5, 8), (2, 4, 5, 8), (2, 4, 5, 8)]),
+    "fewer heads of keys": ({"enable_gqa": True}, [(2, 4, 3, 8), (2, 2, 7, 8), (2, 2, 7, 8), (2, 1, 3, 7)]),
+    "a scale": ({"scale": 0.3}, [(2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 7, 8), (2, 4, 3, 7)]),
+    "one row of queries": ({}, [(1, 4, 3, 8), (5, 4, 7, 8), (5, 4, 7, 8)]),
+    "a mask of more rows": ({}, [(1, 4, 3, 8), (1, 4, 7, 8), (1, 4, 7, 8), (5, 1, 3, 7)]),
+    "three axes": ({}, [(4, 3, 8), (4, 7, 8), (4, 7, 8)]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("vary", [True, False])
+def test_a_program_is_the_one_of_torchs_own_steps(case, vary, by_steps, told):
+    """Code, conditions on sizes, sizes and strides of all values."""
+    options, sizes = CASES[case]
+    args = tensors(*sizes)
+    axes = [{i: AUTO for i, size in enumerate(one.shape) if size > 1 and i != 1} if vary else None for one in args]
+    shapes = None if not vary else tuple(axes)
+    if case == "a mask of two axes" and vary:
+        shapes = (*shapes[:3], {0: AUTO, 1: AUTO})
+    short = traced(Attends(**options), args, {}, shapes)
+    assert bool(told) == (case != "three axes")
+    by_steps()
+    assert short == traced(Attends(**options), args, {}, shapes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "bart", "bert"])
+def test_a_decoder_is_the_one_of_torchs_own_steps(name, by_steps, told):
+    """With a cache whose sizes vary."""
+    model = make_model(name)
+
+    def program() -> list[str]:
+        with register_flattening_functions(patch_transformers=True), torch.no_grad():
+            example = make_example(model, (), decode_inputs(model, DecodeSizes()), "auto")
+            kwargs, shapes = dict(example.kwargs), example.shapes
+            return described(torch.export.export(model, (), kwargs, dynamic_shapes=shapes, strict=False))
+
+    short = program()
+    assert told
+    by_steps()
+    assert short == program()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ([(2, 4, 3, 8), (2, 4, 7, 6), (2, 4, 7, 6)], "queries of 8 numbers, and keys of 6"),
+        ([(2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 5, 8)], "7 keys, and 5 values"),
+        ([(2, 4, 3, 8), (5, 4, 7, 8), (5, 4, 7, 8)], "2"),
+        ([(2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 7, 8), (2, 1, 3, 6)], "6"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes, message, told):
+    """Torch's own steps refuse them, too."""
+    args = tensors(*sizes)
+    with pytest.raises(RuntimeError, match=message):
+        traced(Attends(), args, {}, None)
+    assert told
+    with sdpa_kernel(SDPBackend.MATH), pytest.raises(RuntimeError):  # the fused one takes 7 keys and 5 values
+        Attends()(*args)
+
+
+def test_types_that_do_not_fit_are_refused_by_torch(told):
+    """As outside of a trace."""
+    query, key, value = tensors((2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 7, 8))
+    with pytest.raises(RuntimeError, match="dtype"):
+        traced(Attends(), (query, key.double(), value), {}, None)
+    assert not told
+
+
+def test_gradients_take_the_steps(told):
+    """A program for training has what autograd makes of the steps."""
+    args = tuple(tensor.requires_grad_() for tensor in tensors((2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 7, 8)))
+    with register_flattening_functions():
+        torch.export.export(Attends(), args, strict=False)
+    assert not told
+
+
+def test_the_operator_is_as_it_was_afterwards():
+    """Also after nested traces, and after one that stops."""
+    before = dict(ATTENTION.py_kernels)
+    with PLAIN_ATTENTION, PLAIN_ATTENTION:
+        assert len(ATTENTION.py_kernels) == len(before) + 1
+    with pytest.raises(RuntimeError):
+        traced(Attends(), tensors((2, 4, 3, 8), (2, 4, 7, 6), (2, 4, 7, 6)), {}, None)
+    assert ATTENTION.py_kernels == before
+
+
+def test_another_threads_trace_takes_the_steps(told):
+    """A thread that traces without a block, or compiles, gets torch's own way."""
+    args = tensors((2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 7, 8))
+    shapes = tuple({0: AUTO, 2: AUTO} for _ in args)
+    found = []
+
+    def other() -> None:
+        with torch.no_grad():
+            found.append(torch.export.export(Attends(), args, dynamic_shapes=shapes, strict=False))
+
+    with PLAIN_ATTENTION:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert found
+    assert not told
+
+
+def test_an_implementation_that_is_there_stays():
+    """Somebody else's kernel is used, and is there afterwards."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+
+    def theirs(*args, **kwargs):
+        return ATTENTION._op_dk(key, *args, **kwargs)
+
+    ATTENTION.py_impl(key)(theirs)
+    try:
+        with PLAIN_ATTENTION:
+            assert ATTENTION.py_kernels[key] is theirs
+        assert ATTENTION.py_kernels[key] is theirs
+    finally:
+        del ATTENTION.py_kernels[key]
+        ATTENTION._dispatch_cache.clear()

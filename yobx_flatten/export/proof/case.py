@@ -1,0 +1,56 @@
+"""One set of inputs that is replayed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ...errors import InvalidArgumentError, describe_class
+from ...private_names.of_torch import pytree
+from ...recipe.aliases import PyTree
+
+__all__ = ["Case", "check_cases", "clone"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One set of inputs to replay.
+
+    Attributes:
+        name: a short description of the case, for the report.
+        args: positional arguments; none by default.
+        kwargs: keyword arguments; none by default.
+        steps: number of calls, 1 by default; after the first, each gets the cache that the call before returned.
+
+    >>> import torch
+    >>> from yobx_flatten import export_program
+    >>> case = Case("one row", (torch.ones(1, 3),))
+    >>> exported = export_program(torch.nn.Linear(3, 2), (torch.zeros(4, 3),), cases=[case])
+    >>> [result.case for result in exported.report.cases]
+    ['the example', 'one row']
+    """
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    steps: int = 1
+
+
+def clone(tree: PyTree) -> PyTree:
+    """Copy every tensor of nested inputs: static caches are written to in place."""
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def check_cases(cases: Iterable[Any]) -> list[Case]:
+    """Check that every case is a :class:`Case`."""
+    found = list(cases)
+    for number, case in enumerate(found):
+        if not isinstance(case, Case):
+            raise InvalidArgumentError(
+                f"cases[{number}]: expected a Case, found {describe_class(case)}.\n"
+                '    cases=[Case("five rows", args, kwargs)]'
+            )
+    return found

@@ -1,0 +1,131 @@
+"""Run a case eagerly, once for all runtimes that it is replayed with."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ...diagnose.export_errors import explain_error
+from ...errors import FlattenError, InvalidArgumentError
+from ...errors.failures import raised_as
+from ...errors.messages import first_line
+from ...huggingface.cache_names import forward_of, named_for
+from ...huggingface.sliding_decoder import SlidingDecoder
+from ...private_names.of_torch import pytree
+from .case import Case, clone
+from .module_state import seeded, undisturbed
+from .untouched_copy import untouched_copy
+
+__all__ = ["EagerRuns", "Step", "eager_steps"]
+
+Next = Callable[[Mapping[str, Any], Any, int], dict[str, Any] | None]
+
+KEPT_BYTES = 1 << 26
+"""Most bytes of inputs and outputs that are kept from one runtime to the next; a longer case runs again."""
+
+
+class Step(NamedTuple):
+    """One call of the module."""
+
+    given: Mapping[str, Any]
+    outputs: Any
+    goes_on: bool  # whether its cache is the one that the step before returned
+
+
+def eager_steps(
+    module: torch.nn.Module, case: Case, written: Collection[str] = (), *, twice: bool = False
+) -> list[Step]:
+    """Run a case eagerly: inputs and outputs of each step, both copied before anything writes to them.
+
+    The module gets the objects of the caller, copied as they are; what is returned is flattened, as the other side is
+    given it. With ``twice``, a single call that leaves other values in attributes of the module is made again: a
+    program has the values of the trace, so the next call of the module may do what no call of the program does.
+
+    Afterwards the state of the module is restored; from step to step the module keeps its changes.
+    """
+
+    def copied() -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        args, kwargs = untouched_copy((case.args, dict(case.kwargs)), module)
+        return args, named_for(forward_of(module), kwargs)
+
+    steps: list[Step] = []
+    following = _following(module)
+    args, first = copied()
+    kwargs: Mapping[str, Any] | None = first
+    with undisturbed(module, written) as changed:
+        while kwargs is not None:
+            given, index = clone(kwargs), len(steps)
+            with _naming(case, module, index), torch.no_grad(), seeded(index):
+                outputs = module(*args, **kwargs)
+            steps.append(Step(given, clone(outputs), goes_on=index > 0))
+            args = untouched_copy(case.args, module)
+            kwargs = following(given, outputs, index) if index + 1 < case.steps else None
+        if twice and len(steps) == 1 and changed():
+            args, again = copied()
+            with _naming(case, module, 1), torch.no_grad(), seeded(1):
+                outputs = module(*args, **again)
+            steps.append(Step(steps[0].given, clone(outputs), goes_on=False))
+    return steps
+
+
+@contextlib.contextmanager
+def _naming(case: Case, module: torch.nn.Module, step: int) -> Iterator[None]:
+    """Name the case in an error of the module itself, which knows of none."""
+
+    def stopped(error: Exception) -> InvalidArgumentError:
+        explanation = explain_error(error, module)
+        known = f"\n{explanation}" if explanation.known and not isinstance(error, FlattenError) else ""
+        return InvalidArgumentError(
+            f"case {case.name!r}, step {step}: {type(module).__qualname__} itself stops, before anything is compared "
+            f"({type(error).__name__}: {first_line(error)}).{known}"
+        )
+
+    with raised_as(stopped):
+        yield
+
+
+class EagerRuns:
+    """What a module computes in the cases that several runtimes are compared with.
+
+    The files of one export, its attempts and its quantised forms are all compared with the same calls of the module,
+    which are the longest part of a replay of a large model.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self._kept: dict[tuple[int, frozenset[str], bool], tuple[Case, list[Step]]] = {}  # with the case, for its id
+        self._bytes = 0
+
+    def steps(self, case: Case, written: Collection[str] = (), *, twice: bool = False) -> list[Step]:
+        """The steps of a case, see `eager_steps`; those of short cases are computed once."""
+        key = id(case), frozenset(written), twice
+        if key in self._kept:
+            return _copied(self._kept[key][1])
+        steps = eager_steps(self.module, case, written, twice=twice)
+        size = sum(
+            leaf.nbytes for leaf in pytree.tree_leaves([tuple(one) for one in steps]) if isinstance(leaf, torch.Tensor)
+        )
+        if self._bytes + size <= KEPT_BYTES:
+            self._bytes += size
+            self._kept[key] = case, _copied(steps)
+        return steps
+
+
+def _copied(steps: list[Step]) -> list[Step]:
+    """Copies, since what is replayed may write to its inputs."""
+    return [Step(clone(step.given), clone(step.outputs), step.goes_on) for step in steps]
+
+
+def _following(module: torch.nn.Module) -> Next:
+    """What makes the inputs of the next step from the outputs of the last."""
+    if isinstance(module, SlidingDecoder):
+        return module.next_inputs
+    if "transformers" not in sys.modules:
+        return lambda kwargs, outputs, seed: None
+    from ...huggingface.cases import next_inputs
+
+    return next_inputs

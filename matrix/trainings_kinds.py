@@ -1,4 +1,4 @@
-"""The other rows next to heads: own losses, methods of PEFT, optimizers, options of the Trainer."""
+"""The other rows next to heads: own losses, methods of PEFT, optimizers, options of the Trainer, trainers of TRL."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from .cases import SkipColumnError
 from .trainings_losses import LOSSES
 from .trainings_trainer import OPTIONS, TrainerTrial
 from .trainings_trial import Batch, Trial
+from .trainings_trl import TRAININGS, TrlTrial
 
 __all__ = ["KINDS", "kind_names"]
 
@@ -226,10 +227,11 @@ KINDS: Mapping[str, Callable[[str], Trial]] = {
     "adapter": AdapterTrial,
     "optimizer": OptimizerTrial,
     "trainer": TrainerTrial,
+    "trl": TrlTrial,
 }
 
 
 def kind_names() -> list[str]:
     """Return the names of all rows that are not heads."""
-    listed = {"own_loss": LOSSES, "adapter": ADAPTERS, "optimizer": OPTIMIZERS, "trainer": OPTIONS}
+    listed = {"own_loss": LOSSES, "adapter": ADAPTERS, "optimizer": OPTIMIZERS, "trainer": OPTIONS, "trl": TRAININGS}
     return [f"{kind}:{name}" for kind, names in listed.items() for name in names]

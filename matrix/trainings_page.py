@@ -57,6 +57,11 @@ _KINDS = {
     "adapter": ("Methods of PEFT", "On a Llama of three layers; parameters that begin as zeros are random."),
     "optimizer": ("Optimizers", "Of `torch.optim`, on a Llama of three layers."),
     "trainer": ("Options of the Trainer", "`RoundPipeTrainer` next to `Trainer`: losses, norms, rates and weights."),
+    "trl": (
+        "Trainers of TRL",
+        "A class of TRL that is also a `RoundPipeTrainer`, next to TRL's: losses, norms, rates and weights. TRL puts "
+        "packed texts into one row, which is one microbatch.",
+    ),
 }
 _HEADS = {"1 microbatch": "1", "2 microbatches": "2", "3 microbatches": "3", "rows without labels": "without labels"}
 _OUTCOMES = (

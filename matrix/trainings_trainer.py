@@ -14,7 +14,18 @@ from .cases import SkipColumnError
 from .cut_cases import distance
 from .trainings_trial import Batch, RefusedError, Trial
 
-__all__ = ["OPTIONS", "TrainerTrial"]
+__all__ = ["LEFT_OUT", "OPTIONS", "TrainerTrial", "compared", "nothing"]
+
+LEFT_OUT = (
+    "1 microbatch",
+    "2 microbatches",
+    "3 microbatches",
+    "rows without labels",
+    "other labels",
+    "called",
+    "no example",
+)
+"""Columns of a model's loss, which are not those of a whole training."""
 
 _ROWS = 23
 _VOCABULARY = 60
@@ -107,16 +118,7 @@ class TrainerTrial(Trial):
     @property
     def columns(self) -> dict[str, Callable[[Any], dict[str, Any]]]:
         """A training is all that there is."""
-        left = (
-            "1 microbatch",
-            "2 microbatches",
-            "3 microbatches",
-            "rows without labels",
-            "other labels",
-            "called",
-            "no example",
-        )
-        return {**dict.fromkeys(left, _nothing), "trained": _trained}
+        return {**dict.fromkeys(LEFT_OUT, nothing), "trained": _trained}
 
     def batch(self, rows: int, seed: int, *, some_missing: bool = False) -> Batch:
         """Rows of the data."""
@@ -156,7 +158,8 @@ def collate(rows: list[dict[str, Any]]) -> Batch:
     }
 
 
-def _nothing(trial: Trial) -> dict[str, Any]:
+def nothing(trial: Trial) -> dict[str, Any]:
+    """A column that asks nothing of a training."""
     raise SkipColumnError("an option of the Trainer: what is asked is whether it trains alike")
 
 
@@ -203,6 +206,11 @@ def _trained(trial: TrainerTrial) -> dict[str, Any]:
         found = run(RoundPipeTrainer, devices="virtual:2", microbatches=3)
     except RoundPipeError as error:
         raise RefusedError(f"{type(error).__name__}: {error}") from error
+    return compared(trial, plain, found)
+
+
+def compared(trial: Trial, plain: Any, found: Any) -> dict[str, Any]:
+    """What is in the logs of two trainers, and the weights that they trained."""
     errors = {}
     for key in ("loss", "grad_norm", "eval_loss", "learning_rate"):
         pairs = list(zip(_history(found, key), _history(plain, key), strict=True))

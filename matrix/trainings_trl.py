@@ -105,7 +105,7 @@ class TrlTrial(Trial):
         return {**dict.fromkeys(LEFT_OUT, nothing), "trained": _trained}
 
     def batch(self, rows: int, seed: int, *, some_missing: bool = False) -> Batch:
-        """Rows that tell whether the model computes a loss; TRL makes its own of the texts."""
+        """Rows with labels, for the column "built"; TRL makes its own of the texts."""
         tokens = torch.randint(5, len(_TOKENS), (rows, 8), generator=torch.Generator().manual_seed(seed))
         scores = torch.arange(rows, dtype=torch.float64)
         return {"input_ids": tokens, "labels": scores if self.asked[0] == "Reward" else tokens}

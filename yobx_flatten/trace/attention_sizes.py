@@ -1,4 +1,4 @@
-"""What the attention returns in a trace, told by the sizes of its arguments."""
+"""The size of what the attention returns in a trace, read off its arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class AttentionSizes:
     """While it is on, a trace reads the size of what an attention returns off its arguments.
 
     torch finds it out by running the twenty operators that the attention consists of on tensors without values. With
-    sizes that vary this takes two fifths of a trace of Llama. What these operators ask of the sizes is asked here, too,
+    sizes that vary this takes two fifths of a trace of Llama. What these operators ask of the sizes is also asked here,
     so that the program states the same conditions. What is unusual, and what needs gradients, takes the operators.
     """
 
@@ -59,7 +59,7 @@ class AttentionSizes:
 
 
 def _is_usual(given: list[Tensor], is_causal: bool, enable_gqa: bool) -> bool:
-    """Return whether the sizes alone tell what comes out, and that torch would not refuse the arguments."""
+    """Return whether the size of the result follows from the sizes, and torch would not refuse the arguments."""
     query, key, value, *masks = given
     if any(type(tensor) is not FakeTensor or tensor.device != query.device for tensor in given):
         return False

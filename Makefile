@@ -40,7 +40,7 @@ NEEDS_dev := --editable '.[all]' --group dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch compat newest kills fuzz ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix trainings genai real runtimes browser clean distclean
+.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch compat newest kills fuzz ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix trainings genai real runtimes clients browser clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -189,6 +189,14 @@ genai: $(VENV)/.has-test  ## export decoders and open them with onnxruntime-gena
 	$(BIN)/python -m matrix.genai $(MATRIX_ARGS)
 	$(BIN)/python -m matrix.genai --page docs/genai.md
 
+# They ask for an older transformers than ours; of the rest, torch alone must be the one that is there.
+CLIENTS := .venv-clients/bin/python
+clients: $(VENV)/.has-test  ## open exported folders with optimum and sentence-transformers, in .venv-clients
+	@test -x $(CLIENTS) || $(PYTHON) -m venv .venv-clients
+	$(CLIENTS) -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(CLIENTS) -m pip install --quiet --disable-pip-version-check "$$(grep -i '^torch==' constraints.txt)" --group clients
+	CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS) $(BIN)/python -m pytest tests/flatten/model_folder/test_clients.py $(PYTEST_ARGS)
+
 browser: $(VENV)/.has-test  ## open exported folders in Chromium (needs npm, chromium and chromedriver; BROWSER_MODEL=FOLDER: also a real one)
 	$(BIN)/python -m pip install --quiet --group browser
 	npm install --prefix examples/browser --ignore-scripts --no-audit --no-fund
@@ -211,7 +219,7 @@ clean:  ## remove what the targets built, but not the virtual environment
 	find yobx_flatten roundpipe_runtime matrix tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the virtual environments too
-	rm -rf $(VENV) .venv-compat-* .venv-executorch .venv-tasks .venv-newest
+	rm -rf $(VENV) .venv-compat-* .venv-executorch .venv-tasks .venv-newest .venv-clients
 
 # `--group` needs a newer pip than Python brings; its version comes from constraints.txt too.
 $(VENV)/.has-pip: pyproject.toml constraints.txt

@@ -19,13 +19,12 @@ pytest.importorskip("selenium", reason="`make browser` installs it")
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from tests.flatten.model_folder.words import WORDS, word_tokenizer
 from yobx_flatten import export_folder
 
 PAGE = pathlib.Path(__file__).parents[3] / "examples" / "browser"
 SECONDS = 300
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for number in range(59))]
 
 pytestmark = [
     pytest.mark.slow,
@@ -90,20 +89,6 @@ def answer(browser, address: str, model: str, text: str) -> str:
     browser.find_element(By.ID, "run").click()
     assert status("done").startswith("done in")
     return browser.find_element(By.ID, "answer").text
-
-
-def word_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """A tokenizer of words, with a template of chats."""
-    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        mask_token="[MASK]",
-        chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}word9",
-        **names,
-    )
 
 
 def test_a_chat_continues_as_the_model_does(site, browser):

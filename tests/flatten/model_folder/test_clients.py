@@ -1,0 +1,171 @@
+"""Other libraries open an exported folder as it is, and return what the model returns: ``make clients``."""
+
+import json
+import os
+import pathlib
+import subprocess
+
+import numpy
+import pytest
+import torch
+import transformers
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+from tests.flatten.model_folder.words import WORDS, word_tokenizer
+from yobx_flatten import export_folder
+from yobx_flatten.model_folder.source.tiny_models import small_model
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not os.environ.get("CLIENTS_PYTHON"),
+        reason="CLIENTS_PYTHON names no Python with optimum-onnx and sentence-transformers: make clients",
+    ),
+]
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+LINES = ["word1 word2 word3", "word4", "word1 word2 word3 word50 word51"]
+LAYOUTS = pytest.mark.parametrize("layout", ["flat", "transformers.js"])
+
+
+def opened(kind: str, folder: pathlib.Path, given: object) -> torch.Tensor:
+    """What a library returns; ``given`` are tensors by name, or texts."""
+    inputs, output = folder.parent / "given", folder.parent / "found.npz"
+    if isinstance(given, dict):
+        inputs = inputs.with_suffix(".npz")
+        numpy.savez(inputs, **{name: tensor.numpy() for name, tensor in given.items()})
+    else:
+        inputs.write_text(json.dumps(given))
+    script = pathlib.Path(__file__).with_name("client_opens.py")
+    command = [os.environ["CLIENTS_PYTHON"], str(script), kind, str(folder), str(inputs), str(output)]
+    surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=surroundings, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return torch.from_numpy(numpy.load(output)["found"])
+
+
+def written(name: str, folder: pathlib.Path, layout: str) -> torch.nn.Module:
+    """A model whose answers differ from token to token, and its exported folder."""
+    model = small_model(name)
+    if name == "whisper":  # optimum takes the heads of the encoder for those of a joined decoder, as in Whisper's files
+        model.config.encoder_attention_heads = model.config.decoder_attention_heads
+        model = type(model)(model.config).eval()
+    drawn = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=drawn) * 0.3)
+    export_folder(model, folder, layout=layout)
+    return model
+
+
+def generated(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The tokens of the model itself, which are not all one."""
+    tokens = model.generate(**given, max_new_tokens=12, do_sample=False)
+    assert len(set(tokens[0].tolist())) > 3
+    return tokens
+
+
+@LAYOUTS
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
+def test_optimum_generates_the_tokens_of_a_decoder(name, layout, tmp_path):
+    """Two prompts of different lengths, padded on the left."""
+    model = written(name, tmp_path / "out", layout)
+    ids = torch.tensor([[7, 8, 9, 10, 11], [12, 13, 14, 15, 16]])
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    given = {"input_ids": ids, "attention_mask": mask}
+    assert opened("text-generation", tmp_path / "out", given).tolist() == generated(model, given).tolist()
+
+
+@LAYOUTS
+def test_optimum_generates_the_tokens_of_t5(layout, tmp_path):
+    """A row is padded."""
+    model = written("t5", tmp_path / "out", layout)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    given = {"input_ids": torch.tensor([[7, 8, 9, 10], [11, 12, 0, 0]]), "attention_mask": mask}
+    assert opened("text2text-generation", tmp_path / "out", given).tolist() == generated(model, given).tolist()
+
+
+@LAYOUTS
+def test_optimum_generates_the_tokens_of_whisper(layout, tmp_path):
+    """Of two pieces of sound."""
+    model = written("whisper", tmp_path / "out", layout)
+    values = (torch.arange(3200, dtype=torch.float64) ** 2 * 0.37).sin().float()
+    given = {"input_features": values.reshape(2, 16, 100)}
+    found = opened("automatic-speech-recognition", tmp_path / "out", given)
+    assert found.tolist() == generated(model, given).tolist()
+
+
+@LAYOUTS
+@pytest.mark.parametrize(
+    ("name", "kind"), [("bert-classifier", "text-classification"), ("vit", "image-classification")]
+)
+def test_optimum_returns_the_scores_of_a_classifier(name, kind, layout, tmp_path):
+    """Of texts and of pictures."""
+    torch.manual_seed(0)
+    if name == "vit":
+        config = transformers.ViTConfig(image_size=16, patch_size=8, num_labels=5, **SIZES)
+        model = transformers.ViTForImageClassification(config).eval()
+        given = {"pixel_values": torch.randn(3, 3, 16, 16)}
+    else:
+        config = transformers.BertConfig(vocab_size=len(WORDS), num_labels=3, initializer_range=0.5, **SIZES)
+        model = transformers.BertForSequenceClassification(config).eval()
+        given = dict(word_tokenizer()(LINES, padding=True, return_tensors="pt"))
+    model.save_pretrained(tmp_path / "saved")
+    word_tokenizer().save_pretrained(tmp_path / "saved")
+    export_folder(tmp_path / "saved", tmp_path / "out", layout=layout)
+    with torch.no_grad():
+        expected = model(**given).logits
+    torch.testing.assert_close(opened(kind, tmp_path / "out", given), expected, rtol=1e-4, atol=1e-4)
+
+
+@LAYOUTS
+def test_sentence_transformers_embeds_texts(layout, tmp_path):
+    """The mean over the tokens of each text, of length 1."""
+    torch.manual_seed(0)
+    model = transformers.BertModel(
+        transformers.BertConfig(vocab_size=len(WORDS), initializer_range=0.5, **SIZES)
+    ).eval()
+    saved = tmp_path / "saved"
+    model.save_pretrained(saved)
+    word_tokenizer().save_pretrained(saved)
+    kinds = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
+    parts = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (path, kind) in enumerate(kinds)
+    ]
+    for path, _ in kinds[1:]:
+        (saved / path).mkdir()
+    (saved / "modules.json").write_text(json.dumps(parts))
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+    (saved / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    export_folder(saved, tmp_path / "out", layout=layout)
+    given = word_tokenizer()(LINES, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        hidden = model(**given)[0]
+    weights = given["attention_mask"][..., None]
+    expected = torch.nn.functional.normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1)
+    torch.testing.assert_close(opened("sentences", tmp_path / "out", LINES), expected, rtol=1e-4, atol=1e-5)
+
+
+@LAYOUTS
+def test_sentence_transformers_ranks_pairs(layout, tmp_path):
+    """A cross-encoder: one score for two texts, through a sigmoid."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(vocab_size=len(WORDS), num_labels=1, initializer_range=0.3, **SIZES)
+    model = transformers.BertForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path / "saved")
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = None  # the library would make a message of each text
+    tokenizer.save_pretrained(tmp_path / "saved")
+    export_folder(tmp_path / "saved", tmp_path / "out", layout=layout)
+    pairs = [["word1 word2", line] for line in LINES]
+    first, second = map(list, zip(*pairs, strict=True))
+    given = tokenizer(first, second, padding=True, return_token_type_ids=True, return_tensors="pt")
+    with torch.no_grad():
+        expected = model(**given).logits[:, 0].sigmoid()
+    assert expected.max() - expected.min() > 1e-2
+    torch.testing.assert_close(opened("pairs", tmp_path / "out", pairs), expected, rtol=1e-4, atol=1e-5)

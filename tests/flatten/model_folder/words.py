@@ -1,0 +1,22 @@
+"""A tokenizer of words, made without files of other projects."""
+
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+__all__ = ["WORDS", "word_tokenizer"]
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for number in range(59))]
+
+
+def word_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer of words, with a template of chats."""
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        mask_token="[MASK]",
+        chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}word9",
+        **names,
+    )

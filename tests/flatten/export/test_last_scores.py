@@ -5,10 +5,18 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-from yobx_flatten import DecodeSizes, ReplayError, decode_inputs, export_folder, export_onnx, open_generator
+from yobx_flatten import (
+    DecodeSizes,
+    ReplayError,
+    decode_inputs,
+    export_folder,
+    export_onnx,
+    open_generator,
+    open_model,
+)
 from yobx_flatten.export.proof.last_scores import check_last_scores
 from yobx_flatten.export.proof.replay import Case
 from yobx_flatten.model_folder.source.tiny_models import small_model
@@ -19,6 +27,8 @@ FAMILIES = ["llama", "qwen3", "gemma3_text", "phi", "gpt2"]
 
 
 def _session(path):
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # of an input with a value it says that it is no constant
     return onnxruntime.InferenceSession(path, options)
@@ -123,8 +133,8 @@ def test_a_file_that_returns_other_scores_is_refused():
     """The last row of all scores, and the only one that is asked for, are compared."""
 
     class Wrong:
-        name, has_kept_scores, shared, slots = "model.onnx", True, {}, ()
-        ports = {"input_ids": None}
+        name, has_kept_scores, slots = "model.onnx", True, ()
+        shared, ports = None, ("input_ids",)
 
         def cache(self, tensors):
             return {}
@@ -136,3 +146,31 @@ def test_a_file_that_returns_other_scores_is_refused():
     case = Case("a text", (), {"input_ids": torch.ones(1, 3, dtype=torch.int64)})
     with pytest.raises(ReplayError, match=r"model.onnx returns other scores of the last token.*8\.0e\+00"):
         check_last_scores(Wrong(), ["input_ids"], [case])
+
+
+def test_the_loops_of_transformers_ask_for_the_last_scores_too(tmp_path, monkeypatch):
+    """The model of a folder takes `logits_to_keep` as the exported one does; drafted tokens get the scores of all."""
+    model = small_model("llama")
+    export_folder(model, tmp_path / "folder")
+    opened, (tokens, mask) = open_model(tmp_path / "folder"), _prompt()
+    with torch.no_grad():
+        wanted = model(input_ids=tokens, attention_mask=mask).logits
+    for kept in (0, 1, 3, torch.tensor([2, 6])):
+        found = opened(input_ids=tokens, attention_mask=mask, logits_to_keep=kept).logits
+        places = kept if isinstance(kept, torch.Tensor) else slice(-kept or None, None)
+        torch.testing.assert_close(found[1], wanted[:, places][1], atol=2e-4, rtol=1e-3)
+    seen, step = [], opened.steps.parts.decoder.step
+
+    def watched(*args, **options):
+        found = step(*args, **options)
+        seen.append(found[0]["logits"].shape[1])
+        return found
+
+    monkeypatch.setattr(opened.steps.parts.decoder, "step", watched)
+    given = {"max_new_tokens": 8, "do_sample": False}
+    plain = model.generate(tokens, attention_mask=mask, **given)
+    assert torch.equal(opened.generate(tokens, attention_mask=mask, repetition_penalty=1.0, **given), plain)
+    assert set(seen) == {1}
+    drafted = opened.generate(tokens[1:], prompt_lookup_num_tokens=3, **given)
+    assert torch.equal(drafted, model.generate(tokens[1:], **given))
+    assert max(seen) > 1

@@ -66,7 +66,7 @@ def _kept_scores() -> ir.Value:
     import onnx_ir as ir
 
     tensor = ir.tensor(numpy.array(0, dtype=numpy.int64), name=KEPT_SCORES)
-    return ir.Value(name=KEPT_SCORES, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
+    return ir.Value(name=KEPT_SCORES, type=ir.TensorType(tensor.dtype), shape=ir.Shape([]), const_value=tensor)
 
 
 def _path_to_head(scores: ir.Value) -> list[ir.Node]:

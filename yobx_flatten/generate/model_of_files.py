@@ -237,6 +237,7 @@ class FileModel(ModelWithoutWeights):
         shown: Shown | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
         **others: Any,  # the cache, under the word of the installed release
     ) -> Any:
         """Run the files on tokens, after those that the cache has read."""
@@ -258,7 +259,9 @@ class FileModel(ModelWithoutWeights):
             images = (pixel_values, image_grid_thw, image_sizes, batch_num_images)
             films = (pixel_values_videos, video_grid_thw, second_per_grid_ts)
             shown = Shown(self._pictures(*images, *films, pixel_attention_mask), len(input_ids))
-        scores = self._decode(cache, input_ids, attention_mask, position_ids, shown)
+        kept = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else slice(-logits_to_keep or None, None)
+        is_last = not isinstance(logits_to_keep, torch.Tensor) and logits_to_keep == 1
+        scores = self._decode(cache, input_ids, attention_mask, position_ids, shown, is_last=is_last)[:, kept]
         if token_type_ids is not None:
             self._check_types(cache, token_type_ids)
         filled = {installed_name(): cache} if use_cache is not False else {}
@@ -315,6 +318,8 @@ class FileModel(ModelWithoutWeights):
         mask: torch.Tensor | None,
         positions: torch.Tensor | None,
         shown: Shown | None,
+        *,
+        is_last: bool,
     ) -> torch.Tensor:
         total, rows = cache.seen + tokens.shape[1], len(tokens)
         mask = torch.ones(rows, total, dtype=torch.int64) if mask is None else mask.long()
@@ -324,10 +329,10 @@ class FileModel(ModelWithoutWeights):
                 "has read, and those of input_ids."
             )
         if cache.state is None:
-            return self._begin(cache, tokens, mask, positions, shown)
+            return self._begin(cache, tokens, mask, positions, shown, is_last=is_last)
         if positions is not None:
             positions = positions.expand(rows, -1)[:, -tokens.shape[1] :]
-        return self._read(cache, tokens, mask, positions)
+        return self._read(cache, tokens, mask, positions, is_last=is_last)
 
     def _begin(
         self,
@@ -336,6 +341,8 @@ class FileModel(ModelWithoutWeights):
         mask: torch.Tensor,
         positions: torch.Tensor | None,
         shown: Shown | None,
+        *,
+        is_last: bool,
     ) -> torch.Tensor:
         """The first call; a prompt whose rows a loop has repeated is read once, since its pictures are not repeated."""
         steps, every = self.steps, torch.arange(len(tokens))
@@ -346,14 +353,20 @@ class FileModel(ModelWithoutWeights):
             counted = torch.arange(tokens.shape[1]) if positions is None else positions
             state.positions = counted.expand(len(tokens), -1)[first]
         cache.state, cache.seen = state, 0
-        scores = self._call(cache, state.new)
+        scores = self._call(cache, state.new, is_last=is_last)
         if factor > 1:
             cache.batch_repeat_interleave(factor)
             scores = scores.repeat_interleave(factor, dim=0)
         return scores
 
     def _read(
-        self, cache: FileCache, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor | None
+        self,
+        cache: FileCache,
+        tokens: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor | None,
+        *,
+        is_last: bool = False,
     ) -> torch.Tensor:
         """A further call: the state has all tokens, and the files read those that they have not."""
         state, count = cache.state, tokens.shape[1]
@@ -366,9 +379,10 @@ class FileModel(ModelWithoutWeights):
         if state.types is not None:
             generated = state.types.new_full(tokens.shape, state.generated_type)
             state.types = torch.cat([state.types, generated], dim=1)
-        return self._call(cache, tokens)
+        return self._call(cache, tokens, is_last=is_last)
 
-    def _call(self, cache: FileCache, tokens: torch.Tensor) -> torch.Tensor:
+    def _call(self, cache: FileCache, tokens: torch.Tensor, *, is_last: bool) -> torch.Tensor:
+        # is_last: whether the scores of the last token are enough
         state, count = cache.state, tokens.shape[1]
         assert state is not None
         again, total = cache.again, cache.seen + count
@@ -380,7 +394,7 @@ class FileModel(ModelWithoutWeights):
         positions = state.positions
         if positions is not None:  # those of this call
             state.positions = positions[..., -state.new.shape[1] :]
-        scores = self.steps.scores(state)
+        scores = self.steps.scores(state, last_scores=is_last)
         state.positions = positions
         cache.seen, cache.again = total, 0
         return scores[:, -count:]

@@ -235,14 +235,15 @@ class Steps:
 
     def step(self, sequence: TextState) -> torch.Tensor:
         """Run the files once; the scores of the token after the last one, float32 of shape (batch, vocabulary)."""
-        return self.scores(sequence)[:, -1].float()
+        return self.scores(sequence, last_scores=True)[:, -1].float()
 
-    def scores(self, sequence: TextState) -> torch.Tensor:
+    def scores(self, sequence: TextState, *, last_scores: bool = False) -> torch.Tensor:
         """Run the files once; the scores that they return, of shape (batch, tokens, vocabulary)."""
+        # last_scores: whether those of the last token are enough
         self._check_positions(sequence)
         decoder = self.parts.decoder
         runner = decoder if sequence.cache or self.parts.prefill is None else self.parts.prefill
-        outputs, cache = runner.step(self._feeds(runner, sequence), sequence.cache)
+        outputs, cache = runner.step(self._feeds(runner, sequence), sequence.cache, last_scores=last_scores)
         if runner is not decoder:
             cache = {slot.port.name: cache[present_of(slot.port.name) or ""] for slot in decoder.slots}
         sequence.cache = cache

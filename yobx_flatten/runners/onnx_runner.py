@@ -21,10 +21,12 @@ from ..errors.messages import first_line
 from .one_by_one import is_refused, one_by_one, row_by_row
 from .onnx_buffers import SHARED_CACHE, BufferedCache
 from .onnx_values import from_value, to_value, value_type
-from .ports import CacheSlot, Port, cache_slots, is_present, split_cache, with_rows
+from .ports import KEPT_SCORES, CacheSlot, Port, cache_slots, is_present, split_cache, with_rows
 from .signature import KEY, Signature
 
 __all__ = ["OnnxRunner"]
+
+_COUNT = value_type("tensor(int64)")
 
 
 class OnnxRunner:
@@ -43,6 +45,7 @@ class OnnxRunner:
             node.name: Port(node.name, tuple(map(_size, node.shape)), self._kinds[node.name].dtype) for node in nodes
         }
         self.outputs: Sequence[str] = [node.name for node in session.get_outputs()]
+        self.has_kept_scores = any(node.name == KEPT_SCORES for node in session.get_overridable_initializers())
         self.slots: Sequence[CacheSlot] = cache_slots(self.ports.values(), self.outputs, name)
         metadata = session.get_modelmeta().custom_metadata_map
         shared = metadata.get(SHARED_CACHE, "").split(",")
@@ -96,7 +99,7 @@ class OnnxRunner:
         return {name: to_value(name, self._kinds[name], tensor) for name, tensor in tensors.items()}
 
     def step(
-        self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any]
+        self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any], *, last_scores: bool = False
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Run one call of a loop; see :meth:`.runner.Runner.step`."""
         if self.refuses(feeds):
@@ -106,6 +109,8 @@ class OnnxRunner:
                 calls.append(outputs)
             return self._joined(calls), cache  # type: ignore[return-value] # what the last step returned
         values = {name: to_value(name, self._kinds[name], tensor) for name, tensor in feeds.items()}
+        if self.has_kept_scores:  # each time: a binding remembers what the call before was given
+            values[KEPT_SCORES] = to_value(KEPT_SCORES, _COUNT, torch.tensor(int(last_scores)))
         buffers = self._buffers(feeds, cache) if self.shared else None
         for slot in self.slots:
             if slot.port.name not in self.shared:

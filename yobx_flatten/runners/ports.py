@@ -21,6 +21,7 @@ from ..errors import GenerationError
 from ..huggingface.cache_names import CACHE, PRESENT, after_cache
 
 __all__ = [
+    "KEPT_SCORES",
     "CacheSlot",
     "Port",
     "cache_slots",
@@ -31,6 +32,9 @@ __all__ = [
     "with_rows",
 ]
 
+
+KEPT_SCORES = "num_logits_to_keep"
+"""Input of an ONNX file that has a value, so that none has to be given: of how many last tokens it returns scores."""
 
 _NAMES = (
     f"Export it again with these names, which export_onnx gives by itself:\n"

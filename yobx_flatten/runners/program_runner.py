@@ -135,7 +135,7 @@ class ProgramRunner:
         return dict(tensors)
 
     def step(
-        self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any]
+        self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any], *, last_scores: bool = False
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Run one call of a loop; see :meth:`.runner.Runner.step`."""
         try:

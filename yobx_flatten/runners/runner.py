@@ -47,9 +47,11 @@ class Runner(Protocol):
         ...
 
     def step(
-        self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any]
+        self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any], *, last_scores: bool = False
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Run one call of a loop."""
+        # last_scores: whether the scores of the last token are enough, which some files return in less time; `False`,
+        # the default, for those of all tokens
         # returns: the outputs that are not part of the cache, and the cache for the next step. The tensors of `cache`
         # that have a successor are released as soon as nothing else holds them.
         ...

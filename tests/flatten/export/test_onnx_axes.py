@@ -36,7 +36,7 @@ def test_a_decoder_has_the_names_that_tools_know():
     assert axes["attention_mask"] == ["batch_size", "total_sequence_length"]
     assert axes["past_key_values.0.key"] == ["batch_size", 2, "past_sequence_length", 8]
     assert axes["past_key_values.1.value"] == ["batch_size", 2, "past_sequence_length", 8]
-    assert axes["logits"] == ["batch_size", "sequence_length", 96]
+    assert axes["logits"] == ["batch_size", "kept_sequence_length", 96]
     assert axes["present.1.key"] == ["batch_size", 2, "total_sequence_length", 8]
 
 

@@ -26,7 +26,7 @@ class EagerRunner:
         return dict(tensors)
 
     @torch.no_grad()
-    def step(self, feeds, cache):
+    def step(self, feeds, cache, *, last_scores=False):
         leaves = list(cache.values())
         past = make_dynamic_cache([(leaves[0], leaves[1]), (leaves[2], leaves[3])])
         found = self.model(**feeds, **{WORD: past})

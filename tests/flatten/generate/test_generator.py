@@ -89,9 +89,9 @@ def test_what_comes_out_goes_in_without_a_copy(mistral):
     given = []
     step = generator.parts.decoder.step
 
-    def watched(feeds, cache):
+    def watched(feeds, cache, **options):
         given.append(dict(cache))
-        outputs, following = step(feeds, cache)
+        outputs, following = step(feeds, cache, **options)
         given.append(dict(following))
         return outputs, following
 

@@ -25,6 +25,7 @@ from .axes import name_axes
 from .rewrite.attention import fuse_attention
 from .rewrite.group_query_attention import share_cache
 from .rewrite.heads import put_tokens_first
+from .rewrite.last_scores import keep_last_scores
 from .rewrite.optimize import optimize_graph
 from .rewrite.projections import join_projections
 from .rewrite.repair import repair_graph
@@ -132,6 +133,7 @@ def convert(
         fuse_skip_norms(converted.model)
     if fuse:
         put_tokens_first(converted.model)
+    keep_last_scores(converted.model)
     name_axes(converted.model, axes, _example_sizes(program))
     return converted
 

@@ -17,6 +17,7 @@ from ...runners.onnx_session import has_mapped_weights, mapped_options, open_ses
 from ..example.example import Example
 from ..program.traced import Traced
 from ..proof.exported_call import ByName
+from ..proof.last_scores import check_last_scores
 from ..proof.replay import Side
 from ..proof.report import ExportReport
 from ..proof.shared_memory import InSharedMemory
@@ -35,6 +36,7 @@ def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> Non
         options = mapped_options(path) if has_mapped_weights(path) else None
         session = open_session(path, caller="export_onnx", options=options)
         runner = OnnxRunner(session, path.name)
+        check_last_scores(runner, example.names, source.cases)
         runners = [runner, InSharedMemory(session, path.name)] if runner.shared else [runner]
         return [ByName(one, example.names, traced.complex_outputs) for one in runners]
 

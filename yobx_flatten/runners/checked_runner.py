@@ -26,6 +26,7 @@ class CheckedRunner:
         self.ports: Mapping[str, Port] = signature.ports
         self.outputs: Sequence[str] = signature.outputs
         self.slots: Sequence[CacheSlot] = cache_slots(self.ports.values(), self.outputs, name)
+        self.in_place: Mapping[str, str] = {}
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run one call; see :meth:`.runner.Runner.run`."""

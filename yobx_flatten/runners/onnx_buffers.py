@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .in_place import InPlaceCache
+
 __all__ = ["SHARED_CACHE", "BufferedCache"]
 
 SHARED_CACHE = "yobx_flatten.shared_cache"
@@ -20,17 +22,11 @@ SHARED_CACHE = "yobx_flatten.shared_cache"
 _LEAST = 256  # tokens
 
 
-class BufferedCache(dict[str, Any]):
-    """The cache by name of the input, ``onnxruntime.OrtValue``s, and the binding that they are part of.
-
-    A step changes it: earlier states are gone.
-    """
-
-    # presents: for each input whose memory is that of an output, the name of that output
+class BufferedCache(InPlaceCache):
+    """The cache by name of the input, ``onnxruntime.OrtValue``s, and the binding that they are part of."""
 
     def __init__(self, session: Any, values: Mapping[str, Any], presents: Mapping[str, str]) -> None:
-        super().__init__(values)
-        self.presents = presents
+        super().__init__(values, presents)
         self.binding = session.io_binding()
         self.capacity = 0
         self._arrays: dict[str, Any] = {}
@@ -45,6 +41,9 @@ class BufferedCache(dict[str, Any]):
         for name in self.presents:
             old = self._arrays[name] if name in self._arrays else self[name].numpy()
             self._move(name, old[:, :, : total - new])
+
+    def crop(self, kept: int) -> None:
+        """Do nothing: what lies after the tokens of the mask is written again."""
 
     def select_rows(self, rows: Any) -> None:
         """Have other rows."""

@@ -19,15 +19,17 @@ from typing import Any
 
 from ...declare.scopes import options_in_use, register_flattening_functions
 from ...errors import DynamicShapesError, FlattenError, InvalidArgumentError, ReplayError
+from ...errors.failures import result_or
 from ...errors.log import STEP
 from ...errors.messages import first_line
 from ...errors.tried_versions import naming_untried_versions
+from ...runners.checked_runner import CheckedRunner
 from ...runners.open import open_runner
 from ..onnx.attempts import write_proven
 from ..onnx.file import UnprovenFile, unproven_file
 from ..onnx.quantized import quantize_file
 from ..program.traced import trace
-from ..proof.exported_call import ByName
+from ..proof.exported_call import ByName, InPlace
 from ..proof.quality import Quality
 from ..proof.replay import Side
 from ..proof.report import ExportReport
@@ -38,7 +40,7 @@ from ..source import Source, replay_file
 from .aotinductor import write_package
 from .executorch import Backend, write_pte
 from .file_options import FileOptions, check_libraries
-from .openvino import write_openvino
+from .openvino import has_growing_cache, write_openvino, write_openvino_in_place
 from .without_counter import without_counter
 
 __all__ = ["write_file", "write_for"]
@@ -116,7 +118,10 @@ class _Job:
         def load() -> Sequence[Side]:
             runner = open_runner(self.file.path, runtime=runtime, caller="export", failure=ReplayError, trust=trust)
             pairs = source.traced.complex_outputs if runtime == "openvino" else []
-            return [ByName(runner, source.example.names, pairs)]
+            names = source.example.names
+            if isinstance(runner, CheckedRunner) and runner.in_place:
+                return [InPlace(runner, names, pairs)]
+            return [ByName(runner, names, pairs)]
 
         replay_file(load, source, report)
 
@@ -197,11 +202,37 @@ _KERNELS: tuple[Backend, ...] = ("xnnpack", "portable")  # the faster first
 
 
 def _openvino(job: _Job) -> None:
-    with job.report.timed("convert"):
-        write_openvino(job.source.traced, job.source.example, job.file.path)
-    job.replay()
-    compress = functools.partial(compress_openvino, job.file.path, report=job.report)
+    source, report = job.source, job.report
+    in_place = job.options.cache == "in_place" and has_growing_cache(source.traced)
+    if not (in_place and _written_in_place(job)):
+        with report.timed("convert"):
+            write_openvino(source.traced, source.example, job.file.path)
+        job.replay()
+    compress = functools.partial(compress_openvino, job.file.path, report=report)
     job.quantize(functools.partial(job.measured, compress))
+
+
+def _written_in_place(job: _Job) -> bool:
+    """Write the file with a cache that OpenVINO writes in place; the report states why not where it does not pass."""
+    source, report, done = job.source, job.report, len(job.report.cases)
+    # whatever the exporter and OpenVINO raise for operators of attention
+    write = functools.partial(write_openvino_in_place, source.traced, source.example, job.file.path)
+    with report.timed("convert"):
+        made = result_or(write, lambda error: error)
+    if isinstance(made, Exception):
+        kind = "" if isinstance(made, FlattenError) else f"{type(made).__name__}: "
+        reason = f"{kind}{first_line(made)}"
+    else:
+        job.replay()
+        failed = report.failed()
+        if not failed:
+            report.in_place = made
+            report.remark("the cache is the state of the model, which OpenVINO writes in place.")
+            return True
+        reason = f"{failed[0].case}: {failed[0].error or f'it differs by {failed[0].max_difference:.1e}'}"
+    report.remark(f"the cache is copied by each call: a file that writes it in place was left out: {reason}")
+    del report.cases[done:]
+    return False
 
 
 _WRITERS: Mapping[str, Callable[[_Job], None]] = {

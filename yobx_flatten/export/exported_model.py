@@ -135,13 +135,15 @@ class ExportedModel:
             translations=translations,
         )
 
-    def to_aotinductor(self, path: str | os.PathLike[str]) -> ExportReport:
+    def to_aotinductor(self, path: str | os.PathLike[str], *, cache: CacheForm = "in_place") -> ExportReport:
         """Compile the program with AOTInductor for this machine, and replay the cases of this export.
 
         The file holds machine code, which runs when it is loaded: load only what you know the author of.
 
         Args:
             path: the file to write, with the suffix ``.pt2``. It takes its name when the replay has passed.
+            cache: ``"in_place"``, the default, for keys and values that the code writes into buffers, where the replay
+                passes; ``"returned"`` for a package that takes and returns them.
 
         Returns:
             The report: one result per case.
@@ -152,7 +154,7 @@ class ExportedModel:
             NoRoomError: when disk or memory is too small.
             ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
         """
-        return self._write("aotinductor", path, "to_aotinductor")
+        return self._write("aotinductor", path, "to_aotinductor", cache=cache)
 
     def to_executorch(
         self,

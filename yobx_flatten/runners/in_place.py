@@ -24,14 +24,28 @@ class InPlaceCache(dict[str, Any]):
     def __init__(self, values: Mapping[str, Any], presents: Mapping[str, str]) -> None:
         super().__init__(values)
         self.presents = presents
+        self.shapes: Mapping[str, tuple[int, ...]] = {}  # of what is filled, by name of the input
 
     @property
     def others(self) -> dict[str, Any]:
         """The leaves that calls return, as those of other caches."""
         return {name: value for name, value in self.items() if name not in self.presents}
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return copies of what is written in place and filled; none where its values are read as others are."""
+        return {}
+
     def crop(self, kept: int) -> None:
         """Take out the last tokens of what is written in place."""
+        raise NotImplementedError
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Have other rows of what is written in place."""
+        # rows: for each new row the place of an old one
+        raise NotImplementedError
+
+    def grown(self, tokens: int) -> None:
+        """Note that a call has read tokens, and written theirs after the others."""
         raise NotImplementedError
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from .in_place import InPlaceCache
 
 __all__ = ["SHARED_CACHE", "BufferedCache"]
@@ -45,9 +47,8 @@ class BufferedCache(InPlaceCache):
     def crop(self, kept: int) -> None:
         """Do nothing: what lies after the tokens of the mask is written again."""
 
-    def select_rows(self, rows: Any) -> None:
+    def select_rows(self, rows: torch.Tensor) -> None:
         """Have other rows."""
-        # rows: for each new row the place of an old one
         for name, array in self._arrays.items():
             found = array[:, :, : self._seen][rows.numpy()]
             if len(rows) == len(array):

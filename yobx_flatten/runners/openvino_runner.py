@@ -14,13 +14,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import DamagedFileError, FlattenError, ForeignFileError, GenerationError, ReplayError
+from ..errors import DamagedFileError, FlattenError, ForeignFileError
 from ..errors.dependencies import require
 from ..errors.failures import raised_as
 from .checked_runner import CheckedRunner
-from .in_place import new_tokens
+from .in_place import InPlaceCache
 from .openvino_state import BEAMS, StateCache, variable_of
-from .ports import split_cache, with_rows
 from .signature import KEY, Signature, Size
 
 __all__ = ["FLOAT32", "OpenVINORunner", "import_openvino", "last_line", "open_openvino", "read_model"]
@@ -68,56 +67,14 @@ class OpenVINORunner(CheckedRunner):
         self.in_place = {name: present for name, present in pairs.items() if variable_of(name, present) in kept}
         self._given = [name for name in self.ports if name not in self.in_place]
 
-    def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one call; see :meth:`.runner.Runner.run`. The state is set before it, and read after it."""
-        if not self.in_place:
-            return super().run(inputs)
-        bound = dict(zip(self.ports, self.signature.bind(inputs, ReplayError, self.name), strict=True))
-        with raised_as(lambda error: ReplayError(f"OpenVINO fails on the inputs of the case: {last_line(error)}")):
-            cache = StateCache(
-                self._request, {slot.port.name: bound[slot.port.name] for slot in self.slots}, self.in_place
-            )
-            found = self._call_with_state([bound[name] for name in self._given], cache, new_tokens(bound))
-            kept = {self.in_place[name]: tensor for name, tensor in cache.tensors().items()}
-        return {name: kept[name] if name in kept else found[name] for name in self.outputs}
+    def _written_in_place(self, leaves: Mapping[str, torch.Tensor]) -> InPlaceCache:
+        return StateCache(self._compiled.create_infer_request(), leaves, self.in_place)
 
-    def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return a cache for :meth:`step`: the state of a request where it is in the model."""
-        if not self.in_place.keys() <= tensors.keys() or not self.in_place:
-            return super().cache(tensors)
-        with raised_as(lambda error: GenerationError(f"{self.name} stopped: {last_line(error)}")):
-            return StateCache(self._compiled.create_infer_request(), tensors, self.in_place)
-
-    def step(
-        self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Run one call of a loop; see :meth:`.runner.Runner.step`."""
-        if not self.in_place:
-            return super().step(feeds, cache)
-        state = cache if isinstance(cache, StateCache) else self.cache(cache)
-        assert isinstance(state, StateCache)
-        tensors = self.signature.bind({**state.others, **feeds}, GenerationError, self.name, state.shapes)
-        with raised_as(lambda error: GenerationError(f"{self.name} stopped: {last_line(error)}")):
-            found = self._call_with_state(tensors, state, new_tokens(feeds))
-        slots = [slot for slot in self.slots if slot.port.name not in self.in_place]
-        outputs, following = split_cache(found, slots, state)
-        state.update(following)
-        return outputs, state
-
-    def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-        """Return a cache with other rows; see :meth:`.runner.Runner.select_rows`."""
-        if not isinstance(cache, StateCache):
-            return super().select_rows(cache, rows)
-        cache.select_rows(rows)
-        cache.update({name: with_rows(value, rows) for name, value in cache.others.items()})
-        return cache
-
-    def _call_with_state(self, tensors: list[torch.Tensor], state: StateCache, tokens: int) -> dict[str, torch.Tensor]:
+    def _call_in_place(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> Sequence[torch.Tensor]:
+        assert isinstance(cache, StateCache)
         given = {name: tensor.numpy() for name, tensor in zip(self._given, tensors, strict=True)}
-        found = state.request.infer({**given, BEAMS: state.rows.numpy()}, share_inputs=True, share_outputs=False)
-        state.grown(tokens)
-        made = [name for name in self.outputs if name not in self.in_place.values()]
-        return {name: torch.from_numpy(found[index]) for index, name in enumerate(made)}
+        found = cache.request.infer({**given, BEAMS: cache.rows.numpy()}, share_inputs=True, share_outputs=False)
+        return [torch.from_numpy(found[index]) for index in range(len(self.outputs) - len(self.in_place))]
 
     def _call(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         # inputs are read where they are; the memory of outputs is used again by the next call

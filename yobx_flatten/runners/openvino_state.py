@@ -41,7 +41,6 @@ class StateCache(InPlaceCache):
         self._parts = {name: parts[variable_of(name, present)] for name, present in presents.items()}
         super().__init__({**values, **self._parts}, presents)
         self.request = request
-        self.shapes: dict[str, tuple[int, ...]] = {}
         self._write({name: values[name] for name in presents})
 
     def _write(self, leaves: Mapping[str, torch.Tensor]) -> None:
@@ -68,8 +67,8 @@ class StateCache(InPlaceCache):
 
     def grown(self, tokens: int) -> None:
         """Note that a call has read tokens, by which its state is longer now."""
-        for name, (_, heads, seen, *size) in self.shapes.items():
-            self.shapes[name] = (len(self.rows), heads, seen + tokens, *size)
+        shapes = self.shapes.items()
+        self.shapes = {name: (len(self.rows), heads, seen + tokens, *size) for name, (_, heads, seen, *size) in shapes}
         self.rows = torch.arange(len(self.rows), dtype=torch.int32)
 
     def crop(self, kept: int) -> None:

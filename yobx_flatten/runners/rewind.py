@@ -15,7 +15,6 @@ import torch
 
 from .in_place import InPlaceCache
 from .onnx_values import from_value
-from .openvino_state import StateCache
 from .runner import Runner
 
 __all__ = ["cache_tensors", "cropped", "held_before", "rewound"]
@@ -24,7 +23,7 @@ __all__ = ["cache_tensors", "cropped", "held_before", "rewound"]
 def cache_tensors(cache: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the leaves of a cache as tensors, by name of the input."""
     # cache: what a runner's `cache` or `step` returned
-    written = cache.tensors() if isinstance(cache, StateCache) else {}
+    written = cache.tensors() if isinstance(cache, InPlaceCache) else {}
     values = {name: written.get(name, value) for name, value in cache.items()}
     return {name: value if isinstance(value, torch.Tensor) else from_value(value) for name, value in values.items()}
 

@@ -37,7 +37,7 @@ from ..quantization.measure import measure
 from ..quantization.options import Quantization
 from ..quantization.runtimes import blocks_of, compress_openvino, quantized_example
 from ..source import Source, replay_file
-from .aotinductor import write_package
+from .aotinductor import write_package, write_package_in_place
 from .executorch import Backend, write_pte
 from .file_options import FileOptions, check_libraries
 from .openvino import has_growing_cache, write_openvino, write_openvino_in_place
@@ -125,6 +125,32 @@ class _Job:
 
         replay_file(load, source, report)
 
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether to try a cache that is written in place: where there are keys and values that come out again."""
+        return self.options.cache == "in_place" and has_growing_cache(self.source.traced)
+
+    def written_in_place(self, write: Callable[[], list[str]], library: str, *, trust: bool = False) -> bool:
+        """Write a file with a cache that its library writes in place; the report states why it does not pass."""
+        # write: writes the file, and returns the inputs of the cache that are written in place
+        report, done = self.report, len(self.report.cases)
+        with report.timed("convert"):
+            made = result_or(write, lambda error: error)  # whatever exporters and compilers raise for operators
+        if isinstance(made, Exception):
+            kind = "" if isinstance(made, FlattenError) else f"{type(made).__name__}: "
+            reason = f"{kind}{first_line(made)}"
+        else:
+            self.replay(trust=trust)
+            failed = report.failed()
+            if not failed:
+                report.in_place = made
+                report.remark(f"{library} writes the cache in place: it is no output of a call.")
+                return True
+            reason = f"{failed[0].case}: {failed[0].error or f'it differs by {failed[0].max_difference:.1e}'}"
+        report.remark(f"the cache is copied by each call: a file that writes it in place was left out: {reason}")
+        del report.cases[done:]
+        return False
+
     def quantize(self, rewrite: Callable[[Quantization], Quality | None]) -> None:
         """Replace a file that passed its replay by one with weights in fewer bits, and measure that one."""
         # rewrite: writes the file anew, and returns how far it is from the model where anything is replayed
@@ -164,8 +190,12 @@ def _onnx(job: _Job) -> None:
 
 
 def _package(job: _Job) -> None:
+    source = job.source
+    write = functools.partial(write_package_in_place, source.traced, job.file.path)
+    if job.keeps_cache and job.written_in_place(write, "AOTInductor", trust=True):
+        return
     with job.report.timed("convert"):
-        write_package(job.source.traced, job.file.path)
+        write_package(source.traced, job.file.path)
     job.replay(trust=True)
 
 
@@ -203,36 +233,13 @@ _KERNELS: tuple[Backend, ...] = ("xnnpack", "portable")  # the faster first
 
 def _openvino(job: _Job) -> None:
     source, report = job.source, job.report
-    in_place = job.options.cache == "in_place" and has_growing_cache(source.traced)
-    if not (in_place and _written_in_place(job)):
+    write = functools.partial(write_openvino_in_place, source.traced, source.example, job.file.path)
+    if not (job.keeps_cache and job.written_in_place(write, "OpenVINO")):
         with report.timed("convert"):
             write_openvino(source.traced, source.example, job.file.path)
         job.replay()
     compress = functools.partial(compress_openvino, job.file.path, report=report)
     job.quantize(functools.partial(job.measured, compress))
-
-
-def _written_in_place(job: _Job) -> bool:
-    """Write the file with a cache that OpenVINO writes in place; the report states why not where it does not pass."""
-    source, report, done = job.source, job.report, len(job.report.cases)
-    # whatever the exporter and OpenVINO raise for operators of attention
-    write = functools.partial(write_openvino_in_place, source.traced, source.example, job.file.path)
-    with report.timed("convert"):
-        made = result_or(write, lambda error: error)
-    if isinstance(made, Exception):
-        kind = "" if isinstance(made, FlattenError) else f"{type(made).__name__}: "
-        reason = f"{kind}{first_line(made)}"
-    else:
-        job.replay()
-        failed = report.failed()
-        if not failed:
-            report.in_place = made
-            report.remark("the cache is the state of the model, which OpenVINO writes in place.")
-            return True
-        reason = f"{failed[0].case}: {failed[0].error or f'it differs by {failed[0].max_difference:.1e}'}"
-    report.remark(f"the cache is copied by each call: a file that writes it in place was left out: {reason}")
-    del report.cases[done:]
-    return False
 
 
 _WRITERS: Mapping[str, Callable[[_Job], None]] = {

@@ -43,7 +43,8 @@ class TensorBuffers(InPlaceCache):
     def reserve(self, new: int) -> None:
         """Have memory for a step."""
         total = self._seen + new
-        if self._own and total <= self._capacity:
+        # the trace assumes that there is room for more: a slice of all of it would be no slice
+        if self._own and total < self._capacity:
             return
         self._capacity = max(2 * total, _LEAST)
         self._move({name: self[name] for name in self.presents})

@@ -107,6 +107,13 @@ def test_buffers_grow_are_cut_and_have_other_rows(model, folder):
     torch.testing.assert_close(keys, cache_of(wanted).layers[1].keys, atol=1e-5, rtol=0)
 
 
+def test_each_number_of_tokens_fits_into_a_buffer(model, folder):
+    """Token by token past 256, and past 514, where the buffers are as long as the text; next to the model itself."""
+    asked = {**_prompt(), "max_new_tokens": 520}
+    found = open_generator(folder.path, trust=True).generate(**asked)
+    assert torch.equal(found, model.generate(**asked, do_sample=False))
+
+
 def test_a_call_without_a_loop_leaves_its_inputs_as_they_are(model, folder):
     """The tensors of the caller are copied into buffers; other rows are refused before the code sees them."""
     runner = open_runner(folder.path / "model.pt2", trust=True)

@@ -144,7 +144,7 @@ class _Job:
             failed = report.failed()
             if not failed:
                 report.in_place = made
-                report.remark(f"{library} writes the cache in place: it is no output of a call.")
+                report.remark(f"{library} writes the cache in place: calls do not return it.")
                 return True
             reason = f"{failed[0].case}: {failed[0].error or f'it differs by {failed[0].max_difference:.1e}'}"
         report.remark(f"the cache is copied by each call: a file that writes it in place was left out: {reason}")

@@ -21,7 +21,7 @@ from .program.to_transformers import to_hf_exporter
 from .proof.report import ExportReport
 from .quantization.options import Quantization, WeightBits
 from .runtimes.executorch import Backend
-from .runtimes.file_options import FileOptions
+from .runtimes.file_options import CacheForm, FileOptions
 from .runtimes.write import write_for
 from .source import Source
 
@@ -135,13 +135,15 @@ class ExportedModel:
             translations=translations,
         )
 
-    def to_aotinductor(self, path: str | os.PathLike[str]) -> ExportReport:
+    def to_aotinductor(self, path: str | os.PathLike[str], *, cache: CacheForm = "in_place") -> ExportReport:
         """Compile the program with AOTInductor for this machine, and replay the cases of this export.
 
         The file holds machine code, which runs when it is loaded: load only what you know the author of.
 
         Args:
             path: the file to write, with the suffix ``.pt2``. It takes its name when the replay has passed.
+            cache: ``"in_place"``, the default, for keys and values that the code writes into buffers, where the replay
+                passes; ``"returned"`` for a package that takes and returns them.
 
         Returns:
             The report: one result per case.
@@ -152,7 +154,7 @@ class ExportedModel:
             NoRoomError: when disk or memory is too small.
             ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
         """
-        return self._write("aotinductor", path, "to_aotinductor")
+        return self._write("aotinductor", path, "to_aotinductor", cache=cache)
 
     def to_executorch(
         self,
@@ -188,7 +190,11 @@ class ExportedModel:
         return self._write("executorch", path, "to_executorch", quantize=quantize, backend=backend)
 
     def to_openvino(
-        self, path: str | os.PathLike[str], *, quantize: WeightBits | Quantization | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        quantize: WeightBits | Quantization | None = None,
+        cache: CacheForm = "in_place",
     ) -> ExportReport:
         """Write the program as files of OpenVINO, and replay the cases of this export there, in float32.
 
@@ -200,6 +206,8 @@ class ExportedModel:
                 when the replay has passed.
             quantize: ``"int8"`` or ``"int4"`` to store the weights in so many bits with NNCF, measured as
                 :func:`export_onnx` does it. ``None``, the default, stores them as they are.
+            cache: ``"in_place"``, the default, for keys and values that are the state of the model, where OpenVINO
+                writes them in place and the replay passes; ``"returned"`` for a file that takes and returns them.
 
         Returns:
             The report: one result per case.
@@ -210,7 +218,7 @@ class ExportedModel:
             NoRoomError: when disk or memory is too small.
             ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
         """
-        return self._write("openvino", path, "to_openvino", quantize=quantize)
+        return self._write("openvino", path, "to_openvino", quantize=quantize, cache=cache)
 
     def _write(self, runtime: str, path: str | os.PathLike[str], caller: str, **options: Any) -> ExportReport:
         return write_for(source_of(self), FileOptions(runtime, pathlib.Path(path), caller, **options))

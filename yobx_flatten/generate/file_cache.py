@@ -119,7 +119,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         if found is not None:
             state.cache = found
         elif self._held is not None and kept >= self._held_seen:
-            state.cache, state.seen = rewound(state.cache, self._held), self._pictures
+            state.cache, state.seen = rewound(state.cache, self._held, self._held_seen), self._pictures
             self.again = kept - self._held_seen
         elif not self.again or kept < self.seen - self.again:
             raise GenerationError(

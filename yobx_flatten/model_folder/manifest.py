@@ -36,8 +36,9 @@ class FolderManifest:
         versions: versions of the libraries that made it, by name.
         proof: what was replayed before the folder appeared: ``"full"``, ``"sample"``, or ``"none"``: unproven.
         quality: for each file with quantised weights, how far it was from the model.
-        cache: form of the cache of the file that generates: ``"growing"``, where each call returns a longer one, or
-            ``"shared"``, where calls may write into one piece of memory, layer by layer where the layers allow it.
+        cache: form of the cache of the file that generates: ``"growing"``, where each call returns a longer one;
+            ``"shared"``, where calls may write into one piece of memory, layer by layer where the layers allow it; or
+            ``"in_place"``, where the library of the files has it and writes the new tokens after the others.
         runtime: the library that runs the files: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"`` or
             ``"openvino"``.
         sha256: digests by name, of files for other runtimes than the first two.

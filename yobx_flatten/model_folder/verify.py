@@ -16,7 +16,7 @@ from ..errors import DamagedFileError, FlattenError, ForeignFileError, ReplayErr
 from ..errors.messages import first_line, table
 from ..export.proof.padding import Padding
 from ..export.proof.quality import Distance, Quality, text_losses
-from ..export.proof.yardstick import explained
+from ..export.proof.yardstick import PART_OF_FLOAT32, explained
 from ..export.quantization.from_the_start import text_scores
 from ..export.quantization.options import CHAT_SHARES, TOKEN_SHARES
 from ..files.document import inside
@@ -306,7 +306,8 @@ def _is_close(found: OutputDifference, case: StoredCase, manifest: FolderManifes
     stated, expected = manifest.tolerances.get(file, {}).get(found.name), case.outputs.get(found.name)
     allowed = manifest.tolerance
     if stated is not None and isinstance(expected, torch.Tensor) and expected.is_floating_point():
-        allowed = explained(stated, expected)
+        part = {"part": PART_OF_FLOAT32} if manifest.dtype == "float32" else {}
+        allowed = explained(stated, expected, **part)
     return found.error is None and found.difference <= allowed
 
 

@@ -266,7 +266,7 @@ def _described(plan: FolderPlan, made: _Made) -> FolderManifest:
         versions={name: importlib.metadata.version(name) for name in _LIBRARIES if is_installed(name)},
         proof=plan.proof,
         quality={name: report.quality for name, report in made.reports.items() if report.quality},
-        cache="shared" if made.shared else "growing",
+        cache=_cache_form(made),
         runtime=form.runtime,
         sha256={} if form.runtime in ("onnxruntime", "torch") else digests(work, parts),
         rereads_at_switch=plan.rereads,
@@ -277,6 +277,13 @@ def _described(plan: FolderPlan, made: _Made) -> FolderManifest:
     )
     write_manifest(work, manifest)
     return manifest
+
+
+def _cache_form(made: _Made) -> str:
+    """The form of the cache, as the manifest states it."""
+    if made.shared:
+        return "shared"
+    return "in_place" if any(report.in_place for report in made.reports.values()) else "growing"
 
 
 def _verified(plan: FolderPlan, made: _Made, manifest: FolderManifest) -> FolderReport:

@@ -6,20 +6,25 @@ import pathlib
 import platform
 import sys
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from ..errors import DamagedFileError, FlattenError, ForeignFileError, UntrustedFileError
+from ..errors import DamagedFileError, FlattenError, ForeignFileError, GenerationError, UntrustedFileError
 from ..errors.failures import raised_as
 from ..errors.messages import first_line
 from ..files.document import parse_document
 from ..private_names.of_torch import aot_load, has_instructions
 from .checked_runner import CheckedRunner
+from .in_place import InPlaceCache
 from .signature import KEY, Signature
+from .tensor_buffers import TensorBuffers
 
-__all__ = ["AOTInductorRunner", "is_package", "open_package", "read_package"]
+__all__ = ["IN_PLACE", "AOTInductorRunner", "is_package", "open_package", "read_package"]
+
+IN_PLACE = "yobx_flatten.in_place"
+"""Key of a package's metadata; the value names the inputs of the cache that it writes in place, with commas."""
 
 _INSIDE = "/data/aotinductor/"
 _LARGEST = 2**20  # bytes of metadata
@@ -29,17 +34,32 @@ class AOTInductorRunner(CheckedRunner):
     """One package, open; a :class:`.runner.Runner`."""
 
     # package: a `torch._inductor.package.AOTICompiledModel`
+    # written: inputs of the cache that it writes in place; none by default
 
     runtime: ClassVar[str] = "aotinductor"
 
-    def __init__(self, package: Any, signature: Signature, name: str) -> None:
+    def __init__(self, package: Any, signature: Signature, name: str, written: Collection[str] = ()) -> None:
         super().__init__(signature, name)
         self._package = package
+        pairs = {slot.port.name: slot.present for slot in self.slots}
+        self.in_place = {name: present for name, present in pairs.items() if name in written and present is not None}
 
     def _call(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         found: Sequence[torch.Tensor] = self._package.loader.run(tensors)
         # an output that is an input would be written to with it
         return [out.clone() if any(out is tensor for tensor in tensors) else out for out in found]
+
+    def _written_in_place(self, leaves: Mapping[str, torch.Tensor]) -> InPlaceCache:
+        if len({leaves[name].shape[2] for name in self.in_place}) > 1:  # one number of tokens is for all of them
+            raise GenerationError("layers of the cache hold different numbers of tokens.")
+        return TensorBuffers(leaves, self.in_place)
+
+    def _call_in_place(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> Sequence[torch.Tensor]:
+        assert isinstance(cache, TensorBuffers)
+        cache.reserve(tokens)
+        others = iter(tensors)
+        given = [cache[name] if name in self.in_place else next(others) for name in self.ports]
+        return self._call([*given, torch.empty(cache.seen, dtype=torch.uint8)])
 
 
 def is_package(path: pathlib.Path) -> bool:
@@ -79,7 +99,7 @@ def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]
     # failure: class of the error where there is no such file, or torch cannot load it
     if not path.is_file():
         raise failure(f"There is no file {path}.")
-    signature, _ = read_package(path)
+    signature, metadata = read_package(path)
     if not trust:
         raise UntrustedFileError(
             f"{path} holds machine code, which runs as soon as it is loaded. Pass trust=True (--trust) if you made it, "
@@ -88,7 +108,8 @@ def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]
     # torch raises whatever the loader of shared libraries does
     with raised_as(lambda error: failure(f"torch cannot load {path}: {first_line(error)}")):
         package = aot_load(str(path))
-    return AOTInductorRunner(package, signature, path.name)
+    written = str(metadata.get(IN_PLACE, "")).split(",")
+    return AOTInductorRunner(package, signature, path.name, written)
 
 
 def _machine(signature: Signature, metadata: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -12,6 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from .in_place import InPlaceCache
+
 __all__ = ["SHARED_CACHE", "BufferedCache"]
 
 SHARED_CACHE = "yobx_flatten.shared_cache"
@@ -20,17 +24,11 @@ SHARED_CACHE = "yobx_flatten.shared_cache"
 _LEAST = 256  # tokens
 
 
-class BufferedCache(dict[str, Any]):
-    """The cache by name of the input, ``onnxruntime.OrtValue``s, and the binding that they are part of.
-
-    A step changes it: earlier states are gone.
-    """
-
-    # presents: for each input whose memory is that of an output, the name of that output
+class BufferedCache(InPlaceCache):
+    """The cache by name of the input, ``onnxruntime.OrtValue``s, and the binding that they are part of."""
 
     def __init__(self, session: Any, values: Mapping[str, Any], presents: Mapping[str, str]) -> None:
-        super().__init__(values)
-        self.presents = presents
+        super().__init__(values, presents)
         self.binding = session.io_binding()
         self.capacity = 0
         self._arrays: dict[str, Any] = {}
@@ -46,9 +44,11 @@ class BufferedCache(dict[str, Any]):
             old = self._arrays[name] if name in self._arrays else self[name].numpy()
             self._move(name, old[:, :, : total - new])
 
-    def select_rows(self, rows: Any) -> None:
+    def crop(self, kept: int) -> None:
+        """Do nothing: what lies after the tokens of the mask is written again."""
+
+    def select_rows(self, rows: torch.Tensor) -> None:
         """Have other rows."""
-        # rows: for each new row the place of an old one
         for name, array in self._arrays.items():
             found = array[:, :, : self._seen][rows.numpy()]
             if len(rows) == len(array):

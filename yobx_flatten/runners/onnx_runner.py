@@ -18,6 +18,7 @@ import torch
 from ..errors import GenerationError, ReplayError
 from ..errors.failures import raised_as
 from ..errors.messages import first_line
+from .in_place import new_tokens
 from .one_by_one import is_refused, one_by_one, row_by_row
 from .onnx_buffers import SHARED_CACHE, BufferedCache
 from .onnx_values import from_value, to_value, value_type
@@ -140,8 +141,7 @@ class OnnxRunner:
 
     def _buffers(self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any]) -> BufferedCache:
         buffers = cache if isinstance(cache, BufferedCache) else BufferedCache(self._session, cache, self.shared)
-        tokens = feeds["input_ids"] if "input_ids" in feeds else feeds["inputs_embeds"]
-        buffers.reserve(feeds["attention_mask"].shape[1], tokens.shape[1])
+        buffers.reserve(feeds["attention_mask"].shape[1], new_tokens(feeds))
         return buffers
 
     def _call(self, values: Mapping[str, Any], buffers: BufferedCache | None = None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Run OpenVINO or ONNX files in OpenVINO, in float32 on the CPU.
 
 OpenVINO computes in bfloat16 where a processor has it, and states it nowhere: scores of a small model were off by 0.5.
-So the precision is asked for here.
+So the precision is asked for here, also that of keys and values in its state, which it would store in 8 bits.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from ..errors import DamagedFileError, FlattenError, ForeignFileError
 from ..errors.dependencies import require
 from ..errors.failures import raised_as
 from .checked_runner import CheckedRunner
+from .in_place import InPlaceCache
+from .openvino_state import BEAMS, StateCache, variable_of
 from .signature import KEY, Signature, Size
 
-__all__ = ["FLOAT32", "OpenVINORunner", "import_openvino", "open_openvino", "read_model"]
+__all__ = ["FLOAT32", "OpenVINORunner", "import_openvino", "last_line", "open_openvino", "read_model"]
 
-FLOAT32: Mapping[str, str] = {"INFERENCE_PRECISION_HINT": "f32"}
+FLOAT32: Mapping[str, str] = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 """What a model is compiled with."""
 
 _TYPES = {
@@ -59,7 +61,20 @@ class OpenVINORunner(CheckedRunner):
 
     def __init__(self, compiled: Any, signature: Signature, name: str) -> None:
         super().__init__(signature, name)
-        self._request = compiled.create_infer_request()
+        self._compiled, self._request = compiled, compiled.create_infer_request()
+        kept = {state.name for state in self._request.query_state()}
+        pairs = {slot.port.name: slot.present for slot in self.slots if slot.present is not None}
+        self.in_place = {name: present for name, present in pairs.items() if variable_of(name, present) in kept}
+        self._given = [name for name in self.ports if name not in self.in_place]
+
+    def _written_in_place(self, leaves: Mapping[str, torch.Tensor]) -> InPlaceCache:
+        return StateCache(self._compiled.create_infer_request(), leaves, self.in_place)
+
+    def _call_in_place(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> Sequence[torch.Tensor]:
+        assert isinstance(cache, StateCache)
+        given = {name: tensor.numpy() for name, tensor in zip(self._given, tensors, strict=True)}
+        found = cache.request.infer({**given, BEAMS: cache.rows.numpy()}, share_inputs=True, share_outputs=False)
+        return [torch.from_numpy(found[index]) for index in range(len(self.outputs) - len(self.in_place))]
 
     def _call(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         # inputs are read where they are; the memory of outputs is used again by the next call
@@ -67,14 +82,14 @@ class OpenVINORunner(CheckedRunner):
         return [torch.from_numpy(found[index]) for index in range(len(self.outputs))]
 
     def _reason(self, error: BaseException) -> str:
-        return _last_line(error)
+        return last_line(error)
 
 
 def read_model(path: pathlib.Path) -> Any:
     """Read a model of OpenVINO, or an ONNX file."""
     # path: the `.xml` file, with the weights in a `.bin` file of the same name next to it; or an `.onnx` file
     openvino = import_openvino()
-    with raised_as(lambda error: DamagedFileError(f"OpenVINO cannot read {path}: {_last_line(error)}")):
+    with raised_as(lambda error: DamagedFileError(f"OpenVINO cannot read {path}: {last_line(error)}")):
         return openvino.Core().read_model(str(path))
 
 
@@ -88,13 +103,13 @@ def open_openvino(path: pathlib.Path, *, caller: str, failure: type[FlattenError
     model = read_model(path)
     signature = _signature(model, path)
     written = "" if path.suffix == ".xml" else ' Files that are written for it are those of target="openvino".'
-    with raised_as(lambda error: failure(f"OpenVINO cannot compile {path}: {_last_line(error)}{written}")):
+    with raised_as(lambda error: failure(f"OpenVINO cannot compile {path}: {last_line(error)}{written}")):
         compiled = openvino.Core().compile_model(model, "CPU", dict(FLOAT32))
     return OpenVINORunner(compiled, signature, path.name)
 
 
-def _last_line(error: BaseException) -> str:
-    """The reason: the lines before it are places in OpenVINO's sources."""
+def last_line(error: BaseException) -> str:
+    """Return the reason of an error: the lines before it are places in OpenVINO's sources."""
     return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .onnx_buffers import BufferedCache
+from .in_place import InPlaceCache
 from .onnx_values import from_value
 from .runner import Runner
 
@@ -23,14 +23,16 @@ __all__ = ["cache_tensors", "cropped", "held_before", "rewound"]
 def cache_tensors(cache: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the leaves of a cache as tensors, by name of the input."""
     # cache: what a runner's `cache` or `step` returned
-    return {name: value if isinstance(value, torch.Tensor) else from_value(value) for name, value in cache.items()}
+    written = cache.tensors() if isinstance(cache, InPlaceCache) else {}
+    values = {name: written.get(name, value) for name, value in cache.items()}
+    return {name: value if isinstance(value, torch.Tensor) else from_value(value) for name, value in values.items()}
 
 
 def cropped(runner: Runner, cache: Mapping[str, Any], seen: int, kept: int) -> dict[str, Any] | None:
     """Return a cache without its last tokens; ``None`` where a leaf does not hold every token on its own."""
     # cache: the cache; it may not be used any more
-    bound = cache.presents if isinstance(cache, BufferedCache) else {}
-    others = {name: value for name, value in cache.items() if name not in bound and ".encoder." not in name}
+    returned = cache.others if isinstance(cache, InPlaceCache) else cache
+    others = {name: value for name, value in returned.items() if ".encoder." not in name}
     for name in others:
         shape = runner.ports[name].shape
         if name.rpartition(".")[2] not in ("key", "value") or len(shape) != 4 or shape[2] is not None:
@@ -38,23 +40,25 @@ def cropped(runner: Runner, cache: Mapping[str, Any], seen: int, kept: int) -> d
     tensors = cache_tensors(others)
     if any(leaf.shape[2] != seen for leaf in tensors.values()):
         return None
-    cut = runner.cache({name: leaf[:, :, :kept] for name, leaf in tensors.items()})
-    if isinstance(cache, BufferedCache):  # what lies after the tokens of the mask is written again
-        cache.update(cut)
+    cut = {name: leaf[:, :, :kept] for name, leaf in tensors.items()}
+    if isinstance(cache, InPlaceCache):
+        cache.crop(kept)
+        cache.update(runner.cache(cut) if cut else {})
         return cache
-    return {**cache, **cut}
+    return {**cache, **runner.cache(cut)}
 
 
 def held_before(cache: Mapping[str, Any]) -> dict[str, Any]:
     """Return what must be held of a cache during a call so that :func:`rewound` can go back to it."""
-    bound = cache.presents if isinstance(cache, BufferedCache) else {}
-    return {name: value for name, value in cache.items() if name not in bound}
+    return cache.others if isinstance(cache, InPlaceCache) else dict(cache)
 
 
-def rewound(cache: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
+def rewound(cache: Mapping[str, Any], held: Mapping[str, Any], seen: int) -> dict[str, Any]:
     """Return the cache that was there before a call."""
     # cache: the cache after the call; it may not be used any more
-    if not isinstance(cache, BufferedCache):
+    # seen: how many tokens it held before the call
+    if not isinstance(cache, InPlaceCache):
         return dict(held)
-    cache.update({name: value for name, value in held.items() if name not in cache.presents})
+    cache.crop(seen)
+    cache.update(held)
     return cache

@@ -63,17 +63,26 @@ class Signature:
             for name, dtype, sizes in self.inputs
         }
 
-    def bind(self, values: Mapping[str, Any], failure: type[FlattenError], where: str) -> list[torch.Tensor]:
+    def bind(
+        self,
+        values: Mapping[str, Any],
+        failure: type[FlattenError],
+        where: str,
+        held: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> list[torch.Tensor]:
         """Return the inputs in order, contiguous, after their types and sizes are checked."""
-        found = [as_tensor(name, dtype, values.get(name), failure, where) for name, dtype, _ in self.inputs]
-        for (name, _, _), tensor in zip(self.inputs, found, strict=True):
+        # held: shapes of inputs that the library has in memory of its own, which are left out; none by default
+        held = held or {}
+        taken = [(name, dtype) for name, dtype, _ in self.inputs if name not in held]
+        found = [as_tensor(name, dtype, values.get(name), failure, where) for name, dtype in taken]
+        for (name, _), tensor in zip(taken, found, strict=True):
             if name in self.rows and tensor.numel():
                 low, high = int(tensor.min()), int(tensor.max())
                 if low < 0 or high >= self.rows[name]:
                     wrong = low if low < 0 else high
                     raise failure(f"{name} holds {wrong}, and {where} takes 0 to {self.rows[name] - 1}.")
-        shapes = {name: tuple(tensor.shape) for (name, _, _), tensor in zip(self.inputs, found, strict=True)}
-        self.check_sizes(shapes, failure, where)
+        shapes = {name: tuple(tensor.shape) for (name, _), tensor in zip(taken, found, strict=True)}
+        self.check_sizes({**shapes, **held}, failure, where)
         return found
 
     def check_sizes(self, shapes: Mapping[str, tuple[int, ...]], failure: type[FlattenError], where: str) -> None:

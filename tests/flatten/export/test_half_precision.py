@@ -240,3 +240,33 @@ def test_what_is_explained_is_bounded_by_the_output():
     assert explained(0.0, values) == pytest.approx(5 * 20 * torch.finfo(torch.float16).eps)
     assert explained(1.0, torch.tensor([torch.inf], dtype=torch.float16)) == 0.0
     assert explained(0.0, values.float()) == 1e-4
+
+
+class _Large(torch.nn.Module):
+    """A sum whose rounding in float32 is far more than 1e-4, and a part of its output's range."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((64,), 1e4 / 3))
+
+    def forward(self, x):
+        return {"sum": (x * self.weight).sum(-1)}
+
+
+def test_float32_is_judged_by_float64_where_a_case_differs():
+    """Five times what the type costs, no more than a part of the range; a stated tolerance stays as it is."""
+    module, x = _Large(), {"x": torch.randn(9, 64, generator=torch.Generator().manual_seed(0))}
+    report = export_program(module, (), x, cases=[]).report
+    assert report.yardstick is None  # nothing differed, so nothing was measured
+    case = Case("the example", (), x)
+    with torch.no_grad():
+        apart = module(**x)["sum"] - (x["x"].double() * module.weight.double()).sum(-1)
+    cost, range_ = float(apart.abs().max()), float(torch.aminmax(module(**x)["sum"].detach())[1] * 2)
+    allowed = Yardstick(module, (), is_half=False).allowed(case)["sum"]
+    assert cost > 1e-4
+    assert allowed == pytest.approx(min(5 * cost, 1e-5 * range_), rel=0.5)
+    assert module.weight.dtype == torch.float32
+    assert report.explained_by_float64(case) == {"sum": allowed}
+    assert "next to float64" in str(report)
+    stated = export_program(module, (), x, cases=[], tolerance=1e-6).report
+    assert stated.explained_by_float64(case) is None

@@ -17,15 +17,18 @@ from ...errors.tried_versions import without_cause
 from ...huggingface.cache_names import PRESENT, cache_of
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
+from ...runners.checked_runner import CheckedRunner
+from ...runners.in_place import InPlaceCache
 from ...runners.ports import present_of
 from ...runners.program_runner import ProgramRunner
+from ...runners.rewind import cache_tensors
 from ...runners.runner import Runner
 from ...trees.naming import leaf_names
 from .case import clone
 from .module_state import undisturbed
 from .padding import Padding
 
-__all__ = ["ByName", "Nested"]
+__all__ = ["ByName", "InPlace", "Nested"]
 
 
 class Nested:
@@ -83,8 +86,11 @@ class ByName:
         """Run one step; return its outputs by name."""
         leaves = pytree.tree_leaves((args, dict(kwargs)))
         given = zip(self._input_leaves, leaves, strict=True)
-        found = self._runner.run({name: _as_pairs(leaf) for name, leaf in given})
+        found = self._found({name: _as_pairs(leaf) for name, leaf in given})
         return {name: torch.view_as_complex(value) if name in self._pairs else value for name, value in found.items()}
+
+    def _found(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return self._runner.run(inputs)
 
     def compare(
         self, eager: PyTree, outputs: Mapping[str, Any], names: Sequence[str], padding: Padding
@@ -111,6 +117,33 @@ class ByName:
             for name, leaf in zip(leaf_names(dict(kwargs)), leaves, strict=True)
         ]
         return pytree.tree_unflatten(own, spec)  # type: ignore[no-any-return] # a dict, as it was
+
+
+class InPlace(ByName):
+    """A file whose cache its library writes in place: each case is a loop, whose steps go on with that cache."""
+
+    # what the last step wrote, and whether the next one goes on with it
+    _written: InPlaceCache | None = None
+    _goes_on = False
+
+    def __init__(self, runner: CheckedRunner, input_leaves: Sequence[str], pairs: Collection[str] = ()) -> None:
+        super().__init__(runner, input_leaves, pairs)
+        self._steps = runner
+
+    def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Let the next step go on with the cache that is there."""
+        self._goes_on = True
+        return super().feed_back(kwargs, outputs)
+
+    def _found(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        runner, slots = self._steps, {slot.port.name: slot.present for slot in self._steps.slots}
+        goes_on, self._goes_on = self._goes_on, False
+        cache = self._written if goes_on else runner.cache({name: inputs[name] for name in slots})
+        assert cache is not None
+        outputs, following = runner.step({name: inputs[name] for name in runner.ports if name not in slots}, cache)
+        assert isinstance(following, InPlaceCache)
+        self._written, leaves = following, cache_tensors(following)
+        return {**outputs, **{present: leaves[name] for name, present in slots.items() if present is not None}}
 
 
 def _as_pairs(leaf: object) -> object:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 
 from ...diagnose.report import Report
+from ...errors.failures import result_or
 from ...errors.messages import table
 from .case import Case
 from .levels import UNPROVEN
@@ -56,6 +57,7 @@ class ExportReport(Report):
         remarks: notes on what was not checked, and why.
         yardstick: measures what the type of the weights costs, and so what outputs may differ by; ``None`` where the
             tolerance is for all of them.
+        in_place: inputs of the cache that the library of the file writes in place; none where calls return all of it.
         quality: how far the file is from the model with its weights quantised; ``None`` where they are not, or nothing
             was replayed.
 
@@ -82,7 +84,10 @@ class ExportReport(Report):
     runtime: str = ""
     file_bytes: int | None = None
     planned_bytes: int | None = None
+    in_place: list[str] = dataclasses.field(default_factory=list)
     yardstick: Yardstick | None = dataclasses.field(default=None, repr=False)
+    # the yardstick of a model in float32, until a case differs by more than the tolerance
+    spare: Yardstick | None = dataclasses.field(default=None, repr=False)
 
     @property
     def export_seconds(self) -> float:
@@ -158,6 +163,21 @@ class ExportReport(Report):
         """
         return None if self.yardstick is None else self.yardstick.allowed(case)
 
+    def explained_by_float64(self, case: Case) -> Mapping[str, float] | None:
+        """Return the same for a case of a model in float32 that differs by more than the tolerance.
+
+        Args:
+            case: the case. The model is run in float64 for it, and from then on for each further case.
+        """
+        if self.spare is None or self.yardstick is not None:
+            return None
+        spare = self.spare
+        # a model may state a type in its code, and stop in another one
+        found = result_or(lambda: spare.allowed(case), lambda error: None)
+        if found is not None:
+            self.yardstick = spare
+        return found
+
     def remark(self, *texts: str) -> None:
         """Add notes that are not there yet.
 
@@ -200,7 +220,8 @@ def _of_type(yardstick: Yardstick | None) -> list[str]:
         return []
     name = max(yardstick.costs, key=yardstick.costs.__getitem__)
     return [
-        f"the type of the weights costs the model itself up to {yardstick.costs[name]:.1e} next to float32 (output "
+        f"the type of the weights costs the model itself up to {yardstick.costs[name]:.1e} next to "
+        f"{yardstick.precise} (output "
         f"{name!r}, where the file may differ by {yardstick.largest[name]:.1e} from the model)."
     ]
 

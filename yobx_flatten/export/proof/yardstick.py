@@ -1,4 +1,4 @@
-"""Measure what half precision costs a model on a case: eager in that type next to eager in float32.
+"""Measure what a type costs a model on a case: eager in half precision next to float32, or in float32 next to float64.
 
 .. code-block:: text
 
@@ -25,7 +25,7 @@ from .case import Case
 from .eager_runs import eager_steps
 from .memory import memory_available, weight_bytes
 
-__all__ = ["Yardstick", "explained"]
+__all__ = ["PART_OF_FLOAT32", "Yardstick", "explained"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -40,9 +40,12 @@ _IN_FLOAT32 = 1e-4
 _PART = 0.1
 """The part of an output's range that is allowed at most, whatever the type costs: beyond, a comparison shows little."""
 
+PART_OF_FLOAT32 = 1e-5
+"""The same for weights in float32."""
 
-def explained(stated: float, expected: torch.Tensor) -> float:
-    """Return how much of a difference a type explains: a tenth of the output's own range at most.
+
+def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> float:
+    """Return how much of a difference a type explains: a part of the output's own range at most.
 
     Outputs of other types than half precision may always differ by what those of a model in float32 may.
 
@@ -50,22 +53,35 @@ def explained(stated: float, expected: torch.Tensor) -> float:
     0.2
     """
     # stated: what it costs, times `_TIMES`. A folder of a stranger can state anything.
+    # part: that part; by default a tenth, of half precision
     finite = expected.float()[expected.isfinite()]
     if not finite.numel():
         return 0.0
     rounding = torch.finfo(expected.dtype).eps * float(finite.abs().max())
     least = _TIMES * rounding if expected.dtype in _HALF else _IN_FLOAT32
-    return max(min(stated, _PART * float(finite.max() - finite.min())), least)
+    return max(min(stated, part * float(finite.max() - finite.min())), least)
 
 
 class Yardstick:
-    """What a replay may differ by, output by output, where the weights are in half precision."""
+    """What a replay may differ by, output by output, for what the type of the weights costs."""
 
-    def __init__(self, module: torch.nn.Module, names: Collection[str], written: Collection[str] = ()) -> None:
+    # is_half: whether that is half precision, next to float32; else float32, next to float64. `True` by default
+
+    def __init__(
+        self, module: torch.nn.Module, names: Collection[str], written: Collection[str] = (), *, is_half: bool = True
+    ) -> None:
         self._module, self._names, self._written = module, names, written
+        self._narrow: tuple[torch.dtype, ...] = _HALF if is_half else (torch.float32,)
+        self._wide = torch.float32 if is_half else torch.float64
+        self._part = _PART if is_half else PART_OF_FLOAT32
         self._found: dict[int, tuple[Case, dict[str, float]]] = {}
         self.costs: dict[str, float] = {}
         self.largest: dict[str, float] = {}
+
+    @property
+    def precise(self) -> str:
+        """The type that the weights are compared with."""
+        return str(self._wide).removeprefix("torch.")
 
     def is_of(self, module: torch.nn.Module) -> bool:
         """Return whether it measures this module."""
@@ -78,7 +94,9 @@ class Yardstick:
             return "its weights are not in memory"
         needed = 2 * weight_bytes(module)
         return (
-            "" if needed < memory_available() // 2 else "its weights in float32 take more than half of the free memory"
+            ""
+            if needed < memory_available() // 2
+            else "its weights in twice as many bits take more than half of the free memory"
         )
 
     def allowed(self, case: Case) -> Mapping[str, float]:
@@ -90,8 +108,8 @@ class Yardstick:
 
     def _measured(self, case: Case) -> dict[str, float]:
         steps = eager_steps(self._module, case, self._written, twice=True)
-        wide = Case(case.name, _wide(case.args), _wide(dict(case.kwargs)), case.steps)
-        with _in_float32(self._module):
+        wide = Case(case.name, self._widened(case.args), self._widened(dict(case.kwargs)), case.steps)
+        with _as_type(self._module, self._narrow, self._wide):
             others = eager_steps(self._module, wide, self._written, twice=True)
         allowed: dict[str, float] = {}
         for step, other in zip(steps, others, strict=True):
@@ -100,39 +118,39 @@ class Yardstick:
             for name, one, precise in leaves:
                 if not isinstance(one, torch.Tensor) or not one.is_floating_point() or not one.numel():
                     continue  # a model may return float32 that was computed in half precision
-                apart = (one.float() - precise.float()).abs()
+                apart = (one.double() - precise.double()).abs()
                 cost = float(apart[apart.isfinite()].max()) if bool(apart.isfinite().any()) else 0.0
-                most = explained(_TIMES * cost, one)
+                most = explained(_TIMES * cost, one, self._part)
                 allowed[name] = max(allowed.get(name, 0.0), most)
                 self.costs[name] = max(self.costs.get(name, 0.0), cost)
                 self.largest[name] = max(self.largest.get(name, 0.0), most)
         return allowed
 
+    def _widened(self, tree: PyTree) -> PyTree:
+        def wide(leaf: object) -> object:
+            return leaf.to(self._wide) if isinstance(leaf, torch.Tensor) and leaf.dtype in self._narrow else leaf
+
+        return pytree.tree_map(wide, tree)
+
 
 @contextlib.contextmanager
-def _in_float32(module: torch.nn.Module) -> Iterator[None]:
-    """Call a module inside with its weights of half precision as float32; they are its own again afterwards."""
+def _as_type(module: torch.nn.Module, narrow: tuple[torch.dtype, ...], wide: torch.dtype) -> Iterator[None]:
+    """Call a module inside with its weights in a wider type; they are its own again afterwards."""
     found: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    wide: dict[int, torch.Tensor] = {}  # what is tied stays tied
+    copies: dict[int, torch.Tensor] = {}  # what is tied stays tied
     for owner in module.modules():
         places: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers, vars(owner))
         for held in places:
-            mine = {name: one for name, one in held.items() if isinstance(one, torch.Tensor) and one.dtype in _HALF}
+            mine = {name: one for name, one in held.items() if isinstance(one, torch.Tensor) and one.dtype in narrow}
             found.append((held, mine))
             for name, tensor in mine.items():
-                if id(tensor) not in wide:
-                    copy = tensor.detach().float()
+                if id(tensor) not in copies:
+                    copy = tensor.detach().to(wide)
                     is_weight = isinstance(tensor, torch.nn.Parameter)
-                    wide[id(tensor)] = torch.nn.Parameter(copy, requires_grad=False) if is_weight else copy
-                held[name] = wide[id(tensor)]
+                    copies[id(tensor)] = torch.nn.Parameter(copy, requires_grad=False) if is_weight else copy
+                held[name] = copies[id(tensor)]
     try:
         yield
     finally:
         for held, mine in found:
             held.update(mine)
-
-
-def _wide(tree: PyTree) -> PyTree:
-    return pytree.tree_map(
-        lambda leaf: leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in _HALF else leaf, tree
-    )

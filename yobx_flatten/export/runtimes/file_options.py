@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ...errors import InvalidArgumentError
 from ...errors.dependencies import require
@@ -22,7 +22,11 @@ from ..quantization.text_cases import check_text
 from .aotinductor import check_compiler
 from .executorch import Backend, check_backend
 
-__all__ = ["FileOptions", "check_libraries"]
+__all__ = ["CacheForm", "FileOptions", "check_libraries"]
+
+
+CacheForm = Literal["in_place", "returned"]
+"""Where the cache of a file is: in memory of the library, or among the inputs and outputs of a call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,8 @@ class FileOptions:
     optimize: Literal["onnxruntime"] | None = None  # operators that only onnxruntime has; `None`, the default, without
     translations: Mapping[Any, Callable[..., Any]] | None = None  # functions of onnxscript by operator
     backend: Backend = "auto"  # kernels of ExecuTorch
+    # whether a cache that grows is written in place by the library, where that replays, or taken and returned by calls
+    cache: CacheForm = "in_place"
     counter_input: bool = False  # whether a cache that slides has its counter as an input; `False` by default
     keep_failed: pathlib.Path | None = None  # a folder for a file that failed; `None`, the default, removes it
 
@@ -58,6 +64,8 @@ class FileOptions:
         check_opset(self.opset_version)
         check_translations(self.translations)
         check_backend(self.backend)
+        if self.cache not in get_args(CacheForm):
+            raise InvalidArgumentError(f'cache must be "in_place" or "returned", found {self.cache!r}.')
         # other runtimes write the file in float first, also where nothing is replayed
         written = proof if is_onnx else "full"
         in_memory = 0 if proof == "none" else 1

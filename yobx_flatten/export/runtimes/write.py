@@ -19,15 +19,17 @@ from typing import Any
 
 from ...declare.scopes import options_in_use, register_flattening_functions
 from ...errors import DynamicShapesError, FlattenError, InvalidArgumentError, ReplayError
+from ...errors.failures import result_or
 from ...errors.log import STEP
 from ...errors.messages import first_line
 from ...errors.tried_versions import naming_untried_versions
+from ...runners.checked_runner import CheckedRunner
 from ...runners.open import open_runner
 from ..onnx.attempts import write_proven
 from ..onnx.file import UnprovenFile, unproven_file
 from ..onnx.quantized import quantize_file
 from ..program.traced import trace
-from ..proof.exported_call import ByName
+from ..proof.exported_call import ByName, InPlace
 from ..proof.quality import Quality
 from ..proof.replay import Side
 from ..proof.report import ExportReport
@@ -35,10 +37,10 @@ from ..quantization.measure import measure
 from ..quantization.options import Quantization
 from ..quantization.runtimes import blocks_of, compress_openvino, quantized_example
 from ..source import Source, replay_file
-from .aotinductor import write_package
+from .aotinductor import write_package, write_package_in_place
 from .executorch import Backend, write_pte
 from .file_options import FileOptions, check_libraries
-from .openvino import write_openvino
+from .openvino import has_growing_cache, write_openvino, write_openvino_in_place
 from .without_counter import without_counter
 
 __all__ = ["write_file", "write_for"]
@@ -116,9 +118,38 @@ class _Job:
         def load() -> Sequence[Side]:
             runner = open_runner(self.file.path, runtime=runtime, caller="export", failure=ReplayError, trust=trust)
             pairs = source.traced.complex_outputs if runtime == "openvino" else []
-            return [ByName(runner, source.example.names, pairs)]
+            names = source.example.names
+            if isinstance(runner, CheckedRunner) and runner.in_place:
+                return [InPlace(runner, names, pairs)]
+            return [ByName(runner, names, pairs)]
 
         replay_file(load, source, report)
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether to try a cache that is written in place: where there are keys and values that come out again."""
+        return self.options.cache == "in_place" and has_growing_cache(self.source.traced)
+
+    def written_in_place(self, write: Callable[[], list[str]], library: str, *, trust: bool = False) -> bool:
+        """Write a file with a cache that its library writes in place; the report states why it does not pass."""
+        # write: writes the file, and returns the inputs of the cache that are written in place
+        report, done = self.report, len(self.report.cases)
+        with report.timed("convert"):
+            made = result_or(write, lambda error: error)  # whatever exporters and compilers raise for operators
+        if isinstance(made, Exception):
+            kind = "" if isinstance(made, FlattenError) else f"{type(made).__name__}: "
+            reason = f"{kind}{first_line(made)}"
+        else:
+            self.replay(trust=trust)
+            failed = report.failed()
+            if not failed:
+                report.in_place = made
+                report.remark(f"{library} writes the cache in place: calls do not return it.")
+                return True
+            reason = f"{failed[0].case}: {failed[0].error or f'it differs by {failed[0].max_difference:.1e}'}"
+        report.remark(f"the cache is copied by each call: a file that writes it in place was left out: {reason}")
+        del report.cases[done:]
+        return False
 
     def quantize(self, rewrite: Callable[[Quantization], Quality | None]) -> None:
         """Replace a file that passed its replay by one with weights in fewer bits, and measure that one."""
@@ -159,8 +190,12 @@ def _onnx(job: _Job) -> None:
 
 
 def _package(job: _Job) -> None:
+    source = job.source
+    write = functools.partial(write_package_in_place, source.traced, job.file.path)
+    if job.keeps_cache and job.written_in_place(write, "AOTInductor", trust=True):
+        return
     with job.report.timed("convert"):
-        write_package(job.source.traced, job.file.path)
+        write_package(source.traced, job.file.path)
     job.replay(trust=True)
 
 
@@ -197,10 +232,13 @@ _KERNELS: tuple[Backend, ...] = ("xnnpack", "portable")  # the faster first
 
 
 def _openvino(job: _Job) -> None:
-    with job.report.timed("convert"):
-        write_openvino(job.source.traced, job.source.example, job.file.path)
-    job.replay()
-    compress = functools.partial(compress_openvino, job.file.path, report=job.report)
+    source, report = job.source, job.report
+    write = functools.partial(write_openvino_in_place, source.traced, source.example, job.file.path)
+    if not (job.keeps_cache and job.written_in_place(write, "OpenVINO")):
+        with report.timed("convert"):
+            write_openvino(source.traced, source.example, job.file.path)
+        job.replay()
+    compress = functools.partial(compress_openvino, job.file.path, report=report)
     job.quantize(functools.partial(job.measured, compress))
 
 

@@ -1,0 +1,243 @@
+"""A cache that OpenVINO writes in place: the state of the model, proven, rewound and reordered next to the model."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("openvino")
+pytest.importorskip("onnxscript")
+pytest.importorskip("transformers")
+
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from yobx_flatten import DecodeSizes, decode_inputs, export_folder, export_program, open_generator
+from yobx_flatten.errors import InvalidArgumentError, ReplayError
+from yobx_flatten.export.runtimes import openvino as writer
+from yobx_flatten.export.runtimes.openvino_cache import copied_states, keep_in_state
+from yobx_flatten.huggingface.cache_names import cache_of
+from yobx_flatten.runners.open import open_runner
+from yobx_flatten.runners.openvino_runner import import_openvino, read_model
+from yobx_flatten.runners.rewind import cache_tensors, cropped
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128, "eos_token_id": None}
+
+
+def _llama(**others):
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **heads, **others)).eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return _llama()
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    place = tmp_path_factory.mktemp("openvino") / "llama"
+    return export_folder(model, place, target="openvino", proof="sample")
+
+
+@pytest.fixture(scope="module")
+def generator(folder):
+    return open_generator(folder.path)
+
+
+def _prompt(rows=3):
+    ids = torch.randint(3, 128, (rows, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def test_the_cache_is_no_input_of_the_file(folder):
+    """Other tools of OpenVINO open such a file: tokens, mask, positions and the rows of beams; all of it in float32."""
+    model = read_model(folder.path / "model.xml")
+    inputs = {name for port in model.inputs for name in port.names}
+    assert inputs == {"input_ids", "attention_mask", "position_ids", "beam_idx"}
+    assert [next(iter(port.names)) for port in model.outputs] == ["logits"]
+    assert json.loads((folder.path / "yobx_flatten.json").read_text(encoding="utf-8"))["cache"] == "in_place"
+    compiled = import_openvino().Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    assert "float32" in str(compiled.get_property("KV_CACHE_PRECISION"))
+
+
+def test_openvino_writes_all_of_it_in_place(folder):
+    """OpenVINO's own plan of the compiled file: keys and values are read by its attention alone."""
+    report = folder.reports["model.xml"]
+    assert copied_states(folder.path / "model.xml") == []
+    assert report.in_place == [f"past_key_values.{layer}.{part}" for layer in (0, 1) for part in ("key", "value")]
+    assert report.ok
+    assert max(case.steps for case in report.cases) == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prefill_chunk_size": 5},
+        {"num_beams": 4},
+        {"num_beams": 4, "num_return_sequences": 3},
+        {"num_beams": 3, "no_repeat_ngram_size": 2},
+    ],
+    ids=str,
+)
+def test_rows_with_padding_generate_what_the_model_does(model, generator, options):
+    """Greedily, with a prompt in pieces, and with beams, whose rows change places."""
+    asked = {**_prompt(), "max_new_tokens": 20, **options}
+    assert torch.equal(generator.generate(**asked), model.generate(**asked, do_sample=False))
+
+
+@pytest.mark.parametrize("drafts", ["lookup", "assistant"])
+def test_refused_drafts_are_taken_back(model, generator, drafts):
+    """A draft of another model is refused at most places; the state is cut to the tokens that stay."""
+    torch.manual_seed(1)
+    with_drafts = {"prompt_lookup_num_tokens": 4} if drafts == "lookup" else {"assistant_model": _llama().train(False)}
+    if drafts == "assistant":
+        torch.nn.init.normal_(with_drafts["assistant_model"].lm_head.weight, generator=torch.Generator().manual_seed(3))
+    ids = torch.tensor([[5, 6, 7, 8] * 6])
+    found = generator.generate(ids, max_new_tokens=20, **with_drafts)
+    assert torch.equal(found, model.generate(ids, do_sample=False, max_new_tokens=20))
+
+
+def test_two_texts_at_a_time_do_not_mix(model, generator):
+    """Each cache is the state of a request of its own."""
+    first, second = torch.tensor([[5, 6, 7]]), torch.tensor([[50, 60, 70, 80]])
+    found = list(zip(*(generator.stream(ids, max_new_tokens=8) for ids in (first, second)), strict=True))
+    for column, ids in enumerate((first, second)):
+        wanted = model.generate(ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1] :]
+        assert [int(step[column]) for step in found] == wanted.tolist()
+
+
+def test_a_state_is_cut_and_has_other_rows(model, folder):
+    """Next to the eager model on the same tokens: two tokens fewer, then rows 1, 0 and 1."""
+    runner = open_runner(folder.path / "model.xml")
+    ids = torch.randint(3, 128, (2, 6), generator=torch.Generator().manual_seed(2))
+    empty = {name: torch.zeros(2, 2, 0, 16) for name in runner.in_place}
+
+    def feeds(tokens, seen):
+        rows, new = tokens.shape
+        positions = torch.arange(seen, seen + new).expand(rows, -1)
+        mask = torch.ones(rows, seen + new, dtype=torch.int64)
+        return {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+
+    _, cache = runner.step(feeds(ids, 0), runner.cache(empty))
+    assert {tuple(leaf.shape) for leaf in cache_tensors(cache).values()} == {(2, 2, 6, 16)}
+    cache = cropped(runner, cache, 6, 4)
+    cache = runner.select_rows(cache, torch.tensor([1, 0]))
+    cache = runner.select_rows(cache, torch.tensor([0, 1, 0]))
+    new = torch.tensor([[9], [10], [11]])
+    found, cache = runner.step(feeds(new, 4), cache)
+    with torch.no_grad():
+        wanted = model(torch.cat([ids[[1, 0, 1], :4], new], dim=1), use_cache=True)
+    torch.testing.assert_close(found["logits"][:, -1], wanted.logits[:, -1], atol=1e-5, rtol=0)
+    keys = cache_tensors(cache)["past_key_values.1.key"]
+    torch.testing.assert_close(keys, cache_of(wanted).layers[1].keys, atol=1e-5, rtol=0)
+
+
+def test_a_call_without_a_loop_takes_and_returns_the_cache(model, folder):
+    """The state is set from the inputs, and read for the outputs; other rows are refused."""
+    runner = open_runner(folder.path / "model.xml")
+    given = decode_inputs(model, DecodeSizes(batch=3, past=4, new=2))
+    layers = cache_of(given).layers
+    named = {name: given[name] for name in ("input_ids", "attention_mask")}
+    named["position_ids"] = torch.arange(4, 6).expand(3, -1)
+    pairs = [
+        (f"past_key_values.{n}.{part}", getattr(layer, f"{part}s"))
+        for n, layer in enumerate(layers)
+        for part in ("key", "value")
+    ]
+    named |= {name: tensor.clone() for name, tensor in pairs}
+    for _ in range(2):  # the second call does not see the first
+        found = runner.run(named)
+    with torch.no_grad():
+        wanted = model(**given, position_ids=named["position_ids"])
+    assert list(found) == list(runner.outputs)
+    torch.testing.assert_close(found["logits"], wanted.logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found["present.1.value"], cache_of(wanted).layers[1].values, atol=1e-5, rtol=0)
+    with pytest.raises(ReplayError, match=r"past_key_values.0.key has size 2 in axis 0, and model.xml takes 3 there"):
+        runner.run({**named, "past_key_values.0.key": named["past_key_values.0.key"][:2]})
+
+
+def test_a_file_whose_calls_return_the_cache_is_there_on_request(model, tmp_path):
+    """For programs that feed the cache themselves; any other word is refused."""
+    exported = export_program(model, kwargs=decode_inputs(model, DecodeSizes()), proof="none")
+    report = exported.to_openvino(tmp_path / "model.xml", cache="returned")
+    inputs = {name for port in read_model(tmp_path / "model.xml").inputs for name in port.names}
+    assert "past_key_values.0.key" in inputs
+    assert report.in_place == []
+    with pytest.raises(InvalidArgumentError, match='cache must be "in_place" or "returned", found \'state\''):
+        exported.to_openvino(tmp_path / "other.xml", cache="state")
+
+
+def test_layers_that_slide_keep_a_cache_that_is_returned(tmp_path):
+    """What such a layer returns is no longer its input with new tokens after it; the report states that."""
+    torch.manual_seed(0)
+    config = MistralConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, sliding_window=8)
+    model = MistralForCausalLM(config).eval()
+    found = export_folder(model, tmp_path / "mistral", target="openvino", proof="sample")
+    notes = [note for note in found.reports["model.xml"].remarks if "cache" in note]
+    assert any("the cache is copied by each call" in note and "layers slide" in note for note in notes)
+    assert found.verified.manifest.cache == "growing"
+    asked = {**_prompt(), "max_new_tokens": 12}
+    assert torch.equal(open_generator(found.path).generate(**asked), model.generate(**asked, do_sample=False))
+
+
+def _off_by_one(read, presents):
+    """The state of the model, and scores that are off by 1."""
+    import numpy
+    from openvino import opset13 as operators
+
+    kept = keep_in_state(read, presents)
+    (result,) = (port.get_node() for port in read.outputs)
+    scores = result.input(0).get_source_output()
+    result.input(0).replace_source_output(operators.add(scores, operators.constant(numpy.float32(1.0))).output(0))
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("replaced", "by", "reason"),
+    [
+        ("keep_in_state", _off_by_one, "the example: it differs by 1.0e+00"),
+        ("copied_states", lambda path: ["one"], "OpenVINO does not know the attention of 1 of 4 parts of the cache."),
+        ("keep_in_state", lambda read, presents: 1 // 0, "ZeroDivisionError: "),
+    ],
+    ids=["differs", "is copied", "stops"],
+)
+def test_a_form_that_does_not_pass_is_left_out(model, tmp_path, monkeypatch, replaced, by, reason):
+    """The file that takes and returns the cache is written in its place, and the report states why."""
+    exported = export_program(model, kwargs=decode_inputs(model, DecodeSizes()), cases=[])
+    monkeypatch.setattr(writer, replaced, by)
+    report = exported.to_openvino(tmp_path / "model.xml")
+    expected = f"the cache is copied by each call: a file that writes it in place was left out: {reason}"
+    assert [note for note in report.remarks if note.startswith(expected)], report.remarks
+    assert (report.ok, report.in_place, len(report.cases)) == (True, [], 1)
+    assert "past_key_values.0.key" in {
+        name for port in read_model(tmp_path / "model.xml").inputs for name in port.names
+    }
+
+
+def test_weights_in_8_bits_have_such_a_cache_too(model, tmp_path):
+    """NNCF stores the weights of the file that passed; the cache stays in float32."""
+    pytest.importorskip("nncf")
+    found = export_folder(model, tmp_path / "llama", target="openvino", proof="sample", quantize="int8")
+    assert found.verified.ok
+    assert copied_states(found.path / "model.xml") == []
+
+
+def test_a_decoder_after_an_encoder_keeps_its_own_tokens_in_place(tmp_path):
+    """The keys of what the encoder read stay inputs; the first call fills the state of the others, with beams too."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, eos_token_id=None)).eval()
+    found = export_folder(model, tmp_path / "t5", target="openvino", proof="sample")
+    report = found.reports["decoder_with_past_model.xml"]
+    assert report.in_place[0] == "past_key_values.0.decoder.key"
+    assert not any("encoder" in name.split(".") for name in report.in_place)
+    asked = {"input_ids": torch.randint(3, 96, (2, 7)), "max_new_tokens": 12}
+    generator = open_generator(found.path)
+    for options in ({}, {"num_beams": 3}):
+        assert torch.equal(generator.generate(**asked, **options), model.generate(**asked, **options, do_sample=False))

@@ -27,11 +27,20 @@ class BufferedCache(dict[str, Any]):
     """
 
     # presents: for each input whose memory is that of an output, the name of that output
+    # fixed: inputs that are the same in each step, bound once; none by default
 
-    def __init__(self, session: Any, values: Mapping[str, Any], presents: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        session: Any,
+        values: Mapping[str, Any],
+        presents: Mapping[str, str],
+        fixed: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(values)
         self.presents = presents
         self.binding = session.io_binding()
+        for name, value in (fixed or {}).items():
+            self.binding.bind_ortvalue_input(name, value)
         self.capacity = 0
         self._arrays: dict[str, Any] = {}
         self._seen = 0

@@ -21,6 +21,7 @@ from ...huggingface.layer_weights import Reader
 from ...private_names.of_torch import OpOverload
 from ...runners.onnx_session import open_session
 from ..program.decompositions import decompose_untranslated
+from ..room import open_rooms, quiet_about
 from .axes import name_axes
 from .rewrite.attention import fuse_attention
 from .rewrite.group_query_attention import share_cache
@@ -89,6 +90,7 @@ def convert(
     share: bool = False,
     readers: Mapping[str, Reader] | None = None,
     translations: Mapping[Any, Callable[..., Any]] | None = None,
+    rooms: Mapping[str, str] | None = None,
 ) -> torch.onnx.ONNXProgram:
     """Convert a program."""
     # program: the program; its classes must be registered
@@ -97,6 +99,7 @@ def convert(
     # 23
     # readers: what reads weights that have no data in the program, by name; none by default
     # translations: functions of onnxscript by operator of torch; none by default
+    # rooms: matrices of adapters that become optional inputs, see `room.rooms_in`; none by default
     with _without_noise():
         converted = torch.onnx.export(
             _decomposed_where_needed(program),
@@ -115,10 +118,13 @@ def convert(
             f"opset_version={found}, or None for the exporter's own choice. No file was kept."
         )
     read_lazily(converted.model, readers or {})
-    optimize_graph(converted.model)
-    # after the passes, one of which makes an output of an input a value of its own
     graph = converted.model.graph
-    for values, names in ((graph.inputs, input_names), (graph.outputs, output_names)):
+    own = len(graph.inputs)
+    open_rooms(converted.model, rooms or {})
+    with quiet_about(rooms or {}):
+        optimize_graph(converted.model)
+    # after the passes, one of which makes an output of an input a value of its own
+    for values, names in ((graph.inputs[:own], input_names), (graph.outputs, output_names)):
         for value, name in zip(values, names, strict=True):
             value.name = name
     repair_graph(converted.model)

@@ -22,6 +22,8 @@ from ...errors import DynamicShapesError, FlattenError, InvalidArgumentError, Re
 from ...errors.log import STEP
 from ...errors.messages import first_line
 from ...errors.tried_versions import naming_untried_versions
+from ...runners.onnx_runner import OnnxRunner
+from ...runners.onnx_session import open_session
 from ...runners.open import open_runner
 from ..onnx.attempts import write_proven
 from ..onnx.file import UnprovenFile, unproven_file
@@ -154,6 +156,10 @@ def _onnx(job: _Job) -> None:
     if source.cases:
         write_proven(file, source, report, options.opset_version, **how)
         job.quantize(lambda asked: quantize_file(file, asked, source, report))
+        for adapter in source.adapters if report.quality is not None and asked is not None else ():
+            with adapter.active(), report.timed("measure"):
+                runner = OnnxRunner(open_session(file.path, caller="export_onnx"), file.path.name)
+                report.of_adapters[adapter.name] = measure(runner.with_adapter(adapter.matrices), asked, source)
     else:  # no file in float, which nothing would be compared with
         write_proven(file, source, report, options.opset_version, quantization=asked, **how)
 

@@ -33,6 +33,10 @@ class FolderAdapters:
         """The adapters that there are."""
         return [] if self._folder is None else adapter_names(self._folder)
 
+    def hold(self, name: str, matrices: dict[str, torch.Tensor]) -> None:
+        """Have an adapter that was read already, or that is not in the folder yet."""
+        self._read[name] = matrices
+
     def parts(self, parts: Parts, name: str) -> Parts:
         """Return the files of a model with an adapter."""
         runners = {field.name: getattr(parts, field.name) for field in dataclasses.fields(parts)}

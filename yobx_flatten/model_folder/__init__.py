@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .add_adapter import AddedAdapter, add_adapter
 from .generators import open_generator
 from .manifest import FolderManifest
 from .model_classes import (
@@ -31,6 +32,7 @@ from .verify import FolderCheck, FolderReport, verify_folder
 from .write import ExportedFolder, export_folder
 
 __all__ = [
+    "AddedAdapter",
     "ExportedFolder",
     "FolderCheck",
     "FolderManifest",
@@ -55,6 +57,7 @@ __all__ = [
     "OnnxForVideoClassification",
     "OnnxForVocoder",
     "OnnxForZeroShotImageClassification",
+    "add_adapter",
     "export_folder",
     "open_generator",
     "open_model",

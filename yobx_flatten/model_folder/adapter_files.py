@@ -38,18 +38,19 @@ def rooms_of_files(folder: pathlib.Path) -> dict[str, Port]:
     return found
 
 
-def write_matrices(folder: pathlib.Path, adapters: Iterable[Adapter]) -> None:
-    """Write adapters next to the files that take them."""
+def write_matrices(folder: pathlib.Path, adapters: Iterable[Adapter], work: pathlib.Path | None = None) -> None:
+    """Write adapters next to the files that take them, or into a folder ``work``."""
     from safetensors.torch import save_file
 
     rooms: Mapping[str, Port] | None = None
     for adapter in adapters:
         rooms = rooms_of_files(folder) if rooms is None else rooms
         check_matrices(adapter.matrices, rooms, f"The adapter {adapter.name!r}")
-        (folder / ADAPTERS).mkdir(exist_ok=True)
-        save_file(dict(adapter.matrices), folder / ADAPTERS / f"{adapter.name}.safetensors")
+        place = folder / ADAPTERS if work is None else work
+        place.mkdir(exist_ok=True)
+        save_file(dict(adapter.matrices), place / f"{adapter.name}.safetensors")
         if (folder / "genai_config.json").is_file():
-            _write_for_genai(folder / ADAPTERS / f"{adapter.name}.onnx_adapter", adapter.matrices)
+            _write_for_genai(place / f"{adapter.name}.onnx_adapter", adapter.matrices)
 
 
 def _write_for_genai(path: pathlib.Path, matrices: Mapping[str, torch.Tensor]) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "StoredAdapter",
     "check_digests",
     "digests",
+    "manifest_text",
     "read_manifest",
     "write_manifest",
 ]
@@ -95,8 +96,12 @@ class FolderManifest:
 
 def write_manifest(folder: pathlib.Path, manifest: FolderManifest) -> None:
     """Write the file."""
-    text = json.dumps({"format_version": _VERSION, **dataclasses.asdict(manifest)}, indent=2)
-    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    (folder / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
+
+
+def manifest_text(manifest: FolderManifest) -> str:
+    """Return the contents of the file."""
+    return json.dumps({"format_version": _VERSION, **dataclasses.asdict(manifest)}, indent=2) + "\n"
 
 
 def read_manifest(folder: pathlib.Path) -> FolderManifest:

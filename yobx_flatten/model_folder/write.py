@@ -24,25 +24,20 @@ from ..errors.log import STEP
 from ..export.model_facts import ModelFacts
 from ..export.onnx.rewrite.group_query_attention import shared_inputs
 from ..export.proof.levels import Proof, sampled
-from ..export.proof.quality import SCORES, text_losses
-from ..export.proof.replay import Case
 from ..export.proof.report import TOLERANCES, ExportReport
 from ..export.quantization.options import Quantization, WeightBits
-from ..export.quantization.text_cases import text_cases
 from ..export.room import leave_room
 from ..files.scratch import publish_folder, scratch_for, settle
 from ..recipe.aliases import TransformersModel
 from ..runners.adapters import ADAPTERS
-from ..storage.cases import save_case
 from .card import write_card
-from .chat_prompts import CHAT_TOKENS, CHATS
 from .adapter_files import write_matrices
 from .client_layout import Layout, apply_layout
 from .export_piece import export_piece
 from .manifest import FolderManifest, StoredAdapter, digests, write_manifest
 from .pieces.positions import positions_of
 from .pieces.tasks import GENERATES, SPEAKS
-from .pieces.text import Piece, keeps_more
+from .pieces.text import keeps_more
 from .plan import Accuracy, Adapters, FolderPlan, plan_folder
 from .sidecar_files import (
     TOKENIZER_INPUTS,
@@ -56,8 +51,9 @@ from .source.find import FoundModel, find_model, require_transformers
 from .source.open import OpenedModel, WeightsIn, open_model
 from .source.origin import origin_of, reader_of
 from .source.stored_weights import UnmatchedWeights, check_unmatched
-from .spoken_case import FRAMES, SAMPLED_FRAMES, spoken_case
-from .stored_cases import PROMPT, SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
+from .spoken_case import FRAMES, SAMPLED_FRAMES
+from .stored_cases import SAMPLED_TOKENS, TOKENS
+from .store_cases import CASES, store_calls, store_chats, store_generation, store_speech, store_text
 from .targets import FolderFormat, Target, fitting_cases, room_for_tokens
 from .verify import FolderReport, verify_folder
 from .writable import check_writable
@@ -65,9 +61,6 @@ from .writable import check_writable
 __all__ = ["ExportedFolder", "export_folder"]
 
 logger = logging.getLogger("yobx_flatten")
-
-CASES = "cases"
-"""The folder below an exported one in which cases are stored."""
 
 _LONGEST = 1024
 """The longest text that is generated from where positions change at a length; more take minutes."""
@@ -210,16 +203,16 @@ def _write_files(plan: FolderPlan, made: _Made) -> None:
             continue
         calls = fitting_cases(piece, form.largest)
         with report.timed("store cases"):
-            made.cases[name] = _store_calls(piece, sampled(calls) if plan.proof == "sample" else calls, work)
+            made.cases[name] = store_calls(piece, sampled(calls) if plan.proof == "sample" else calls, work)
             tokens = None if quantized is None else quantized.tokens
             if tokens is not None:
-                made.cases[name] += _store_text(piece, tokens, work)
+                made.cases[name] += store_text(piece, tokens, work)
             for adapter in plan.adapters:
                 stored, below = made.adapters[adapter.name], f"{CASES}/{ADAPTERS}/{adapter.name}"
                 with adapter.active():
-                    stored.cases[name] = _store_calls(piece, sampled(calls), work, below)
+                    stored.cases[name] = store_calls(piece, sampled(calls), work, below)
                     if tokens is not None:
-                        stored.cases[name] += _store_text(piece, tokens, work, below)
+                        stored.cases[name] += store_text(piece, tokens, work, below)
                 if adapter.name in report.of_adapters:
                     stored.quality[name] = report.of_adapters[adapter.name]
     # the time before any file is that of the first one
@@ -236,21 +229,21 @@ def _write_cases(plan: FolderPlan, made: _Made) -> None:
     if plan.task in SPEAKS:
         with made.first.timed("generate"):
             calls = FRAMES if plan.proof == "full" else SAMPLED_FRAMES
-            made.cases[""] = [_store_speech(model, form.batch or 2, calls, work)]
+            made.cases[""] = [store_speech(model, form.batch or 2, calls, work)]
         return
     logger.info("generating with %s", type(model).__qualname__, extra=STEP)
     count = room_for_tokens(form.largest, TOKENS if plan.proof == "full" else SAMPLED_TOKENS)
     with made.first.timed("generate"):
-        found = [_store_generation(model, plan.task, form.batch, count, work)]
+        found = [store_generation(model, plan.task, form.batch, count, work)]
         crosses = plan.rereads is not None and plan.proof == "full" and form.largest is None
         if plan.switch is not None and crosses and 4 < plan.switch <= _LONGEST:
-            found.append(_store_generation(model, plan.task, form.batch, 12, work, plan.switch - 3))
+            found.append(store_generation(model, plan.task, form.batch, 12, work, plan.switch - 3))
         if plan.chats is not None:
-            found.append(_store_chats(model, plan.task, plan.chats, work))
+            found.append(store_chats(model, plan.task, plan.chats, work))
         for adapter in plan.adapters:
             below = f"{CASES}/{ADAPTERS}/{adapter.name}"
             with adapter.active():
-                generated = _store_generation(model, plan.task, form.batch, count, work, below=below)
+                generated = store_generation(model, plan.task, form.batch, count, work, below=below)
             made.adapters[adapter.name].cases[""] = [generated]
     made.cases[""] = found
 
@@ -355,59 +348,3 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
             f"{folder} holds something already. Name another folder, or pass overwrite=True (--overwrite)."
         )
     check_writable(folder, in_parent=True)
-
-
-def _store_calls(piece: Piece, cases: Sequence[Case], work: pathlib.Path, below: str = CASES) -> list[str]:
-    (work / below).mkdir(parents=True, exist_ok=True)
-    names = []
-    for number, (name, inputs, outputs) in enumerate(stored_calls(piece, cases)):
-        # not .onnx: tools look for models by that suffix, also in folders below
-        names.append(f"{below}/{piece.stem}-{number}.case")
-        save_case(work / names[-1], inputs, outputs, name=name)
-    return names
-
-
-def _store_text(piece: Piece, tokens: torch.Tensor, work: pathlib.Path, below: str = CASES) -> list[str]:
-    """Store what the model makes of a text: its losses, since the scores are larger than the model."""
-    names = []
-    texts = tokens.split(len(piece.kwargs["input_ids"]))
-    for number, (case, text) in enumerate(zip(text_cases(piece.module, piece.kwargs, tokens), texts, strict=True)):
-        ((_, inputs, outputs),) = stored_calls(dataclasses.replace(piece, kwargs=case.kwargs), ())
-        names.append(f"{below}/{piece.stem}-text-{number}.case")
-        losses = text_losses(outputs[SCORES], inputs["input_ids"])
-        save_case(work / names[-1], inputs, {**losses, "text": text}, name=case.name)
-    return names
-
-
-def _store_generation(
-    model: TransformersModel,
-    task: str,
-    batch: int | None,
-    tokens: int,
-    work: pathlib.Path,
-    after: int = 0,
-    below: str = CASES,
-) -> str:
-    """Store what the model generates, after a short prompt, or ``after`` so many tokens."""
-    case = generation_case(model, task, batch or 3, tokens, after or PROMPT)
-    outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens, "margins": case.margins}
-    path, text = f"{below}/generate{f'-{after}' if after else ''}.case", f"{case.new_tokens} tokens, greedily"
-    save_case(work / path, case.inputs, outputs, name=f"{text}, after {after}" if after else text)
-    return path
-
-
-def _store_speech(model: TransformersModel, rows: int, calls: int, work: pathlib.Path) -> str:
-    """Store the spectrogram that the model makes."""
-    case = spoken_case(model, rows, calls)
-    path = "cases/generate.case"
-    save_case(work / path, case.inputs, case.outputs, name=f"{calls} calls of the decoder, rows {rows}")
-    return path
-
-
-def _store_chats(model: TransformersModel, task: str, prompts: dict[str, torch.Tensor], work: pathlib.Path) -> str:
-    """Store what the model answers."""
-    case = generation_case(model, task, tokens=CHAT_TOKENS, prompts=prompts)
-    outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens, "margins": case.margins}
-    name = f"{len(case.sequences)} chats, {case.new_tokens} tokens, greedily"
-    save_case(work / CHATS, case.inputs, outputs, name=name)
-    return CHATS

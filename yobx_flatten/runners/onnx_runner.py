@@ -59,7 +59,7 @@ class OnnxRunner:
         }
         self._adapter: Mapping[str, Any] = {}  # matrices that each call is given
         # outputs of one token, however many were read
-        self._of_last = {node.name for node in session.get_outputs() if len(node.shape) < 2 or node.shape[1] == 1}
+        self.of_last = {node.name for node in session.get_outputs() if len(node.shape) < 2 or node.shape[1] == 1}
         self._has_text = any(node.type == "tensor(string)" for node in (*nodes, *session.get_outputs()))
 
     def with_adapter(self, matrices: Mapping[str, torch.Tensor]) -> Self:
@@ -104,7 +104,7 @@ class OnnxRunner:
         """The outputs of calls of one token each, as one call of all tokens returns them."""
         last = calls[-1]
         return {
-            name: value if name in self._of_last else torch.cat([found[name] for found in calls], dim=1)
+            name: value if name in self.of_last else torch.cat([found[name] for found in calls], dim=1)
             for name, value in last.items()
         }
 

@@ -52,7 +52,6 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "decode_inputs",
     # a model as a folder that generation tools open, and what generates with it
     "export_folder",
-    "add_adapter",
     "verify_folder",
     "open_generator",
     "open_model",
@@ -140,7 +139,6 @@ if TYPE_CHECKING:  # the same names for a type checker, and none that is misspel
     )
     from .model_folder import (
         OnnxForCausalLM,
-        add_adapter,
         export_folder,
         open_generator,
         open_model,

@@ -60,9 +60,7 @@ class Generator:
 
     # adapters: those of the folder that the files are in; `None`, the default, for none
 
-    def __init__(
-        self, parts: Parts, settings: GenerationSettings, *, adapters: FolderAdapters | None = None
-    ) -> None:
+    def __init__(self, parts: Parts, settings: GenerationSettings, *, adapters: FolderAdapters | None = None) -> None:
         self.parts, self.settings = parts, settings
         self.steps = Steps(parts, settings)
         self.of_folder = FolderAdapters(None) if adapters is None else adapters

@@ -13,10 +13,8 @@ import importlib.metadata
 import logging
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
-
-import torch
 
 from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
 from ..errors.dependencies import is_installed
@@ -30,8 +28,8 @@ from ..export.room import leave_room
 from ..files.scratch import publish_folder, scratch_for, settle
 from ..recipe.aliases import TransformersModel
 from ..runners.adapters import ADAPTERS
-from .card import write_card
 from .adapter_files import write_matrices
+from .card import write_card
 from .client_layout import Layout, apply_layout
 from .export_piece import export_piece
 from .manifest import FolderManifest, StoredAdapter, digests, write_manifest
@@ -52,8 +50,8 @@ from .source.open import OpenedModel, WeightsIn, open_model
 from .source.origin import origin_of, reader_of
 from .source.stored_weights import UnmatchedWeights, check_unmatched
 from .spoken_case import FRAMES, SAMPLED_FRAMES
-from .stored_cases import SAMPLED_TOKENS, TOKENS
 from .store_cases import CASES, store_calls, store_chats, store_generation, store_speech, store_text
+from .stored_cases import SAMPLED_TOKENS, TOKENS
 from .targets import FolderFormat, Target, fitting_cases, room_for_tokens
 from .verify import FolderReport, verify_folder
 from .writable import check_writable

@@ -21,7 +21,6 @@ from ...huggingface.layer_weights import Reader
 from ...private_names.of_torch import OpOverload
 from ...runners.onnx_session import open_session
 from ..program.decompositions import decompose_untranslated
-from ..room import open_rooms, quiet_about
 from .axes import name_axes
 from .rewrite.attention import fuse_attention
 from .rewrite.group_query_attention import share_cache
@@ -32,6 +31,7 @@ from .rewrite.repair import repair_graph
 from .rewrite.rotary import rotate_together
 from .rewrite.skip_norm import fuse_skip_norms
 from .rewrite.windows import slice_windows
+from .rooms import open_rooms, quiet_about
 from .weights import read_lazily, write_weights
 
 if TYPE_CHECKING:

@@ -156,7 +156,9 @@ def _onnx(job: _Job) -> None:
     if source.cases:
         write_proven(file, source, report, options.opset_version, **how)
         job.quantize(lambda asked: quantize_file(file, asked, source, report))
-        for adapter in source.adapters if report.quality is not None and asked is not None else ():
+        if asked is None or report.quality is None:
+            return
+        for adapter in source.adapters:
             with adapter.active(), report.timed("measure"):
                 runner = OnnxRunner(open_session(file.path, caller="export_onnx"), file.path.name)
                 report.of_adapters[adapter.name] = measure(runner.with_adapter(adapter.matrices), asked, source)

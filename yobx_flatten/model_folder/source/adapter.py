@@ -85,16 +85,14 @@ def merged(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWeig
     """Merge the adapter of a folder into a model."""
     # model: the model that it is of; it is changed
     # choice: what is done where the weights of the folder are not those of the adapter
-    adapted, _, differences = injected(model, folder, name, choice=choice)
+    adapted, differences = injected(model, folder, name, choice=choice)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return adapted.merge_and_unload().eval(), differences
 
 
-def injected(
-    model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWeights
-) -> tuple[Any, dict[str, Any], KeyDifferences]:
-    """Put the adapter of a folder into the layers of a model; return PEFT's model and the weights of the folder."""
+def injected(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWeights) -> tuple[Any, KeyDifferences]:
+    """Put the adapter of a folder into the layers of a model; return PEFT's model."""
     import peft
 
     with warnings.catch_warnings():
@@ -119,4 +117,4 @@ def injected(
         except ModelSourceError:
             adapted.unload()
             raise
-        return adapted, stored, differences
+        return adapted, differences

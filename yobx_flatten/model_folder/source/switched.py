@@ -14,6 +14,7 @@ import torch
 
 from ...errors import InvalidArgumentError, ModelSourceError
 from ...export.room import Adapter
+from ...files.damage import damage_as
 from ...recipe.aliases import TransformersModel
 from ...runners.adapters import FIRST, SECOND
 from .adapter import ADAPTER, config_of, injected
@@ -26,7 +27,7 @@ _ENDS = (f".{FIRST}.weight", f".{SECOND}.weight")
 
 def check_adapter_name(name: str) -> None:
     """Refuse names that are no names of files."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(name):
         raise InvalidArgumentError(
             f"adapters: {name!r} is not a name of an adapter. Write letters, digits, _, - and dots: french=FOLDER"
         )
@@ -50,6 +51,7 @@ def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[
                 "PeftModel.save_pretrained(folder)."
             )
         _check_kind(config_of(folder, str(folder))[0], folder)
+        _check_names(folder)
         active = functools.partial(_adapted, model, folder)
         with active() as matrices:
             found.append(Adapter(name, matrices, active))
@@ -64,7 +66,7 @@ def rooms_of(model: TransformersModel, adapters: list[Adapter]) -> dict[str, tup
         head = model.get_output_embeddings()
         linear = {name: one for name, one in model.named_modules() if isinstance(one, (torch.nn.Linear, Conv1D))}
         sizes = {name: tuple(one.weight.shape) for name, one in linear.items() if one is not head}
-        return {name: size if isinstance(linear[name], Conv1D) else size[::-1] for name, size in sizes.items()}  # type: ignore[misc] # matrices
+        return {name: size if isinstance(linear[name], Conv1D) else size[::-1] for name, size in sizes.items()}
     found = {}
     for adapter in adapters:
         for name, matrix in adapter.matrices.items():
@@ -86,6 +88,17 @@ def _check_kind(config: Any, folder: pathlib.Path) -> None:
         raise _unfit(folder, f"it began with {start!r}, which changes the weights of the model itself")
 
 
+def _check_names(folder: pathlib.Path) -> None:
+    """Refuse other weights than those of the two products, before PEFT puts them into the model."""
+    import peft
+
+    with damage_as(ModelSourceError, str(folder)):
+        stored = peft.load_peft_weights(str(folder), device="cpu")
+    other = next((name for name in stored if not name.endswith(_ENDS)), None)
+    if other is not None:
+        raise _unfit(folder, f"it also holds {other}")
+
+
 def _unfit(folder: pathlib.Path, reason: str) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"The adapter in {folder} cannot be switched at run time: {reason}. Merge it into a model of its own:\n"
@@ -99,11 +112,11 @@ def _adapted(model: TransformersModel, folder: pathlib.Path) -> Iterator[dict[st
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     versions = [parameter._version for parameter, _ in trained]
     before = vars(model).get("peft_config")
-    adapted, stored, _ = injected(model, folder, str(folder), choice="refuse")
+    adapted, _ = injected(model, folder, str(folder), choice="refuse")
     try:
         if versions != [parameter._version for parameter, _ in trained]:
             raise _unfit(folder, "it changes the weights of the model itself")
-        yield _matrices(model, folder, stored)
+        yield _matrices(model, folder)
     finally:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT asks models for attributes by old names
@@ -111,17 +124,15 @@ def _adapted(model: TransformersModel, folder: pathlib.Path) -> Iterator[dict[st
         for parameter, was in trained:
             parameter.requires_grad_(was)
         if before is None:
-            vars(model).pop("peft_config", None)
+            with contextlib.suppress(AttributeError):
+                del model.peft_config
 
 
-def _matrices(model: TransformersModel, folder: pathlib.Path, stored: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _matrices(model: TransformersModel, folder: pathlib.Path) -> dict[str, torch.Tensor]:
     """The matrices of an adapter that is in the layers of a model, by name of the input."""
     from peft.tuners import lora
     from transformers.pytorch_utils import Conv1D
 
-    other = next((name for name in stored if not name.endswith(_ENDS)), None)
-    if other is not None:
-        raise _unfit(folder, f"it also holds {other}")
     found = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, lora.LoraLayer):

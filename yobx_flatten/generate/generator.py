@@ -11,7 +11,7 @@ import torch
 
 from ..errors import InvalidArgumentError, describe_class
 from ..errors.dependencies import require
-from .adapters import FolderAdapters
+from ..runners.folder_adapters import FolderAdapters
 from .beams import BeamSearch, BeamSettings
 from .pictures import Pictures
 from .sampling import Sampling, TokenChooser
@@ -85,7 +85,7 @@ class Generator:
         if name is None:
             return self
         if name not in self._adapted:
-            self._adapted[name] = Generator(self.of_folder.parts(self.parts, name), self.settings)
+            self._adapted[name] = Generator(self.parts.with_adapter(self.of_folder, name), self.settings)
         return self._adapted[name]
 
     def generate(  # noqa: D417 # arguments that belong together are described together

@@ -104,7 +104,7 @@ class FileModel(ModelWithoutWeights):
         if name not in self._steps:
             plain = self._steps[None]
             assert name is not None
-            self._steps[name] = Steps(self.of_folder.parts(plain.parts, name), plain.settings)
+            self._steps[name] = Steps(plain.parts.with_adapter(self.of_folder, name), plain.settings)
         self.steps = self._steps[name]
         if self.steps.parts.encoder is not None:
             self.get_encoder().steps = self.steps

@@ -9,9 +9,9 @@ from typing import Any
 
 from ..errors import GenerationError
 from ..runners.devices import Providers, choose_providers
+from ..runners.folder_adapters import FolderAdapters
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import mapped_options, open_session, require_onnxruntime, session_options
-from .adapters import FolderAdapters
 from .generator import Generator, Parts
 from .layout import find_parts, folder_of
 from .settings import GenerationSettings, read_settings

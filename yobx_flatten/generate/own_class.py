@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig, Pre
 
 from ..errors import GenerationError, InvalidArgumentError
 from ..files.damage import damage_as
-from .adapters import FolderAdapters
+from ..runners.folder_adapters import FolderAdapters
 from .documents import Documents
 from .settings import GenerationSettings, settings_of
 

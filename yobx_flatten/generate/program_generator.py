@@ -10,8 +10,8 @@ from torch.export import ExportedProgram
 
 from ..errors import InvalidArgumentError, describe_class
 from ..export.exported_model import ExportedModel
+from ..runners.folder_adapters import FolderAdapters
 from ..runners.program_runner import ProgramRunner, open_program
-from .adapters import FolderAdapters
 from .generator import Generator, Parts
 from .layout import find_parts, folder_of
 from .settings import GenerationSettings, read_settings

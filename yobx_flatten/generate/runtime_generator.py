@@ -8,8 +8,8 @@ from typing import Any
 
 from ..errors import GenerationError
 from ..runners.devices import Providers, only_for_onnxruntime
+from ..runners.folder_adapters import FolderAdapters
 from ..runners.open import RUNTIMES, check_runtime, open_runner
-from .adapters import FolderAdapters
 from .generator import Generator, Parts
 from .layout import find_parts, folder_of
 from .onnx_generator import OnnxGenerator

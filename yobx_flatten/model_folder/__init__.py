@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .add_adapter import AddedAdapter, add_adapter
+from .adapters.add import AddedAdapter, add_adapter
 from .generators import open_generator
 from .manifest import FolderManifest
 from .model_classes import (

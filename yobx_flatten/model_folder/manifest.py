@@ -32,12 +32,7 @@ _VERSION = 3
 
 @dataclasses.dataclass(frozen=True)
 class StoredAdapter:
-    """What is stored of an adapter next to its matrices.
-
-    Attributes:
-        cases: as those of the manifest, with the adapter.
-        quality: as that of the manifest, with the adapter.
-    """
+    """What is stored of an adapter next to its matrices; both are as in the manifest, with the adapter."""
 
     cases: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     quality: dict[str, Quality] = dataclasses.field(default_factory=dict)

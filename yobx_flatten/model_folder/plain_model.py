@@ -14,9 +14,9 @@ from transformers.utils import ModelOutput
 
 from ..errors import GenerationError, InvalidArgumentError
 from ..files.document import read_document
-from ..generate.adapters import FolderAdapters
 from ..generate.own_class import ModelWithoutWeights, named_class, read_config
 from ..generate.slots import typed
+from ..runners.folder_adapters import FolderAdapters
 from ..runners.runner import Runner
 
 __all__ = ["PlainFileModel", "plain_model"]

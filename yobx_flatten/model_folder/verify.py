@@ -25,13 +25,13 @@ from ..generate.layout import SUBFOLDER, located
 from ..generate.runtime_generator import generator_for
 from ..runners.adapters import ADAPTERS, read_adapter
 from ..runners.devices import Providers, choose_providers, is_on_cpu, only_for_onnxruntime
+from ..runners.folder_adapters import rooms_of_files
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import has_mapped_weights, mapped_options, require_onnxruntime
 from ..runners.open import open_runner
 from ..runners.runner import Runner
 from ..storage.cases import StoredCase, load_case
 from ..storage.replay import OutputDifference, run_case
-from .adapter_files import rooms_of_files
 from .chat_prompts import CHATS
 from .manifest import FolderManifest, StoredAdapter, check_digests, read_manifest
 from .pieces.tasks import SPEAKS

@@ -28,7 +28,7 @@ from ..export.room import leave_room
 from ..files.scratch import publish_folder, scratch_for, settle
 from ..recipe.aliases import TransformersModel
 from ..runners.adapters import ADAPTERS
-from .adapter_files import write_matrices
+from .adapters.write import write_matrices
 from .card import write_card
 from .client_layout import Layout, apply_layout
 from .export_piece import export_piece

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..errors import InvalidArgumentError
-from ..runners.adapters import adapter_file, adapter_names, read_adapter
-from ..runners.onnx_runner import OnnxRunner
-from ..runners.ports import Port
-from ..runners.runner import Runner
-from .steps import Parts
+from ..errors import DamagedFileError, InvalidArgumentError
+from ..errors.dependencies import require
+from ..files.damage import damage_as
+from .adapters import FIRST, SECOND, adapter_file, adapter_names, read_adapter
+from .onnx_runner import OnnxRunner
+from .ports import Port
+from .runner import Runner
 
-__all__ = ["FolderAdapters"]
+__all__ = ["FolderAdapters", "rooms_of_files"]
+
+_TYPES = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}  # numbers of ONNX
+
+
+def rooms_of_files(folder: pathlib.Path) -> dict[str, Port]:
+    """Return the optional inputs that the files of a folder have for adapters, by name."""
+    require("onnx", purpose="adapters of a folder", extra="onnx")
+    import onnx
+
+    found = {}
+    for path in sorted(folder.glob("*.onnx")):
+        with damage_as(DamagedFileError, str(path)):
+            graph = onnx.load(str(path), load_external_data=False).graph
+        held = {tensor.name for tensor in graph.initializer}
+        for value in graph.input:
+            if value.name in held and value.name.endswith((f".{FIRST}", f".{SECOND}")):
+                kind = value.type.tensor_type
+                sizes = tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in kind.shape.dim)
+                found[value.name] = Port(value.name, sizes, _TYPES.get(kind.elem_type))
+    return found
 
 
 class FolderAdapters:
@@ -36,12 +56,6 @@ class FolderAdapters:
     def hold(self, name: str, matrices: dict[str, torch.Tensor]) -> None:
         """Have an adapter that was read already, or that is not in the folder yet."""
         self._read[name] = matrices
-
-    def parts(self, parts: Parts, name: str) -> Parts:
-        """Return the files of a model with an adapter."""
-        runners = {field.name: getattr(parts, field.name) for field in dataclasses.fields(parts)}
-        used = self.runners({part: runner for part, runner in runners.items() if runner is not None}, name)
-        return dataclasses.replace(parts, **used)
 
     def runners(self, runners: Mapping[str, Runner], name: str) -> dict[str, Any]:
         """Return files with an adapter."""

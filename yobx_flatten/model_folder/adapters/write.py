@@ -7,35 +7,13 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from ..errors import InvalidArgumentError
-from ..errors.dependencies import require
-from ..export.room import Adapter
-from ..files.damage import damage_as
-from ..runners.adapters import ADAPTERS, FIRST, SECOND, check_matrices
-from ..runners.elements import ELEMENTS
-from ..runners.ports import Port
+from ...export.room import Adapter
+from ...runners.adapters import ADAPTERS, check_matrices
+from ...runners.elements import ELEMENTS
+from ...runners.folder_adapters import rooms_of_files
+from ...runners.ports import Port
 
-__all__ = ["rooms_of_files", "write_matrices"]
-
-_TYPES = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}  # numbers of ONNX
-
-
-def rooms_of_files(folder: pathlib.Path) -> dict[str, Port]:
-    """Return the optional inputs that the files of a folder have for adapters, by name."""
-    require("onnx", purpose="adapters of a folder", extra="onnx")
-    import onnx
-
-    found = {}
-    for path in sorted(folder.glob("*.onnx")):
-        with damage_as(InvalidArgumentError, str(path)):
-            graph = onnx.load(str(path), load_external_data=False).graph
-        held = {tensor.name for tensor in graph.initializer}
-        for value in graph.input:
-            if value.name in held and value.name.endswith((f".{FIRST}", f".{SECOND}")):
-                kind = value.type.tensor_type
-                sizes = tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in kind.shape.dim)
-                found[value.name] = Port(value.name, sizes, _TYPES.get(kind.elem_type))
-    return found
+__all__ = ["write_matrices"]
 
 
 def write_matrices(folder: pathlib.Path, adapters: Iterable[Adapter], work: pathlib.Path | None = None) -> None:

@@ -9,28 +9,29 @@ from typing import Any
 
 import torch
 
-from ..errors import FolderExistsError, ForeignFileError, InvalidArgumentError, ReplayError
-from ..errors.messages import table
-from ..export.proof.levels import sampled
-from ..export.room import Adapter
-from ..files.scratch import is_folder, publish_files, publish_folder, scratch_for, write_text
-from ..generate.layout import MANIFEST, located
-from ..recipe.aliases import TransformersModel
-from ..runners.adapters import ADAPTERS, adapter_names, check_matrices
-from ..runners.open import open_runner
-from ..runners.runner import Runner
-from ..storage.cases import load_case
-from .adapter_files import rooms_of_files, write_matrices
-from .manifest import FolderManifest, StoredAdapter, manifest_text, read_manifest
-from .pieces.tasks import GENERATES, pieces_for
-from .pieces.text import Piece
-from .source.classes import without_peft
-from .source.find import find_model
-from .source.switched import read_adapters
-from .store_cases import CASES, store_calls, store_generation, store_text
-from .stored_cases import SAMPLED_TOKENS
-from .verify import FolderCheck, check_adapter
-from .writable import check_writable
+from ...errors import FolderExistsError, ForeignFileError, InvalidArgumentError, ReplayError
+from ...errors.messages import table
+from ...export.proof.levels import sampled
+from ...export.room import Adapter
+from ...files.scratch import is_folder, publish_files, publish_folder, scratch_for, write_text
+from ...generate.layout import MANIFEST, located
+from ...recipe.aliases import TransformersModel
+from ...runners.adapters import ADAPTERS, adapter_names, check_matrices
+from ...runners.folder_adapters import rooms_of_files
+from ...runners.open import open_runner
+from ...runners.runner import Runner
+from ...storage.cases import load_case
+from ..manifest import FolderManifest, StoredAdapter, manifest_text, read_manifest
+from ..pieces.tasks import GENERATES, pieces_for
+from ..pieces.text import Piece
+from ..source.classes import without_peft
+from ..source.find import find_model
+from ..source.switched import read_adapters
+from ..store_cases import CASES, store_calls, store_generation, store_text
+from ..stored_cases import SAMPLED_TOKENS
+from ..verify import FolderCheck, check_adapter
+from ..writable import check_writable
+from .write import write_matrices
 
 __all__ = ["AddedAdapter", "add_adapter"]
 

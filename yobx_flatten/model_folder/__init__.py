@@ -29,12 +29,14 @@ from .model_classes import (
     open_model,
 )
 from .verify import FolderCheck, FolderReport, verify_folder
+from .with_model.explain import FolderExplanation, explain_folder
 from .write import ExportedFolder, export_folder
 
 __all__ = [
     "AddedAdapter",
     "ExportedFolder",
     "FolderCheck",
+    "FolderExplanation",
     "FolderManifest",
     "FolderReport",
     "OnnxForAudioClassification",
@@ -58,6 +60,7 @@ __all__ = [
     "OnnxForVocoder",
     "OnnxForZeroShotImageClassification",
     "add_adapter",
+    "explain_folder",
     "export_folder",
     "open_generator",
     "open_model",

@@ -50,8 +50,16 @@ from .source.open import OpenedModel, WeightsIn, open_model
 from .source.origin import origin_of, reader_of
 from .source.stored_weights import UnmatchedWeights, check_unmatched
 from .spoken_case import FRAMES, SAMPLED_FRAMES
-from .store_cases import CASES, store_calls, store_chats, store_generation, store_speech, store_text
-from .stored_cases import SAMPLED_TOKENS, TOKENS
+from .stored_cases import (
+    CASES,
+    SAMPLED_TOKENS,
+    TOKENS,
+    store_calls,
+    store_chats,
+    store_generation,
+    store_speech,
+    store_text,
+)
 from .targets import FolderFormat, Target, fitting_cases, room_for_tokens
 from .verify import FolderReport, verify_folder
 from .writable import check_writable

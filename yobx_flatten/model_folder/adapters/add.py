@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from typing import Any
 
 import torch
 
@@ -14,22 +13,17 @@ from ...errors.messages import table
 from ...export.proof.levels import sampled
 from ...export.room import Adapter
 from ...files.scratch import is_folder, publish_files, publish_folder, scratch_for, write_text
-from ...generate.layout import MANIFEST, located
+from ...generate.layout import MANIFEST
 from ...recipe.aliases import TransformersModel
 from ...runners.adapters import ADAPTERS, adapter_names, check_matrices
 from ...runners.folder_adapters import rooms_of_files
-from ...runners.open import open_runner
-from ...runners.runner import Runner
 from ...storage.cases import load_case
 from ..manifest import FolderManifest, StoredAdapter, manifest_text, read_manifest
-from ..pieces.tasks import GENERATES, pieces_for
-from ..pieces.text import Piece
-from ..source.classes import without_peft
-from ..source.find import find_model
+from ..pieces.tasks import GENERATES
 from ..source.switched import read_adapters
-from ..store_cases import CASES, store_calls, store_generation, store_text
-from ..stored_cases import SAMPLED_TOKENS
+from ..stored_cases import CASES, SAMPLED_TOKENS, store_calls, store_generation, store_text
 from ..verify import FolderCheck, check_adapter
+from ..with_model.pieces import load_model, pieces_of_folder
 from ..writable import check_writable
 from .write import write_matrices
 
@@ -96,7 +90,7 @@ def add_adapter(
     if name in adapter_names(path) and not overwrite:
         raise FolderExistsError(f"{path} has an adapter {name!r}. Choose another name, or pass overwrite=True.")
     check_writable(path, in_parent=False)
-    base = _model(adapter if model is None else model, manifest)
+    base = load_model(adapter if model is None else model, manifest)
     (found,) = read_adapters(base, {name: adapter})
     check_matrices(found.matrices, rooms, os.fspath(adapter))
     with scratch_for(path / CASES / ADAPTERS / name) as work:
@@ -117,23 +111,14 @@ def add_adapter(
     return done
 
 
-def _model(given: TransformersModel | str | os.PathLike[str], manifest: FolderManifest) -> TransformersModel:
-    """The model without adapters, in the type of the files."""
-    if not isinstance(given, (str, os.PathLike)):
-        return without_peft(given)
-    found = dataclasses.replace(find_model(os.fspath(given)), adapter=None)
-    return found.load(dtype=manifest.dtype)
-
-
 def _stored(
     model: TransformersModel, folder: pathlib.Path, manifest: FolderManifest, adapter: Adapter, work: pathlib.Path
 ) -> StoredAdapter:
     """Store what the model computes with an adapter."""
     cases: dict[str, list[str]] = {}
-    runners = {name: open_runner(located(folder, name), caller="add_adapter") for name in manifest.files}
-    rows = _rows(runners.values())
+    pieces, rows = pieces_of_folder(model, folder, manifest)
     with adapter.active():
-        for piece in _pieces(model, manifest, runners, rows):
+        for piece in pieces:
             name = f"{piece.stem}.onnx"
             cases[name] = store_calls(piece, sampled(piece.cases), work, ".")
             texts = [load_case(folder / case) for case in manifest.cases.get(name, []) if "-text-" in case]
@@ -143,26 +128,3 @@ def _stored(
         if manifest.task in GENERATES:
             cases[""] = [store_generation(model, manifest.task, rows, SAMPLED_TOKENS, work, below=".")]
     return StoredAdapter({name: [pathlib.PurePosixPath(one).name for one in paths] for name, paths in cases.items()})
-
-
-def _rows(runners: Any) -> int | None:
-    """The number of rows that files are fixed to; ``None`` where they take any."""
-    sizes = {port.shape[0] for runner in runners for port in runner.ports.values() if port.shape}
-    return next(iter(sizes)) if len(sizes) == 1 else None
-
-
-def _pieces(
-    model: TransformersModel, manifest: FolderManifest, runners: dict[str, Runner], rows: int | None
-) -> list[Piece]:
-    """The modules that the files are of, with their example and one case."""
-    of_last = any("logits" in getattr(runner, "of_last", ()) for runner in runners.values())
-    word_times = any(name.startswith("cross_attentions.") for runner in runners.values() for name in runner.outputs)
-    asked: dict[str, Any] = {"whole_cache": manifest.cache == "shared", "logits": "last" if of_last else "all"}
-    _, pieces = pieces_for(model, manifest.task, rows, proof="sample", word_times=word_times, **asked)
-    missing = sorted({f"{piece.stem}.onnx" for piece in pieces} ^ set(runners))
-    if missing:
-        raise InvalidArgumentError(
-            f"{type(model).__qualname__} is not the model of this folder ({manifest.model}): {missing[0]} is of one of "
-            "them only. Name the model that was exported: model=FOLDER"
-        )
-    return pieces

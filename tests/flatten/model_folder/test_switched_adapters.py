@@ -384,6 +384,19 @@ def test_a_folder_that_is_no_adapter_is_named(root, tmp_path):
         export_folder(root / "base", tmp_path / "out", adapters={"x": root / "base"})
 
 
+@pytest.mark.parametrize("sizes", [{"hidden_size": 48}, {"num_hidden_layers": 1}])
+def test_an_adapter_of_another_model_is_refused_and_leaves_no_layer_behind(sizes, root, tmp_path):
+    """PEFT stops after it has put its layers into the model, or leaves out what it has no place for."""
+    stated = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, **sizes}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **stated)).eval()
+    before = [(name, type(module)) for name, module in model.named_modules()]
+    with pytest.raises(ModelSourceError, match="one (is not an adapter of .*size mismatch|holds 4 weights)"):
+        export_folder(model, tmp_path / "out", adapters={"one": root / "one"})
+    assert [(name, type(module)) for name, module in model.named_modules()] == before
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not hasattr(model, "peft_config")
+
+
 def test_a_model_that_has_adapters_is_refused(root, tmp_path):
     """Its layers compute with them already."""
     with pytest.raises(InvalidArgumentError, match="has adapters in its layers"):

@@ -6,13 +6,13 @@ import contextlib
 import functools
 import pathlib
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from ...errors import InvalidArgumentError, ModelSourceError
+from ...errors import FlattenError, InvalidArgumentError, ModelSourceError
+from ...errors.failures import raised_as
 from ...export.room import Adapter
 from ...files.damage import damage_as
 from ...recipe.aliases import TransformersModel
@@ -108,24 +108,29 @@ def _unfit(folder: pathlib.Path, reason: str) -> InvalidArgumentError:
 
 @contextlib.contextmanager
 def _adapted(model: TransformersModel, folder: pathlib.Path) -> Iterator[dict[str, torch.Tensor]]:
-    """Let a model compute with an adapter inside; yield its matrices."""
-    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    versions = [parameter._version for parameter, _ in trained]
-    before = vars(model).get("peft_config")
-    adapted, _ = injected(model, folder, str(folder), choice="refuse")
+    """Let a model compute with an adapter inside; yield its matrices. The model is as it was afterwards."""
+    trained = [(parameter, parameter.requires_grad, parameter._version) for parameter in model.parameters()]
+    layers = [(module, dict(module._modules)) for module in model.modules()]
+
+    def failed(error: BaseException) -> ModelSourceError:
+        reason = " ".join(str(error).split())[:300]  # torch names the sizes in further lines
+        return ModelSourceError(f"{folder} is not an adapter of this {type(model).__qualname__}: {reason}")
+
     try:
-        if versions != [parameter._version for parameter, _ in trained]:
+        # of PEFT, and of torch where sizes differ
+        with raised_as(failed, FlattenError, OSError, MemoryError):
+            injected(model, folder, str(folder), choice="refuse")
+        if any(parameter._version != version for parameter, _, version in trained):
             raise _unfit(folder, "it changes the weights of the model itself")
         yield _matrices(model, folder)
-    finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT asks models for attributes by old names
-            adapted.unload()
-        for parameter, was in trained:
+    finally:  # also where PEFT failed half-way, which has no way back
+        for module, held in layers:
+            module._modules.clear()
+            module._modules.update(held)
+        for parameter, was, _ in trained:
             parameter.requires_grad_(was)
-        if before is None:
-            with contextlib.suppress(AttributeError):
-                del model.peft_config
+        with contextlib.suppress(AttributeError):
+            del model.peft_config
 
 
 def _matrices(model: TransformersModel, folder: pathlib.Path) -> dict[str, torch.Tensor]:

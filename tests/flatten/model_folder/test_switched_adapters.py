@@ -390,7 +390,7 @@ def test_an_adapter_of_another_model_is_refused_and_leaves_no_layer_behind(sizes
     stated = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, **sizes}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **stated)).eval()
     before = [(name, type(module)) for name, module in model.named_modules()]
-    with pytest.raises(ModelSourceError, match="one (is not an adapter of .*size mismatch|holds 4 weights)"):
+    with pytest.raises(ModelSourceError, match=r"one (is not an adapter of .*size mismatch|holds 4 weights)"):
         export_folder(model, tmp_path / "out", adapters={"one": root / "one"})
     assert [(name, type(module)) for name, module in model.named_modules()] == before
     assert all(parameter.requires_grad for parameter in model.parameters())

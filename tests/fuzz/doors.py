@@ -110,6 +110,23 @@ def _read_generator(folder: pathlib.Path) -> None:
     generator.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
 
 
+def _write_adapter(folder: pathlib.Path) -> None:
+    """An adapter as `add_adapter` writes it, of one layer."""
+    from safetensors.torch import save_file
+
+    yf.export_folder(_llama(), folder / "model", proof="none", adapters={})
+    rows = yf.open_model(folder / "model").config.hidden_size
+    layer = "model.layers.0.self_attn.q_proj"
+    matrices = {f"{layer}.lora_A": torch.rand(rows, 2), f"{layer}.lora_B": torch.rand(2, rows)}
+    (folder / "model/adapters").mkdir()
+    save_file(matrices, folder / "model/adapters/one.safetensors")
+
+
+def _read_adapter(folder: pathlib.Path) -> None:
+    generator = yf.model_folder.open_generator(folder / "model")
+    generator.generate(torch.tensor([[5, 6]]), max_new_tokens=2, adapter="one")
+
+
 def _write_program(folder: pathlib.Path) -> None:
     yf.export_program(_llama(), (), yf.decode_inputs(_llama(), yf.DecodeSizes()), cases=[], proof="none").save(
         folder / "model.pt2"
@@ -246,6 +263,7 @@ DOORS = {
     "calls": Door(_write_calls, _read_calls, ("calls/*",), share=2),
     "folder": Door(_write_folder, _read_folder, ("model/*.json", "model/**/case*.onnx", "model/cases/*"), share=1),
     "generator": Door(_write_folder, _read_generator, ("model/*.json",), share=1),
+    "adapter": Door(_write_adapter, _read_adapter, ("model/adapters/*",), share=1),
     "program": Door(_write_program, _read_program, ("*.pt2",), share=1),
     "configuration": Door(_write_configuration, _read_configuration, ("*.json",), share=1),
     "checkpoint": Door(_write_checkpoint, _read_checkpoint, ("*/*",), _repair_checkpoint, share=2),

@@ -10,6 +10,7 @@ import typer
 
 from ..terminal.output import say
 from ..terminal.running import reflow_help, run_app
+from .adapter_command import adapter
 from .chat_command import chat
 from .check_command import check
 from .demo_command import demo
@@ -48,6 +49,7 @@ def _app() -> typer.Typer:
     made.command("demo")(demo)
     made.command("export")(export)
     made.command("verify")(verify)
+    made.command("adapter")(adapter)
     made.command("generate")(generate)
     made.command("chat")(chat)
     made.command("check")(check)

@@ -18,7 +18,7 @@ from ..model_folder.generators import open_generator
 from ..model_folder.source.find import require_transformers
 from ..terminal.failures import UserError
 from ..terminal.output import say, say_json
-from .options import Device, Folder, Runtime, Seed, Temperature, Threads, TopK, TopP, Trust
+from .options import AdapterName, Device, Folder, Runtime, Seed, Temperature, Threads, TopK, TopP, Trust
 
 __all__ = ["chat"]
 
@@ -41,6 +41,7 @@ def chat(
     runtime: Runtime = None,
     trust: Trust = False,
     device: Device = None,
+    adapter: AdapterName = None,
     json: Annotated[bool, typer.Option("--json", help="Print the conversation as JSON, at the end.")] = False,
 ) -> int:
     """Talk to an exported folder: a turn for each line, replies as they are written.
@@ -51,7 +52,8 @@ def chat(
     if not is_folder(folder):
         raise UserError(f"there is no folder {folder}")
     require_transformers("chat, to read and write text,")
-    generator = open_generator(folder, runtime=runtime, threads=threads, trust=trust, device=device)
+    opened = open_generator(folder, runtime=runtime, threads=threads, trust=trust, device=device)
+    generator = opened.with_adapter(adapter)
     if generator.parts.encoder is not None:
         raise UserError(f"{folder} cannot chat, it reads one text: yobx-flatten generate {folder} --prompt TEXT")
     try:

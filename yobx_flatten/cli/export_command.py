@@ -11,6 +11,7 @@ from ..model_folder.write import ExportedFolder, check_target, export_folder
 from ..terminal.failures import UserError
 from ..terminal.output import progress, say, say_json
 from . import export_options as option
+from .adapter_command import named_folders
 
 __all__ = ["export"]
 
@@ -42,6 +43,8 @@ def export(
     trust_remote_code: option.TrustRemoteCode = False,
     word_times: option.WordTimes = False,
     layout: option.Layout = "flat",
+    adapter: option.Adapters = None,
+    room_for_adapters: option.RoomForAdapters = False,
     overwrite: option.Overwrite = False,
     json: option.AsJson = False,
 ) -> int:
@@ -52,6 +55,9 @@ def export(
     DIR appears when all of that is right. Exit status: 0 right; 1 a file differs from the model, nothing written.
     """
     quantization = _quantization(quantize, perplexity_ratio, activations)
+    adapters = named_folders(adapter) if adapter else {} if room_for_adapters else None
+    if adapter and room_for_adapters:
+        raise UserError("--adapter leaves room in the layers of these adapters, --room-for-adapters in all: pass one.")
     check_target(output, overwrite)
     with progress(f"loading {model}"):
         found = find_model(model, trust_remote_code=trust_remote_code)
@@ -75,6 +81,7 @@ def export(
             unmatched_weights=unmatched_weights,
             layout=layout,
             word_times=word_times,
+            adapters=adapters,
         )
     say_json(_as_dict(done, found)) if json else _show(done, found, output)
     return 0

@@ -89,5 +89,17 @@ Layout = Annotated[
     Literal["flat", "transformers.js"],
     typer.Option(help="Where the files are: flat, or as transformers.js looks for them (onnx/model_q4.onnx)."),
 ]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME=FOLDER",
+        help="A LoRA adapter that generate --adapter NAME switches on; several for several.",
+    ),
+]
+RoomForAdapters = Annotated[
+    bool,
+    typer.Option("--room-for-adapters", help="Leave room in all linear layers for adapters that are added later."),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the contents of DIR.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -18,7 +18,7 @@ from ..model_folder.source.find import require_transformers
 from ..model_folder.source.tokenizer_files import open_tokenizer, readable
 from ..terminal.failures import UserError
 from ..terminal.output import say, say_json
-from .options import Device, Folder, Runtime, Seed, Temperature, Threads, TopK, TopP, Trust
+from .options import AdapterName, Device, Folder, Runtime, Seed, Temperature, Threads, TopK, TopP, Trust
 
 __all__ = ["generate"]
 
@@ -40,6 +40,7 @@ def generate(
     runtime: Runtime = None,
     trust: Trust = False,
     device: Device = None,
+    adapter: AdapterName = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, at the end.")] = False,
 ) -> int:
     """Generate text from an exported folder, token by token.
@@ -50,7 +51,8 @@ def generate(
     sampling = Sampling(do_sample=sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if not is_folder(folder):
         raise UserError(f"there is no folder {folder}")
-    generator = open_generator(folder, runtime=runtime, threads=threads, trust=trust, device=device)
+    opened = open_generator(folder, runtime=runtime, threads=threads, trust=trust, device=device)
+    generator = opened.with_adapter(adapter)
     tokenizer = _tokenizer(folder)
     texts_in = [chat_text(tokenizer, folder, one) for one in prompt] if chat else prompt
     options: dict[str, Any] = {"add_special_tokens": False} if chat else {}  # a template writes them

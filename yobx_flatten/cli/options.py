@@ -7,8 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
-__all__ = ["Device", "Folder", "Runtime", "Seed", "Temperature", "Threads", "TopK", "TopP", "Trust"]
+__all__ = ["AdapterName", "Device", "Folder", "Runtime", "Seed", "Temperature", "Threads", "TopK", "TopP", "Trust"]
 Folder = Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A folder that export wrote.")]
+AdapterName = Annotated[
+    str | None, typer.Option("--adapter", metavar="NAME", help="Adapter of the folder (default: none).")
+]
 Temperature = Annotated[float, typer.Option(help="Below 1: likely tokens become likelier.")]
 TopK = Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens.")]
 TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens with this total probability.")]

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..model_folder.verify import verify_folder
+from ..model_folder.with_model.explain import FolderExplanation, explain_folder
 from ..terminal.failures import CHECK_FAILED
 from ..terminal.output import progress, say, say_json
 from .options import Device, Folder, Trust
@@ -19,18 +20,33 @@ def verify(
     folder: Folder,
     trust: Trust = False,
     device: Device = None,
+    explain: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Also name the first node that computes something else than this model."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Check an exported folder: replay its stored cases, and generate with its files.
 
     The model is not needed: its outputs, and its tokens, are stored next to the files. Exit status: 0 all are as they
-    were; 1 one differs.
+    were; 1 one differs. With --explain the model is exported once more, and runs side by side with the files.
     """
     with progress(f"reading {folder}") as show:
         report = verify_folder(folder, on_check=show, trust=trust, device=device)
+        explained = None if explain is None else explain_folder(folder, explain)
     if json:
         checks = [dataclasses.asdict(check) for check in report.checks]
-        say_json({"path": str(folder), "ok": report.ok, "checks": checks})
+        more = {} if explained is None else {"explained": _as_rows(explained)}
+        say_json({"path": str(folder), "ok": report.ok, "checks": checks, **more})
     else:
         say(str(report))
-    return 0 if report.ok else CHECK_FAILED
+        if explained is not None:
+            say(f"\n{explained}")
+    return 0 if report.ok and (explained is None or explained.ok) else CHECK_FAILED
+
+
+def _as_rows(explained: FolderExplanation) -> list[dict[str, object]]:
+    return [
+        {"file": file, "case": case, **dataclasses.asdict(compared)}
+        for (file, case), compared in explained.files.items()
+    ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from .onnx.file import unproven_file
 from .proof.case import Case
 from .proof.levels import Proof
 from .quantization.options import Quantization, WeightBits
+from .room import Adapter
 from .runtimes.file_options import FileOptions
 from .runtimes.write import write_file
 from .source import Asked, prove, traced_example
@@ -43,6 +45,7 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
     quantize: WeightBits | Quantization | None = None,
     optimize: Literal["onnxruntime"] | None = None,
     translations: Mapping[Any, Callable[..., Any]] | None = None,
+    adapters: Sequence[Adapter] = (),
 ) -> ExportedModel:
     """Export a module to an ONNX file and replay it in onnxruntime, as a loop over its own outputs.
 
@@ -57,6 +60,7 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
         quantize: ``"int8"``, ``"int4"`` or a :class:`.quantization.Quantization`; ``None``, the default, for neither.
         optimize: ``"onnxruntime"`` for its own attention, which does not copy the cache; ``None`` by default.
         translations: functions of onnxscript for operators of your own, by operator; none by default.
+        adapters: what :func:`export_folder` proves in addition, see :class:`.room.Adapter`; none by default.
 
     Returns:
         The program, the path and a report.
@@ -84,6 +88,7 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
         translations=translations,
         counter_input=counter_input,
         keep_failed=None if keep_failed is None else pathlib.Path(keep_failed),
+        adapters=adapters,
     )
     return _export(module, args, dict(kwargs or {}), dynamic_shapes, asked, options)
 
@@ -109,5 +114,6 @@ def _export(
                 report.remark("the file was replayed, and not the program, which has no weights of its own.")
             # of a sample the file is replayed alone: it holds what the program does
             source = prove(example, traced, asked, report, runs=asked.proof == "full" and not traced.readers)
+            source = dataclasses.replace(source, adapters=options.adapters)
             write_file(source, options, file, report)
         return finish(source, report, options.path)

@@ -28,6 +28,7 @@ from .proof.levels import Proof, choose_proof, sampled
 from .proof.replay import CaseResult, Side, replay
 from .proof.report import ExportReport, tolerance_of
 from .proof.yardstick import Yardstick
+from .room import Adapter
 
 __all__ = [
     "Asked",
@@ -117,6 +118,7 @@ class Source:
     # whether the program was handed over, so that files are made of it as it is; `False` by default
     is_given: bool = False
     yardstick: Yardstick | None = None  # what was measured with the program already; `None`, the default, for nothing
+    adapters: Sequence[Adapter] = ()  # what the file is also replayed with; none by default
 
 
 def traced_example(example: Example, report: ExportReport, *, strict: bool = False) -> Traced:

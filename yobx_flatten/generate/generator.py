@@ -11,6 +11,7 @@ import torch
 
 from ..errors import InvalidArgumentError, describe_class
 from ..errors.dependencies import require
+from ..runners.folder_adapters import FolderAdapters
 from .beams import BeamSearch, BeamSettings
 from .pictures import Pictures
 from .sampling import Sampling, TokenChooser
@@ -23,7 +24,7 @@ from .steps import Parts, Steps, TextState
 __all__ = ["Generator", "Parts"]
 
 # parameters of generate and stream that are no keywords of transformers' generate
-_OWN = ("self", "options", "sampling")
+_OWN = ("self", "options", "sampling", "adapter")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +58,35 @@ def _of(names: Sequence[str], stated: Mapping[str, Any]) -> dict[str, Any]:
 class Generator:
     """Generates tokens with exported files. See :class:`.OnnxGenerator` and :class:`.ProgramGenerator`."""
 
-    def __init__(self, parts: Parts, settings: GenerationSettings) -> None:
+    # adapters: those of the folder that the files are in; `None`, the default, for none
+
+    def __init__(self, parts: Parts, settings: GenerationSettings, *, adapters: FolderAdapters | None = None) -> None:
         self.parts, self.settings = parts, settings
         self.steps = Steps(parts, settings)
+        self.of_folder = FolderAdapters(None) if adapters is None else adapters
+        self._adapted: dict[str, Generator] = {}
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """The adapters that the folder has."""
+        return self.of_folder.names
+
+    def with_adapter(self, name: str | None) -> Generator:
+        """Return a generator of the same files with an adapter.
+
+        Args:
+            name: one of :attr:`adapters`; ``None`` for the model without any.
+
+        Raises:
+            GenerationError: when the folder has no such adapter.
+            InvalidArgumentError: when the files are not for onnxruntime.
+            DamagedFileError: when the adapter is not one of these files.
+        """
+        if name is None:
+            return self
+        if name not in self._adapted:
+            self._adapted[name] = Generator(self.parts.with_adapter(self.of_folder, name), self.settings)
+        return self._adapted[name]
 
     def generate(  # noqa: D417 # arguments that belong together are described together
         self,
@@ -86,6 +113,7 @@ class Generator:
         length_penalty: float | None = None,
         early_stopping: bool | Literal["never"] | None = None,
         num_return_sequences: int | None = None,
+        adapter: str | None = None,
         **options: Any,
     ) -> Any:
         """Generate tokens until every row has ended, as ``model.generate`` does.
@@ -103,6 +131,7 @@ class Generator:
             decoder_input_ids, forced_bos_token_id: the first tokens of an output, and the one after a single first one.
             language, task, return_timestamps: the language that Whisper hears, what it writes, and whether with times.
             num_beams, length_penalty, early_stopping, num_return_sequences: a beam search; ``num_beams=1`` for none.
+            adapter: one of :attr:`adapters`, for all rows; ``None``, the default, for the model without any.
             **options: any other keyword of ``model.generate`` (``temperature``, ``streamer``, ``stopping_criteria``
                 ...): the loop of transformers then runs the files.
 
@@ -116,7 +145,7 @@ class Generator:
             MissingDependencyError: when a keyword needs transformers, and it is not installed.
         """
         stated = {name: value for name, value in locals().items() if name not in _OWN and value is not None}
-        return self._generated(stated, sampling, options)
+        return self.with_adapter(adapter)._generated(stated, sampling, options)
 
     def stream(  # noqa: D417 # arguments that belong together are described together
         self,
@@ -136,6 +165,7 @@ class Generator:
         second_per_grid_ts: torch.Tensor | Sequence[float] | None = None,
         decoder_input_ids: torch.Tensor | None = None,
         forced_bos_token_id: int | None = None,
+        adapter: str | None = None,
     ) -> Iterator[torch.Tensor]:
         """Return the tokens of :meth:`generate` one step at a time, without a search.
 
@@ -147,6 +177,7 @@ class Generator:
             input_features, input_values, pixel_values, image_grid_thw, image_sizes, batch_num_images: see there.
             pixel_values_videos, video_grid_thw, second_per_grid_ts, forced_bos_token_id: see there.
             decoder_input_ids: see there; a Whisper that has languages or times needs them here.
+            adapter: see :meth:`generate`.
 
         Returns:
             An iterator over tensors of int64 of shape (batch,), one per new token.
@@ -156,7 +187,11 @@ class Generator:
             GenerationError: when a file fails while it runs.
         """
         stated = {name: value for name, value in locals().items() if name not in _OWN and value is not None}
-        inputs = Inputs(**_of(_INPUTS, stated))
+        return self.with_adapter(adapter)._streamed(Inputs(**_of(_INPUTS, stated)), max_new_tokens, sampling)
+
+    def _streamed(
+        self, inputs: Inputs, max_new_tokens: int | None, sampling: Sampling | None
+    ) -> Iterator[torch.Tensor]:
         self._check_writes("stream")
         source, pictures = self._read(inputs)
         if self._is_whole_speech(inputs, SpeechCall()):

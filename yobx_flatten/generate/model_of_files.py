@@ -87,6 +87,7 @@ class FileModel(ModelWithoutWeights):
     def __init__(self, steps: Steps) -> None:
         ModelWithoutWeights.__init__(self, config_of(steps))
         self.steps = steps
+        self._steps: dict[str | None, Steps] = {None: steps}
         self.generation_config = generation_of(steps.settings, self.config)
         if steps.parts.encoder is not None:
             encoder = EncoderOfFiles(steps)
@@ -97,6 +98,16 @@ class FileModel(ModelWithoutWeights):
             else:
                 self.encoder = encoder
         self.eval()
+
+    def use_adapter(self, name: str | None) -> None:
+        """Call the files with an adapter from now on; ``None`` for none."""
+        if name not in self._steps:
+            plain = self._steps[None]
+            assert name is not None
+            self._steps[name] = Steps(plain.parts.with_adapter(self.of_folder, name), plain.settings)
+        self.steps = self._steps[name]
+        if self.steps.parts.encoder is not None:
+            self.get_encoder().steps = self.steps
 
     @classmethod
     def can_generate(cls) -> bool:
@@ -113,6 +124,11 @@ class FileModel(ModelWithoutWeights):
         stated = kwargs.get("generation_config")
         if kwargs.get("return_token_timestamps"):
             kwargs["alignment_heads"] = self._heads_in_files(kwargs)
+        if kwargs.get("adapter_names") is not None:
+            raise InvalidArgumentError(
+                "adapter_names: a call of the files has one adapter for all rows. Choose it with "
+                "model.set_adapter(NAME), and call generate for the rows of each adapter."
+            )
         for name in ("output_attentions", "output_hidden_states"):
             if kwargs.get(name) or getattr(stated, name, False):
                 raise InvalidArgumentError(
@@ -272,7 +288,7 @@ class FileModel(ModelWithoutWeights):
         if isinstance(given, FileCache):
             if given.steps is not self.steps:
                 raise InvalidArgumentError(
-                    "This cache belongs to other files. Pass what a call of this model returned."
+                    "This cache belongs to other files, or another adapter. Pass what a call of this model returned."
                 )
             return given
         if given is not None and given.get_seq_length() > 0:

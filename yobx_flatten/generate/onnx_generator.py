@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import GenerationError
 from ..runners.devices import Providers, choose_providers
+from ..runners.folder_adapters import FolderAdapters
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import mapped_options, open_session, require_onnxruntime, session_options
 from .generator import Generator, Parts
@@ -80,4 +81,5 @@ class OnnxGenerator(Generator):
             return OnnxRunner(session, file.name)
 
         parts: Mapping[str, Any] = {part: runner(file) for part, file in found.items()}
-        super().__init__(Parts(**parts), settings or read_settings(folder_of(found["decoder"])))
+        folder = folder_of(found["decoder"])
+        super().__init__(Parts(**parts), settings or read_settings(folder), adapters=FolderAdapters(folder))

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig, Pre
 
 from ..errors import GenerationError, InvalidArgumentError
 from ..files.damage import damage_as
+from ..runners.folder_adapters import FolderAdapters
 from .documents import Documents
 from .settings import GenerationSettings, settings_of
 
@@ -34,6 +35,46 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
     def __init__(self, config: Any) -> None:
         PreTrainedModel.__init__(self, config)
         self.anchor = torch.nn.Parameter(torch.zeros(()), requires_grad=False)  # states device and type
+        self.of_folder = FolderAdapters(None)
+        self._chosen: str | None = None  # the adapter of `set_adapter`
+        self._enabled = False
+
+    def use_adapter(self, name: str | None) -> None:
+        """Call the files with an adapter from now on; ``None`` for none."""
+        raise InvalidArgumentError(f"{type(self).__name__} has no files whose adapters are switched.")
+
+    def set_adapter(self, adapter_name: str | list[str]) -> None:
+        """Compute with an adapter of the folder from now on."""
+        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
+        if len(names) != 1:
+            raise InvalidArgumentError(f"set_adapter takes one adapter of {', '.join(self.of_folder.names)}.")
+        self.use_adapter(names[0])
+        self._chosen, self._enabled = names[0], True
+
+    def disable_adapters(self) -> None:
+        """Compute without an adapter from now on."""
+        if self._enabled:
+            self.use_adapter(None)
+        self._enabled = False
+
+    def enable_adapters(self) -> None:
+        """Compute with the adapter of the last :meth:`set_adapter` again."""
+        if self._chosen is None:
+            raise InvalidArgumentError("No adapter was chosen yet: model.set_adapter(NAME)")
+        self.set_adapter(self._chosen)
+
+    def active_adapters(self) -> list[str]:
+        """Return the adapter that the files compute with, in a list; an empty one without."""
+        return [self._chosen] if self._enabled and self._chosen is not None else []
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse: adapters are in the folder."""
+        raise InvalidArgumentError(
+            "The adapters of files are in their folder. Add one there, and open the folder again:\n"
+            "    yobx-flatten adapter DIR NAME=FOLDER"
+        )
+
+    add_adapter = load_adapter
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse another device: tensors come from and go to the host."""

@@ -10,6 +10,7 @@ from torch.export import ExportedProgram
 
 from ..errors import InvalidArgumentError, describe_class
 from ..export.exported_model import ExportedModel
+from ..runners.folder_adapters import FolderAdapters
 from ..runners.program_runner import ProgramRunner, open_program
 from .generator import Generator, Parts
 from .layout import find_parts, folder_of
@@ -55,12 +56,14 @@ class ProgramGenerator(Generator):
         trust: bool = False,
     ) -> None:
         given = {"decoder": model, **({} if prefill is None else {"prefill": prefill})}
+        adapters = None
         if isinstance(model, (str, os.PathLike)):
             found: dict[str, Any] = {**find_parts(pathlib.Path(model), ".pt2", None)}
-            settings = settings or read_settings(folder_of(found["decoder"]))
+            folder = folder_of(found["decoder"])
+            settings, adapters = settings or read_settings(folder), FolderAdapters(folder)
             given = {**found, **{part: value for part, value in given.items() if part != "decoder"}}
         runners: dict[str, Any] = {part: _runner(value, part, trust) for part, value in given.items()}
-        super().__init__(Parts(**runners), settings or GenerationSettings())
+        super().__init__(Parts(**runners), settings or GenerationSettings(), adapters=adapters)
 
 
 def _runner(value: Any, part: str, trust: bool) -> ProgramRunner:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import GenerationError
 from ..runners.devices import Providers, only_for_onnxruntime
+from ..runners.folder_adapters import FolderAdapters
 from ..runners.open import RUNTIMES, check_runtime, open_runner
 from .generator import Generator, Parts
 from .layout import find_parts, folder_of
@@ -38,7 +39,8 @@ class RuntimeGenerator(Generator):
             part: open_runner(file, runtime=runtime, trust=trust, caller="open_generator")
             for part, file in found.items()
         }
-        super().__init__(Parts(**parts), settings or read_settings(folder_of(found["decoder"])))
+        folder = folder_of(found["decoder"])
+        super().__init__(Parts(**parts), settings or read_settings(folder), adapters=FolderAdapters(folder))
 
 
 def generator_for(

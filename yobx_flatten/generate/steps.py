@@ -11,6 +11,7 @@ import torch
 
 from ..errors import GenerationError, InvalidArgumentError, describe_class
 from ..huggingface.cache_names import CACHE
+from ..runners.folder_adapters import FolderAdapters
 from ..runners.ports import check_cache_outputs, present_of
 from ..runners.runner import Runner
 from .image_positions import image_positions
@@ -43,6 +44,12 @@ class Parts:
     embed: Runner | None = None  # the file from tokens to embeddings, where `decoder` takes those
     vision: Runner | None = None  # the file from images to the features that replace image tokens
     postnet: Runner | None = None  # the file that smooths the frames of a spectrogram, where `decoder` makes these
+
+    def with_adapter(self, adapters: FolderAdapters, name: str) -> Parts:
+        """Return the same files with an adapter of their folder."""
+        runners = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        used = adapters.runners({part: runner for part, runner in runners.items() if runner is not None}, name)
+        return dataclasses.replace(self, **used)
 
 
 @dataclasses.dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .adapters.add import AddedAdapter, add_adapter
 from .generators import open_generator
 from .manifest import FolderManifest
 from .model_classes import (
@@ -28,11 +29,14 @@ from .model_classes import (
     open_model,
 )
 from .verify import FolderCheck, FolderReport, verify_folder
+from .with_model.explain import FolderExplanation, explain_folder
 from .write import ExportedFolder, export_folder
 
 __all__ = [
+    "AddedAdapter",
     "ExportedFolder",
     "FolderCheck",
+    "FolderExplanation",
     "FolderManifest",
     "FolderReport",
     "OnnxForAudioClassification",
@@ -55,6 +59,8 @@ __all__ = [
     "OnnxForVideoClassification",
     "OnnxForVocoder",
     "OnnxForZeroShotImageClassification",
+    "add_adapter",
+    "explain_folder",
     "export_folder",
     "open_generator",
     "open_model",

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..errors import FlattenError, GenerationError, InvalidArgumentError, ReplayError
@@ -20,6 +20,7 @@ from ..export.program_export import export_program
 from ..export.proof.levels import Proof, sampled
 from ..export.proof.report import ExportReport
 from ..export.quantization.options import Quantization
+from ..export.room import Adapter
 from ..export.runtimes.file_options import FileOptions
 from ..export.runtimes.write import write_for
 from ..export.source import left_out, shortened
@@ -42,12 +43,13 @@ def export_piece(
     form: FolderFormat,
     proof: Proof,
     quantization: Quantization | None = None,
+    adapters: Sequence[Adapter] = (),
 ) -> ExportReport:
     """Export a piece, with pictures of one size where those of others do not become a file."""
     # model: name of the class that the piece is of
 
     def export(one: Piece) -> ExportReport:
-        report = _written(one, path, form, proof, quantization)
+        report = _written(one, path, form, proof, quantization, adapters)
         report.remark(*one.remarks)
         return report
 
@@ -77,7 +79,12 @@ def export_piece(
 
 
 def _written(
-    piece: Piece, path: pathlib.Path, form: FolderFormat, proof: Proof, quantization: Quantization | None
+    piece: Piece,
+    path: pathlib.Path,
+    form: FolderFormat,
+    proof: Proof,
+    quantization: Quantization | None,
+    adapters: Sequence[Adapter],
 ) -> ExportReport:
     """Export a piece with the runtime of the folder, or with ``torch.export`` alone."""
     shapes: Any = piece.dynamic_shapes
@@ -85,7 +92,7 @@ def _written(
         shapes = _with_fixed_batch(dynamic_shapes(dict(piece.kwargs)) if shapes == "auto" else shapes)
     how: dict[str, Any] = {"kwargs": piece.kwargs, "dynamic_shapes": shapes}
     if form.runtime == "onnxruntime":
-        how |= {"cases": piece.cases, "proof": proof, "quantize": quantization}
+        how |= {"cases": piece.cases, "proof": proof, "quantize": quantization, "adapters": adapters}
         how |= {"opset_version": form.opset_version, "optimize": form.optimize}
         return export_onnx(piece.module, path=path, **how).report
     how["bounds"] = None if form.largest is None else vars(form.largest)

@@ -16,9 +16,26 @@ from ..files.document import inside, read_document
 from ..generate.layout import MANIFEST
 from ..runners.open import RUNTIMES
 
-__all__ = ["MANIFEST", "FolderManifest", "check_digests", "digests", "read_manifest", "write_manifest"]
+__all__ = [
+    "MANIFEST",
+    "FolderManifest",
+    "StoredAdapter",
+    "check_digests",
+    "digests",
+    "manifest_text",
+    "read_manifest",
+    "write_manifest",
+]
 
 _VERSION = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredAdapter:
+    """What is stored of an adapter next to its matrices; both are as in the manifest, with the adapter."""
+
+    cases: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    quality: dict[str, Quality] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +64,7 @@ class FolderManifest:
         positions: tokens that the model reads at most, where each position has a row of a table; ``None`` for others.
         tolerances: the difference by file and output that the type of the weights explains, where it was measured; see
             :func:`export_onnx`. :func:`verify_folder` takes no more of it than a tenth of the output's range.
+        adapters: the adapters that the folder was proven with, by name.
     """
 
     model: str
@@ -65,6 +83,7 @@ class FolderManifest:
     rereads_at_switch: bool | None = None
     positions: int | None = None
     tolerances: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    adapters: dict[str, StoredAdapter] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.runtime:  # folders of versions 1 and 2 name the format only
@@ -73,8 +92,12 @@ class FolderManifest:
 
 def write_manifest(folder: pathlib.Path, manifest: FolderManifest) -> None:
     """Write the file."""
-    text = json.dumps({"format_version": _VERSION, **dataclasses.asdict(manifest)}, indent=2)
-    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    (folder / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
+
+
+def manifest_text(manifest: FolderManifest) -> str:
+    """Return the contents of the file."""
+    return json.dumps({"format_version": _VERSION, **dataclasses.asdict(manifest)}, indent=2) + "\n"
 
 
 def read_manifest(folder: pathlib.Path) -> FolderManifest:

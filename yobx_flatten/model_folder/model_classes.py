@@ -109,7 +109,7 @@ class FolderModel:
             where: dict[str, Any] = {"device": device, "providers": providers}
             generator = open_generator(path, runtime=runtime, threads=threads, trust=trust, **where)
             found = model_of_files(generator.steps, (cls,))
-            found.folder = path
+            found.folder, found.of_folder = path, generator.of_folder
             return found
         if task in SPEAKS:
             from .speaking_model import speaking_model

@@ -16,6 +16,7 @@ from ..errors import GenerationError, InvalidArgumentError
 from ..files.document import read_document
 from ..generate.own_class import ModelWithoutWeights, named_class, read_config
 from ..generate.slots import typed
+from ..runners.folder_adapters import FolderAdapters
 from ..runners.runner import Runner
 
 __all__ = ["PlainFileModel", "plain_model"]
@@ -30,9 +31,14 @@ class PlainFileModel(ModelWithoutWeights):
 
     def __init__(self, runner: Runner, stated: dict[str, Any]) -> None:
         super().__init__(read_config(stated, encoder=False))
-        self.runner = runner
+        self.runner = self._plain = runner
         self.main_input_name = next(iter(runner.ports))
         self.eval()
+
+    def use_adapter(self, name: str | None) -> None:
+        """Call the file with an adapter from now on; ``None`` for none."""
+        plain = self._plain
+        self.runner = plain if name is None else self.of_folder.runners({"model": plain}, name)["model"]
 
     def forward(self, *args: Any, **given: Any) -> Any:
         """Run the file on what the model's tokenizer or processor returns."""
@@ -81,4 +87,6 @@ def plain_model(runner: Runner, folder: pathlib.Path, base: type) -> Any:
     """Return a model of transformers over one file."""
     stated = read_document(folder / "config.json", dict[str, Any], failure=GenerationError, finite=False)
     kind = VocoderOfFile if list(runner.ports) == ["spectrogram"] else PlainFileModel
-    return named_class(stated, (base, kind))(runner, stated)
+    found = named_class(stated, (base, kind))(runner, stated)
+    found.of_folder = FolderAdapters(folder)
+    return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -18,6 +19,7 @@ from ..export.proof.levels import Proof, choose_proof
 from ..export.proof.module_state import undisturbed
 from ..export.proof.report import TOLERANCES, ExportReport
 from ..export.quantization.options import Quantization, WeightBits, choose_quantization
+from ..export.room import Adapter
 from ..generate.settings import settings_of
 from ..huggingface.position_switch import rereads_at_switch, switch_of
 from ..recipe.aliases import TransformersModel
@@ -30,9 +32,13 @@ from .rounding_text import answered, in_rows, unanswered
 from .sentence import SentenceModules, read_modules, with_embedding
 from .source.classes import without_peft
 from .source.open import OpenedModel
+from .source.switched import read_adapters, rooms_of
 from .targets import FolderFormat, fitting_text
 
-__all__ = ["Accuracy", "FolderPlan", "plan_folder"]
+__all__ = ["Accuracy", "Adapters", "FolderPlan", "plan_folder"]
+
+Adapters: TypeAlias = Mapping[str, str | os.PathLike[str]]
+"""Folders that PEFT wrote, by the name that an adapter is switched on by."""
 
 _CHATS = 10
 """Answers that a file with quantised weights is compared with."""
@@ -70,6 +76,9 @@ class FolderPlan:
     switch: int | None = None  # the length at which positions change; `None` for other models
     # whether `model.generate` reads all tokens again there; `None` where there is no such length, or it is not known
     rereads: bool | None = None
+    adapters: Sequence[Adapter] = ()  # what the files switch between; none by default
+    # inputs and outputs of the layers that have room for adapters, by name; none by default
+    rooms: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @property
     def bits(self) -> WeightBits | None:
@@ -89,10 +98,14 @@ def plan_folder(
     accuracy: Accuracy,
     task: str,
     source: pathlib.Path | None,
+    adapters: Adapters | None = None,
 ) -> FolderPlan:
     """Check a model and what is asked of its folder, and split it into pieces."""
     # task: what the folder is for; `"auto"` for the task of the model
     # source: the folder of its tokenizer; `None` for the one that the model is from
+    # adapters: what the files switch between; `None`, the default, for files without room for any
+    if adapters is not None and opened.is_streamed:
+        opened = opened.as_a_whole("adapters are put into its layers")
     model, source = without_peft(opened.model), opened.folder if source is None else source
     dtype, facts = str(model.dtype).removeprefix("torch."), ModelFacts.of(model)
     proof = choose_proof(accuracy.proof, facts.weight_bytes)
@@ -133,7 +146,21 @@ def plan_folder(
         rereads = None if switch is None else rereads_at_switch(model, switch)
         plan = dataclasses.replace(plan, switch=switch, rereads=rereads)
     check_layout(form.layout, form.name, task, plan.bits, dtype)
-    return plan
+    return plan if adapters is None else _with_adapters(plan, adapters)
+
+
+def _with_adapters(plan: FolderPlan, folders: Adapters) -> FolderPlan:
+    """The plan with adapters that were read, and the layers that have room for them."""
+    form = plan.form
+    if form.runtime != "onnxruntime" or form.layout != "flat" or plan.task in SPEAKS:
+        found = f"layout={form.layout!r}" if form.layout != "flat" else plan.task
+        found = found if form.runtime == "onnxruntime" else form.runtime
+        raise InvalidArgumentError(
+            f"adapters= is for ONNX files that onnxruntime runs, which write text or take one call; found {found}. "
+            "Merge the adapter instead: export_folder(ADAPTER, folder), with the folder that PEFT wrote."
+        )
+    adapters = read_adapters(plan.model, folders)
+    return dataclasses.replace(plan, adapters=adapters, rooms=rooms_of(plan.model, adapters))
 
 
 def _cut(

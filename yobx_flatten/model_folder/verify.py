@@ -23,19 +23,22 @@ from ..files.document import inside
 from ..files.scratch import is_folder
 from ..generate.layout import SUBFOLDER, located
 from ..generate.runtime_generator import generator_for
+from ..runners.adapters import ADAPTERS, read_adapter
 from ..runners.devices import Providers, choose_providers, is_on_cpu, only_for_onnxruntime
+from ..runners.folder_adapters import rooms_of_files
+from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import has_mapped_weights, mapped_options, require_onnxruntime
 from ..runners.open import open_runner
 from ..runners.runner import Runner
 from ..storage.cases import StoredCase, load_case
 from ..storage.replay import OutputDifference, run_case
 from .chat_prompts import CHATS
-from .manifest import FolderManifest, check_digests, read_manifest
+from .manifest import FolderManifest, StoredAdapter, check_digests, read_manifest
 from .pieces.tasks import SPEAKS
 from .spoken_case import difference_of_speech
 from .verify_tokens import TokenCount, count_tokens
 
-__all__ = ["FolderCheck", "FolderReport", "verify_folder"]
+__all__ = ["FolderCheck", "FolderReport", "check_adapter", "verify_folder"]
 
 _MOST_OF_TOLERANCE = 10
 """How much more than its type's tolerance a folder may state of its scores, where two tokens are a tie."""
@@ -59,6 +62,7 @@ class FolderCheck:
         quality: how far a file with quantised weights is from the model; ``None`` for others.
         nan: share of elements that were NaN in the model, by output name.
         tokens: how the tokens of ``"generate"`` compare; ``None`` for files.
+        adapter: the adapter that the case is of; ``""`` for the model without any.
     """
 
     file: str
@@ -70,13 +74,15 @@ class FolderCheck:
     quality: Quality | None = None
     nan: Mapping[str, float] = dataclasses.field(default_factory=dict)
     tokens: TokenCount | None = None
+    adapter: str = ""
 
     def cells(self) -> list[str]:
         """Return the row of a table: mark and file, case, and what was found."""
         found = self.quality if self.quality is not None else self.tokens
         what = "its frames" if self.file == "generate" else "its first call"
         shown = f"{self.difference:.1e} max difference of {what}" if found is None else str(found)
-        return [f"{'ok  ' if self.ok else 'FAIL'} {self.file}", self.case, self.error or shown]
+        where = f"{self.adapter}: {self.file}" if self.adapter else self.file
+        return [f"{'ok  ' if self.ok else 'FAIL'} {where}", self.case, self.error or shown]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,17 +176,52 @@ def verify_folder(
     where = _where(manifest.runtime, device, providers)
     manifest = _for_device(manifest, where)
     opened = _Opened(path, manifest, trust, where)
+    checks = _checks(opened, path, manifest.cases, manifest.quality, on_check)
+    rooms = rooms_of_files(path) if manifest.adapters else {}
+    for name, stored in manifest.adapters.items():
+        opened.adapter = name
+        opened.matrices = read_adapter(inside(path, f"{ADAPTERS}/{name}.safetensors", DamagedFileError), rooms)
+        found = _checks(opened, path, stored.cases, stored.quality, on_check)
+        checks += [dataclasses.replace(check, adapter=name) for check in found]
+    return FolderReport(path, manifest, tuple(checks))
+
+
+def check_adapter(
+    folder: pathlib.Path,
+    manifest: FolderManifest,
+    name: str,
+    matrices: dict[str, torch.Tensor],
+    stored: StoredAdapter,
+    cases: pathlib.Path,
+) -> list[FolderCheck]:
+    """Run the cases of an adapter that is not in the folder yet."""
+    # cases: the folder that the paths of the cases begin in
+    opened = _Opened(folder, manifest, False, _where(manifest.runtime, None, None))
+    opened.adapter, opened.matrices = name, matrices
+    found = _checks(opened, cases, stored.cases, manifest.quality, None)
+    return [dataclasses.replace(check, adapter=name) for check in found]
+
+
+def _checks(
+    opened: _Opened,
+    path: pathlib.Path,
+    cases: Mapping[str, list[str]],
+    qualities: Mapping[str, Quality],
+    on_check: Callable[[str], None] | None,
+) -> list[FolderCheck]:
+    """Run the cases of the model, or of an adapter."""
+    # path: the folder that the paths of the cases begin in
     checks = [
-        _check_quality(path, name, quality, manifest.cases.get(name, []), opened, on_check)
-        for name, quality in manifest.quality.items()
+        _check_quality(path, name, quality, cases.get(name, []), opened, on_check)
+        for name, quality in qualities.items()
     ]
-    for name, case_path in _cases(manifest):
-        if name not in manifest.quality:
+    for name, case_path in ((name, one) for name, paths in cases.items() for one in paths):
+        if name not in qualities:
             case = load_case(inside(path, case_path, DamagedFileError))
             if on_check is not None:
                 on_check(f"{name or 'generate'}: {case.name}")
             checks.append(_check_case(opened, name, case, is_chat=case_path == CHATS))
-    return FolderReport(path, manifest, tuple(checks))
+    return checks
 
 
 def _check_case(opened: _Opened, name: str, case: StoredCase, *, is_chat: bool) -> FolderCheck:
@@ -270,17 +311,14 @@ def _for_device(manifest: FolderManifest, where: Providers | None) -> FolderMani
     return dataclasses.replace(manifest, tolerance=_OF_DEVICES * manifest.tolerance, tolerances=stated)
 
 
-def _cases(manifest: FolderManifest) -> Iterator[tuple[str, str]]:
-    for name, paths in manifest.cases.items():
-        yield from ((name, path) for path in paths)
-
-
 class _Opened:
     """The file that was asked for last, opened once for all of its cases; an empty name closes it."""
 
     def __init__(self, folder: pathlib.Path, manifest: FolderManifest, trust: bool, where: Providers | None) -> None:
         self.folder, self.manifest, self.trust, self.where = folder, manifest, trust, where
         self._name = ""
+        self.adapter = ""  # the one that files are called with; `""` for none
+        self.matrices: dict[str, torch.Tensor] = {}  # those of the adapter
         self._how: dict[str, Any] = {"runtime": manifest.runtime, "trust": trust, "caller": "verify_folder"}
         if where is not None:
             self._how["providers"] = where
@@ -294,6 +332,8 @@ class _Opened:
                 path = inside(self.folder, found, DamagedFileError)
                 options = {"options": mapped_options(path)} if self._maps(name) else {}
                 self._runner = open_runner(path, **self._how, **options)
+        if self.adapter and isinstance(self._runner, OnnxRunner):
+            return self._runner.with_adapter(self.matrices)
         return self._runner
 
     def _maps(self, name: str) -> bool:
@@ -336,6 +376,9 @@ def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenC
     mapped = any(map(has_mapped_weights, [*folder.glob("*.onnx"), *folder.glob(f"{SUBFOLDER}/*.onnx")]))
     pack = bool(manifest.quality) or not mapped  # the model that was exported can also be in memory
     generator = generator_for(folder, manifest.runtime, pack=pack, trust=opened.trust, providers=opened.where)
+    if opened.adapter:
+        generator.of_folder.hold(opened.adapter, opened.matrices)
+        generator = generator.with_adapter(opened.adapter)
     if "input_features" in case.inputs:  # the case begins with the start token, and Whisper's own loop with others
         begun = {"decoder_input_ids": case.outputs["sequences"][:, :1], **case.inputs}
         case = dataclasses.replace(case, inputs=begun)

@@ -13,34 +13,30 @@ import importlib.metadata
 import logging
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
-
-import torch
 
 from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
 from ..errors.dependencies import is_installed
 from ..errors.log import STEP
 from ..export.model_facts import ModelFacts
 from ..export.onnx.rewrite.group_query_attention import shared_inputs
-from ..export.proof.case import Case
 from ..export.proof.levels import Proof, sampled
-from ..export.proof.quality import SCORES, text_losses
 from ..export.proof.report import TOLERANCES, ExportReport
 from ..export.quantization.options import Quantization, WeightBits
-from ..export.quantization.text_cases import text_cases
+from ..export.room import leave_room
 from ..files.scratch import publish_folder, scratch_for, settle
 from ..recipe.aliases import TransformersModel
-from ..storage.cases import save_case
+from ..runners.adapters import ADAPTERS
+from .adapters.write import write_matrices
 from .card import write_card
-from .chat_prompts import CHAT_TOKENS, CHATS
 from .client_layout import Layout, apply_layout
 from .export_piece import export_piece
-from .manifest import FolderManifest, digests, write_manifest
+from .manifest import FolderManifest, StoredAdapter, digests, write_manifest
 from .pieces.positions import positions_of
 from .pieces.tasks import GENERATES, SPEAKS
-from .pieces.text import Piece, keeps_more
-from .plan import Accuracy, FolderPlan, plan_folder
+from .pieces.text import keeps_more
+from .plan import Accuracy, Adapters, FolderPlan, plan_folder
 from .sidecar_files import (
     TOKENIZER_INPUTS,
     genai_config,
@@ -53,8 +49,17 @@ from .source.find import FoundModel, find_model, require_transformers
 from .source.open import OpenedModel, WeightsIn, open_model
 from .source.origin import origin_of, reader_of
 from .source.stored_weights import UnmatchedWeights, check_unmatched
-from .spoken_case import FRAMES, SAMPLED_FRAMES, spoken_case
-from .stored_cases import PROMPT, SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
+from .spoken_case import FRAMES, SAMPLED_FRAMES
+from .stored_cases import (
+    CASES,
+    SAMPLED_TOKENS,
+    TOKENS,
+    store_calls,
+    store_chats,
+    store_generation,
+    store_speech,
+    store_text,
+)
 from .targets import FolderFormat, Target, fitting_cases, room_for_tokens
 from .verify import FolderReport, verify_folder
 from .writable import check_writable
@@ -112,6 +117,7 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
     trust_remote_code: bool = False,
     layout: Layout = "flat",
     word_times: bool = False,
+    adapters: Adapters | None = None,
 ) -> ExportedFolder:
     """Export a model of transformers to a folder that generation tools open, and prove that it generates the same.
 
@@ -126,6 +132,7 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
         proof: ``"full"``, ``"sample"`` or ``"none"``; ``"auto"`` chooses by the size of the weights.
         opset_version, optimize, quantize, calibration: see :func:`export_onnx`, and prompts to measure fewer bits by.
         logits, word_times, layout: the scores and times of words that files return, and the places of the files.
+        adapters: folders of LoRA adapters by name, between which ``generate(adapter=NAME)`` switches; none by default.
         dtype, weights, unmatched_weights, trust_remote_code: how a model given by name is loaded.
 
     Returns:
@@ -146,18 +153,22 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
     form = FolderFormat(to, target, batch, bounds, opset_version, optimize, logits, layout, word_times)
     place = pathlib.Path(folder)
     check_target(place, overwrite)
+    if adapters is not None and weights == "stream":
+        raise InvalidArgumentError("adapters= are put into the layers of a model in memory. Leave weights= out.")
     opened = _open(model, dtype, weights, form.name, unmatched_weights, trust=trust_remote_code)
     tokenizer, accuracy = None if source is None else pathlib.Path(source), Accuracy(proof, quantize, calibration)
-    return _published(plan_folder(opened, place, form, accuracy, task, tokenizer), place)
+    return _published(plan_folder(opened, place, form, accuracy, task, tokenizer, adapters), place)
 
 
 def _published(plan: FolderPlan, folder: pathlib.Path) -> ExportedFolder:
     """Write what is planned to a hidden folder, prove it there, and give it its name."""
     with scratch_for(folder) as work:
-        made = _Made(work)
-        _write_files(plan, made)
+        made = _Made(work, adapters={adapter.name: StoredAdapter() for adapter in plan.adapters})
+        with leave_room(plan.model, plan.rooms):
+            _write_files(plan, made)
         _write_cases(plan, made)
         _write_configuration(plan, made)
+        write_matrices(work, plan.adapters)
         verified = _verified(plan, made, _described(plan, made))
         publish_folder(work, folder)
     return ExportedFolder(folder, plan.task, made.reports, dataclasses.replace(verified, path=folder))
@@ -171,6 +182,7 @@ class _Made:
     reports: dict[str, ExportReport] = dataclasses.field(default_factory=dict)  # by name of the file
     cases: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # paths of stored cases, by that name
     shared: list[str] = dataclasses.field(default_factory=list)  # inputs of the last file that share their memory
+    adapters: dict[str, StoredAdapter] = dataclasses.field(default_factory=dict)  # by name
 
     @property
     def first(self) -> ExportReport:
@@ -184,21 +196,31 @@ def _write_files(plan: FolderPlan, made: _Made) -> None:
     for piece in plan.pieces:
         name = piece.stem + form.suffix
         quantized = plan.quantization if ModelFacts.of(piece.module).matrix_types else None
-        report = export_piece(type(model).__qualname__, piece, work / name, form, plan.proof, quantized)
+        how = plan.proof, quantized, plan.adapters
+        report = export_piece(type(model).__qualname__, piece, work / name, form, *how)
         made.shared = [] if form.optimize is None else shared_inputs(work / name)
         if not made.shared and keeps_more(piece, model):
             # a cache that keeps all tokens is of use where it is one piece of memory, and there is none
             piece, plain = plan.sliding_piece(), dataclasses.replace(form, optimize=None)
-            report = export_piece(type(model).__qualname__, piece, work / name, plain, plan.proof, quantized)
+            report = export_piece(type(model).__qualname__, piece, work / name, plain, *how)
         report.remark(*plan.opened.remarks)
         made.reports[name] = report
         if plan.proof == "none":
             continue
         calls = fitting_cases(piece, form.largest)
         with report.timed("store cases"):
-            made.cases[name] = _store_calls(piece, sampled(calls) if plan.proof == "sample" else calls, work)
-            if quantized is not None and quantized.tokens is not None:
-                made.cases[name] += _store_text(piece, quantized.tokens, work)
+            made.cases[name] = store_calls(piece, sampled(calls) if plan.proof == "sample" else calls, work)
+            tokens = None if quantized is None else quantized.tokens
+            if tokens is not None:
+                made.cases[name] += store_text(piece, tokens, work)
+            for adapter in plan.adapters:
+                stored, below = made.adapters[adapter.name], f"{CASES}/{ADAPTERS}/{adapter.name}"
+                with adapter.active():
+                    stored.cases[name] = store_calls(piece, sampled(calls), work, below)
+                    if tokens is not None:
+                        stored.cases[name] += store_text(piece, tokens, work, below)
+                if adapter.name in report.of_adapters:
+                    stored.quality[name] = report.of_adapters[adapter.name]
     # the time before any file is that of the first one
     first, before = made.first, plan.timed
     first.seconds = before.seconds | first.seconds
@@ -213,17 +235,22 @@ def _write_cases(plan: FolderPlan, made: _Made) -> None:
     if plan.task in SPEAKS:
         with made.first.timed("generate"):
             calls = FRAMES if plan.proof == "full" else SAMPLED_FRAMES
-            made.cases[""] = [_store_speech(model, form.batch or 2, calls, work)]
+            made.cases[""] = [store_speech(model, form.batch or 2, calls, work)]
         return
     logger.info("generating with %s", type(model).__qualname__, extra=STEP)
     count = room_for_tokens(form.largest, TOKENS if plan.proof == "full" else SAMPLED_TOKENS)
     with made.first.timed("generate"):
-        found = [_store_generation(model, plan.task, form.batch, count, work)]
+        found = [store_generation(model, plan.task, form.batch, count, work)]
         crosses = plan.rereads is not None and plan.proof == "full" and form.largest is None
         if plan.switch is not None and crosses and 4 < plan.switch <= _LONGEST:
-            found.append(_store_generation(model, plan.task, form.batch, 12, work, plan.switch - 3))
+            found.append(store_generation(model, plan.task, form.batch, 12, work, plan.switch - 3))
         if plan.chats is not None:
-            found.append(_store_chats(model, plan.task, plan.chats, work))
+            found.append(store_chats(model, plan.task, plan.chats, work))
+        for adapter in plan.adapters:
+            below = f"{CASES}/{ADAPTERS}/{adapter.name}"
+            with adapter.active():
+                generated = store_generation(model, plan.task, form.batch, count, work, below=below)
+            made.adapters[adapter.name].cases[""] = [generated]
     made.cases[""] = found
 
 
@@ -274,6 +301,7 @@ def _described(plan: FolderPlan, made: _Made) -> FolderManifest:
         tolerances={
             name: dict(one.yardstick.largest) for name, one in made.reports.items() if one.yardstick is not None
         },
+        adapters=made.adapters,
     )
     write_manifest(work, manifest)
     return manifest
@@ -333,53 +361,3 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
             f"{folder} holds something already. Name another folder, or pass overwrite=True (--overwrite)."
         )
     check_writable(folder, in_parent=True)
-
-
-def _store_calls(piece: Piece, cases: Sequence[Case], work: pathlib.Path) -> list[str]:
-    (work / "cases").mkdir(exist_ok=True)
-    names = []
-    for number, (name, inputs, outputs) in enumerate(stored_calls(piece, cases)):
-        # not .onnx: tools look for models by that suffix, also in folders below
-        names.append(f"cases/{piece.stem}-{number}.case")
-        save_case(work / names[-1], inputs, outputs, name=name)
-    return names
-
-
-def _store_text(piece: Piece, tokens: torch.Tensor, work: pathlib.Path) -> list[str]:
-    """Store what the model makes of a text: its losses, since the scores are larger than the model."""
-    names = []
-    texts = tokens.split(len(piece.kwargs["input_ids"]))
-    for number, (case, text) in enumerate(zip(text_cases(piece.module, piece.kwargs, tokens), texts, strict=True)):
-        ((_, inputs, outputs),) = stored_calls(dataclasses.replace(piece, kwargs=case.kwargs), ())
-        names.append(f"cases/{piece.stem}-text-{number}.case")
-        losses = text_losses(outputs[SCORES], inputs["input_ids"])
-        save_case(work / names[-1], inputs, {**losses, "text": text}, name=case.name)
-    return names
-
-
-def _store_generation(
-    model: TransformersModel, task: str, batch: int | None, tokens: int, work: pathlib.Path, after: int = 0
-) -> str:
-    """Store what the model generates, after a short prompt, or ``after`` so many tokens."""
-    case = generation_case(model, task, batch or 3, tokens, after or PROMPT)
-    outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens, "margins": case.margins}
-    path, text = f"cases/generate{f'-{after}' if after else ''}.case", f"{case.new_tokens} tokens, greedily"
-    save_case(work / path, case.inputs, outputs, name=f"{text}, after {after}" if after else text)
-    return path
-
-
-def _store_speech(model: TransformersModel, rows: int, calls: int, work: pathlib.Path) -> str:
-    """Store the spectrogram that the model makes."""
-    case = spoken_case(model, rows, calls)
-    path = "cases/generate.case"
-    save_case(work / path, case.inputs, case.outputs, name=f"{calls} calls of the decoder, rows {rows}")
-    return path
-
-
-def _store_chats(model: TransformersModel, task: str, prompts: dict[str, torch.Tensor], work: pathlib.Path) -> str:
-    """Store what the model answers."""
-    case = generation_case(model, task, tokens=CHAT_TOKENS, prompts=prompts)
-    outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens, "margins": case.margins}
-    name = f"{len(case.sequences)} chats, {case.new_tokens} tokens, greedily"
-    save_case(work / CHATS, case.inputs, outputs, name=name)
-    return CHATS

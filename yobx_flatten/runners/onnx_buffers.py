@@ -27,9 +27,19 @@ _LEAST = 256  # tokens
 class BufferedCache(InPlaceCache):
     """The cache by name of the input, ``onnxruntime.OrtValue``s, and the binding that they are part of."""
 
-    def __init__(self, session: Any, values: Mapping[str, Any], presents: Mapping[str, str]) -> None:
+    # fixed: inputs that are the same in each step, bound once; none by default
+
+    def __init__(
+        self,
+        session: Any,
+        values: Mapping[str, Any],
+        presents: Mapping[str, str],
+        fixed: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(values, presents)
         self.binding = session.io_binding()
+        for name, value in (fixed or {}).items():
+            self.binding.bind_ortvalue_input(name, value)
         self.capacity = 0
         self._arrays: dict[str, Any] = {}
         self._seen = 0

@@ -10,14 +10,16 @@ Where a file states that memory of its inputs may be that of its outputs, the ca
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
 from ..errors import GenerationError, ReplayError
 from ..errors.failures import raised_as
 from ..errors.messages import first_line
+from .adapters import FIRST, SECOND
 from .in_place import new_tokens
 from .one_by_one import is_refused, one_by_one, row_by_row
 from .onnx_buffers import SHARED_CACHE, BufferedCache
@@ -53,9 +55,24 @@ class OnnxRunner:
         pairs = {slot.port.name: slot.present for slot in self.slots if slot.present is not None}
         self.shared: Mapping[str, str] = {name: pairs[name] for name in shared if name in pairs}
         self._signature = Signature.from_json(metadata[KEY], name) if KEY in metadata else None
+        rooms = [node for node in session.get_overridable_initializers() if node.name.endswith((FIRST, SECOND))]
+        self._room_kinds = {node.name: value_type(node.type) for node in rooms}
+        self.rooms: Mapping[str, Port] = {
+            node.name: Port(node.name, tuple(map(_size, node.shape)), self._room_kinds[node.name].dtype)
+            for node in rooms
+        }
+        self._adapter: Mapping[str, Any] = {}  # matrices that each call is given
         # outputs of one token, however many were read
-        self._of_last = {node.name for node in session.get_outputs() if len(node.shape) < 2 or node.shape[1] == 1}
+        self.of_last = {node.name for node in session.get_outputs() if len(node.shape) < 2 or node.shape[1] == 1}
         self._has_text = any(node.type == "tensor(string)" for node in (*nodes, *session.get_outputs()))
+
+    def with_adapter(self, matrices: Mapping[str, torch.Tensor]) -> Self:
+        """Return the same file with those matrices of an adapter that it takes."""
+        found = copy.copy(self)
+        found._adapter = {
+            name: to_value(name, kind, matrices[name]) for name, kind in self._room_kinds.items() if name in matrices
+        }
+        return found
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run one call; see :meth:`.runner.Runner.run`."""
@@ -91,7 +108,7 @@ class OnnxRunner:
         """The outputs of calls of one token each, as one call of all tokens returns them."""
         last = calls[-1]
         return {
-            name: value if name in self._of_last else torch.cat([found[name] for found in calls], dim=1)
+            name: value if name in self.of_last else torch.cat([found[name] for found in calls], dim=1)
             for name, value in last.items()
         }
 
@@ -140,7 +157,10 @@ class OnnxRunner:
         return buffers
 
     def _buffers(self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any]) -> BufferedCache:
-        buffers = cache if isinstance(cache, BufferedCache) else BufferedCache(self._session, cache, self.shared)
+        if isinstance(cache, BufferedCache):
+            buffers = cache
+        else:
+            buffers = BufferedCache(self._session, cache, self.shared, self._adapter)
         buffers.reserve(feeds["attention_mask"].shape[1], new_tokens(feeds))
         return buffers
 
@@ -148,7 +168,7 @@ class OnnxRunner:
         binding = self._session.io_binding() if buffers is None else buffers.binding
         kept = [] if buffers is None else list(buffers.presents.values())
         made = [name for name in self.outputs if name not in kept]
-        for name, value in values.items():
+        for name, value in (values if buffers is not None else {**values, **self._adapter}).items():
             binding.bind_ortvalue_input(name, value)
         for name in made:
             # without a shape: onnxruntime takes new memory for it, and never that of an input

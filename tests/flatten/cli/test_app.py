@@ -22,7 +22,20 @@ from yobx_flatten.cli.app import app
 from yobx_flatten.terminal import failures
 from yobx_flatten.terminal.termination import Terminated
 
-COMMANDS = ["demo", "export", "verify", "generate", "chat", "check", "explain", "list", "env", "bench", "matrix"]
+COMMANDS = [
+    "demo",
+    "export",
+    "verify",
+    "adapter",
+    "generate",
+    "chat",
+    "check",
+    "explain",
+    "list",
+    "env",
+    "bench",
+    "matrix",
+]
 
 
 def run(*arguments, **options):

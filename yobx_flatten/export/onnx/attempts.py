@@ -32,6 +32,7 @@ from ..proof.case import Case
 from ..proof.first_difference import first_difference
 from ..proof.report import ExportReport
 from ..quantization.options import Quantization
+from ..room import rooms_in
 from ..source import Source
 from .file import UnprovenFile, convert
 from .opset import ATTENTION_OPSET, attention_opset
@@ -110,8 +111,9 @@ def write_proven(
         replay_onnx(file.path, source, report)
         failed = [case for case in report.cases[done:] if not case.within(report.tolerance)]
         if failed and last and failed[0].error is None and decomposed is not None:
-            case = next(one for one in source.cases if one.name == failed[0].case)
-            report.remark(*first_difference(file.path, decomposed, case, example.names, report.tolerance))
+            for case in source.cases:
+                if case.name == failed[0].case:  # none is of this name where it is that of an adapter
+                    report.remark(*first_difference(file.path, decomposed, case, example.names, report.tolerance))
         if not failed or last:
             if "GroupQueryAttention" in report.operators:
                 report.remark(_SEVERAL_ROWS)
@@ -143,6 +145,7 @@ def _written(
             share=attempt.share,
             readers=traced.readers,
             translations=translations,
+            rooms=rooms_in(source.example.module),
         )
     report.remark(*_state_sizes(converted.model, source, shared=attempt.share))
     with report.timed("save"):

@@ -32,6 +32,7 @@ from .rewrite.repair import repair_graph
 from .rewrite.rotary import rotate_together
 from .rewrite.skip_norm import fuse_skip_norms
 from .rewrite.windows import slice_windows
+from .rooms import open_rooms, quiet_about
 from .weights import read_lazily, write_weights
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def convert(
     share: bool = False,
     readers: Mapping[str, Reader] | None = None,
     translations: Mapping[Any, Callable[..., Any]] | None = None,
+    rooms: Mapping[str, str] | None = None,
 ) -> torch.onnx.ONNXProgram:
     """Convert a program."""
     # program: the program; its classes must be registered
@@ -98,6 +100,7 @@ def convert(
     # 23
     # readers: what reads weights that have no data in the program, by name; none by default
     # translations: functions of onnxscript by operator of torch; none by default
+    # rooms: matrices of adapters that become optional inputs, see `room.rooms_in`; none by default
     with _without_noise():
         converted = torch.onnx.export(
             _decomposed_where_needed(program),
@@ -116,10 +119,13 @@ def convert(
             f"opset_version={found}, or None for the exporter's own choice. No file was kept."
         )
     read_lazily(converted.model, readers or {})
-    optimize_graph(converted.model)
-    # after the passes, one of which makes an output of an input a value of its own
     graph = converted.model.graph
-    for values, names in ((graph.inputs, input_names), (graph.outputs, output_names)):
+    own = len(graph.inputs)
+    open_rooms(converted.model, rooms or {})
+    with quiet_about(rooms or {}):
+        optimize_graph(converted.model)
+    # after the passes, one of which makes an output of an input a value of its own
+    for values, names in ((graph.inputs[:own], input_names), (graph.outputs, output_names)):
         for value, name in zip(values, names, strict=True):
             value.name = name
     repair_graph(converted.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ from ..proof.last_scores import check_last_scores
 from ..proof.replay import Side
 from ..proof.report import ExportReport
 from ..proof.shared_memory import InSharedMemory
-from ..source import Source, replay_file
+from ..room import Adapter
+from ..source import Source, replay_cases, replay_file
 
 __all__ = ["replay_onnx"]
 
@@ -30,6 +32,11 @@ def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> Non
     """Replay the cases with a file, and note what it cannot do. The block must be open."""
     example, traced = source.example, source.traced
     report.remark(*_remarks(example, traced))
+    runners: list[OnnxRunner] = []
+
+    def sides(adapter: Adapter | None = None) -> Sequence[Side]:
+        used = runners if adapter is None else [one.with_adapter(adapter.matrices) for one in runners]
+        return [ByName(one, example.names, traced.complex_outputs) for one in used]
 
     def load() -> Sequence[Side]:
         # the module can also be in memory
@@ -37,10 +44,14 @@ def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> Non
         session = open_session(path, caller="export_onnx", options=options)
         runner = OnnxRunner(session, path.name)
         check_last_scores(runner, example.names, source.cases)
-        runners = [runner, InSharedMemory(session, path.name)] if runner.shared else [runner]
-        return [ByName(one, example.names, traced.complex_outputs) for one in runners]
+        runners.extend([runner, InSharedMemory(session, path.name)] if runner.shared else [runner])
+        return sides()
 
     replay_file(load, source, report, functools.partial(_why_not_loaded, example.module))
+    for adapter in source.adapters if runners else ():
+        with adapter.active():  # new cases: what a type costs is measured of each
+            cases = [dataclasses.replace(case, name=f"{adapter.name}: {case.name}") for case in source.cases]
+            replay_cases(sides(adapter), example, traced, cases, report)
 
 
 def _remarks(example: Example, traced: Traced) -> list[str]:

@@ -8,7 +8,7 @@ from ...diagnose.compare import largest_difference
 from ...errors import ReplayError
 from ...private_names.of_torch import pytree
 from ...runners.onnx_runner import OnnxRunner
-from .replay import Case, clone
+from .case import Case, clone
 
 __all__ = ["check_last_scores"]
 

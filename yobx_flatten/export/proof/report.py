@@ -60,6 +60,7 @@ class ExportReport(Report):
         in_place: inputs of the cache that the library of the file writes in place; none where calls return all of it.
         quality: how far the file is from the model with its weights quantised; ``None`` where they are not, or nothing
             was replayed.
+        of_adapters: the same of the file with each adapter that it was proven with, by the adapter's name.
 
     >>> import torch
     >>> from yobx_flatten import export_program
@@ -81,6 +82,7 @@ class ExportReport(Report):
     peak_growth: dict[str, int] = dataclasses.field(default_factory=dict)
     remarks: list[str] = dataclasses.field(default_factory=list)
     quality: Quality | None = None
+    of_adapters: dict[str, Quality] = dataclasses.field(default_factory=dict)
     runtime: str = ""
     file_bytes: int | None = None
     planned_bytes: int | None = None
@@ -110,7 +112,10 @@ class ExportReport(Report):
     @property
     def ok(self) -> bool:
         """Whether every difference is within the tolerance, and quantised weights as close as is asked for."""
-        return self._within and (self.quality is None or self.quality.ok)
+        return self._within and all(quality.ok for quality in self._qualities())
+
+    def _qualities(self) -> list[Quality]:
+        return [*([] if self.quality is None else [self.quality]), *self.of_adapters.values()]
 
     @property
     def _within(self) -> bool:
@@ -125,9 +130,13 @@ class ExportReport(Report):
         if self.without_number():
             return f"The exported {self.module} was not proven: {self.nan_notes()[0]}"
         if self.quality is not None and self._within:
+            name, worst = next(
+                ((name, quality) for name, quality in self.of_adapters.items() if not quality.ok), ("", self.quality)
+            )
+            of_adapter = f" with the adapter {name!r}" if name and self.quality.ok else ""
             return (
-                f"The exported {self.module} is further from the eager model than its quantised weights explain "
-                f"({self.quality}). Store more of them:\n"
+                f"The exported {self.module}{of_adapter} is further from the eager model than its quantised weights "
+                f"explain ({worst if of_adapter else self.quality}). Store more of them:\n"
                 '    quantize="int8", quantize=Quantization("int4", block_size=16), or another perplexity_ratio of it\n'
                 "    --quantize int8, or --perplexity-ratio RATIO on the command line"
             )
@@ -203,6 +212,7 @@ class ExportReport(Report):
             lines += table([header, *rows])
         if self.quality is not None:
             lines.append(f"  {self.quality}")
+        lines += [f"  {name}: {quality}" for name, quality in self.of_adapters.items()]
         if self.operators:
             lines.append(f"  operators: {', '.join(f'{count} {name}' for name, count in self.operators.items())}")
         remarks = (*self.remarks, *_of_type(self.yardstick), *_of_padding(self.cases), *self.nan_notes())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from ...errors import InvalidArgumentError
@@ -19,6 +19,7 @@ from ..onnx.file import check_opset, check_translations
 from ..onnx.kernels import check_kernels
 from ..quantization.options import Quantization, WeightBits, choose_quantization
 from ..quantization.text_cases import check_text
+from ..room import Adapter
 from .aotinductor import check_compiler
 from .executorch import Backend, check_backend
 
@@ -45,6 +46,7 @@ class FileOptions:
     cache: CacheForm = "in_place"
     counter_input: bool = False  # whether a cache that slides has its counter as an input; `False` by default
     keep_failed: pathlib.Path | None = None  # a folder for a file that failed; `None`, the default, removes it
+    adapters: Sequence[Adapter] = ()  # what the file is also replayed with; none by default
 
     def checked(self, facts: ModelFacts, *, proof: str) -> FileOptions:
         """Refuse what this runtime or this module cannot do; return them with the quantisation that is meant."""

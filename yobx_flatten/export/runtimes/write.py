@@ -24,6 +24,8 @@ from ...errors.log import STEP
 from ...errors.messages import first_line
 from ...errors.tried_versions import naming_untried_versions
 from ...runners.checked_runner import CheckedRunner
+from ...runners.onnx_runner import OnnxRunner
+from ...runners.onnx_session import open_session
 from ...runners.open import open_runner
 from ..onnx.attempts import write_proven
 from ..onnx.file import UnprovenFile, unproven_file
@@ -185,6 +187,12 @@ def _onnx(job: _Job) -> None:
     if source.cases:
         write_proven(file, source, report, options.opset_version, **how)
         job.quantize(lambda asked: quantize_file(file, asked, source, report))
+        if asked is None or report.quality is None:
+            return
+        for adapter in source.adapters:
+            with adapter.active(), report.timed("measure"):
+                runner = OnnxRunner(open_session(file.path, caller="export_onnx"), file.path.name)
+                report.of_adapters[adapter.name] = measure(runner.with_adapter(adapter.matrices), asked, source)
     else:  # no file in float, which nothing would be compared with
         write_proven(file, source, report, options.opset_version, quantization=asked, **how)
 

@@ -12,7 +12,7 @@ from ...errors.messages import first_line
 from ...files.document import check_regular, read_document
 from .stored_weights import KeyDifferences, UnmatchedWeights
 
-__all__ = ["ADAPTER", "base_of", "holds_adapter", "merged", "not_found"]
+__all__ = ["ADAPTER", "base_of", "config_of", "holds_adapter", "injected", "merged", "not_found"]
 
 ADAPTER = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -31,8 +31,8 @@ def holds_adapter(folder: pathlib.Path) -> bool:
     return True
 
 
-def base_of(folder: pathlib.Path, name: str) -> str:
-    """Return what the model is called that an adapter is of, as its configuration states."""
+def config_of(folder: pathlib.Path, name: str) -> tuple[Any, dict[str, Any]]:
+    """Return the configuration of an adapter as PEFT reads it, and as it is stored."""
     require("peft", purpose="a folder of adapters", extra="lora")
     for path in (folder / file for file in _WEIGHTS):
         if path.exists():
@@ -55,6 +55,12 @@ def base_of(folder: pathlib.Path, name: str) -> str:
             f"{name} holds learned prompts, which are added to the inputs, and the files of a model have no such "
             "input. Adapters that are part of the layers, as those of LoRA, are exported."
         )
+    return config, stated
+
+
+def base_of(folder: pathlib.Path, name: str) -> str:
+    """Return what the model is called that an adapter is of, as its configuration states."""
+    _, stated = config_of(folder, name)
     base = stated.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ModelSourceError(f"{name} holds an adapter, and does not state of which model. {_remedy(name)}")
@@ -79,6 +85,14 @@ def merged(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWeig
     """Merge the adapter of a folder into a model."""
     # model: the model that it is of; it is changed
     # choice: what is done where the weights of the folder are not those of the adapter
+    adapted, differences = injected(model, folder, name, choice=choice)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return adapted.merge_and_unload().eval(), differences
+
+
+def injected(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWeights) -> tuple[Any, KeyDifferences]:
+    """Put the adapter of a folder into the layers of a model; return PEFT's model."""
     import peft
 
     with warnings.catch_warnings():
@@ -98,5 +112,9 @@ def merged(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWeig
             tuple(sorted(stored.keys() - wanted.keys() - others)),
             tuple(sorted(reshaped)),
         )
-        differences.check(name, f"an adapter of {type(model).__qualname__}", choice, ModelSourceError)
-        return adapted.merge_and_unload().eval(), differences
+        try:
+            differences.check(name, f"an adapter of {type(model).__qualname__}", choice, ModelSourceError)
+        except ModelSourceError:
+            adapted.unload()
+            raise
+        return adapted, differences

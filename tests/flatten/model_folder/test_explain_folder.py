@@ -1,0 +1,213 @@
+"""The first node of a folder that is not what its model computes, with its operator, its line and its weights."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.fx.config
+
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+import onnx
+from onnx import numpy_helper
+
+from tests.cases import cases
+from yobx_flatten import InvalidArgumentError, export_folder
+from yobx_flatten.__main__ import main
+from yobx_flatten.export.onnx import file as onnx_file
+from yobx_flatten.model_folder import explain_folder
+from yobx_flatten.model_folder.source.tiny_models import small_model
+
+
+@pytest.fixture(scope="module", params=[None, "onnxruntime"])
+def made(request, tmp_path_factory):
+    """A small model, its saved folder and its exported one."""
+    model, root = small_model("llama"), tmp_path_factory.mktemp("explained")
+    model.save_pretrained(root / "saved")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.fx.config, "do_not_emit_stack_traces", False)  # as it is outside of these tests
+        export_folder(root / "saved", root / "out", optimize=request.param)
+    return model, root / "saved", root / "out"
+
+
+def _changed(folder, place, change, name="model.onnx"):
+    """Copy a folder, and change its graph; return what the change returns."""
+    copied = shutil.copytree(folder, place)
+    model = onnx.load(copied / name)
+    found = change(model.graph)
+    onnx.save(model, copied / name)
+    return copied, found
+
+
+def _add_to_weight(of_product):
+    """Add to one number of the matrix of a product; the change returns names and numbers."""
+
+    def change(graph):
+        held = {one.name: one for one in graph.initializer}
+        products = [node for node in graph.node if node.op_type in ("MatMul", "Gemm") and node.input[1] in held]
+        node = products[of_product]
+        weight = held[node.input[1]]
+        array = numpy_helper.to_array(weight).copy()
+        before = float(array[3, 5])
+        array[3, 5] += 0.5
+        weight.CopyFrom(numpy_helper.from_array(array, weight.name))
+        return node.name, weight.name, f"[3, 5] is {float(array[3, 5]):.6g}, and {before:.6g} in the model"
+
+    return change
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_right_has_no_node_that_differs(made):
+    """All of its values are compared, of every stored call."""
+    model, _, folder = made
+    explained = explain_folder(folder, model)
+    assert explained
+    assert len(explained.files) == 4
+    values = {one.values for one in explained.files.values()}
+    assert len(values) == 1
+    assert values.pop() > 40
+    assert "none of" in str(explained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_product", [0, -1])
+def test_a_weight_that_was_altered_is_named_with_its_layer_and_its_line(of_product, made, tmp_path):
+    """And both values; the first product, and the head."""
+    model, _, folder = made
+    copied, (node, weight, numbers) = _changed(folder, tmp_path / "out", _add_to_weight(of_product))
+    first = next(one.first for one in explain_folder(copied, model).files.values() if one.first is not None)
+    assert (first.node, first.operator) == (node, "MatMul")
+    assert first.index[-1] == 5  # the column of the number
+    assert float(first.found) != float(first.expected)
+    (cause,) = first.causes
+    assert f"its weight {weight} is not that of the model: 1 of " in cause
+    assert numbers in cause
+    assert "modeling_llama.py, line" in first.source
+    assert first.others == ()
+
+
+@pytest.mark.slow
+def test_values_of_the_first_node_are_those_of_the_model(made, tmp_path):
+    """A hook on the eager layer sees what the explanation calls the model's value."""
+    model, _, folder = made
+    copied, _ = _changed(folder, tmp_path / "out", _add_to_weight(-1))
+    first = next(one.first for one in explain_folder(copied, model).files.values() if one.first is not None)
+    assert "lm_head, modeling_llama.py" in first.source
+    from yobx_flatten.storage.cases import load_case
+
+    name = json.loads((folder / "yobx_flatten.json").read_text())["cases"]["model.onnx"][0]
+    wanted = load_case(folder / name).outputs["logits"]
+    assert abs(float(first.expected) - float(wanted[first.index])) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_node_that_was_changed_is_named_with_both_operators(made, tmp_path):
+    """A product of the second layer that became a sum."""
+    _, saved, folder = made
+
+    def change(graph):
+        node = [one for one in graph.node if one.op_type == "Mul"][-1]
+        node.op_type = "Add"
+        return node.name
+
+    copied, name = _changed(folder, tmp_path / "out", change)
+    first = next(one.first for one in explain_folder(copied, str(saved)).files.values() if one.first is not None)
+    assert (first.node, first.operator) == (name, "Add")
+    assert first.causes == ("its operator is Add, and Mul in the model.",)
+
+
+@pytest.mark.slow
+def test_an_attribute_that_was_changed_is_named(made, tmp_path):
+    """The epsilon of a norm."""
+    model, _, folder = made
+
+    def change(graph):
+        node = next(one for one in graph.node if one.op_type == "RMSNormalization")
+        next(one for one in node.attribute if one.name == "epsilon").f = 0.1
+        return node.name
+
+    copied, name = _changed(folder, tmp_path / "out", change)
+    first = next(one.first for one in explain_folder(copied, model).files.values() if one.first is not None)
+    assert (first.node, first.causes) == (name, ("its attribute epsilon is not that of the model.",))
+
+
+@pytest.mark.slow
+def test_the_command_line_explains(made, tmp_path, capsys):
+    """After the table of cases, and as JSON."""
+    _, saved, folder = made
+    assert main(["verify", str(folder), "--explain", str(saved)]) == 0
+    assert "values differs from the model's" in capsys.readouterr().out
+    copied, (node, weight, _) = _changed(folder, tmp_path / "out", _add_to_weight(-1))
+    assert main(["verify", str(copied), "--explain", str(saved), "--json"]) == 1
+    shown = json.loads(capsys.readouterr().out)
+    first = next(row["first"] for row in shown["explained"] if row["first"])
+    assert first["node"] == node
+    assert weight in first["causes"][0]
+
+
+KINDS = {
+    "t5": {},  # three files
+    "gpt2": {"optimize": "onnxruntime"},
+    "gemma3_text": {},
+    "whisper": {},
+    "mamba": {},
+    "qwen2_vl": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", cases(KINDS, quick=["t5"]))
+def test_other_kinds_of_models_are_explained(kind, tmp_path):
+    """None differs, and then an altered weight of the last file does, in that file alone."""
+    model = small_model(kind)
+    done = export_folder(model, tmp_path / "out", **KINDS[kind])
+    assert explain_folder(tmp_path / "out", model)
+    *_, last = done.reports
+    copied, (node, _, _) = _changed(tmp_path / "out", tmp_path / "copied", _add_to_weight(-1), last)
+    found = {name: one.first for (name, _), one in explain_folder(copied, model).files.items() if one.first is not None}
+    assert {name: first.node for name, first in found.items()} == {last: node}
+
+
+@pytest.mark.slow
+def test_weights_in_a_second_file_room_for_adapters_and_half_precision_are_explained(tmp_path, monkeypatch):
+    """The export of the comparison has all of them too."""
+    monkeypatch.setattr(onnx_file, "LARGE", 1)
+    model = small_model("llama").to(torch.float16)
+    export_folder(model, tmp_path / "out", adapters={})
+    assert (tmp_path / "out/model.onnx.data").is_file()
+    explained = explain_folder(tmp_path / "out", model)
+    assert explained
+    assert min(one.values for one in explained.files.values()) > 120
+
+
+@pytest.mark.slow
+def test_another_model_differs_at_its_first_weight(made):
+    """The embedding, which is the first that computes with weights."""
+    _, _, folder = made
+    other = small_model("llama")
+    with torch.no_grad():
+        other.model.embed_tokens.weight[7:] += 1.0
+    explained = explain_folder(folder, other)
+    first = next(one.first for one in explained.files.values() if one.first is not None)
+    assert first.operator == "Gather"
+
+
+@pytest.mark.slow
+def test_what_is_not_compared_node_by_node_is_refused(tmp_path):
+    """Quantised weights are others in every node; programs have no nodes of onnxruntime."""
+    model = small_model("llama")
+    export_folder(model, tmp_path / "quantised", quantize="int8", proof="sample")
+    with pytest.raises(InvalidArgumentError, match=r"is quantised, and node by node only(.|\n)*without quantize="):
+        explain_folder(tmp_path / "quantised", model)
+    export_folder(model, tmp_path / "program", to="program", proof="sample")
+    with pytest.raises(InvalidArgumentError, match="is for torch, and node by node only"):
+        explain_folder(tmp_path / "program", model)
+    export_folder(model, tmp_path / "unproven", proof="none")
+    with pytest.raises(InvalidArgumentError, match='holds no cases to run: it was exported with proof="none"'):
+        explain_folder(tmp_path / "unproven", model)
+    export_folder(model, tmp_path / "out", proof="sample")
+    with pytest.raises(InvalidArgumentError, match="is for text2text-generation, not for text-generation"):
+        explain_folder(tmp_path / "out", small_model("t5"))

@@ -1,0 +1,447 @@
+"""One exported folder switches LoRA adapters, and computes with each what PEFT computes."""
+
+import copy
+import itertools
+import json
+import os
+import shutil
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+import peft
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from tests.cases import cases
+from yobx_flatten import (
+    DamagedFileError,
+    FolderExistsError,
+    GenerationError,
+    InvalidArgumentError,
+    ModelSourceError,
+    ReplayError,
+    add_adapter,
+    export_folder,
+    open_generator,
+    open_model,
+    verify_folder,
+)
+from yobx_flatten.__main__ import main
+from yobx_flatten.huggingface.cache_names import cache_of, installed_name
+from yobx_flatten.model_folder.source import switched
+from yobx_flatten.model_folder.source.tiny_models import small_model
+from yobx_flatten.runners.open import open_runner
+from yobx_flatten.storage.cases import load_case
+
+# PEFT 0.21 asks models of transformers 5.23 for an attribute by its old name
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+IDS = torch.tensor([[5, 6, 7, 8], [9, 8, 7, 6]])
+NAMES = [None, "one", "two"]
+
+
+def _save_adapter(model, config, folder, seed=1, size=0.3):
+    """Save an adapter whose numbers are not those that it begins with."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's, on layers that it does not know how to merge
+        adapted = peft.get_peft_model(copy.deepcopy(model), config)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data += size * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        adapted.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A folder with a model, and two adapters of other ranks, layers and scales."""
+    root = tmp_path_factory.mktemp("switched")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=300, initializer_range=0.3, eos_token_id=2, **sizes)).save_pretrained(
+        root / "base"
+    )
+    base = AutoModelForCausalLM.from_pretrained(root / "base")
+    _save_adapter(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), root / "one")
+    other = peft.LoraConfig(r=2, lora_alpha=3, use_rslora=True, target_modules="all-linear", rank_pattern={"o_proj": 5})
+    _save_adapter(base, other, root / "two", seed=2)
+    return root
+
+
+def _base(root):
+    return AutoModelForCausalLM.from_pretrained(root / "base").eval()
+
+
+def _adapted(root, name):
+    """PEFT's model, whose adapter is not merged."""
+    return _base(root) if name is None else peft.PeftModel.from_pretrained(_base(root), root / name).eval()
+
+
+def _both(root):
+    return {name: root / name for name in ("one", "two")}
+
+
+@pytest.fixture(scope="module", params=[None, "onnxruntime"])
+def folder(root, request):
+    """Its exported folder, with operators of ONNX and with those of onnxruntime."""
+    place = root / f"out-{request.param}"
+    export_folder(root / "base", place, adapters=_both(root), optimize=request.param)
+    return place
+
+
+def _generate(model, count=16):
+    mask = torch.ones_like(IDS)
+    return model.generate(input_ids=IDS, attention_mask=mask, max_new_tokens=count, do_sample=False)
+
+
+# -- the same numbers as PEFT ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_those_of_peft(name, root, folder):
+    """With each adapter, and without one; they differ from each other."""
+    found = open_generator(folder).generate(IDS, max_new_tokens=16, adapter=name)
+    assert torch.equal(found, _generate(_adapted(root, name)))
+    others = [_generate(_adapted(root, other)) for other in NAMES if other != name]
+    assert not any(torch.equal(found, other) for other in others)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_without_an_adapter_the_scores_have_the_bits_of_a_file_without_adapters(root, folder, tmp_path):
+    """Each layer adds zeros."""
+    optimize = "onnxruntime" if "onnxruntime" in folder.name else None
+    export_folder(root / "base", tmp_path / "plain", optimize=optimize, proof="sample")
+    cases_ = [load_case(path) for path in (folder / "cases").glob("model-*.case")]
+    plain, switched_ = (open_runner(place / "model.onnx") for place in (tmp_path / "plain", folder))
+    for case in cases_:
+        first, second = plain.run(case.inputs), switched_.run(case.inputs)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    assert len(cases_) > 2
+
+
+@pytest.mark.slow
+def test_each_adapter_is_verified_with_cases_of_its_own(folder, tmp_path):
+    """And an adapter that was exchanged is found."""
+    report = verify_folder(folder)
+    assert report.ok
+    assert {(check.adapter, check.file) for check in report.checks} >= {("one", "model.onnx"), ("two", "generate")}
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    shutil.copy(copied / "adapters/two.safetensors", copied / "adapters/one.safetensors")
+    assert {check.adapter for check in verify_folder(copied).checks if not check.ok} == {"one"}
+
+
+@pytest.mark.slow
+def test_streams_with_other_adapters_are_read_in_turns(root, folder):
+    """Each has a cache of its own, and its adapter."""
+    generator = open_generator(folder)
+    streams = [generator.stream(IDS, max_new_tokens=8, adapter=name) for name in NAMES]
+    found = list(itertools.chain.from_iterable(zip(*streams, strict=True)))
+    for place, name in enumerate(NAMES):
+        assert torch.equal(torch.stack(found[place::3], 1), _generate(_adapted(root, name), 8)[:, 4:])
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_weights_that_stay_integers_meet_an_adapter_in_float(root, tmp_path):
+    """The weights of the base are integers of 4 bits with scales, so that nothing is rounded, as QLoRA has them."""
+    model, generator = _base(root), torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and "embed" not in name and "lm_head" not in name:
+            whole = torch.randint(-8, 8, parameter.shape, generator=generator)
+            whole.view(-1, 16)[:, :2] = torch.tensor([-8, 7])
+            parameter.data = whole * 0.0625
+    model.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"])
+    _save_adapter(model, config, tmp_path / "one")
+    done = export_folder(
+        tmp_path / "base", tmp_path / "out", adapters={"one": tmp_path / "one"}, quantize="keep", optimize="onnxruntime"
+    )
+    assert done.reports["model.onnx"].of_adapters["one"].ok
+    of_files = open_model(tmp_path / "out")
+    of_files.set_adapter("one")
+    wanted = peft.PeftModel.from_pretrained(model, tmp_path / "one").eval()(input_ids=IDS).logits
+    torch.testing.assert_close(of_files(input_ids=IDS).logits, wanted, atol=2e-3, rtol=1e-4)
+
+
+KINDS = {
+    "gpt2": (["c_attn", "c_proj"], {"optimize": "onnxruntime"}),  # matrices the other way round
+    "t5": ("all-linear", {}),  # three files
+    "bert": (["query", "value"], {}),  # one call
+    "qwen2": ("all-linear", {"optimize": "onnxruntime"}),  # biases below the branch
+    "qwen2_vl": (["q_proj", "qkv"], {}),  # two of three files
+    "whisper": (["q_proj", "v_proj"], {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", cases(KINDS, quick=["gpt2", "t5"]))
+def test_other_kinds_of_models_switch_adapters(kind, tmp_path):
+    """Proven next to PEFT before the folder appears, file by file; the model is as it was afterwards."""
+    targets, options = KINDS[kind]
+    model = small_model(kind)
+    _save_adapter(model, peft.LoraConfig(r=3, target_modules=targets), tmp_path / "one", size=0.1)
+    before = {name: (set(vars(module)), module.training) for name, module in model.named_modules()}
+    wanted = [parameter.requires_grad for parameter in model.parameters()]
+    done = export_folder(model, tmp_path / "out", adapters={"one": tmp_path / "one"}, **options)
+    assert {check.file for check in done.verified.checks if check.adapter} >= set(done.reports)
+    assert {name: (set(vars(module)), module.training) for name, module in model.named_modules()} == before
+    assert [parameter.requires_grad for parameter in model.parameters()] == wanted
+
+
+@pytest.mark.slow
+def test_half_precision_is_allowed_what_it_costs(root, tmp_path):
+    """PEFT multiplies in float32 next to a model in float16, and the file in float16."""
+    done = export_folder(root / "base", tmp_path / "out", adapters=_both(root), dtype="float16", proof="sample")
+    assert load_file(tmp_path / "out/adapters/one.safetensors")["model.layers.0.self_attn.q_proj.lora_A"].dtype == (
+        torch.float16
+    )
+    assert done.verified.ok
+
+
+# -- models of transformers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_switches_as_peft_does(root, folder):
+    """`set_adapter`, `disable_adapters`, `enable_adapters`, `active_adapters`."""
+    model = open_model(folder)
+    assert model.active_adapters() == []
+    model.set_adapter("two")
+    assert model.active_adapters() == ["two"]
+    assert torch.equal(_generate(model), _generate(_adapted(root, "two")))
+    model.disable_adapters()
+    assert model.active_adapters() == []
+    assert torch.equal(_generate(model), _generate(_base(root)))
+    model.enable_adapters()
+    assert torch.equal(_generate(model), _generate(_adapted(root, "two")))
+
+
+@pytest.mark.slow
+def test_a_cache_of_another_adapter_is_refused(folder):
+    """Its keys were computed with other matrices."""
+    model = open_model(folder)
+    cache = cache_of(model(input_ids=IDS))
+    model.set_adapter("one")
+    with pytest.raises(InvalidArgumentError, match="another adapter"):
+        model(input_ids=IDS[:, :1], **{installed_name(): cache})
+
+
+@pytest.mark.slow
+def test_a_call_has_one_adapter(folder):
+    """PEFT's `adapter_names`, one for each row, needs other products."""
+    with pytest.raises(InvalidArgumentError, match=r"one adapter for all rows\. Choose it with model\.set_adapter"):
+        open_model(folder).generate(input_ids=IDS, adapter_names=["one", "two"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["load_adapter", "add_adapter"])
+def test_an_adapter_is_added_to_the_folder_and_not_to_the_model(call, folder):
+    with pytest.raises(InvalidArgumentError, match="yobx-flatten adapter DIR NAME=FOLDER"):
+        getattr(open_model(folder), call)("somewhere")
+
+
+@pytest.mark.slow
+def test_onnxruntime_genai_switches_the_adapters_of_the_folder(root, folder):
+    """With its own form of them, next to ours."""
+    genai = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
+    model = genai.Model(str(folder))
+    adapters = genai.Adapters(model)
+    for name in NAMES[1:]:
+        adapters.load(str(folder / f"adapters/{name}.onnx_adapter"), name)
+    for name in NAMES:
+        params = genai.GeneratorParams(model)
+        params.set_search_options(do_sample=False, max_length=20)
+        generator = genai.Generator(model, params)
+        if name is not None:
+            generator.set_active_adapter(adapters, name)
+        generator.append_tokens(IDS[:1].to(torch.int32).numpy())
+        while not generator.is_done():
+            generator.generate_next_token()
+        assert generator.get_sequence(0).tolist() == _generate(_adapted(root, name))[0].tolist()
+
+
+# -- later -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def roomy(root):
+    """A folder with room in all linear layers, and no adapter."""
+    export_folder(root / "base", root / "roomy", adapters={}, proof="sample")
+    return root / "roomy"
+
+
+@pytest.mark.slow
+def test_an_adapter_is_added_without_a_new_export(root, roomy, tmp_path, capsys):
+    """By the command line, and proven; the file of the model is not written again."""
+    copied = shutil.copytree(roomy, tmp_path / "out")
+    before = (copied / "model.onnx").stat()
+    assert main(["adapter", str(copied), f"one={root / 'one'}", f"two={root / 'two'}"]) == 0
+    assert "one: generate" in capsys.readouterr().out
+    assert (copied / "model.onnx").stat().st_mtime_ns == before.st_mtime_ns
+    assert open_generator(copied).adapters == ["one", "two"]
+    for name in NAMES:
+        found = open_generator(copied).generate(IDS, max_new_tokens=16, adapter=name)
+        assert torch.equal(found, _generate(_adapted(root, name)))
+    assert {check.adapter for check in verify_folder(copied).checks} == {"", "one", "two"}
+    with pytest.raises(FolderExistsError, match="has an adapter 'one'"):
+        add_adapter(copied, "one", root / "one")
+
+
+@pytest.mark.slow
+def test_an_adapter_that_the_files_compute_otherwise_is_not_added(root, roomy, tmp_path):
+    """Here the model that is named has other weights."""
+    copied = shutil.copytree(roomy, tmp_path / "out")
+    other = _base(root)
+    other.lm_head.weight.data *= 1.5
+    with pytest.raises(ReplayError, match="do not compute what PEFT computes"):
+        add_adapter(copied, "one", root / "one", model=other)
+    assert open_generator(copied).adapters == []
+    assert not (copied / "cases/adapters/one").exists()
+    assert json.loads((copied / "yobx_flatten.json").read_text())["adapters"] == {}
+
+
+@pytest.mark.slow
+def test_layers_without_room_are_named(root, tmp_path):
+    """The room is that of the adapters which were exported."""
+    export_folder(root / "base", tmp_path / "out", adapters={"one": root / "one"}, proof="none")
+    with pytest.raises(DamagedFileError, match=r"k_proj\.lora_A, .*have room in q_proj, v_proj\. Export the model"):
+        add_adapter(tmp_path / "out", "two", root / "two")
+    export_folder(root / "base", tmp_path / "plain", proof="none")
+    with pytest.raises(InvalidArgumentError, match=r"no room for adapters(.|\n)*adapters=\{'two'"):
+        add_adapter(tmp_path / "plain", "two", root / "two")
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_product_is_not_published(root, tmp_path, monkeypatch):
+    """The proof of each adapter is next to PEFT, whose scale is not known to the file."""
+    right = switched._matrices
+
+    def wrong(*args):
+        return {name: 1.01 * one if name.endswith("lora_B") else one for name, one in right(*args).items()}
+
+    monkeypatch.setattr(switched, "_matrices", wrong)
+    with pytest.raises(ReplayError, match=r"one: (the example|batch)"):
+        export_folder(root / "base", tmp_path / "out", adapters={"one": root / "one"}, proof="sample")
+    assert not (tmp_path / "out").exists()
+
+
+UNFIT = {
+    "DoRA": (peft.LoraConfig(r=4, target_modules=["o_proj"], use_dora=True), "use_dora"),
+    "a head that was trained": (
+        peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        "lm_head",
+    ),
+    "an embedding": (peft.LoraConfig(r=2, target_modules=["embed_tokens"]), "embed_tokens"),
+    "a bias": (peft.LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True), "bias"),
+    "IA3": (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "IA3"),
+    "LoHa": (peft.LoHaConfig(r=2, target_modules=["q_proj"]), "LOHA"),
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_what_is_more_than_two_products_is_refused_with_the_way(kind, root, tmp_path):
+    """Merging takes all of them."""
+    config, reason = UNFIT[kind]
+    _save_adapter(_base(root), config, tmp_path / "unfit")
+    with pytest.raises(InvalidArgumentError, match=rf"{reason}(.|\n)*Merge it(.|\n)*yobx-flatten export \S+unfit -o"):
+        export_folder(root / "base", tmp_path / "out", adapters={"x": tmp_path / "unfit"})
+
+
+def test_an_adapter_that_changes_the_weights_of_the_model_is_refused(root, tmp_path):
+    """PEFT takes the part that PiSSA begins with out of the model when it loads such a folder."""
+    shutil.copytree(root / "one", tmp_path / "pissa")
+    file = tmp_path / "pissa/adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "init_lora_weights": "pissa"}))
+    with pytest.raises(InvalidArgumentError, match="'pissa', which changes the weights of the model itself"):
+        export_folder(root / "base", tmp_path / "out", adapters={"x": tmp_path / "pissa"})
+
+
+def test_other_files_than_those_of_onnxruntime_are_refused(root, tmp_path):
+    with pytest.raises(InvalidArgumentError, match=r"found torch\. Merge the adapter instead"):
+        export_folder(root / "base", tmp_path / "out", adapters=_both(root), to="program")
+    with pytest.raises(InvalidArgumentError, match=r"found layout='transformers\.js'"):
+        export_folder(root / "base", tmp_path / "out", adapters=_both(root), layout="transformers.js")
+
+
+@pytest.mark.parametrize("name", ["../one", "a/b", "", ".hidden"])
+def test_names_that_are_no_names_of_files_are_refused(name, root, tmp_path):
+    with pytest.raises(InvalidArgumentError, match="is not a name of an adapter"):
+        export_folder(root / "base", tmp_path / "out", adapters={name: root / "one"})
+
+
+def test_a_folder_that_is_no_adapter_is_named(root, tmp_path):
+    with pytest.raises(ModelSourceError, match=r"base holds no adapter_config\.json"):
+        export_folder(root / "base", tmp_path / "out", adapters={"x": root / "base"})
+
+
+@pytest.mark.parametrize("sizes", [{"hidden_size": 48}, {"num_hidden_layers": 1}])
+def test_an_adapter_of_another_model_is_refused_and_leaves_no_layer_behind(sizes, root, tmp_path):
+    """PEFT stops after it has put its layers into the model, or leaves out what it has no place for."""
+    stated = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, **sizes}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **stated)).eval()
+    before = [(name, type(module)) for name, module in model.named_modules()]
+    with pytest.raises(ModelSourceError, match=r"one (is not an adapter of .*size mismatch|holds 4 weights)"):
+        export_folder(model, tmp_path / "out", adapters={"one": root / "one"})
+    assert [(name, type(module)) for name, module in model.named_modules()] == before
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not hasattr(model, "peft_config")
+
+
+def test_a_model_that_has_adapters_is_refused(root, tmp_path):
+    """Its layers compute with them already."""
+    with pytest.raises(InvalidArgumentError, match="has adapters in its layers"):
+        export_folder(_adapted(root, "one"), tmp_path / "out", adapters={"two": root / "two"})
+
+
+@pytest.mark.slow
+def test_an_unknown_name_lists_those_that_there_are(folder, capsys):
+    """In Python and on the command line."""
+    with pytest.raises(GenerationError, match="has no adapter 'three'; there are one, two"):
+        open_generator(folder).generate(IDS, adapter="three")
+    assert main(["generate", str(folder), "--prompt", "x", "--adapter", "three"]) == 2
+    assert "there are one, two" in capsys.readouterr().err
+
+
+FIRST = "model.layers.0.self_attn.q_proj.lora_A"
+DAMAGED = {
+    "another name": (lambda held: held.update(more=torch.ones(2, 2)), "holds more, and the files take no such input"),
+    "one without the other": (lambda held: held.pop(FIRST), "holds .*lora_B without .*lora_A"),
+    "other sizes": (lambda held: held.update({FIRST: torch.ones(31, 4)}), r"shape \(31, 4\), .* take \(32, rank\)"),
+    "another rank": (lambda held: held.update({FIRST: torch.ones(32, 9)}), "has a rank of 9, and .* of 4"),
+    "a vector": (lambda held: held.update({FIRST: torch.ones(32)}), r"shape \(32,\)"),
+    "another type": (lambda held: held.update({FIRST: torch.ones(32, 4).half()}), "is of torch.float16"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", DAMAGED)
+def test_an_adapter_of_a_stranger_is_checked_before_it_is_used(change, folder, tmp_path):
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    held = load_file(copied / "adapters/one.safetensors")
+    DAMAGED[change][0](held)
+    save_file(held, copied / "adapters/one.safetensors")
+    with pytest.raises(DamagedFileError, match=DAMAGED[change][1]):
+        open_generator(copied).generate(IDS, adapter="one")
+
+
+@pytest.mark.slow
+def test_what_is_no_file_of_matrices_is_refused(folder, tmp_path):
+    """Bytes of something else, and a pipe that nobody writes to."""
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    (copied / "adapters/one.safetensors").write_bytes(b"no matrices")
+    with pytest.raises(DamagedFileError, match=r"one\.safetensors"):
+        open_generator(copied).generate(IDS, adapter="one")
+    (copied / "adapters/one.safetensors").unlink()
+    os.mkfifo(copied / "adapters/one.safetensors")
+    with pytest.raises(DamagedFileError, match="is not a regular file"):
+        open_generator(copied).generate(IDS, adapter="one")

@@ -1,0 +1,53 @@
+"""``yobx-flatten adapter``: add an adapter to an exported folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from ..model_folder.adapters.add import add_adapter
+from ..terminal.failures import UserError
+from ..terminal.output import progress, say, say_json
+from .options import Folder
+
+__all__ = ["adapter", "named_folders"]
+
+
+def adapter(
+    folder: Folder,
+    added: Annotated[list[str], typer.Argument(metavar="NAME=FOLDER", help="Name and folder of PEFT; or several.")],
+    model: Annotated[
+        str | None, typer.Option(help="The model that the files are of (default: the one that the adapter names).")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace adapters of these names.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Add LoRA adapters to an exported folder, and check them against PEFT.
+
+    DIR was exported with --adapter or --room-for-adapters. The model is loaded for the comparison; the files of DIR
+    stay as they are. Exit status: 0 right; 1 the files do not compute what PEFT computes, nothing written.
+    """
+    found = []
+    for name, place in named_folders(added).items():
+        with progress(f"adding {name}"):
+            found.append(add_adapter(folder, name, place, model=model, overwrite=overwrite))
+    if json:
+        say_json([{"name": one.name, "checks": [dataclasses.asdict(check) for check in one.checks]} for one in found])
+    else:
+        say("\n".join(map(str, found)))
+        say(f'\nNext:  yobx-flatten generate {folder} --adapter {found[0].name} --prompt "..."')
+    return 0
+
+
+def named_folders(given: Sequence[str]) -> dict[str, str]:
+    """Return folders by name."""
+    found: dict[str, str] = {}
+    for one in given:
+        name, equals, place = one.partition("=")
+        if not equals or not name or not place or name in found:
+            raise UserError(f"an adapter is NAME=FOLDER, and each name is there once; found {one}")
+        found[name] = place
+    return found

@@ -1,0 +1,227 @@
+"""Compare two ONNX files node by node: the first value that one computes otherwise, in the order of execution.
+
+.. code-block:: text
+
+    right file    MatMul ── Add ── Mul ── ...      both with the values of their nodes as further outputs,
+    other file    MatMul ── Add ── Mul ── ...      some at a time, on the same inputs
+                             ^ the first that differs; and what goes into it: its weights, its operator
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from ...errors import DamagedFileError
+from ...files.damage import damage_as
+from ...runners.one_by_one import row_by_row
+from ...runners.onnx_runner import OnnxRunner
+from ...runners.onnx_session import open_session, session_options
+
+if TYPE_CHECKING:
+    import onnx
+    import onnx_ir as ir
+
+__all__ = ["Compared", "NodeDifference", "compare_nodes"]
+
+_AT_A_TIME = 200
+"""Values that a run returns: they are in memory together."""
+
+_ROUNDINGS = 64
+"""Both files run the same kernels, so that right values differ by less than so many roundings of the largest one."""
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)')
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeDifference:
+    """The first node whose value differs."""
+
+    node: str  # its name
+    operator: str
+    value: str  # name of the value
+    index: tuple[int, ...]  # place of the element that differs most; empty where the shapes differ
+    found: str  # what the file computes there, or the shape
+    expected: str  # what the model computes there, or the shape
+    source: str  # the line of the model that it is of; `""` where the file does not state it
+    causes: tuple[str, ...]  # what differs in the node itself: its operator, its attributes, its weights
+    others: tuple[str, ...]  # nodes before it whose values could not be compared
+
+    def __str__(self) -> str:
+        at = f"[{', '.join(map(str, self.index))}]" if self.index else ""
+        lines = [
+            f"the first node that differs is {self.node} ({self.operator}): {self.value}{at} is {self.found}, and "
+            f"{self.expected} in the model."
+        ]
+        lines += [f"  of {self.source}"] * bool(self.source)
+        lines += [f"  {cause}" for cause in self.causes]
+        if self.others:
+            lines.append(f"  values before it that could not be compared: {', '.join(self.others)}")
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """How many values were compared, and the first that differs."""
+
+    values: int
+    first: NodeDifference | None  # `None` where none does
+
+
+def compare_nodes(path: pathlib.Path, right: pathlib.Path, inputs: Mapping[str, Any]) -> Compared:
+    """Compare the values of a file with those of a right one, until one differs."""
+    one, other = (_Values(file) for file in (path, right))
+    names = [name for name in one.names if name in other.producers]
+    count = 0
+    for start in range(0, len(names), _AT_A_TIME):
+        chunk = names[start : start + _AT_A_TIME]
+        found, expected = one.run(chunk, inputs), other.run(chunk, inputs)
+        for name in chunk:
+            count += 1
+            difference = _difference(found[name], expected[name])
+            if difference is not None:
+                return Compared(count, _described(one, other, name, difference, set(names[: start + count])))
+    return Compared(count, None)
+
+
+class _Values:
+    """A file whose values can be asked for."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        import onnx
+
+        self.path = path
+        with damage_as(DamagedFileError, str(path)):
+            self.model = onnx.load(str(path), load_external_data=False)
+        graph = self.model.graph
+        self.producers = {name: node for node in graph.node for name in node.output if name}
+        self.names = list(self.producers)
+        self._outputs = [value.name for value in graph.output]
+
+    def run(self, names: Sequence[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values by name."""
+        import onnx
+        import onnxruntime
+
+        model = onnx.ModelProto()
+        model.CopyFrom(self.model)
+        known = set(self._outputs)
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in known)
+        options = session_options()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        entry = "session.model_external_initializers_file_folder_path"
+        options.add_session_config_entry(entry, str(self.path.parent.absolute()))
+        session = open_session(model.SerializeToString(), caller="explain", options=options, failure=DamagedFileError)
+        runner = OnnxRunner(session, self.path.name)
+        given = {name: inputs[name] for name in runner.ports}
+        if runner.refuses(given):  # several tokens of several rows: the first row shows as much
+            given = next(iter(row_by_row(given)))
+        return runner.run(given)
+
+    def initializers(self) -> dict[str, ir.TensorProtocol]:
+        """Return the weights by name, read when they are asked for."""
+        import onnx_ir as ir
+
+        with damage_as(DamagedFileError, str(self.path)):
+            held = ir.load(self.path).graph.initializers
+        return {name: value.const_value for name, value in held.items() if value.const_value is not None}
+
+
+def _difference(found: Any, expected: Any) -> tuple[tuple[int, ...], str, str] | None:
+    """Where two values differ most, and how; ``None`` where they are the same but for rounding."""
+    if not isinstance(found, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        return None  # text, which no node of a model computes
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return (), f"{found.dtype} of shape {tuple(found.shape)}", f"{expected.dtype} of shape {tuple(expected.shape)}"
+    if not found.numel() or torch.equal(found, expected):
+        return None
+    one, other = found.double(), expected.double()
+    apart = (one - other).abs()
+    apart = torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, apart).nan_to_num(torch.inf)
+    finite = other[other.isfinite()].abs()
+    rounding = torch.finfo(found.dtype).eps if found.dtype.is_floating_point else 0.0
+    if float(apart.max()) <= _ROUNDINGS * rounding * (float(finite.max()) if finite.numel() else 0.0):
+        return None
+    index = tuple(int(part) for part in numpy.unravel_index(int(apart.argmax()), apart.shape))
+    return index, f"{one[index]:.6g}", f"{other[index]:.6g}"
+
+
+def _described(
+    one: _Values, other: _Values, name: str, difference: tuple[tuple[int, ...], str, str], compared: set[str]
+) -> NodeDifference:
+    node, same = one.producers[name], other.producers[name]
+    before = list(_uncompared(one, node, compared))
+    causes = [cause for first in (node, *before) for cause in _causes(first, other.producers.get(first.output[0]))]
+    causes += _weights(one, other, [*node.input, *(read for first in before for read in first.input)])
+    return NodeDifference(
+        node.name or name,
+        node.op_type,
+        name,
+        *difference,
+        _source(node) or _source(same),
+        tuple(causes),
+        tuple(f"{first.name or first.output[0]} ({first.op_type})" for first in before),
+    )
+
+
+def _uncompared(file: _Values, node: onnx.NodeProto, compared: set[str]) -> Iterator[onnx.NodeProto]:
+    """Yield the nodes that a node reads through values which were not compared."""
+    waiting, seen = list(node.input), set(compared)
+    while waiting:
+        name = waiting.pop()
+        producer = None if name in seen else file.producers.get(name)
+        seen.add(name)
+        if producer is not None and producer.op_type != "Constant":
+            yield producer
+            waiting += producer.input
+
+
+def _causes(node: onnx.NodeProto, same: onnx.NodeProto | None) -> Iterator[str]:
+    if same is None:
+        return
+    if node.op_type != same.op_type:
+        yield f"its operator is {node.op_type}, and {same.op_type} in the model."
+    elif list(node.input) != list(same.input):
+        yield f"it reads {', '.join(node.input)}, and in the model {', '.join(same.input)}."
+    texts = [{part.name: part.SerializeToString(deterministic=True) for part in one.attribute} for one in (node, same)]
+    for name in sorted(texts[0].keys() | texts[1].keys()):
+        if texts[0].get(name) != texts[1].get(name):
+            yield f"its attribute {name} is not that of the model."
+
+
+def _weights(one: _Values, other: _Values, names: Sequence[str]) -> Iterator[str]:
+    """Yield what differs in the weights of these names."""
+    mine, theirs = one.initializers(), other.initializers()
+    for name in dict.fromkeys(names):
+        if name not in mine or name not in theirs:
+            continue
+        pair = [torch.from_numpy(numpy.array(held[name].numpy(), numpy.float64)) for held in (mine, theirs)]
+        if pair[0].shape != pair[1].shape:
+            yield f"its weight {name} has shape {tuple(pair[0].shape)}, and {tuple(pair[1].shape)} in the model."
+        elif not torch.equal(*pair):
+            apart = (pair[0] - pair[1]).abs()
+            index = tuple(int(part) for part in numpy.unravel_index(int(apart.argmax()), apart.shape))
+            yield (
+                f"its weight {name} is not that of the model: {int(apart.ne(0).sum())} of {apart.numel()} numbers, "
+                f"[{', '.join(map(str, index))}] is {pair[0][index]:.6g}, and {pair[1][index]:.6g} in the model."
+            )
+
+
+def _source(node: onnx.NodeProto) -> str:
+    """The line of the model that a node is of, as the trace stored it."""
+    text = next((part.value for part in node.metadata_props if part.key == "pkg.torch.onnx.stack_trace"), "")
+    frames = _FRAME.findall(text)
+    own = [frame for frame in frames if "/torch/" not in frame[0] and "yobx_flatten" not in frame[0]]
+    if not own:
+        return ""
+    file, line, function, code = own[-1]
+    scopes = next((part.value for part in node.metadata_props if part.key == "pkg.torch.onnx.name_scopes"), "")
+    layers = [name for name in re.findall(r"'([^']*)'", scopes)[:-1] if name]
+    layer = f"{layers[-1]}, " if layers else ""
+    return f"{layer}{pathlib.PurePosixPath(file).name}, line {line}, in {function}: {code.strip()}"

@@ -1,0 +1,1 @@
+"""Adapters of exported folders: their files, and those that are added later."""

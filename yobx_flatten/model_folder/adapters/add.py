@@ -1,0 +1,130 @@
+"""Add an adapter to an exported folder whose files have room for it, without a new export."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+
+import torch
+
+from ...errors import FolderExistsError, ForeignFileError, InvalidArgumentError, ReplayError
+from ...errors.messages import table
+from ...export.proof.levels import sampled
+from ...export.room import Adapter
+from ...files.scratch import is_folder, publish_files, publish_folder, scratch_for, write_text
+from ...generate.layout import MANIFEST
+from ...recipe.aliases import TransformersModel
+from ...runners.adapters import ADAPTERS, adapter_names, check_matrices
+from ...runners.folder_adapters import rooms_of_files
+from ...storage.cases import load_case
+from ..manifest import FolderManifest, StoredAdapter, manifest_text, read_manifest
+from ..pieces.tasks import GENERATES
+from ..source.switched import read_adapters
+from ..stored_cases import CASES, SAMPLED_TOKENS, store_calls, store_generation, store_text
+from ..verify import FolderCheck, check_adapter
+from ..with_model.pieces import load_model, pieces_of_folder
+from ..writable import check_writable
+from .write import write_matrices
+
+__all__ = ["AddedAdapter", "add_adapter"]
+
+
+@dataclasses.dataclass(frozen=True)
+class AddedAdapter:
+    """The result of :func:`add_adapter`.
+
+    Attributes:
+        path: the folder.
+        name: name of the adapter.
+        checks: one result per case.
+    """
+
+    path: pathlib.Path
+    name: str
+    checks: tuple[FolderCheck, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.path}: {self.name}", *table(check.cells() for check in self.checks)])
+
+
+def add_adapter(
+    folder: str | os.PathLike[str],
+    name: str,
+    adapter: str | os.PathLike[str],
+    *,
+    model: TransformersModel | str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+) -> AddedAdapter:
+    """Add a LoRA adapter to an exported folder, and prove that its files compute what PEFT computes with it.
+
+    Args:
+        folder: a folder that ``export_folder(..., adapters=...)`` wrote. It has room in the layers that its first
+            adapters change, in all linear layers where ``adapters={}`` was passed.
+        name: what the adapter is switched on by.
+        adapter: the folder that PEFT wrote.
+        model: the model that the files are of, or its name; by default the one that the adapter names.
+        overwrite: whether to replace an adapter of that name; ``False`` by default.
+
+    Returns:
+        One check for each case that was compared.
+
+    Raises:
+        ForeignFileError: when there is no such folder, or :func:`export_folder` did not write it.
+        InvalidArgumentError, ModelSourceError: when the adapter or the model does not fit.
+        DamagedFileError: when the files have no room for it, or a file is not what it should be.
+        FolderExistsError: when the folder has an adapter of that name.
+        ReplayError: when the files do not compute what PEFT computes; nothing is written then.
+        MissingDependencyError: when peft or transformers is not installed.
+    """
+    path = pathlib.Path(folder)
+    if not is_folder(path):
+        raise ForeignFileError(f"There is no folder {path}. To write it: yobx-flatten export MODEL -o {path}")
+    manifest = read_manifest(path)
+    rooms = rooms_of_files(path)
+    if manifest.runtime != "onnxruntime" or not rooms:
+        raise InvalidArgumentError(
+            f"The files of {path} have no room for adapters. Export the model with it:\n"
+            f"    export_folder(model, folder, adapters={{{name!r}: {os.fspath(adapter)!r}}})   (--adapter NAME=FOLDER)"
+        )
+    if name in adapter_names(path) and not overwrite:
+        raise FolderExistsError(f"{path} has an adapter {name!r}. Choose another name, or pass overwrite=True.")
+    check_writable(path, in_parent=False)
+    base = load_model(adapter if model is None else model, manifest)
+    (found,) = read_adapters(base, {name: adapter})
+    check_matrices(found.matrices, rooms, os.fspath(adapter))
+    with scratch_for(path / CASES / ADAPTERS / name) as work:
+        stored = _stored(base, path, manifest, found, work)
+        checks = check_adapter(path, manifest, name, dict(found.matrices), stored, work)
+        done = AddedAdapter(path, name, tuple(checks))
+        if not all(check.ok for check in checks):
+            raise ReplayError(f"The files do not compute what PEFT computes with the adapter.\n{done}")
+        publish_folder(work, path / CASES / ADAPTERS / name)
+    with scratch_for(path / ADAPTERS / f"{name}.safetensors") as work:
+        write_matrices(path, [found], work)
+        publish_files(work, path / ADAPTERS / f"{name}.safetensors")
+    cases = {file: [f"{CASES}/{ADAPTERS}/{name}/{case}" for case in paths] for file, paths in stored.cases.items()}
+    quality = {check.file: check.quality for check in checks if check.quality is not None}
+    entry = StoredAdapter(cases, quality)
+    text = manifest_text(dataclasses.replace(manifest, adapters={**manifest.adapters, name: entry}))
+    write_text(path / MANIFEST, text)
+    return done
+
+
+def _stored(
+    model: TransformersModel, folder: pathlib.Path, manifest: FolderManifest, adapter: Adapter, work: pathlib.Path
+) -> StoredAdapter:
+    """Store what the model computes with an adapter."""
+    cases: dict[str, list[str]] = {}
+    pieces, rows = pieces_of_folder(model, folder, manifest)
+    with adapter.active():
+        for piece in pieces:
+            name = f"{piece.stem}.onnx"
+            cases[name] = store_calls(piece, sampled(piece.cases), work, ".")
+            texts = [load_case(folder / case) for case in manifest.cases.get(name, []) if "-text-" in case]
+            if texts:
+                tokens = torch.cat([case.outputs["text"] for case in texts])
+                cases[name] += store_text(piece, tokens, work, ".")
+        if manifest.task in GENERATES:
+            cases[""] = [store_generation(model, manifest.task, rows, SAMPLED_TOKENS, work, below=".")]
+    return StoredAdapter({name: [pathlib.PurePosixPath(one).name for one in paths] for name, paths in cases.items()})

@@ -1,0 +1,1 @@
+"""An exported folder next to the model that it was exported from."""

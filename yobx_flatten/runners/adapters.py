@@ -1,0 +1,90 @@
+"""Read the matrices of an adapter that an ONNX file takes as optional inputs."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+
+import torch
+
+from ..errors import DamagedFileError, GenerationError
+from ..errors.dependencies import require
+from ..files.damage import damage_as
+from ..files.document import check_regular
+from .ports import Port
+
+__all__ = ["ADAPTERS", "FIRST", "SECOND", "adapter_file", "adapter_names", "check_matrices", "read_adapter"]
+
+ADAPTERS = "adapters"
+"""The folder below an exported one in which adapters are."""
+
+FIRST, SECOND = "lora_A", "lora_B"
+"""How the names of the inputs end, after a dot: (rows, rank) comes first, then (rank, columns)."""
+
+_SUFFIX = ".safetensors"
+
+
+def adapter_names(folder: pathlib.Path) -> list[str]:
+    """Return the adapters of an exported folder."""
+    return sorted(path.stem for path in (folder / ADAPTERS).glob(f"*{_SUFFIX}"))
+
+
+def adapter_file(folder: pathlib.Path, name: str) -> pathlib.Path:
+    """Return the file of an adapter of an exported folder."""
+    there = adapter_names(folder)
+    if name not in there:
+        raise GenerationError(
+            f"{folder} has no adapter {name!r}; {_listed(there)}. To add one: yobx-flatten adapter {folder} NAME=FOLDER"
+        )
+    return folder / ADAPTERS / f"{name}{_SUFFIX}"
+
+
+def _listed(names: list[str]) -> str:
+    return f"there are {', '.join(names)}" if names else "it has none"
+
+
+def read_adapter(path: pathlib.Path, rooms: Mapping[str, Port]) -> dict[str, torch.Tensor]:
+    """Return the matrices of a file by name of the input, as the files of a folder take them."""
+    # rooms: the optional inputs of all files of the folder, by name
+    require("safetensors", purpose="an adapter")
+    from safetensors.torch import load_file
+
+    check_regular(path, DamagedFileError)  # a pipe would be waited for
+    with damage_as(DamagedFileError, str(path)):
+        found: dict[str, torch.Tensor] = load_file(path)
+    check_matrices(found, rooms, str(path))
+    return found
+
+
+def check_matrices(found: Mapping[str, torch.Tensor], rooms: Mapping[str, Port], where: str) -> None:
+    """Refuse matrices that files do not take, or of other sizes or another type than they take."""
+    for name, matrix in found.items():
+        port = rooms.get(name)
+        if port is None:
+            layers = dict.fromkeys(room.rpartition(".")[0].rpartition(".")[2] for room in rooms)
+            room = f"they have room in {', '.join(layers)}" if layers else "they have none for adapters"
+            raise DamagedFileError(
+                f"{where} holds {name}, and the files take no such input: {room}. Export the model again with this "
+                "adapter: export_folder(..., adapters={...}) (--adapter NAME=FOLDER)"
+            )
+        if matrix.dtype != port.dtype:
+            raise DamagedFileError(f"{where}: {name} is of {matrix.dtype}, and the files take {port.dtype}.")
+        sizes = list(zip(matrix.shape, port.shape, strict=False))
+        if matrix.ndim != 2 or any(size not in (None, given) for given, size in sizes):
+            raise DamagedFileError(
+                f"{where}: {name} has shape {tuple(matrix.shape)}, and the files take {_shape(port)}: the adapter is "
+                "of another model."
+            )
+    for name, matrix in found.items():
+        room, _, which = name.rpartition(".")
+        other = f"{room}.{SECOND if which == FIRST else FIRST}"
+        if other not in found:
+            raise DamagedFileError(f"{where} holds {name} without {other}.")
+        if which == FIRST and matrix.shape[1] != found[other].shape[0]:
+            raise DamagedFileError(
+                f"{where}: {name} has a rank of {matrix.shape[1]}, and {other} of {found[other].shape[0]}."
+            )
+
+
+def _shape(port: Port) -> str:
+    return f"({', '.join('rank' if size is None else str(size) for size in port.shape)})"

@@ -1,0 +1,77 @@
+"""Switch the adapters of an exported folder: the same files, called with other matrices."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import DamagedFileError, InvalidArgumentError
+from ..errors.dependencies import require
+from ..files.damage import damage_as
+from .adapters import FIRST, SECOND, adapter_file, adapter_names, read_adapter
+from .onnx_runner import OnnxRunner
+from .ports import Port
+from .runner import Runner
+
+__all__ = ["FolderAdapters", "rooms_of_files"]
+
+_TYPES = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}  # numbers of ONNX
+
+
+def rooms_of_files(folder: pathlib.Path) -> dict[str, Port]:
+    """Return the optional inputs that the files of a folder have for adapters, by name."""
+    require("onnx", purpose="adapters of a folder", extra="onnx")
+    import onnx
+
+    found = {}
+    for path in sorted(folder.glob("*.onnx")):
+        with damage_as(DamagedFileError, str(path)):
+            graph = onnx.load(str(path), load_external_data=False).graph
+        held = {tensor.name for tensor in graph.initializer}
+        for value in graph.input:
+            if value.name in held and value.name.endswith((f".{FIRST}", f".{SECOND}")):
+                kind = value.type.tensor_type
+                sizes = tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in kind.shape.dim)
+                found[value.name] = Port(value.name, sizes, _TYPES.get(kind.elem_type))
+    return found
+
+
+class FolderAdapters:
+    """The adapters of a folder, each read when it is first asked for."""
+
+    # folder: the exported folder; `None` for files that are of none
+
+    def __init__(self, folder: pathlib.Path | None) -> None:
+        self._folder = folder
+        self._read: dict[str, dict[str, torch.Tensor]] = {}
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The adapters that there are."""
+        return [] if self._folder is None else adapter_names(self._folder)
+
+    def hold(self, name: str, matrices: dict[str, torch.Tensor]) -> None:
+        """Have an adapter that was read already, or that is not in the folder yet."""
+        self._read[name] = matrices
+
+    def runners(self, runners: Mapping[str, Runner], name: str) -> dict[str, Any]:
+        """Return files with an adapter."""
+        onnx: dict[str, OnnxRunner] = {}
+        for part, runner in runners.items():
+            if not isinstance(runner, OnnxRunner):
+                raise InvalidArgumentError(
+                    f"adapter={name!r}: {runner.runtime} runs files with the weights that they hold. Adapters are "
+                    "switched with ONNX files in onnxruntime."
+                )
+            onnx[part] = runner
+        rooms: dict[str, Port] = {}
+        for runner in onnx.values():
+            rooms |= runner.rooms
+        if name not in self._read:
+            if self._folder is None:
+                raise InvalidArgumentError(f"adapter={name!r}: this file is in no folder with adapters.")
+            self._read[name] = read_adapter(adapter_file(self._folder, name), rooms)
+        return {part: runner.with_adapter(self._read[name]) for part, runner in onnx.items()}

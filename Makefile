@@ -206,6 +206,7 @@ browser: $(VENV)/.has-test  ## open exported folders in Chromium (needs npm, chr
 real: $(VENV)/.has-test  ## export a model with trained weights in every form, ask it questions, and fine-tune it (MATRIX_ARGS='--only float32' TUNE_ARGS='--only chat')
 	$(BIN)/python -m matrix.real_model
 	$(BIN)/python -m matrix.real $(MATRIX_ARGS)
+	$(BIN)/python -m matrix.real_speed
 	$(BIN)/python -m matrix.real_training --jobs 1 $(TUNE_ARGS)
 	$(BIN)/python -m matrix.real --page docs/real.md
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import json
 import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from . import real_speed
 from .command import add_options, check_options, run_list
 from .page import row, rule
 from .real_cases import COLUMNS, FORMS, run_type
@@ -49,6 +51,7 @@ rows, proves nothing. The first prompt of the ten is answered by the files thems
 
 {answers}
 {failures}
+{speed}
 {trainings}"""
 
 # By heading: the column of results, and what is shown of it.
@@ -86,6 +89,7 @@ def page_of(results: Results, file: str, tuned: pathlib.Path | None = None) -> s
         tuned: the file of the trainings. Default: the recorded one.
     """
     tuned = tuned or recorded_file(STEM)
+    timed = recorded_file("speed")
     names = [name for name in FORMS if name in results.types]
     lines = [row(["form", *_SHOWN]), rule(1 + len(_SHOWN))]
     answers = []
@@ -107,6 +111,7 @@ def page_of(results: Results, file: str, tuned: pathlib.Path | None = None) -> s
         forms="\n".join(lines) + "\n",
         answers="\n".join(answers),
         failures="\n## What fails\n\n" + "\n".join(failed) + "\n" if failed else "",
+        speed=real_speed.section_of(json.loads(timed.read_text(encoding="utf-8")), timed.name),
         trainings=section_of(Results.read(tuned), tuned.name),
     )
 

@@ -18,7 +18,7 @@ from .real_model import GGUF, MODEL
 from .real_texts import QUESTIONS, text_tokens
 from .worker import be_quiet, run_columns
 
-__all__ = ["COLUMNS", "FORMS", "NEEDS", "RealTrial", "divergence", "perplexity", "run_type"]
+__all__ = ["COLUMNS", "FORMS", "NEEDS", "RealTrial", "build_peer", "divergence", "perplexity", "run_type"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class RealTrial:
         source = {"model": MODEL, "gguf": GGUF, "moved": self.place / "moved"}[self.form.source]
         start = time.process_time(), _children()
         if self.form.genai is not None:
-            _build(source, self.folder, self.form.genai)
+            build_peer(source, self.folder, self.form.genai)
         else:
             export_folder(source, self.folder, **self.form.options)
         sizes = [file.stat().st_size for file in self.folder.iterdir() if _holds_weights(file)]
@@ -257,7 +257,8 @@ def _children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _build(source: pathlib.Path, folder: pathlib.Path, precision: str) -> None:
+def build_peer(source: pathlib.Path, folder: pathlib.Path, precision: str) -> None:
+    """Let the builder of onnxruntime-genai write a folder."""
     import subprocess
     import sys
 

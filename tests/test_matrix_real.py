@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from matrix import real_speed
 from matrix.cases import DifferenceError
 from matrix.real import page_of
 from matrix.real_cases import FORMS, RealTrial, divergence, perplexity
@@ -16,6 +17,8 @@ from matrix.real_texts import write_chats
 from matrix.real_training import STEM
 from matrix.real_training_cases import BAR, TASKS
 from matrix.results import Results, recorded_file
+from yobx_flatten import export_folder
+from yobx_flatten.model_folder.source.tiny_models import small_model
 
 DOCS = Path(__file__).parent.parent / "docs"
 RECORDED = sorted((DOCS / "data").glob("real-*.json"))
@@ -80,3 +83,15 @@ def test_conversations_made_of_a_text_have_a_question_and_an_answer(tmp_path):
     assert rows[0]["prompt"][0]["content"] == TASKS["chat"].prompt
     assert rows[0]["completion"][0]["content"].startswith("Assert statements are a convenient way to insert debugging")
     assert all(12 < len(row["completion"][0]["content"].split()) <= 40 for row in rows)
+
+
+def test_two_files_are_timed_by_turns_and_shown_with_their_ratio(tmp_path):
+    """The same file twice; the page has both times and the first divided by the second."""
+    export_folder(small_model("llama"), tmp_path / "folder", optimize="onnxruntime")
+    path = tmp_path / "folder" / "model.onnx"
+    calls = {"a token": (2, 1, 6), "a prompt": (1, 5, 0)}
+    found = real_speed.measured(path, path, calls)
+    assert sorted(found) == sorted(calls)
+    assert all(time >= 0 for times in found.values() for time in times)
+    times = {name: [3.0, 4.0] for name in real_speed.CALLS}
+    assert "| 3, 4: 0.75 |" in real_speed.section_of({"pairs": {"int4": times}, "versions": {}}, "speed.json")

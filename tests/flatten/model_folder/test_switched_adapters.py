@@ -16,7 +16,7 @@ pytest.importorskip("onnxscript")
 
 import peft
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.cases import cases
 from yobx_flatten import (
@@ -64,9 +64,12 @@ def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("switched")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaForCausalLM(LlamaConfig(vocab_size=300, initializer_range=0.3, eos_token_id=2, **sizes)).save_pretrained(
+    LlamaForCausalLM(LlamaConfig(vocab_size=259, initializer_range=0.3, eos_token_id=2, **sizes)).save_pretrained(
         root / "base"
     )
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(root / "base")
     base = AutoModelForCausalLM.from_pretrained(root / "base")
     _save_adapter(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), root / "one")
     other = peft.LoraConfig(r=2, lora_alpha=3, use_rslora=True, target_modules="all-linear", rank_pattern={"o_proj": 5})
@@ -408,8 +411,24 @@ def test_an_unknown_name_lists_those_that_there_are(folder, capsys):
     """In Python and on the command line."""
     with pytest.raises(GenerationError, match="has no adapter 'three'; there are one, two"):
         open_generator(folder).generate(IDS, adapter="three")
-    assert main(["generate", str(folder), "--prompt", "x", "--adapter", "three"]) == 2
-    assert "there are one, two" in capsys.readouterr().err
+    for command in (["generate", str(folder), "--prompt", "x"], ["chat", str(folder), "--message", "x"]):
+        assert main([*command, "--adapter", "three"]) == 2
+        assert "there are one, two" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_the_command_line_writes_what_peft_writes(command, root, folder, capsys):
+    """One text, or a conversation, with the adapter that is named."""
+    tokenizer, model = ByT5Tokenizer.from_pretrained(root / "base"), _adapted(root, "two")
+    ids = tokenizer("Yes", add_special_tokens=command == "generate", return_tensors="pt")["input_ids"]
+    mask = torch.ones_like(ids)
+    wanted = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :]
+    option = "--prompt" if command == "generate" else "--message"
+    assert main([command, str(folder), option, "Yes", "--tokens", "9", "--adapter", "two", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    text = shown["rows"][0]["text"] if command == "generate" else shown["messages"][-1]["content"]
+    assert text == tokenizer.decode(wanted, skip_special_tokens=True)
 
 
 FIRST = "model.layers.0.self_attn.q_proj.lora_A"

@@ -33,7 +33,7 @@ from ..onnx.quantized import quantize_file
 from ..program.traced import trace
 from ..proof.exported_call import ByName, InPlace
 from ..proof.quality import Quality
-from ..proof.replay import Side
+from ..proof.replay import Case, Side
 from ..proof.report import ExportReport
 from ..quantization.measure import measure
 from ..quantization.options import Quantization
@@ -106,9 +106,10 @@ class _Job:
     file: UnprovenFile
     report: ExportReport  # gets the results
 
-    def replay(self, *, trust: bool = False) -> None:
+    def replay(self, *, trust: bool = False, more: Sequence[Case] = ()) -> None:
         """Replay the cases with the file that was written."""
         # trust: whether the file, which holds machine code, is known to be ours; `False` by default
+        # more: further cases; none by default
         report, source, runtime = self.report, self.source, self.options.runtime
         report.file_bytes = self._bytes()
         written = source.traced.written
@@ -125,7 +126,7 @@ class _Job:
                 return [InPlace(runner, names, pairs)]
             return [ByName(runner, names, pairs)]
 
-        replay_file(load, source, report)
+        replay_file(load, dataclasses.replace(source, cases=[*source.cases, *more]), report)
 
     @property
     def keeps_cache(self) -> bool:
@@ -142,7 +143,7 @@ class _Job:
             kind = "" if isinstance(made, FlattenError) else f"{type(made).__name__}: "
             reason = f"{kind}{first_line(made)}"
         else:
-            self.replay(trust=trust)
+            self.replay(trust=trust, more=self._small_cases())
             failed = report.failed()
             if not failed:
                 report.in_place = made
@@ -152,6 +153,15 @@ class _Job:
         report.remark(f"the cache is copied by each call: a file that writes it in place was left out: {reason}")
         del report.cases[done:]
         return False
+
+    def _small_cases(self) -> list[Case]:
+        """Cases of other sizes that a sample leaves out: code that was traced again may stop at one token."""
+        example = self.source.example
+        if self.source.proof != "sample" or not self.source.cases:
+            return []
+        known = {case.name for case in self.source.cases}
+        others, _ = example.other_cases(2)
+        return [case for case in others if case.name not in known and example.holds(case, case.steps)]
 
     def quantize(self, rewrite: Callable[[Quantization], Quality | None]) -> None:
         """Replace a file that passed its replay by one with weights in fewer bits, and measure that one."""

@@ -28,8 +28,8 @@ from ..private_names.of_torch import pytree
 from ..trace.program_inputs import arguments_of, traced_inputs
 from ..trees.naming import leaf_names, output_names
 from .ports import CacheSlot, Port, cache_slots, split_cache, with_rows
-from .stored_code import check_archive, check_keys
-from .stored_pickles import known_pickles_only
+from .strangers.stored_code import check_archive, check_keys
+from .strangers.stored_pickles import known_pickles_only
 
 __all__ = ["ProgramRunner", "open_program"]
 

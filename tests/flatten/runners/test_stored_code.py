@@ -12,7 +12,7 @@ import torch
 
 from yobx_flatten.errors import DamagedFileError, NotRegisteredError, UntrustedFileError
 from yobx_flatten.runners.program_runner import ProgramRunner, open_program
-from yobx_flatten.runners.stated_expressions import is_guard, is_size
+from yobx_flatten.runners.strangers.stated_expressions import is_guard, is_size
 
 MODEL = "models/model.json"
 RUNS = "__import__('os').mkdir('marker')"

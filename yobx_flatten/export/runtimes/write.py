@@ -31,9 +31,10 @@ from ..onnx.attempts import write_proven
 from ..onnx.file import UnprovenFile, unproven_file
 from ..onnx.quantized import quantize_file
 from ..program.traced import trace
+from ..proof.case import Case
 from ..proof.exported_call import ByName, InPlace
 from ..proof.quality import Quality
-from ..proof.replay import Case, Side
+from ..proof.replay import Side
 from ..proof.report import ExportReport
 from ..quantization.measure import measure
 from ..quantization.options import Quantization

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from ..errors import UntrustedFileError
-from ..errors.failures import raised_as
-from ..errors.messages import first_line
-from ..huggingface.loaded import subclasses_of
-from ..private_names.of_torch import pytree
-from ..registry.patches import AttributePatch
+from ...errors import UntrustedFileError
+from ...errors.failures import raised_as
+from ...errors.messages import first_line
+from ...huggingface.loaded import subclasses_of
+from ...private_names.of_torch import pytree
+from ...registry.patches import AttributePatch
 from .stored_code import REMEDY
 
 __all__ = ["known_pickles_only"]

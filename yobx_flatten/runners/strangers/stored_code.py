@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..errors import DamagedFileError, StaticDataError, UntrustedFileError
-from ..private_names.of_torch import GetAttrKey, OpOverload, pytree
-from ..recipe.stored_specs import check_spec, is_plain
+from ...errors import DamagedFileError, StaticDataError, UntrustedFileError
+from ...private_names.of_torch import GetAttrKey, OpOverload, pytree
+from ...recipe.stored_specs import check_spec, is_plain
 from .stated_expressions import is_guard, is_size
 
 __all__ = ["REMEDY", "check_archive", "check_keys"]

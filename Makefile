@@ -102,7 +102,7 @@ executorch:  ## run the tests of ExecuTorch, in .venv-executorch: it brings torc
 	@$(MAKE) VENV=.venv-executorch .venv-executorch/.has-executorch
 	.venv-executorch/bin/python -m pytest -k executorch $(PYTEST_ARGS) tests/flatten/runners \
 		tests/flatten/export/test_runtimes.py tests/flatten/export/test_executorch_sizes.py \
-		tests/flatten/model_folder/test_targets.py
+		tests/flatten/model_folder/test_targets.py tests/flatten/generate/test_by_transformers.py
 
 compat:  ## run the tests of caches and of the Trainer also with older transformers (VERSIONS="4.56.2 5.23.0" for some of them)
 	@PYTHON="$(PYTHON)" .ci/compat "$(VERSIONS)" $(COMPAT_TESTS) $(PYTEST_ARGS)

@@ -24,7 +24,7 @@ from yobx_flatten.__main__ import main
 from yobx_flatten.cli import generate_command
 from yobx_flatten.errors import GenerationError
 from yobx_flatten.export.proof.report import ExportReport
-from yobx_flatten.model_folder import write
+from yobx_flatten.model_folder import stored_cases, write
 from yobx_flatten.runners.program_runner import ProgramRunner
 
 pytestmark = pytest.mark.slow
@@ -218,7 +218,7 @@ def test_a_full_disk_leaves_nothing(no_export, tmp_path, monkeypatch, capsys):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device", "generate.case")
 
-    monkeypatch.setattr(write, "_store_generation", full)
+    monkeypatch.setattr(write, "store_generation", full)
     assert main(["export", "mistral", "-o", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("yobx-flatten: the disk is full")
     assert list(tmp_path.iterdir()) == []
@@ -230,7 +230,7 @@ def test_ctrl_c_leaves_nothing_and_says_so(no_export, tmp_path, monkeypatch, cap
     def pressed(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(write, "_store_generation", pressed)
+    monkeypatch.setattr(write, "store_generation", pressed)
     assert main(["export", "mistral", "-o", str(tmp_path / "out")]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "yobx-flatten: interrupted, nothing was written"
     assert list(tmp_path.iterdir()) == []
@@ -259,14 +259,14 @@ def test_a_folder_that_cannot_be_written_is_named_before_the_model_is_loaded(rea
 
 def test_a_file_that_differs_is_status_1_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     """The tokens of the model are changed before they are stored: the files do not generate them."""
-    original = write.generation_case
+    original = stored_cases.generation_case
 
     def other(*args):
         case = original(*args)
         case.sequences[:, -1] += 1
         return case
 
-    monkeypatch.setattr(write, "generation_case", other)
+    monkeypatch.setattr(stored_cases, "generation_case", other)
     assert main(["export", "llama", "-o", str(tmp_path / "out")]) == 1
     shown = capsys.readouterr().err
     assert "does not do what the model does" in shown

@@ -1,5 +1,6 @@
 """A cache that OpenVINO writes in place: the state of the model, proven, rewound and reordered next to the model."""
 
+import importlib.util
 import json
 
 import pytest
@@ -220,7 +221,8 @@ def test_a_form_that_does_not_pass_is_left_out(model, tmp_path, monkeypatch, rep
 
 def test_weights_in_8_bits_have_such_a_cache_too(model, tmp_path):
     """NNCF stores the weights of the file that passed; the cache stays in float32."""
-    pytest.importorskip("nncf")
+    if importlib.util.find_spec("nncf") is None:  # its import would change the class of all loggers
+        pytest.skip("NNCF is not installed")
     found = export_folder(model, tmp_path / "llama", target="openvino", proof="sample", quantize="int8")
     assert found.verified.ok
     assert copied_states(found.path / "model.xml") == []

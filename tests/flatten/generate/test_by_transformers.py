@@ -1,5 +1,9 @@
 """Every keyword of `model.generate` does the same with files: the loop is transformers' own, over their cache."""
 
+import contextlib
+import os
+import shutil
+
 import pytest
 import torch
 
@@ -17,6 +21,9 @@ from yobx_flatten.model_folder.pieces.grid_images import grid_image
 from yobx_flatten.model_folder.source.tiny_models import small_model
 
 pytestmark = pytest.mark.slow
+
+with contextlib.suppress(ImportError):  # what it imports registers classes, once in a process
+    import executorch.exir  # noqa: F401
 
 PICTURE = 3
 NAMES = ["llama", "gemma3_text", "t5", "whisper", "qwen2_vl", "gemma3"]
@@ -157,15 +164,29 @@ def test_drafts_are_refused_by_a_file_that_returns_the_last_scores_only(tmp_path
     assert files.generate(ids, repetition_penalty=1.4, max_new_tokens=6).tolist() == expected
 
 
-@pytest.mark.parametrize("to", cases(["program", "openvino", "shared"], quick=["shared"]))
+# in Gemma 3 some layers slide: OpenVINO returns its cache, and writes that of Llama in place, as AOTInductor does both
+OTHER_FILES = {
+    "program": ("gemma3_text", {"to": "program"}),
+    "shared": ("gemma3_text", {"optimize": "onnxruntime"}),
+    "openvino": ("gemma3_text", {"target": "openvino"}),
+    "openvino in place": ("llama", {"target": "openvino"}),
+    "aotinductor": ("gemma3_text", {"target": "aotinductor"}),
+    "executorch": ("llama", {"target": "executorch", "bounds": {"batch": 4, "length": 64}}),
+}
+
+
+@pytest.mark.parametrize("to", cases(list(OTHER_FILES), quick=["shared"]))
 def test_other_files_do_the_same(to, tmp_path):
-    """Programs, OpenVINO, and a cache in one memory: samples, beams, and drafts that are taken back."""
-    if to == "openvino":
-        pytest.importorskip("openvino")
-    model = small_model("gemma3_text")  # of which some layers slide
-    how = {"program": {"to": "program"}, "openvino": {"target": "openvino"}, "shared": {"optimize": "onnxruntime"}}[to]
-    export_folder(model, tmp_path / "out", proof="none", **how)
-    files = open_model(tmp_path / "out")
+    """Programs, other runtimes, and a cache in one memory: samples, beams, and drafts that are taken back."""
+    name, how = OTHER_FILES[to]
+    runtime = how.get("target")
+    if runtime == "aotinductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("AOTInductor needs a C++ compiler")
+    if runtime in ("openvino", "executorch"):
+        pytest.importorskip(runtime)
+    model = small_model(name)
+    export_folder(model, tmp_path / "out", proof="none" if runtime != "openvino" else "sample", **how)
+    files = open_model(tmp_path / "out", trust=runtime == "aotinductor")
     ids = torch.randint(4, 258, (1, 6), generator=torch.Generator().manual_seed(2))
     for options in ({"do_sample": True, "num_return_sequences": 2}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
         found = []

@@ -203,7 +203,9 @@ def _onnx(job: _Job) -> None:
         for adapter in source.adapters:
             with adapter.active(), report.timed("measure"):
                 runner = OnnxRunner(open_session(file.path, caller="export_onnx"), file.path.name)
-                report.of_adapters[adapter.name] = measure(runner.with_adapter(adapter.matrices), asked, source)
+                # cases of its own: what the model computes in a case is kept
+                own = dataclasses.replace(source, cases=list(map(dataclasses.replace, source.cases)))
+                report.of_adapters[adapter.name] = measure(runner.with_adapter(adapter.matrices), asked, own)
     else:  # no file in float, which nothing would be compared with
         write_proven(file, source, report, options.opset_version, quantization=asked, **how)
 

@@ -22,8 +22,9 @@ from yobx_flatten.model_folder.source.tiny_models import small_model
 
 pytestmark = pytest.mark.slow
 
-with contextlib.suppress(ImportError):  # what it imports registers classes, once in a process
+with contextlib.suppress(ImportError):  # torchao, which both import, registers classes
     import executorch.exir  # noqa: F401
+    import transformers.quantizers.auto  # noqa: F401
 
 PICTURE = 3
 NAMES = ["llama", "gemma3_text", "t5", "whisper", "qwen2_vl", "gemma3"]

@@ -92,6 +92,8 @@ nitpick_ignore_regex = [
     ("py:class", r"yobx_flatten\.(declare\.scopes\.Block|generate\.score_rules\.GenerationCall)"),  # internal
     ("py:class", r"yobx_flatten\.generate\.(beams\.BeamSettings|switch\.Switch|documents\.Documents|tiles\.Tiles)"),
     ("py:class", r"yobx_flatten\.(export\.proof\.yardstick\.Yardstick|model_folder\.verify_tokens\.TokenCount)"),
+    ("py:class", r"yobx_flatten\.export\.(room\.Adapter|onnx\.compare_nodes\.Compared)"),
+    ("py:class", r"yobx_flatten\.model_folder\.manifest\.StoredAdapter"),
     ("py:class", r"yobx_flatten\.record\.snapshot\.Fact"),
     ("py:class", r"yobx_flatten\.errors\.tried_versions\.VersionDependentError"),  # a base that only adds a line
     ("py:class", r"roundpipe_runtime\.batch\.loss\.LossValue"),

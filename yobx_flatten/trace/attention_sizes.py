@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..private_names.of_torch import DispatchKey, FakeTensor
 
@@ -50,7 +51,9 @@ class AttentionSizes:
         enable_gqa: bool = False,
     ) -> Tensor:
         given = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
-        if self._in_trace() and not torch.is_grad_enabled() and _is_usual(given, is_causal, enable_gqa):
+        # a trace that records what is called here wants the operators themselves
+        is_size_alone = get_proxy_mode() is None and not torch.is_grad_enabled()
+        if self._in_trace() and is_size_alone and _is_usual(given, is_causal, enable_gqa):
             return query.new_empty(_size(query, key, value, attn_mask))
         result: Tensor = _ATTENTION._op_dk(
             _STEPS, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

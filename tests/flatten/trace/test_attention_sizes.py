@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -153,6 +154,24 @@ def test_gradients_take_the_steps(told):
     with register_flattening_functions():
         torch.export.export(Attends(), args, strict=False)
     assert not told
+
+
+@pytest.mark.parametrize("mode", ["symbolic", "fake"])
+def test_a_trace_of_the_steps_has_the_steps(mode, told):
+    """What is traced below the operator, or decomposed, computes the attention, and is no empty tensor."""
+    args = tensors((2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 7, 8))
+    shapes = tuple({0: AUTO, 2: AUTO} for _ in args)
+    expected = Attends()(*args)
+    with torch.no_grad():
+        with PLAIN_ATTENTION:
+            steps = make_fx(Attends(), tracing_mode=mode)(*args)
+        assert not told
+        with register_flattening_functions():
+            program = torch.export.export(Attends(), args, dynamic_shapes=shapes, strict=False)
+            decomposed = program.run_decompositions()
+        torch.testing.assert_close(steps(*args), expected)
+        torch.testing.assert_close(decomposed.module()(*args), expected)
+    assert ATTENTION not in {node.target for node in (*steps.graph.nodes, *decomposed.graph.nodes)}
 
 
 def test_the_operator_is_as_it_was_afterwards():

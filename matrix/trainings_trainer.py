@@ -14,7 +14,7 @@ from .cases import SkipColumnError
 from .cut_cases import distance
 from .trainings_trial import Batch, RefusedError, Trial
 
-__all__ = ["LEFT_OUT", "OPTIONS", "TrainerTrial", "compared", "nothing"]
+__all__ = ["LEFT_OUT", "OPTIONS", "SIX_STEPS", "TrainerTrial", "nothing", "side_by_side"]
 
 LEFT_OUT = (
     "1 microbatch",
@@ -26,6 +26,18 @@ LEFT_OUT = (
     "no example",
 )
 """Columns of a model's loss, which are not those of a whole training."""
+
+SIX_STEPS: Mapping[str, Any] = {
+    "max_steps": 6,
+    "learning_rate": 3e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "seed": 7,
+}
+"""Arguments of both trainings."""
 
 _ROWS = 23
 _VOCABULARY = 60
@@ -169,21 +181,13 @@ def _trained(trial: TrainerTrial) -> dict[str, Any]:
 
     import transformers
 
-    from roundpipe_runtime.errors import RoundPipeError
     from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
 
     def run(kind: Any, **options: Any) -> Any:
         fields = {
-            "max_steps": 6,
+            **SIX_STEPS,
             "per_device_train_batch_size": 5,
             "per_device_eval_batch_size": 4,
-            "learning_rate": 3e-3,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "disable_tqdm": True,
-            "use_cpu": True,
-            "seed": 7,
             **{key: value for key, value in trial.fields.items() if key != "model"},
         }
         folder = tempfile.mkdtemp(dir=os.getcwd())
@@ -201,16 +205,18 @@ def _trained(trial: TrainerTrial) -> dict[str, Any]:
 
     if trial.fields.get("random"):
         raise SkipColumnError("random numbers are drawn for each microbatch: they are others than those of the batch")
-    plain = run(transformers.Trainer)
+    return side_by_side(trial, run, transformers.Trainer, RoundPipeTrainer)
+
+
+def side_by_side(trial: Trial, run: Callable[..., Any], theirs: Any, ours: Any) -> dict[str, Any]:
+    """Run two trainers, and compare the losses in their logs, and the weights that they trained."""
+    from roundpipe_runtime.errors import RoundPipeError
+
+    plain = run(theirs)
     try:
-        found = run(RoundPipeTrainer, devices="virtual:2", microbatches=3)
+        found = run(ours, devices="virtual:2", microbatches=3)
     except RoundPipeError as error:
         raise RefusedError(f"{type(error).__name__}: {error}") from error
-    return compared(trial, plain, found)
-
-
-def compared(trial: Trial, plain: Any, found: Any) -> dict[str, Any]:
-    """What is in the logs of two trainers, and the weights that they trained."""
     errors = {}
     for key in ("loss", "grad_norm", "eval_loss", "learning_rate"):
         pairs = list(zip(_history(found, key), _history(plain, key), strict=True))

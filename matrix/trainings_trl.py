@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .trainings_trainer import LEFT_OUT, compared, nothing
-from .trainings_trial import Batch, RefusedError, Trial
+from .trainings_trainer import LEFT_OUT, SIX_STEPS, nothing, side_by_side
+from .trainings_trial import Batch, Trial
 
 __all__ = ["TRAININGS", "TrlTrial"]
 
@@ -126,18 +126,11 @@ def _trained(trial: TrlTrial) -> dict[str, Any]:
     """Six steps: the losses of the log, norms of gradients, and the weights."""
     import trl
 
-    from roundpipe_runtime.errors import RoundPipeError
     from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
 
-    kind = trial.asked[0]
-    theirs = getattr(trl, f"{kind}Trainer")
+    theirs = getattr(trl, f"{trial.asked[0]}Trainer")
     ours = type("Ours", (RoundPipeTrainer, theirs), {})
-    plain = _run(trial, theirs)
-    try:
-        found = _run(trial, ours, devices="virtual:2", microbatches=3)
-    except RoundPipeError as error:
-        raise RefusedError(f"{type(error).__name__}: {error}") from error
-    return compared(trial, plain, found)
+    return side_by_side(trial, functools.partial(_run, trial), theirs, ours)
 
 
 def _run(trial: TrlTrial, cls: Any, **options: Any) -> Any:
@@ -154,17 +147,10 @@ def _run(trial: TrlTrial, cls: Any, **options: Any) -> Any:
         options["ref_model"] = copy.deepcopy(trial.model)
     arguments = getattr(trl, f"{kind}Config")(
         **{
+            **SIX_STEPS,
             "output_dir": tempfile.mkdtemp(dir=os.getcwd()),
-            "max_steps": 6,
             "per_device_train_batch_size": 4,
-            "learning_rate": 3e-3,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "disable_tqdm": True,
-            "use_cpu": True,
             "bf16": False,
-            "seed": 7,
             "max_length": 32,
             **fields,
         }

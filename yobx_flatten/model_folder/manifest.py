@@ -32,7 +32,7 @@ _VERSION = 3
 
 @dataclasses.dataclass(frozen=True)
 class StoredAdapter:
-    """What is stored of an adapter next to its matrices; both are as in the manifest, with the adapter."""
+    """The cases of one adapter by file, and how far a quantised file is from the model with it."""
 
     cases: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     quality: dict[str, Quality] = dataclasses.field(default_factory=dict)

@@ -12,12 +12,12 @@ if shutil.which(os.environ.get("CXX", "g++")) is None:
 
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from tests.flatten.export.rewound_rows import assert_rows_go_on_after_a_rewind
 from yobx_flatten import DecodeSizes, decode_inputs, export_folder, export_program, open_generator
 from yobx_flatten.errors import ReplayError
 from yobx_flatten.export.runtimes import write as runtimes
 from yobx_flatten.huggingface.cache_names import cache_of
 from yobx_flatten.runners.open import open_runner
-from yobx_flatten.runners.rewind import cache_tensors, cropped
 
 pytestmark = pytest.mark.slow  # each package is compiled for half a minute
 
@@ -83,28 +83,7 @@ def test_refused_drafts_are_written_over(model, folder):
 def test_buffers_grow_are_cut_and_have_other_rows(model, folder):
     """Past 256 tokens the first buffers are full; then two tokens fewer, and rows 1, 0 and 1, as in the model."""
     runner = open_runner(folder.path / "model.pt2", trust=True)
-    ids = torch.randint(3, 128, (2, 300), generator=torch.Generator().manual_seed(2))
-
-    def feeds(tokens, seen):
-        rows, new = tokens.shape
-        positions = torch.arange(seen, seen + new).expand(rows, -1)
-        mask = torch.ones(rows, seen + new, dtype=torch.int64)
-        return {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
-
-    empty = {name: torch.zeros(2, 2, 0, 16) for name in runner.in_place}
-    _, cache = runner.step(feeds(ids[:, :100], 0), runner.cache(empty))
-    _, cache = runner.step(feeds(ids[:, 100:], 100), cache)
-    assert {tuple(leaf.shape) for leaf in cache_tensors(cache).values()} == {(2, 2, 300, 16)}
-    cache = cropped(runner, cache, 300, 298)
-    cache = runner.select_rows(cache, torch.tensor([1, 0]))
-    cache = runner.select_rows(cache, torch.tensor([0, 1, 0]))
-    new = torch.tensor([[9], [10], [11]])
-    found, cache = runner.step(feeds(new, 298), cache)
-    with torch.no_grad():
-        wanted = model(torch.cat([ids[[1, 0, 1], :298], new], dim=1), use_cache=True)
-    torch.testing.assert_close(found["logits"][:, -1], wanted.logits[:, -1], atol=1e-5, rtol=0)
-    keys = cache_tensors(cache)["past_key_values.1.key"]
-    torch.testing.assert_close(keys, cache_of(wanted).layers[1].keys, atol=1e-5, rtol=0)
+    assert_rows_go_on_after_a_rewind(model, runner, [100, 200])
 
 
 def test_each_number_of_tokens_fits_into_a_buffer(model, folder):

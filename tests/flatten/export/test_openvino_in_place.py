@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from tests.flatten.export.rewound_rows import assert_rows_go_on_after_a_rewind
 from yobx_flatten import DecodeSizes, decode_inputs, export_folder, export_program, open_generator
 from yobx_flatten.errors import InvalidArgumentError, ReplayError
 from yobx_flatten.export.runtimes import openvino as writer
@@ -19,7 +20,6 @@ from yobx_flatten.export.runtimes.openvino_cache import copied_states, keep_in_s
 from yobx_flatten.huggingface.cache_names import cache_of
 from yobx_flatten.runners.open import open_runner
 from yobx_flatten.runners.openvino_runner import import_openvino, read_model
-from yobx_flatten.runners.rewind import cache_tensors, cropped
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128, "eos_token_id": None}
 
@@ -114,27 +114,7 @@ def test_two_texts_at_a_time_do_not_mix(model, generator):
 def test_a_state_is_cut_and_has_other_rows(model, folder):
     """Next to the eager model on the same tokens: two tokens fewer, then rows 1, 0 and 1."""
     runner = open_runner(folder.path / "model.xml")
-    ids = torch.randint(3, 128, (2, 6), generator=torch.Generator().manual_seed(2))
-    empty = {name: torch.zeros(2, 2, 0, 16) for name in runner.in_place}
-
-    def feeds(tokens, seen):
-        rows, new = tokens.shape
-        positions = torch.arange(seen, seen + new).expand(rows, -1)
-        mask = torch.ones(rows, seen + new, dtype=torch.int64)
-        return {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
-
-    _, cache = runner.step(feeds(ids, 0), runner.cache(empty))
-    assert {tuple(leaf.shape) for leaf in cache_tensors(cache).values()} == {(2, 2, 6, 16)}
-    cache = cropped(runner, cache, 6, 4)
-    cache = runner.select_rows(cache, torch.tensor([1, 0]))
-    cache = runner.select_rows(cache, torch.tensor([0, 1, 0]))
-    new = torch.tensor([[9], [10], [11]])
-    found, cache = runner.step(feeds(new, 4), cache)
-    with torch.no_grad():
-        wanted = model(torch.cat([ids[[1, 0, 1], :4], new], dim=1), use_cache=True)
-    torch.testing.assert_close(found["logits"][:, -1], wanted.logits[:, -1], atol=1e-5, rtol=0)
-    keys = cache_tensors(cache)["past_key_values.1.key"]
-    torch.testing.assert_close(keys, cache_of(wanted).layers[1].keys, atol=1e-5, rtol=0)
+    assert_rows_go_on_after_a_rewind(model, runner, [6])
 
 
 def test_a_call_without_a_loop_takes_and_returns_the_cache(model, folder):

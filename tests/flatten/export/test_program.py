@@ -82,7 +82,7 @@ def test_the_onnx_graph_has_readable_names_and_varying_sizes(mistral):
     graph = onnx.load(mistral.path).graph
     inputs = {given.name: given.type.tensor_type for given in graph.input}
     assert list(inputs) == [*mistral.report.input_names, "num_logits_to_keep"]
-    assert "num_logits_to_keep" in {tensor.name for tensor in graph.initializer}  # so that nobody has to give it
+    assert "num_logits_to_keep" in {tensor.name for tensor in graph.initializer}  # so a call need not pass it
     assert "use_cache" not in inputs
     keys = inputs["past_key_values.0.key"].shape.dim
     assert [bool(dim.dim_param) for dim in keys] == [True, False, True, False]

@@ -455,7 +455,7 @@ def test_an_adapter_of_a_stranger_is_checked_before_it_is_used(change, folder, t
 
 @pytest.mark.slow
 def test_what_is_no_file_of_matrices_is_refused(folder, tmp_path):
-    """Bytes of something else, and a pipe that nobody writes to."""
+    """A file that is no safetensors file, and a named pipe, from which a reader would wait forever."""
     copied = shutil.copytree(folder, tmp_path / "copied")
     (copied / "adapters/one.safetensors").write_bytes(b"no matrices")
     with pytest.raises(DamagedFileError, match=r"one\.safetensors"):

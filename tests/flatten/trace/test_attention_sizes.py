@@ -158,7 +158,7 @@ def test_gradients_take_the_steps(told):
 
 @pytest.mark.parametrize("mode", ["symbolic", "fake"])
 def test_a_trace_of_the_steps_has_the_steps(mode, told):
-    """What is traced below the operator, or decomposed, computes the attention, and is no empty tensor."""
+    """A trace with `make_fx` and a decomposed program compute the attention; neither returns an empty tensor."""
     args = tensors((2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 7, 8))
     shapes = tuple({0: AUTO, 2: AUTO} for _ in args)
     expected = Attends()(*args)

@@ -92,7 +92,8 @@ class EagerRuns:
     """What a module computes in the cases that several runtimes are compared with.
 
     The files of one export, its attempts and its quantised forms are all compared with the same calls of the module,
-    which are the longest part of a replay of a large model.
+    which are the longest part of a replay of a large model. A case stands for one state of the module: where the module
+    computes with an adapter, the cases are copies.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import real_speed
+from . import real_llama_cpp, real_speed
 from .command import add_options, check_options, run_list
 from .page import row, rule
 from .real_cases import COLUMNS, FORMS, run_type
@@ -52,7 +52,7 @@ rows, proves nothing. The first prompt of the ten is answered by the files thems
 {answers}
 {failures}
 {speed}
-{trainings}"""
+{llama_cpp}{trainings}"""
 
 # By heading: the column of results, and what is shown of it.
 _SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -90,6 +90,7 @@ def page_of(results: Results, file: str, tuned: pathlib.Path | None = None) -> s
     """
     tuned = tuned or recorded_file(STEM)
     timed = recorded_file("speed")
+    times = json.loads(timed.read_text(encoding="utf-8"))
     names = [name for name in FORMS if name in results.types]
     lines = [row(["form", *_SHOWN]), rule(1 + len(_SHOWN))]
     answers = []
@@ -111,7 +112,8 @@ def page_of(results: Results, file: str, tuned: pathlib.Path | None = None) -> s
         forms="\n".join(lines) + "\n",
         answers="\n".join(answers),
         failures="\n## What fails\n\n" + "\n".join(failed) + "\n" if failed else "",
-        speed=real_speed.section_of(json.loads(timed.read_text(encoding="utf-8")), timed.name),
+        speed=real_speed.section_of(times, timed.name),
+        llama_cpp=real_llama_cpp.section_of(times),
         trainings=section_of(Results.read(tuned), tuned.name),
     )
 

@@ -25,7 +25,7 @@ from .real_cases import RealTrial, build_peer
 from .real_model import MODEL
 from .results import installed_versions
 
-__all__ = ["CALLS", "PAIRS", "main", "section_of"]
+__all__ = ["CALLS", "PAIRS", "File", "export_form", "main", "section_of", "written"]
 
 PAIRS = {
     "float32": ("float32 fused", "fp32"),
@@ -145,7 +145,8 @@ def section_of(results: Mapping[str, Any], file: str) -> str:
     return _SECTION.format(file=file, versions=versions, rows="\n".join(lines))
 
 
-def _export(form: str, place: pathlib.Path) -> None:
+def export_form(form: str, place: pathlib.Path) -> None:
+    """Write a form of the model into a folder."""
     RealTrial(form, place).exported()
 
 
@@ -153,8 +154,8 @@ def _build(precision: str, place: pathlib.Path) -> None:
     build_peer(MODEL, place / "folder", precision)
 
 
-def _written(place: pathlib.Path, write: Callable[[pathlib.Path], object]) -> pathlib.Path:
-    """The ONNX file of a form, written where it is not there yet."""
+def written(place: pathlib.Path, write: Callable[[pathlib.Path], object]) -> pathlib.Path:
+    """Return the ONNX file of a form, written where it is not there yet."""
     if not (place / "done").exists():
         place.mkdir(parents=True, exist_ok=True)
         write(place)
@@ -176,8 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results["versions"] = installed_versions() | {"onnxruntime-genai": importlib.metadata.version("onnxruntime-genai")}
     for pair in options.only:
         form, precision = PAIRS[pair]
-        ours = _written(options.folder / form.replace(" ", "-"), functools.partial(_export, form))
-        theirs = _written(options.folder / f"builder-{precision}", functools.partial(_build, precision))
+        ours = written(options.folder / form.replace(" ", "-"), functools.partial(export_form, form))
+        theirs = written(options.folder / f"builder-{precision}", functools.partial(_build, precision))
         results["pairs"][pair] = measured(ours, theirs, CALLS)
         sys.stdout.write(f"{pair} {results['pairs'][pair]}\n")
         results["pairs"] = {name: results["pairs"][name] for name in PAIRS if name in results["pairs"]}

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from matrix import real_speed
+from matrix import real_llama_cpp, real_speed
 from matrix.cases import DifferenceError
 from matrix.real import page_of
 from matrix.real_cases import FORMS, RealTrial, divergence, perplexity
@@ -95,3 +95,21 @@ def test_two_files_are_timed_by_turns_and_shown_with_their_ratio(tmp_path):
     assert all(time >= 0 for times in found.values() for time in times)
     times = {name: [3.0, 4.0] for name in real_speed.CALLS}
     assert "| 3, 4: 0.75 |" in real_speed.section_of({"pairs": {"int4": times}, "versions": {}}, "speed.json")
+
+
+def test_the_page_has_llama_cpp_next_to_ours_where_it_was_timed():
+    """Both times and their ratio, with what was timed; nothing where it was not."""
+    calls = {"token at 128": [9.0, 12.0], "prompt of 1,000": [50.0, 100.0]}
+    held = {"calls": calls, "release": "b1", "processor": "AVX2", "package": "3.22.1", "rounds": 4, "versions": {}}
+    shown = real_llama_cpp.section_of({real_llama_cpp.KEY: held})
+    assert "|  | token at 128 | prompt of 1,000 |" in shown
+    assert "| 9, 12: 0.75 | 50, 100: 0.50 |" in shown
+    assert real_llama_cpp.section_of({"pairs": {}}) == ""
+
+
+def test_llama_cpp_is_timed_where_npm_is(tmp_path, monkeypatch):
+    """Without npm the command ends with a line that says so, and writes nothing."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="needs npm"):
+        real_llama_cpp.install(tmp_path / "packages")
+    assert not (tmp_path / "packages").exists()

@@ -1,0 +1,150 @@
+"""Time the file that keeps the integers of a GGUF next to llama.cpp: ``python -m matrix.real_llama_cpp`` (needs npm).
+
+llama.cpp reads the GGUF itself, built for this processor, as the package ``node-llama-cpp`` of npm brings it. Both
+have one thread and run by turns, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.metadata
+import json
+import pathlib
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import IO, Any
+
+from .page import row, rule
+from .real_model import GGUF
+from .real_speed import CALLS, File, export_form, written
+from .results import installed_versions
+
+__all__ = ["KEY", "main", "section_of"]
+
+KEY = "llama.cpp"
+"""Entry of the results that `real_speed` also writes."""
+
+_PACKAGES = {"node-llama-cpp": "3.22.1"}
+_BUILDS = {("Linux", "x86_64"): "linux-x64", ("Linux", "aarch64"): "linux-arm64"}
+_ROUNDS = 4
+_SECTION = """## Next to llama.cpp
+
+The same GGUF, milliseconds of the processor, one thread: the ONNX file that keeps its integers, llama.cpp, and the
+ratio. Each runs in a process of its own, by turns; medians of {rounds} turns. llama.cpp is {release}, built for this
+processor ({processor}), as the package `node-llama-cpp` {package} of npm brings it. It rounds what is multiplied to
+8 bits, and its times include the choice of the most likely token. Recorded by `python -m matrix.real_llama_cpp`, with
+{versions}.
+
+{rows}
+"""
+
+
+class LlamaCpp:
+    """A process of llama.cpp that has a GGUF open."""
+
+    def __init__(self, folder: pathlib.Path, model: pathlib.Path) -> None:
+        command = ["node", str(pathlib.Path(__file__).with_suffix(".mjs")), str(model)]
+        self._process = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.facts: dict[str, str] = self._answer()
+
+    def measure(self, new: int, past: int, repetitions: int) -> list[float]:
+        """Return the milliseconds of calls with so many new tokens after those in the cache."""
+        _open(self._process.stdin).write(f"{json.dumps([new, past, repetitions])}\n")
+        _open(self._process.stdin).flush()
+        times: list[float] = self._answer()
+        return times
+
+    def close(self) -> None:
+        """End the process."""
+        _open(self._process.stdin).close()
+        self._process.wait(60)
+
+    def _answer(self) -> Any:
+        line = _open(self._process.stdout).readline()
+        if not line:
+            raise RuntimeError(f"llama.cpp ended with {self._process.wait(60)} before it answered")
+        return json.loads(line)
+
+
+def _open(stream: IO[str] | None) -> IO[str]:
+    assert stream is not None
+    return stream
+
+
+def install(folder: pathlib.Path) -> None:
+    """Install llama.cpp for this processor into a folder, without running scripts of packages."""
+    build = _BUILDS.get((platform.system(), platform.machine()))
+    if build is None or shutil.which("npm") is None:
+        raise SystemExit(f"matrix.real_llama_cpp needs npm, and Linux on x86-64 or aarch64: {platform.platform()}")
+    folder.mkdir(parents=True, exist_ok=True)
+    packages = _PACKAGES | {f"@node-llama-cpp/{build}": _PACKAGES["node-llama-cpp"]}
+    (folder / "package.json").write_text(json.dumps({"private": True, "dependencies": packages}), encoding="utf-8")
+    options = ["--ignore-scripts", "--omit=optional", "--no-audit", "--no-fund", "--silent"]
+    subprocess.run(["npm", "install", *options], cwd=folder, check=True)
+
+
+def measured(ours: pathlib.Path, llama: LlamaCpp) -> dict[str, list[float]]:
+    """Return milliseconds of both by the name of a call of one row."""
+    calls = {name: (new, past) for name, (rows, new, past) in CALLS.items() if rows == 1}
+    samples: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
+    file = File(ours)
+    for turn in range(1 + _ROUNDS):
+        for name, (new, past) in calls.items():
+            repetitions = 12 if new == 1 else 1
+            file.prepare(1, new, past)
+            own, other = [file.call() for _ in range(repetitions)], llama.measure(new, past, repetitions)
+            if turn:  # the first one warms up
+                samples[name][0].extend(own)
+                samples[name][1].extend(other)
+    return {name: [round(statistics.median(times), 2) for times in both] for name, both in samples.items()}
+
+
+def section_of(results: Mapping[str, Any]) -> str:
+    """Return the section of the page; empty where nothing is recorded."""
+    held = results.get(KEY)
+    if held is None:
+        return ""
+    names = [name for name in CALLS if name in held["calls"]]
+    cells = [f"{ours:.4g}, {theirs:.4g}: {ours / theirs:.2f}" for ours, theirs in map(held["calls"].get, names)]
+    versions = ", ".join(f"{library} {version}" for library, version in held["versions"].items())
+    rows = "\n".join([row(["", *names]), rule(1 + len(names)), row(["int4 of the GGUF", *cells])])
+    facts = {name: held[name] for name in ("release", "processor", "package", "rounds")}
+    return _SECTION.format(versions=versions, rows=rows, **facts) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    parser = argparse.ArgumentParser("python -m matrix.real_llama_cpp", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("build/real/forms"), help="exported forms")
+    parser.add_argument("--npm", type=pathlib.Path, default=pathlib.Path("build/real/llama.cpp"), help="its packages")
+    version = importlib.metadata.version("transformers")
+    parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path(f"docs/data/speed-{version}.json"))
+    options = parser.parse_args(arguments)
+    form = "GGUF fused"
+    ours = written(options.folder / form.replace(" ", "-"), functools.partial(export_form, form))
+    install(options.npm)
+    llama = LlamaCpp(options.npm, GGUF.resolve())
+    calls = measured(ours, llama)
+    llama.close()
+    on = [feature.split(" = ")[0].strip() for feature in llama.facts["processor"].split("|") if "= 1" in feature]
+    results: dict[str, Any] = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
+    results[KEY] = {
+        "calls": calls,
+        "release": llama.facts["release"],
+        "processor": ", ".join(name.removeprefix("CPU : ") for name in on),
+        "package": _PACKAGES["node-llama-cpp"],
+        "rounds": _ROUNDS,
+        "versions": installed_versions(),
+    }
+    options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(f"{calls}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -74,7 +74,8 @@ def sliced_cross_entropy(
     if not isinstance(weight, HostTable) or weight.access.table.slice_rows is None:
         return NotImplemented
     access, kind = weight.access, hidden.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    autocast = torch.get_autocast_dtype(kind) if casts else None
     settings = _Settings(
         access, weight.access.table.slice_rows, transform, ignore_index, label_smoothing, kind, autocast
     )

@@ -47,7 +47,7 @@ class Task:
 
     chat: bool = False
     lora: str | None = None
-    memory: str  # of the device; the next size below is refused, as a stage has 3/10 of it
+    memory: str  # of the device; a stage has 3/10 of it, and needs a layer with its gradients
     lr: float
     length: int = 128
     batch: int = 4
@@ -61,10 +61,10 @@ class Task:
 
 _ASKED = 'What does the help of Python say about "The "assert" statement"?'
 TASKS: dict[str, Task] = {
-    "text": Task(memory="760MB", lr=2e-5),
-    "text with adapters": Task(memory="380MB", lr=2e-4, lora="8"),
-    "chat": Task(chat=True, memory="760MB", lr=2e-5, prompt=_ASKED),
-    "chat with adapters": Task(chat=True, memory="380MB", lr=2e-4, lora="8", prompt=_ASKED),
+    "text": Task(memory="95MB", lr=2e-5),
+    "text with adapters": Task(memory="50MB", lr=2e-4, lora="8"),
+    "chat": Task(chat=True, memory="95MB", lr=2e-5, prompt=_ASKED),
+    "chat with adapters": Task(chat=True, memory="50MB", lr=2e-4, lora="8", prompt=_ASKED),
 }
 """By name: what is measured."""
 

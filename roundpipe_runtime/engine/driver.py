@@ -22,6 +22,7 @@ from ..device.pinning import PinnedModel
 from ..device.transfer import HostValue
 from ..device.virtual import Device
 from ..errors import ConfigError
+from ..optim.tables import LargeTables
 from .autograd import call
 from .call import Call
 from .compiled import NOT_COMPILED, CompiledLayers
@@ -42,6 +43,7 @@ class Engine(RunLifecycle):
 
     # pinned: pinned memory of the model. Default: nothing is pinned.
     # gradient_dtype: dtype of the gradients of master weights between a run and the step. Default: that of the sums.
+    # large_tables: how tables of large vocabularies travel. Default: whole.
     # row_check: proof that layers compute each row by itself, before a batch is cut between rows; `None` for layers of
     # which the caller has one
 
@@ -59,9 +61,12 @@ class Engine(RunLifecycle):
         groups: OneGroup[Engine] | None = None,
         gradient_dtype: torch.dtype | None = None,
         compiled: CompiledLayers = NOT_COMPILED,
+        large_tables: LargeTables = "whole",
     ) -> None:
         groups = OneGroup() if groups is None else groups
-        super().__init__(model, layers, devices, optim_dtype, tag, pinned, groups, gradient_dtype, compiled)
+        super().__init__(
+            model, layers, devices, optim_dtype, tag, pinned, groups, gradient_dtype, compiled, large_tables
+        )
         self._warned = False
         self.row_check: RowCheck | None = RowCheck()
         self.groups.begin(self, model)

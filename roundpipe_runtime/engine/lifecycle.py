@@ -26,6 +26,7 @@ from ..device.virtual import Device
 from ..optim.parameters import LayerContents, scan
 from ..optim.readiness import ReadinessTable
 from ..optim.step import wait_for_updates
+from ..optim.tables import LargeTables
 from ..schedule.costs import MeasuredCosts
 from ..schedule.plan import RunType
 from ..schedule.round_robin import Stage, stages_within
@@ -69,6 +70,7 @@ class RunLifecycle:
         groups: OneGroup[Any],
         gradient_dtype: torch.dtype | None,
         compiled: CompiledLayers,
+        large_tables: LargeTables,
     ) -> None:
         self.layers = list(layers)
         self._compiled = compiled
@@ -81,7 +83,10 @@ class RunLifecycle:
         self.table = ReadinessTable(len(self.layers))
         self.dispatch = Dispatch(self.devices)
         self.round_robin = self.dispatch.round_robin
-        self.planner = Planner(self.layers, self.devices, self.store.gradient_dtype)
+        is_compiled = not compiled.is_empty
+        self.planner = Planner(
+            self.layers, self.devices, self.store.gradient_dtype, large_tables, is_compiled=is_compiled
+        )
         self.steps = groups.make_steps(self.store, self.table, partial(scan, self.layers))
         is_accelerated = any(device.torch_device.type != "cpu" for device in self.devices)
         self.gradient_memory = GradientMemory() if is_accelerated else None
@@ -180,7 +185,7 @@ class RunLifecycle:
             self.store.publish()
             if self._pinned is not None:
                 self._pinned.update()
-        contents = scan(self.layers)
+        contents = self.planner.rule.mark(scan(self.layers))
         read = [parameter for layer in contents for parameter in layer.parameters()]
         wait_for_updates(lambda steps: steps is not self.steps and steps.writes(read))  # of a pipeline that shares some
         return contents
@@ -198,6 +203,8 @@ class RunLifecycle:
         plan = config.execute_plan or self.planner.plan(kind, self.step, copies=copies, num_microbatch=num_microbatch)
         # Who is offered gradients gets them from one device, microbatch after microbatch.
         most_copies = 1 if self.take_gradient is not None else max(1, min(len(self.devices), num_microbatch))
+        if contents and contents[-1].trains_tables:  # their gradients are summed on the host, in one order
+            most_copies = 1
         span = range(len(self.layers)) if span is None else span
         # Autocast belongs to the thread of the caller. Labels and losses may also stay on the CPU.
         kinds = sorted({"cpu"} | {device.torch_device.type for device in self.devices})

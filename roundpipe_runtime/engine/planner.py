@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal, cast
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 
 from ..device.virtual import Device
+from ..optim.parameters import scan
+from ..optim.tables import LargeTables, TableRule, needed_bytes, rule_for
 from ..schedule.costs import LayerCost, MeasuredCosts, analytic_cost
 from ..schedule.plan import ModelExecutePlan, RunType
 
-__all__ = ["FOR_PARAMETERS", "Planner", "bytes_to_keep"]
+__all__ = ["FOR_PARAMETERS", "Planner", "bytes_to_keep", "guessed_costs", "stage_limit"]
 
 # Seconds of a forward on the CPU below which two threads are slower than one: torch gives the interpreter's lock away
 # at each operator, so they would take it from each other all the time.
@@ -34,16 +37,23 @@ class Planner:
     """Plans of one model on its devices."""
 
     # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
+    # large_tables: how tables travel that are large. Default: whole.
+    # is_compiled: whether torch compiles layers
 
     def __init__(
         self,
         layers: Sequence[nn.Module],
         devices: Sequence[Device],
         gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
+        large_tables: LargeTables = "whole",
+        *,
+        is_compiled: bool = False,
     ) -> None:
         self._devices = devices
+        limit = stage_limit(self.memory_limit())
+        self.rule = rule_for(layers, large_tables, limit, gradient_dtype, is_compiled=is_compiled)
         # apart, as a forward alone may be of another batch, and is not to be compared with a backward
-        guessed = [analytic_cost(layer, gradient_dtype) for layer in layers]
+        guessed = guessed_costs(layers, self.rule, gradient_dtype)
         self._training, self._inference = MeasuredCosts(guessed), MeasuredCosts(guessed)
         # By kind, wanted number of copies, and the number of microbatches where that counts.
         self._plans: dict[tuple[RunType, int | str, int | None], tuple[ModelExecutePlan, int]] = {}
@@ -118,6 +128,28 @@ class Planner:
             return wanted * 1e9
         limit = self.memory_limit()
         return bytes_to_keep(None if limit is None else limit * 1e9, largest_stage, fits=self.fits())
+
+
+def stage_limit(memory_limit: float | None) -> float | None:
+    """Return the bytes that a stage may have, as a plan allows them: half, as the next one is loaded meanwhile."""
+    # memory_limit: GB for parameters and gradients; `None` where they are not known
+    return None if memory_limit is None else memory_limit * 1e9 / 2
+
+
+def guessed_costs(
+    layers: Sequence[nn.Module],
+    rule: TableRule,
+    gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
+) -> list[LayerCost]:
+    """Return the cost of each layer before it has run, with the bytes of what travels of its tables."""
+    costs = []
+    for layer, contents in zip(layers, rule.mark(scan(layers)), strict=True):
+        cost = analytic_cost(layer, gradient_dtype)
+        if contents.tables:
+            held, gradients = needed_bytes(contents, gradient_dtype)
+            cost = dataclasses.replace(cost, param_bytes=held, grad_bytes=gradients)
+        costs.append(cost)
+    return costs
 
 
 def bytes_to_keep(limit: float | None, largest_stage: int, *, fits: bool) -> float:

@@ -17,8 +17,10 @@ from torch import nn
 from ..device.transfer import flatten_value
 from ..engine.layer_graph import LayerGraph, Values, enter, plain
 from ..optim.parameters import LayerContents, scan
+from ..optim.tables import TableRule
 from .footprint import Footprint, storage_bytes
 from .meta_kernels import device_kernels
+from .meta_tables import Parts, standing_tables
 
 __all__ = ["LayerFootprint", "measure_layers"]
 
@@ -42,7 +44,12 @@ class LayerFootprint:
         forward_flops: operations of a forward.
         backward_flops: operations of a backward, without the forward that is computed again.
         frozen_bytes: parameters that do not train; part of ``param_bytes``. Default: 0.
-        trained_bytes: parameters that train; part of ``param_bytes``, the rest are buffers. Default: 0.
+        trained_bytes: parameters that train; part of ``param_bytes``. Default: 0.
+        slice_bytes: slices of tables that are there at once; part of ``param_bytes``, the rest are buffers. Default: 0.
+        parts_forward: rows and slices of tables that are copied in for a forward. Default: 0.
+        parts_backward: the same for a backward, in addition. Default: 0.
+        parts_down: gradients of these, which are copied back. Default: 0.
+        table_grad_bytes: gradients of whole tables, which only the host has. Default: 0.
     """
 
     name: str
@@ -59,11 +66,16 @@ class LayerFootprint:
     backward_flops: int
     frozen_bytes: int = 0
     trained_bytes: int = 0
+    slice_bytes: int = 0
+    parts_forward: int = 0
+    parts_backward: int = 0
+    parts_down: int = 0
+    table_grad_bytes: int = 0
 
     @property
     def buffer_bytes(self) -> int:
         """Size of the buffers. A layer that has some is copied to the device anew for its backward."""
-        return self.param_bytes - self.frozen_bytes - self.trained_bytes
+        return self.param_bytes - self.frozen_bytes - self.trained_bytes - self.slice_bytes
 
 
 def measure_layers(
@@ -76,6 +88,7 @@ def measure_layers(
     last_call: Callable[[nn.Module, Any], Any] | None = None,
     kind: str = "cuda",
     start: int = 0,
+    rule: TableRule | None = None,
 ) -> list[LayerFootprint]:
     """Measure layers forward and backward on one microbatch.
 
@@ -88,6 +101,7 @@ def measure_layers(
         last_call: calls the last layer. Default: ``layer(value)``.
         kind: the kind of the devices that are planned for, ``"cpu"`` for virtual ones.
         start: index of the first layer that is measured; those before it are only called. Default: 0, all are measured.
+        rule: which tables travel in parts. Default: none.
 
     Returns:
         The memory and operations of each layer that is measured.
@@ -97,7 +111,7 @@ def measure_layers(
     >>> first.param_bytes, first.forward_flops, second.held
     (10000200000, 40000000000, 1600000)
     """
-    contents = scan(layers)
+    contents = (rule or TableRule()).mark(scan(layers))
     found = []
     values: Any = (tuple(args), dict(kwargs or {}))
     structure, tensors = flatten_value(values, what="inputs")
@@ -111,7 +125,8 @@ def measure_layers(
                 _, given = _called(one, call, given)
                 continue
             name = names[index] if names is not None else one.title
-            footprint, given = _measure(name, one, call, given, gradient_dtype)
+            with standing_tables(one) as parts:
+                footprint, given = _measure(name, one, call, given, gradient_dtype, parts)
             found.append(footprint)
     return found
 
@@ -137,9 +152,12 @@ def _measure(
     call: Callable[[Any], Any],
     given: Values,
     gradient_dtype: Callable[[nn.Parameter], torch.dtype],
+    parts: Parts,
 ) -> tuple[LayerFootprint, Values]:
     """The layer on these inputs, and the inputs of the next one."""
-    trained = [parameter for parameter in contents.parameters() if parameter.requires_grad]
+    held_here = [parameter for parameter in contents.parameters() if id(parameter) not in contents.tables]
+    trained = [parameter for parameter in held_here if parameter.requires_grad]
+    tables = [parameter for parameter in contents.parameters() if id(parameter) in contents.tables]
     sums = _give_sums(trained, gradient_dtype)
     held_before = [*given.tensors, *contents.parameters(), *(buffer.tensor for buffer in contents.buffers), *sums]
     with Footprint() as found:
@@ -147,6 +165,7 @@ def _measure(
         graph, results = _called(contents, call, given)
     entries, exits = graph.entries, graph.exits
     forward_peak, held, forward_flops = found.peak, found.restart(), found.flops
+    parts_forward = parts.up
     starts = [(exit_, torch.empty_like(exit_)) for exit_ in exits if exit_.requires_grad]
     with found:
         found.ignore(gradient for _, gradient in starts)
@@ -172,8 +191,13 @@ def _measure(
         backward_peak=found.peak,
         forward_flops=forward_flops,
         backward_flops=found.flops - forward_flops,
-        frozen_bytes=storage_bytes(p for p in contents.parameters() if not p.requires_grad),
+        frozen_bytes=storage_bytes(p for p in held_here if not p.requires_grad),
         trained_bytes=storage_bytes(trained),
+        slice_bytes=sum(map(contents.nbytes_of, tables)),
+        parts_forward=parts_forward,
+        parts_backward=parts.up - parts_forward,
+        parts_down=parts.down,
+        table_grad_bytes=sum(p.numel() * gradient_dtype(p).itemsize for p in tables if p.requires_grad),
     )
     for parameter in trained:
         parameter.grad = None

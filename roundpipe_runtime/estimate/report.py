@@ -9,9 +9,11 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
-from ..engine.planner import FOR_PARAMETERS
+from ..engine.planner import FOR_PARAMETERS, guessed_costs
 from ..errors import PlanError
-from ..schedule.costs import LayerCost, analytic_cost
+from ..optim.parameters import scan
+from ..optim.tables import TableRule
+from ..schedule.costs import LayerCost
 from ..schedule.partitioning import CLEAR_GAIN
 from ..schedule.plan import ModelExecutePlan
 from ..schedule.round_robin import RoundRobin, Stage
@@ -138,6 +140,8 @@ def plan_report(
     optim_dtype: torch.dtype | None = None,
     last_stage_copies: int | Literal["auto"] = 1,
     keep_parameters: float | Literal["auto"] = 0,
+    rule: TableRule | None = None,
+    least_rule: TableRule | None = None,
 ) -> PlanReport:
     """Plan a training and estimate its memory and times."""
     # model: the model whose parameters the host holds; they can be on `meta`
@@ -146,11 +150,17 @@ def plan_report(
     # last_stage_copies: number of devices that run the last layer, each with a share of the microbatches. `"auto"`: the
     # number with which the simulated step, with its transfers, is clearly faster. Default: 1.
     # keep_parameters: what stays on devices from step to step, as in `RoundPipeRunConfig`. Default: 0.
+    # rule: which tables travel in parts, in the layers as they were measured. Default: none.
+    # least_rule: the same with the least memory that a device may have. Default: `rule`.
+    rule = rule or TableRule()
 
     def sums_in(parameter: nn.Parameter) -> torch.dtype:
         return optim_dtype if optim_dtype and parameter.is_floating_point() else parameter.dtype
 
-    guessed = [analytic_cost(piece, sums_in) for piece in pieces]
+    guessed = guessed_costs(pieces, rule, sums_in)
+    if rule.mark(scan(pieces))[-1].trains_tables:
+        last_stage_copies = 1  # as the runtime has it
+    least = max(cost.param_bytes + cost.grad_bytes for cost in guessed_costs(pieces, least_rule or rule, sums_in))
     costs = [_cost(cost, layer, hardware.flops) for cost, layer in zip(guessed, layers, strict=True)]
     limit = None if hardware.memory is None else FOR_PARAMETERS * hardware.memory
     plans, too_large = _plans(costs, hardware, limit, last_stage_copies, num_microbatch)
@@ -174,7 +184,7 @@ def plan_report(
         tokens_backward=_tokens_to_hide(loads[len(forward) :], tokens / num_microbatch, hardware),
         too_large=too_large,
         # a stage gets half of what parameters may take, as the next one is loaded meanwhile
-        least_memory=int(2 * max(cost.param_bytes + cost.grad_bytes for cost in costs) / FOR_PARAMETERS),
+        least_memory=int(2 * least / FOR_PARAMETERS),
     )
 
 

@@ -69,6 +69,17 @@ class StepPlan:
         """
         return share_bytes(stage, self.layers)
 
+    def part_bytes(self, stage: Stage) -> tuple[int, int]:
+        """Return the bytes of parts of tables that one microbatch copies to the device and back.
+
+        Args:
+            stage: stage of this plan.
+        """
+        goes_back = stage.kind != "forward"
+        layers = [self.layers[index] for index in stage.layers]
+        up = sum(layer.parts_forward + (layer.parts_backward if goes_back else 0) for layer in layers)
+        return up, sum(layer.parts_down for layer in layers) if goes_back else 0
+
     def seconds(self, stage: Stage, machine: Hardware) -> float:
         """Return the seconds of a stage on one microbatch.
 
@@ -150,7 +161,13 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep:
         new = [index for index in stage.layers if (device, index) not in there]
         if stays and stage.kind == "forward":
             there.update((device, index) for index in stage.layers if not plan.layers[index].buffer_bytes)
-        upload = sum(plan.layers[index].param_bytes - kept[index].of(was_here=(device, index) in came) for index in new)
+        upload = sum(
+            plan.layers[index].param_bytes
+            - plan.layers[index].slice_bytes
+            - kept[index].of(was_here=(device, index) in came)
+            for index in new
+        )
+        up, down = plan.part_bytes(stage)
         came.update((device, index) for index in stage.layers)
         computed = plan.seconds(stage, without_calls)
         loads.append(
@@ -158,8 +175,8 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep:
                 compute=computed,
                 upload=upload,
                 download=sum(layer.grad_bytes for layer in mine) if goes_back else 0,
-                inputs=mine[0].inputs + (mine[-1].grads_out if stage.kind == "backward" else 0),
-                outputs=mine[0].grads_in if goes_back else mine[-1].outputs + sum(saved),
+                inputs=mine[0].inputs + (mine[-1].grads_out if stage.kind == "backward" else 0) + up,
+                outputs=(mine[0].grads_in if goes_back else mine[-1].outputs + sum(saved)) + down,
                 copies=stage.copies,
                 copy=stage.copy,
                 share=plan.share_bytes(stage),

@@ -226,8 +226,8 @@ def stays_on_devices(plan: StepPlan, machine: Hardware) -> bool:
 
 def _with_updates(plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, optimizer: float) -> list[StageLoad]:
     """The loads of a run next to the optimizer of the step before, which goes through the layers in their order."""
-    whole = sum(layer.grad_bytes for layer in plan.layers) or 1
-    sums = itertools.accumulate(layer.grad_bytes for layer in plan.layers)
+    sizes = [layer.grad_bytes + layer.table_grad_bytes for layer in plan.layers]
+    whole, sums = sum(sizes) or 1, itertools.accumulate(sizes)
     ready = [optimizer * size / whole for size in sums]
     found = []
     for stage, load in zip(plan.stages, loads, strict=True):
@@ -261,24 +261,28 @@ def _busy(
         for stage, load in zip(plan.stages, loads, strict=True)
         if not stage.is_last_copy
     )
+    # of tables, as many bytes for each microbatch, however many tokens it has
+    of_tables = [plan.part_bytes(stage) for stage in plan.stages]
+    table_up, table_down = (
+        microbatches * sum(found[way] * part for found, part in zip(of_tables, parts, strict=True)) for way in (0, 1)
+    )
+    last_copies = [load.download for load in loads if load.copy in (None, load.copies - 1)]
     fixed = {
         "compute": 0.0,
-        "link up": (sum(load.upload for load in loads) + shares) / machine.link / devices,
-        "link down": (sum(load.download for load in loads if load.copy in (None, load.copies - 1)) + shares)
-        / down
-        / devices,
+        "link up": (sum(load.upload for load in loads) + shares + table_up) / machine.link / devices,
+        "link down": (sum(last_copies) + shares + table_down) / down / devices,
         "interpreter": len(plan.layers) * microbatches * machine.call,  # one for all devices
         "optimizer": optimizer,
     }
     per_token = {
         "compute": microbatches * computed / devices / tokens,
         "link up": microbatches
-        * sum(load.inputs * part for load, part in zip(loads, parts, strict=True))
+        * sum((load.inputs - up) * part for load, part, (up, _) in zip(loads, parts, of_tables, strict=True))
         / machine.link
         / devices
         / tokens,
         "link down": microbatches
-        * sum(load.outputs * part for load, part in zip(loads, parts, strict=True))
+        * sum((load.outputs - back) * part for load, part, (_, back) in zip(loads, parts, of_tables, strict=True))
         / down
         / devices
         / tokens,

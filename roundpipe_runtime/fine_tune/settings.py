@@ -11,6 +11,7 @@ import torch
 from ..device.virtual import DeviceSpec
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError
+from ..optim.tables import LargeTables, check_large_tables
 
 __all__ = ["BatchSettings", "LearningSettings", "Settings"]
 
@@ -152,6 +153,7 @@ class Settings(BatchSettings, LearningSettings):
         optim_dtype: dtype of gradients, moments and master weights. Default: float32.
         keep_parameters: what stays on devices from step to step, as in :class:`RoundPipeRunConfig`; the numbers are the
             same.
+        large_tables: how tables of large vocabularies travel, as in :class:`RoundPipe`.
         eval_every: number of steps between two evaluations; ``None`` for one at the end.
         check: whether to compare the cut model with the reference model first.
         report_to: where the Trainer also sends what it logs: ``"tensorboard"``, ``"wandb"``, ``"mlflow"`` and others.
@@ -163,6 +165,7 @@ class Settings(BatchSettings, LearningSettings):
     devices: DeviceSpec = None
     optim_dtype: torch.dtype | None = torch.float32
     keep_parameters: float | Literal["auto"] = 0
+    large_tables: LargeTables = "auto"
     eval_every: int | None = None
     check: bool = True
     report_to: tuple[str, ...] = ()
@@ -172,6 +175,7 @@ class Settings(BatchSettings, LearningSettings):
         LearningSettings.__post_init__(self)
         if self.eval_every is not None:
             _check_count("eval_every", self.eval_every, least=1)
+        check_large_tables(self.large_tables)
         RoundPipeRunConfig(keep_parameters=self.keep_parameters)  # which raises where it is none
 
 

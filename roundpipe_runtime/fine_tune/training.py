@@ -91,6 +91,7 @@ class Training:
             optim_dtype=settings.optim_dtype,
             mesh=self.job.mesh(),
             replicas=settings.replicas,
+            large_tables=settings.large_tables,
         )
         self.optimizer = torch.optim.AdamW(self._groups(), lr=settings.lr, fused=self._is_fused())
         self.trainer = TextTrainer(self.pipeline, self.optimizer, blocks, settings, self.job)

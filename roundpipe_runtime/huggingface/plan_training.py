@@ -12,12 +12,14 @@ from torch import nn
 from yobx_flatten.errors.messages import first_line
 from yobx_flatten.recipe.aliases import Kwargs
 
+from ..engine.planner import FOR_PARAMETERS, stage_limit
 from ..errors import ConfigError
 from ..estimate.hardware import Hardware
 from ..estimate.joined_loss import JoinedLoss, joined_loss
 from ..estimate.layer_footprint import LayerFootprint, measure_layers
 from ..estimate.meta_kernels import device_kernels
 from ..estimate.report import PlanReport, plan_report
+from ..optim.tables import LargeTables, rule_for
 from .cutting.cut import Cut, cut
 from .cutting.example import without_cache
 from .cutting.pieces import Phase, Whole
@@ -52,8 +54,16 @@ class PlannedTraining:
 
     # model: causal language model of transformers, or PEFT's model around one, with parameters on `meta`
     # optim_dtype: dtype in which the optimizer works. Default: the dtype of each parameter.
+    # large_tables: how tables of large vocabularies travel, as in `RoundPipe`. Default: `"auto"`.
 
-    def __init__(self, model: nn.Module, hardware: Hardware, *, optim_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        hardware: Hardware,
+        *,
+        optim_dtype: torch.dtype | None = None,
+        large_tables: LargeTables = "auto",
+    ) -> None:
         if not all(parameter.is_meta for parameter in model.parameters()):
             raise ConfigError(
                 "A plan is made for a model on meta, so that nothing is allocated:\n"
@@ -64,6 +74,10 @@ class PlannedTraining:
         self.optim_dtype = optim_dtype
         self._measured: dict[tuple[int, int, int], list[LayerFootprint]] = {}
         self.cut: Cut = _cut(model, hardware.kind)
+        self.cut.sync()
+        limit = None if hardware.memory is None else stage_limit(FOR_PARAMETERS * hardware.memory / 1e9)
+        self.rule = rule_for(self.cut.pieces, large_tables, limit, self._gradient_dtype())
+        self._least_rule = rule_for(self.cut.pieces, large_tables, 0.0, self._gradient_dtype())
 
     def report(
         self,
@@ -88,6 +102,8 @@ class PlannedTraining:
             optim_dtype=self.optim_dtype,
             last_stage_copies=last_stage_copies,
             keep_parameters=keep_parameters,
+            rule=self.rule,
+            least_rule=self._least_rule,
         )
 
     def joined_loss(self, *, batch: int, length: int) -> JoinedLoss:
@@ -129,6 +145,7 @@ class PlannedTraining:
                 last_call=_last_call,
                 kind=self.hardware.kind,
                 start=start,
+                rule=self.rule,
             )
         return self._measured[key]
 

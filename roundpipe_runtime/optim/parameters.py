@@ -25,7 +25,10 @@ from ..errors import StageError
 from .clipping import watch_clipping
 from .torch_steps import dtype_of_gradient, install, number_of_steps
 
-__all__ = ["BufferSlot", "LayerContents", "ParameterSlot", "ParameterStore", "is_watched", "scan"]
+__all__ = ["BufferSlot", "LayerContents", "ParameterSlot", "ParameterStore", "Table", "is_watched", "scan"]
+
+# Slices of a table that are on a device at once: the one that computes, and the one that comes or goes.
+_SLICES_AT_ONCE = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +59,14 @@ class BufferSlot:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Table:
+    """How a large matrix of a layer travels in parts."""
+
+    slice_rows: int | None  # rows of a slice of products with it; `None`: products are computed with all of it
+    is_head: bool = False  # whether the layer is known to compute products with it; else it looks up rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LayerContents:
     """Parameters and buffers of a layer on the host."""
 
@@ -65,6 +76,8 @@ class LayerContents:
     buffers: tuple[BufferSlot, ...]  # all places of buffers
     # lock that is held while device copies are in these places. Layers that share a module share it.
     lock: threading.RLock = dataclasses.field(repr=False)
+    # parameters that travel in parts, by identity. Default: none.
+    tables: Mapping[int, Table] = dataclasses.field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -75,10 +88,23 @@ class LayerContents:
         """Return the parameters, each once."""
         return list({id(slot.parameter): slot.parameter for slot in self.slots}.values())
 
+    @property
+    def trains_tables(self) -> bool:
+        """Whether a parameter that travels in parts is trained."""
+        return any(p.requires_grad for p in self.parameters() if id(p) in self.tables)
+
     def nbytes(self) -> int:
-        """Return the bytes of parameters and buffers."""
-        tensors: list[torch.Tensor] = [*self.parameters(), *(buffer.tensor for buffer in self.buffers)]
-        return sum(tensor.element_size() * tensor.numel() for tensor in tensors)
+        """Return the bytes of parameters and buffers on a device."""
+        buffers = sum(buffer.tensor.element_size() * buffer.tensor.numel() for buffer in self.buffers)
+        return sum(map(self.nbytes_of, self.parameters())) + buffers
+
+    def nbytes_of(self, parameter: nn.Parameter) -> int:
+        """Return the bytes of a parameter on a device: of a table, those of slices; rows are like activations."""
+        table = self.tables.get(id(parameter))
+        if table is None:
+            return parameter.element_size() * parameter.numel()
+        rows = min(_SLICES_AT_ONCE * (table.slice_rows or 0), parameter.shape[0]) if table.is_head else 0
+        return rows * parameter.shape[1] * parameter.element_size()
 
 
 # A module may be part of two pipelines, so its lock belongs to it and not to either.

@@ -14,6 +14,7 @@ from ..device.virtual import Device, DeviceSpec
 from ..engine.compiled import check_compile_options
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError
+from ..optim.tables import LargeTables, check_large_tables
 
 __all__ = ["PipelineOptions"]
 
@@ -34,6 +35,7 @@ class PipelineOptions:
     gradient_dtype: torch.dtype | None = None
     host_weights: Literal["own", "shared"] = "own"
     compile: bool | Mapping[str, object] = False
+    large_tables: LargeTables = "auto"
 
     def __post_init__(self) -> None:
         dtype: Any = self.optim_dtype
@@ -57,6 +59,7 @@ class PipelineOptions:
         if self.host_weights not in ("own", "shared"):
             raise ConfigError(f'host_weights must be "own" or "shared", found {self.host_weights!r}.')
         check_compile_options(self.compile)
+        check_large_tables(self.large_tables)
         if self.replicas is not None and not (type(self.replicas) is int and self.replicas >= 1):
             raise ConfigError(f"replicas must be a number from 1 on, found {self.replicas!r}.")
 

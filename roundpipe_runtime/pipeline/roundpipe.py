@@ -66,6 +66,9 @@ class RoundPipe(OptimizedModel, SavedModel):
             one together, with the same numbers.
         compile: ``True``, or keyword arguments of ``torch.compile``, to compile each kind of layer once; of a
             transformers model, its layers. ``dynamic=True`` unless stated otherwise. Default: nothing is compiled.
+        large_tables: how tables from 16 MiB on travel to a device. ``"auto"``: of an embedding, the rows that a
+            microbatch needs; the head of a transformers model in slices, where it does not fit into a stage.
+            ``"slices"``: always in slices; a loss then differs by rounding. ``"whole"``: as every other parameter.
 
     Raises:
         ConfigError: when an argument has a value that it cannot have.
@@ -96,6 +99,7 @@ class RoundPipe(OptimizedModel, SavedModel):
         gradient_dtype: torch.dtype | None = None,
         host_weights: Literal["own", "shared"] = "own",
         compile: bool | Mapping[str, object] = False,
+        large_tables: Literal["auto", "whole", "slices"] = "auto",
     ) -> None:
         super().__init__()
         config = RoundPipeRunConfig() if model_run_config is None else model_run_config
@@ -112,6 +116,7 @@ class RoundPipe(OptimizedModel, SavedModel):
             gradient_dtype,
             host_weights,
             compile,
+            large_tables,
         )
         self._rp_build(as_module(model), options, None)
 
@@ -138,6 +143,7 @@ class RoundPipe(OptimizedModel, SavedModel):
             self._rp_groups,
             options.gradient_dtype,
             CompiledLayers(layers, check_compile_options(options.compile)),
+            options.large_tables,
         )
         if shares and options.pin_model != "off" and torch.cuda.is_available():  # they are where they stay now
             self._rp_engine.pin(PinnedModel(model, "register", found))

@@ -90,6 +90,7 @@ class StepOptions:
         str, option("N", "Number of devices that run the head; auto: as many as make the step faster.", _STEP)
     ] = "1"
     keep_parameters: train.KeepParameters = "0"
+    large_tables: train.LargeTables = "auto"
 
     def __post_init__(self) -> None:
         parse_gigabytes(self.keep_parameters, "--keep-parameters")

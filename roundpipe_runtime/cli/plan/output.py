@@ -17,6 +17,7 @@ from ..quantities import format_count, format_seconds
 
 if TYPE_CHECKING:
     from ...huggingface.plan_training import PlannedTraining, SettingsChange
+    from ...estimate.layer_footprint import LayerFootprint
     from ...schedule.round_robin import Stage
 
 __all__ = ["as_dict", "write_plan"]
@@ -47,6 +48,7 @@ def as_dict(
             for stage, device, seconds in zip(report.stages, report.devices, report.seconds, strict=True)
         ],
         "keep_parameters": report.simulated.keep_parameters,
+        "tables": {layer.name: _way_of_tables(layer) for layer in report.layers if layer.parts_forward},
         "device_memory": [{**dataclasses.asdict(m), "total": m.total} for m in report.device_memory],
         "host_memory": {**dataclasses.asdict(report.host_memory), "total": report.host_memory.total},
         "joined_loss": dataclasses.asdict(training.joined_loss(batch=rows, length=length)),
@@ -69,6 +71,10 @@ def as_dict(
     }
 
 
+def _way_of_tables(layer: LayerFootprint) -> str:
+    return "slices" if layer.slice_bytes else "rows"
+
+
 def write_plan(
     training: PlannedTraining, report: PlanReport, change: SettingsChange | None, *, rows: int, length: int
 ) -> str:
@@ -80,6 +86,7 @@ def write_plan(
         "",
         f"Layers, on a microbatch of {largest} x {length} tokens",
         *_layers(report),
+        *_tables(report),
         "",
         f"{len(report.stages)} stages",
         *_stages(report),
@@ -130,6 +137,17 @@ def _model(training: PlannedTraining, report: PlanReport) -> list[str]:
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _tables(report: PlanReport) -> list[str]:
+    """Which large tables stay on the host, and the bytes of their parts that a microbatch copies."""
+    return [
+        f"  The table of {layer.name} stays on the host: {_way_of_tables(layer)} of "
+        f"{format_bytes(layer.parts_forward + layer.parts_backward)} go in"
+        + (f", and {format_bytes(layer.parts_down)} of gradients come back" if layer.parts_down else "")
+        for layer in report.layers
+        if layer.parts_forward
+    ]
 
 
 def _layers(report: PlanReport) -> list[str]:

@@ -47,6 +47,15 @@ KeepParameters = Annotated[
     option("GB", "GB of parameters that stay on each device between steps; auto: as many as fit.", _STEP),
 ]
 
+LargeTables = Annotated[
+    Literal["auto", "whole", "slices"],
+    typer.Option(
+        help="How the tables of a large vocabulary reach a device. auto: rows of the embedding, and the head in slices "
+        "if it does not fit; slices: always; whole: like other weights.",
+        rich_help_panel=_STEP,
+    ),
+]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
@@ -202,6 +211,7 @@ class StepOptions:
     ] = "refuse"
     optim_dtype: OptimDtype = "float32"
     keep_parameters: KeepParameters = "0"
+    large_tables: LargeTables = "auto"
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:
@@ -332,6 +342,7 @@ def settings_of(
         devices=step.device_objects(),
         optim_dtype=dtype_named(step.optim_dtype),
         keep_parameters=parse_gigabytes(step.keep_parameters, "--keep-parameters"),
+        large_tables=step.large_tables,
         lr=learning.lr,
         warmup=learning.warmup,
         schedule=learning.schedule,

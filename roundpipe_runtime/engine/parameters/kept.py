@@ -109,7 +109,12 @@ class KeptParameters:
             self._chosen = frozenset()
             self.drop()
             return
-        found = {id(parameter): parameter for layer in contents for parameter in layer.parameters()}
+        found = {
+            id(parameter): parameter
+            for layer in contents
+            for parameter in layer.parameters()
+            if id(parameter) not in layer.tables  # parts of it come and go
+        }
         chosen, left = set(), nbytes
         for parameter in sorted(found.values(), key=lambda one: one.requires_grad):  # the order of layers otherwise
             if parameter.nbytes <= left and _can_stay(parameter):

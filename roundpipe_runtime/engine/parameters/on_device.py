@@ -20,6 +20,7 @@ from ..looks import is_compared, same_numbers, watch_escaped
 from ..recompute.layer_traits import traits_of
 from .gradient_memory import GradientMemory
 from .kept import KeptParameters
+from .layer_tables import LayerTables
 
 __all__ = ["Buffers", "Gradients", "LayerOnDevice", "check_not_kept"]
 
@@ -51,6 +52,7 @@ class LayerOnDevice:
     # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
     # kept: copies of parameters that stay on devices. Default: none stay.
     # version: version of the parameters that the run reads. Default: 0.
+    # memory: memory of the host for sums of gradients that are taken there. Default: new memory for each.
 
     def __init__(
         self,
@@ -60,6 +62,7 @@ class LayerOnDevice:
         gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
         kept: KeptParameters | None = None,
         version: int = 0,
+        memory: GradientMemory | None = None,
     ) -> None:
         self.contents = contents
         self.device = device
@@ -72,9 +75,14 @@ class LayerOnDevice:
         self._sums: dict[int, torch.Tensor] = {}
         # What a backward left for each parameter, where it is kept apart from the sums.
         self._apart: dict[int, list[torch.Tensor]] | None = None
+        self._tables = LayerTables(contents, device, memory)
         for parameter in contents.parameters():
-            self._parameters[id(parameter)] = self._copy_parameter(parameter, source(parameter), kept, version)
             dtype = gradient_dtype(parameter)
+            if parameter in self._tables:
+                made = self._tables.stand_in(parameter, source(parameter), dtype)
+                self._parameters[id(parameter)] = self._with_attributes(made, parameter)
+                continue
+            self._parameters[id(parameter)] = self._copy_parameter(parameter, source(parameter), kept, version)
             if dtype != parameter.dtype:
                 self._wide.append((id(parameter), dtype))
         self._places = [
@@ -100,7 +108,9 @@ class LayerOnDevice:
         uploaded, stays = kept.upload(self.device, parameter, source, version, self._upload)
         if not stays:
             self._memory.append(uploaded)
-        copy = nn.Parameter(uploaded, requires_grad=parameter.requires_grad)
+        return self._with_attributes(nn.Parameter(uploaded, requires_grad=parameter.requires_grad), parameter)
+
+    def _with_attributes(self, copy: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
         if type(parameter) is not nn.Parameter and isinstance(parameter, nn.Parameter):
             copy.__class__ = type(parameter)  # a class of the user's
         copy.__dict__.update(parameter.__dict__)  # attributes that users hang on parameters
@@ -134,12 +144,15 @@ class LayerOnDevice:
                     parameters[name] = parameter
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the copies of the parameters."""
-        return list(self._parameters.values())
+        """Return the copies of the parameters, and what stands for those that stay on the host."""
+        return [*self._parameters.values(), *self._tables.leaves]
 
     def check_parameters(self, source: Callable[[nn.Parameter], torch.Tensor]) -> None:
         """Check that the copies have the numbers of the host: torch counts no write by way of ``tensor.data``."""
-        found = [self._are_as_copied(copy, source(parameter)) for _, _, copy, parameter in self._places]
+        found = [
+            parameter in self._tables or self._are_as_copied(copy, source(parameter))
+            for _, _, copy, parameter in self._places
+        ]
         there = [one for one in found if isinstance(one, torch.Tensor)]
         if there:  # one wait for all
             flags, complete = self.device.copy_out(torch.stack(there), last=True, parameter=True)
@@ -238,6 +251,7 @@ class LayerOnDevice:
             copy = self._parameters[id(parameter)]
             if copy.grad is not None and take(parameter, copy.grad):
                 copy.grad = None
+        self._tables.hand_over(take)
 
     def download_gradients(
         self,
@@ -260,7 +274,7 @@ class LayerOnDevice:
             with self.device.computing(self.ready):
                 for total in totals.values():
                     total.mul_(scale)
-        found = {}
+        found = self._tables.pop_gradients(scale, dtype)
         while totals:  # popped, so that no tensor is held here longer than its copy takes
             parameter = next(iter(totals))
             total = totals.pop(parameter)
@@ -310,6 +324,7 @@ class LayerOnDevice:
         """Release the memory."""
         watch_escaped(self.parameters(), self.title)
         self.device.release(self._memory)
+        self._tables.release()
         self._memory.clear()
         self._parameters.clear()
         self._places.clear()

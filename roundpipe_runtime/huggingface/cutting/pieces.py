@@ -16,6 +16,7 @@ from yobx_flatten.recipe.aliases import Kwargs, PyTree
 from ...engine.recompute.states import restart_generators
 from ..errors import BatchStructureError, CutError, MissingEmbeddingError, changed_results
 from ..loss.call_options import run_with_options, split_options
+from ..loss.lazy_logits import weight_of_head
 from ..loss.weights import rows_of_call
 from .caches import is_held, open_caches, swapped
 from .call_log import CallLog, Tree, box_content, fill_box, live
@@ -70,6 +71,11 @@ class Phase(nn.Module):
     def _rp_runs_again(self) -> CutPlan:
         """What lets all phases write the buffers that the model's own code writes: each runs it from its start."""
         return self.program
+
+    @property
+    def _rp_head_weight(self) -> torch.Tensor | None:
+        """The weight that makes the logits."""
+        return weight_of_head(self.copy)
 
     @property
     def _rp_to_compile(self) -> None:
@@ -155,6 +161,11 @@ class Whole(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+
+    @property
+    def _rp_head_weight(self) -> torch.Tensor | None:
+        """The weight that makes the logits."""
+        return weight_of_head(self.model)
 
     @property
     def _rp_to_compile(self) -> None:

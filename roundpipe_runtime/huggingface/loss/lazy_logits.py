@@ -22,10 +22,14 @@ from torch.overrides import TorchFunctionMode
 from yobx_flatten.private_names.of_torch import DisableTorchFunctionSubclass, TensorBase, make_wrapper_subclass, pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
+from ...engine.parameters.host_table import HostTable, on_tables
 from ..adapters import model_inside
 from .chunked import chunked_cross_entropy
+from .sliced import sliced_cross_entropy
 
-__all__ = ["LazyLogits", "NotLazy", "lazy_head", "loss_only", "without_logits"]
+__all__ = ["LazyLogits", "NotLazy", "lazy_head", "loss_only", "weight_of_head", "without_logits"]
+
+on_tables(chunked_cross_entropy)(sliced_cross_entropy)
 
 # Logits of so few numbers (64 MB in float32) are computed as the model does.
 _SMALL = 2**24
@@ -228,7 +232,7 @@ class _Head(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.linear and len(args) > 1 and args[1] is self.weight and type(args[0]) is torch.Tensor:
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            if args[0].shape[:-1].numel() * self.weight.shape[0] > _SMALL:
+            if isinstance(self.weight, HostTable) or args[0].shape[:-1].numel() * self.weight.shape[0] > _SMALL:
                 return LazyLogits(args[0], (self.weight, bias))
         return func(*args, **kwargs)
 
@@ -237,12 +241,14 @@ class _Head(TorchFunctionMode):
 def lazy_head(model: nn.Module) -> Iterator[None]:
     """Let the head of a model return lazy logits in the block, where they are large."""
     # model: model of transformers, or PEFT's model around one. Any other model computes its logits as usual.
-    weight = _weight_of_head(model)
+    weight = weight_of_head(model)
     with contextlib.nullcontext() if weight is None else _Head(weight):
         yield
 
 
-def _weight_of_head(model: nn.Module) -> torch.Tensor | None:
+def weight_of_head(model: nn.Module) -> torch.Tensor | None:
+    """Return the weight of the layer that makes the logits of a model; ``None`` where it is not known."""
+    # model: model of transformers, or PEFT's model around one
     find = getattr(model_inside(model), "get_output_embeddings", None)
     weight = None if find is None else getattr(find(), "weight", None)
     return weight if isinstance(weight, torch.Tensor) else None
@@ -265,7 +271,7 @@ def without_logits(model: nn.Module, output: PyTree) -> PyTree:
     So the outputs of all microbatches have one structure, whatever their number of rows.
     """
     # output: output of `loss_only`; a mapping is changed in place
-    weight = _weight_of_head(model)
+    weight = weight_of_head(model)
     if weight is None:
         return output
     classes = weight.shape[0]

@@ -1,0 +1,201 @@
+"""Cross-entropy over slices of a vocabulary: neither the weight of the head nor the logits are ever on a device whole.
+
+::
+
+    forward    slice by slice: the logits, their log-sum-exp, and the logit of the label; then log-sum-exp over slices
+    backward   slice by slice: the logits again, their softmax, the gradients; that of the weight goes to the host
+
+Slices are ascending in both, so the sums have one order for any device and any plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from ...engine.parameters.host_table import HostTable, TableAccess
+from ...engine.parameters.table_functions import wide
+
+__all__ = ["sliced_cross_entropy"]
+
+# Numbers in the logits of some rows and a slice: 256 MB in float32.
+_MOST = 2**26
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Settings:
+    """What the loss is, next to its tensors."""
+
+    access: TableAccess
+    slice_rows: int
+    transform: Callable[[torch.Tensor], torch.Tensor] | None
+    ignore_index: int
+    smoothing: float
+    kind: str  # kind of the device
+    autocast: torch.dtype | None  # dtype of products in the forward, where autocast chooses it
+
+    @property
+    def chunk(self) -> int:
+        """Rows whose logits of a slice exist at once."""
+        return max(1, _MOST // self.slice_rows)
+
+    def logits(self, hidden: torch.Tensor, part: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The logits of some rows and a slice; in the backward as in the forward."""
+        if self.autocast is None:
+            return functional.linear(hidden, part, bias)
+        with torch.autocast(self.kind, dtype=self.autocast, cache_enabled=False):
+            return functional.linear(hidden, part, bias)
+
+    def of_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the loss takes of logits."""
+        values = logits if self.transform is None else self.transform(logits)
+        return values.to(wide(values.dtype))
+
+
+def sliced_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    transform: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    rows: int | None = None,
+) -> Any:
+    """Compute what :func:`chunked_cross_entropy` does, of a weight that stays on the host."""
+    # rows: without effect, as slices have few logits of a row
+    if not isinstance(weight, HostTable) or weight.access.table.slice_rows is None:
+        return NotImplemented
+    access, kind = weight.access, hidden.device.type
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    autocast = torch.get_autocast_dtype(kind) if casts else None
+    settings = _Settings(
+        access, weight.access.table.slice_rows, transform, ignore_index, label_smoothing, kind, autocast
+    )
+    flat = labels.reshape(-1)
+    _check_labels(flat, access.size, ignore_index)
+    total: torch.Tensor = _Sliced.apply(  # type: ignore[no-untyped-call] # torch does not annotate it
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, settings
+    )
+    return total if reduction == "sum" else total / (flat != ignore_index).sum()
+
+
+def _check_labels(labels: torch.Tensor, size: int, ignored: int) -> None:
+    """Check that labels are in the vocabulary; on an accelerator, which would wait, a wrong one makes the loss NaN."""
+    if labels.device.type != "cpu":
+        return
+    wrong = labels[(labels != ignored) & ((labels < 0) | (labels >= size))]
+    if len(wrong):
+        raise IndexError(f"Target {int(wrong[0])} is out of bounds: the head has {size} logits.")
+
+
+class _Sliced(torch.autograd.Function):
+    """The sum of the losses."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        table: HostTable,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        settings: _Settings,
+    ) -> torch.Tensor:
+        size, chunk = settings.access.size, settings.chunk
+        sums: list[torch.Tensor] = []
+        chosen = all_values = None
+        for place, part in settings.access.slices(settings.slice_rows):
+            found = []
+            for rows in _chunks(len(hidden), chunk):
+                logits = settings.logits(hidden[rows], part, None if bias is None else bias[place])
+                values = settings.of_logits(logits)
+                del logits
+                if chosen is None:  # a label of no slice stays NaN
+                    chosen = values.new_full((len(hidden),), float("nan"))
+                    all_values = values.new_zeros(len(hidden))
+                found.append(values.logsumexp(-1))
+                inside, at = _of_slice(labels[rows], place)
+                chosen[rows] = torch.where(inside, values.gather(-1, at[:, None])[:, 0], chosen[rows])
+                if settings.smoothing and all_values is not None:
+                    all_values[rows] += values.sum(-1)
+                del values
+            sums.append(torch.cat(found) if found else hidden.new_zeros(0))
+        whole = torch.logsumexp(torch.stack(sums), 0)
+        ctx.settings = settings
+        ctx.save_for_backward(hidden, bias, labels, whole)
+        if chosen is None or all_values is None:  # no rows
+            return whole.sum()
+        smoothing = settings.smoothing
+        losses = whole - chosen if not smoothing else whole - (1 - smoothing) * chosen - smoothing / size * all_values
+        return torch.where(labels != settings.ignore_index, losses, 0.0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        hidden, bias, labels, whole = ctx.saved_tensors
+        settings: _Settings = ctx.settings
+        wanted = ctx.needs_input_grad
+        # a mean over nothing divides by zero; what it is the mean of has no slope
+        gradient = torch.where(gradient.isfinite(), gradient, 0.0).to(whole.dtype)
+        factors = torch.where(labels != settings.ignore_index, gradient, 0.0)
+        of_hidden = torch.zeros_like(hidden, dtype=wide(hidden.dtype)) if wanted[0] else None
+        of_bias = torch.zeros_like(bias) if bias is not None and wanted[2] else None
+        for place, part in settings.access.slices(settings.slice_rows) if any(wanted) else ():
+            of_part = torch.zeros_like(part) if wanted[1] else None
+            for rows in _chunks(len(hidden), settings.chunk):
+                slope = _slope(settings, hidden[rows], part, bias, place, labels[rows], whole[rows], factors[rows])
+                if of_hidden is not None:
+                    of_hidden[rows] += slope @ part.to(slope.dtype)
+                if of_part is not None:
+                    of_part += slope.T @ hidden[rows].to(slope.dtype)
+                if of_bias is not None:
+                    of_bias[place] += slope.sum(0)
+                del slope
+            if of_part is not None:
+                settings.access.add(place, of_part)
+        return None if of_hidden is None else of_hidden.to(hidden.dtype), None, of_bias, None, None
+
+
+def _slope(
+    settings: _Settings,
+    hidden: torch.Tensor,
+    part: torch.Tensor,
+    bias: torch.Tensor | None,
+    place: slice,
+    labels: torch.Tensor,
+    whole: torch.Tensor,
+    factors: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of the logits of some rows and a slice."""
+    # whole: log-sum-exp of all logits of each row
+    # factors: gradient of the loss of each row
+    size, smoothing = settings.access.size, settings.smoothing
+    logits = settings.logits(hidden, part, None if bias is None else bias[place])
+    with torch.enable_grad():
+        values = settings.of_logits(logits.requires_grad_())
+    slope = (values.detach() - whole[:, None]).exp_()
+    inside, at = _of_slice(labels, place)
+    slope.scatter_add_(-1, at[:, None], torch.where(inside, smoothing - 1.0, 0.0).to(slope.dtype)[:, None])
+    if smoothing:
+        slope -= smoothing / size
+    slope *= factors[:, None]
+    (found,) = torch.autograd.grad(values, logits, slope)
+    return found
+
+
+def _of_slice(labels: torch.Tensor, place: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which labels a slice has, and the place of each in it; of the others, the first place."""
+    inside = (labels >= place.start) & (labels < place.stop)
+    return inside, torch.where(inside, labels - place.start, 0)
+
+
+def _chunks(count: int, size: int) -> Iterator[slice]:
+    for start in range(0, count, size):
+        yield slice(start, start + size)

@@ -1,0 +1,414 @@
+"""Tables of large vocabularies stay on the host: rows of the embedding and slices of the head travel instead."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import (
+    OptimizerCtx,
+    PlanError,
+    RoundPipeRunConfig,
+    VirtualDevice,
+    load_checkpoint,
+    save_checkpoint,
+    wrap_model_to_roundpipe,
+)
+from roundpipe_runtime.huggingface.loss.label_smoothing import SmoothedLoss
+from roundpipe_runtime.optim import tables
+
+VOCABULARY, WIDTH = 301, 32
+CONFIG = RoundPipeRunConfig(num_microbatch=3)
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_is_large(monkeypatch):
+    """Tables of the small models count as large, and have several slices of 64 rows."""
+    monkeypatch.setattr(tables, "LARGE", VOCABULARY * WIDTH)
+    monkeypatch.setattr(tables, "_SMALLEST_SLICE", 2**10)
+    monkeypatch.setattr(tables, "_LARGEST_SLICE", 2**14)
+
+
+def llama(*, tied=False, dtype=torch.float64, **changes):
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SIZES, "tie_word_embeddings": tied, "pad_token_id": 0, **changes})
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def t5():
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config).double()
+
+
+def gemma2():
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=0.5, query_pre_attn_scalar=8)
+    return transformers.Gemma2ForCausalLM(config).double()
+
+
+def cohere():
+    import transformers
+
+    torch.manual_seed(0)
+    return transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES, logit_scale=0.3)).double()
+
+
+def biased():
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.PhiConfig(**{**SIZES, "num_key_value_heads": 4})
+    model = transformers.PhiForCausalLM(config).double()
+    nn.init.normal_(model.lm_head.bias)
+    return model
+
+
+MODELS = {
+    "untied": llama,
+    "tied": lambda: llama(tied=True),
+    "encoder-decoder, one table for both": t5,
+    "soft cap, scaled embedding": gemma2,
+    "logit scale": cohere,
+    "bias": biased,
+}
+
+
+def batch(rows=7, length=5, number=0):
+    """Rows of which some have no label that counts, and the padding token."""
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(1, VOCABULARY, (rows, length), generator=generator)
+    ids[0, 0] = 0
+    labels = ids.clone()
+    labels[0, 2:] = -100
+    labels[rows - 1] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def wrapped(model, devices, large_tables="slices", **options):
+    return wrap_model_to_roundpipe(
+        model, lower_threshold=0, devices=devices, large_tables=large_tables, check=False, name="x", **options
+    )
+
+
+def once(model, devices, large_tables="slices", config=CONFIG, **options):
+    """Loss and gradients of one batch."""
+    pipe = wrapped(copy.deepcopy(model), devices, large_tables, **options)
+    loss = pipe.forward_backward(input_kwargs=batch(), run_config=config)
+    with OptimizerCtx():
+        found = {name: None if p.grad is None else p.grad.clone() for name, p in pipe.named_parameters()}
+    pipe.close()
+    return loss, found
+
+
+def eagerly(model):
+    model = copy.deepcopy(model)
+    loss = model(**batch()).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def check_close(found, expected, *, tolerance=2e-6):
+    """Models of transformers compute the loss in float32, whatever their weights are."""
+    torch.testing.assert_close(found[0].double(), expected[0].double(), rtol=tolerance, atol=0)
+    for name, gradient in expected[1].items():
+        if gradient is None:
+            assert found[1][name] is None, name
+            continue
+        assert (found[1][name] - gradient).norm() <= tolerance * gradient.norm().clamp(min=1e-9), name
+
+
+def same_bits(found, expected):
+    assert torch.equal(found[0], expected[0])
+    for name, gradient in expected[1].items():
+        assert (gradient is None) == (found[1][name] is None), name
+        assert gradient is None or torch.equal(found[1][name], gradient), name
+
+
+@pytest.fixture
+def devices():
+    """Two devices that check every access; each pipeline has its own."""
+    return "virtual:2:check"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_slices_give_the_loss_and_gradients_of_the_eager_model(name, devices):
+    """The head by slices and the embedding by rows compute what the model does, up to rounding."""
+    model = MODELS[name]()
+    check_close(once(model, devices), eagerly(model))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_give_the_bits_of_the_whole_table(name, devices):
+    """With room for the head, only rows of the embedding travel, and no bit of a loss or gradient changes."""
+    model = MODELS[name]()
+    same_bits(once(model, devices, "auto"), once(model, devices, "whole"))
+
+
+@pytest.mark.parametrize("name", ["untied", "tied", "encoder-decoder, one table for both"])
+def test_bits_do_not_depend_on_devices_and_placement(name):
+    """One, two and four devices, other stages, and layers one by one give the same bits."""
+    model, found = MODELS[name](), []
+    for count in (1, 2, 4):
+        for changes in ({}, {"recompute_grain": "layer"}, {"keep_parameters": "auto"}, {"last_stage_copies": count}):
+            config = RoundPipeRunConfig(num_microbatch=3, **changes)
+            found.append(once(model, f"virtual:{count}:check", config=config))
+    for other in found[1:]:
+        same_bits(other, found[0])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_master_weights_get_sums_in_their_own_dtype(tied, devices):
+    """Weights in bfloat16 with an optimizer in float32: rows have the bits of whole tables, slices differ by rounding."""
+    model = llama(tied=tied, dtype=torch.bfloat16)
+    options = {"optim_dtype": torch.float32}
+    whole = once(model, devices, "whole", **options)
+    same_bits(once(model, devices, "auto", **options), whole)
+    sliced = once(model, devices, **options)
+    assert sliced[1]["model.embed_tokens.weight"].dtype == torch.float32
+    torch.testing.assert_close(sliced[0], whole[0], rtol=1e-3, atol=0)
+    for name, gradient in whole[1].items():
+        assert (sliced[1][name] - gradient).norm() <= 0.02 * gradient.norm(), name
+
+
+def test_frozen_tables_get_no_gradient(devices):
+    """Tables that do not train have no sums on the host, and what trains has the model's gradients."""
+    model = llama()
+    for parameter in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+        parameter.requires_grad_(False)
+    found = once(model, devices)
+    assert found[1]["model.embed_tokens.weight"] is None and found[1]["lm_head.weight"] is None
+    check_close(found, eagerly(model))
+
+
+def test_adapters_train_on_frozen_tables(devices):
+    """LoRA around the layers and the head has the gradients of PEFT's model."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(
+        llama(), LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    ).double()
+    check_close(once(adapted, devices), eagerly(adapted))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_that_are_asked_for_are_those_of_the_model(name, devices):
+    """A call without labels returns all logits, and goes back through them."""
+    model = MODELS[name]()
+    given = {"input_ids": batch()["input_ids"]}
+    if name.startswith("encoder"):
+        given["decoder_input_ids"] = given["input_ids"]
+    own = copy.deepcopy(model)
+    expected = own(**given).logits
+    expected.pow(2).sum().backward()
+    pipe = wrapped(model, devices)
+    found = pipe(**given, roundpipe_run_config=CONFIG).logits
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    found.pow(2).sum().backward()
+    for parameter, other in zip(model.parameters(), own.parameters(), strict=True):
+        assert (parameter.grad - other.grad).norm() <= 2e-6 * other.grad.norm()  # norms of some are in float32
+    pipe.close()
+
+
+def test_evaluation_computes_loss_and_logits(devices):
+    """Without gradients, the loss is that of the model, and so are the logits next to it."""
+    model = llama()
+    expected = copy.deepcopy(model)(**batch())
+    pipe = wrapped(model, devices)
+    with torch.no_grad():
+        found = pipe(**batch(), roundpipe_run_config=CONFIG)
+    torch.testing.assert_close(found.loss, expected.loss.detach(), rtol=2e-6, atol=0)
+    torch.testing.assert_close(found.logits, expected.logits.detach(), rtol=1e-10, atol=1e-10)
+    pipe.close()
+
+
+def test_label_smoothing_is_that_of_the_model(devices):
+    """The Trainer's label smoothing of a sliced head is that of a whole one."""
+    model, found = llama(), []
+    for way in ("whole", "slices"):
+        pipe = wrapped(copy.deepcopy(model), devices, way)
+        smoothed = SmoothedLoss(0.1)
+        loss = pipe.forward_backward(input_kwargs=batch(), loss_fn=smoothed, run_config=CONFIG)
+        found.append((loss, {name: p.grad for name, p in pipe.named_parameters()}))
+        pipe.close()
+    check_close(found[1], found[0])
+
+
+def train(pipe, steps, *, is_async=False, first=0, optimizer=None):
+    with OptimizerCtx():
+        optimizer = optimizer or torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    losses = []
+
+    def step():
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(first, first + steps):
+        losses.append(pipe.forward_backward(input_kwargs=batch(number=number), run_config=CONFIG))
+        pipe.step(step, is_async=is_async)
+    pipe.synchronize()
+    return losses, optimizer
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_steps_next_to_runs_read_the_right_version_of_a_table(tied, dtype, devices):
+    """``is_async="exact"`` has the bits of a step after the run; ``is_async=True`` those of whole tables, by rows."""
+    options = {"optim_dtype": torch.float32} if dtype == torch.bfloat16 else {}
+    model, results = llama(tied=tied, dtype=dtype), {}
+    for way, is_async in [("slices", False), ("slices", "exact"), ("whole", True), ("auto", True)]:
+        pipe = wrapped(copy.deepcopy(model), devices, way, **options)
+        losses, _ = train(pipe, 4, is_async=is_async)
+        results[way, is_async] = [*losses, *(p.detach().clone() for p in pipe.parameters())]
+        pipe.close()
+    for one, other in [(("slices", "exact"), ("slices", False)), (("auto", True), ("whole", True))]:
+        assert all(torch.equal(a, b) for a, b in zip(results[one], results[other], strict=True))
+
+
+def test_a_resumed_training_has_the_bits_of_a_whole_one(devices, tmp_path):
+    """Saved after two of four steps and loaded by another pipeline, losses and weights are the same."""
+    model = llama(tied=True)
+    whole = wrapped(copy.deepcopy(model), devices)
+    losses, _ = train(whole, 4)
+    first = wrapped(copy.deepcopy(model), devices)
+    begun, optimizer = train(first, 2)
+    save_checkpoint(tmp_path / "there", first, optimizer=optimizer)
+    second = wrapped(llama(tied=True), devices)
+    with OptimizerCtx():
+        optimizer = torch.optim.AdamW(second.parameters(), lr=1e-2)
+    load_checkpoint(tmp_path / "there", second, optimizer=optimizer)
+    rest, _ = train(second, 2, first=2, optimizer=optimizer)
+    assert [*begun, *rest] == losses
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+    for pipe in (whole, first, second):
+        pipe.close()
+
+
+@pytest.mark.parametrize("way", ["copy_in", "copy_out"])
+def test_an_error_half_way_leaves_no_trace(way, devices, monkeypatch):
+    """A slice that cannot be copied fails the call; gradients stay as they were, and the next call is right."""
+    model = llama()
+    expected = once(model, devices)
+    pipe = wrapped(copy.deepcopy(model), devices)
+    original, calls = getattr(VirtualDevice, way), []
+
+    def failing(self, tensor, *args, **kwargs):
+        if tensor.dim() == 2 and tensor.shape[1] == WIDTH and tensor.shape[0] == 64:
+            calls.append(1)
+            if len(calls) == 9:
+                raise RuntimeError("no copy")
+        return original(self, tensor, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(VirtualDevice, way, failing)
+        with pytest.raises(RuntimeError, match="no copy"):
+            pipe.forward_backward(input_kwargs=batch(), run_config=CONFIG)
+    assert all(p.grad is None for p in pipe.parameters())
+    loss = pipe.forward_backward(input_kwargs=batch(), run_config=CONFIG)
+    same_bits((loss, {name: p.grad for name, p in pipe.named_parameters()}), expected)
+    pipe.close()
+
+
+def test_a_device_that_cannot_hold_the_head_trains():
+    """Where a whole head is refused, ``"auto"`` takes slices; what the device holds is less than half of the table."""
+    model = llama(vocab_size=3001, dtype=torch.float32)
+    limit = 300_000
+    assert model.lm_head.weight.nbytes > limit
+    refused, device = (VirtualDevice(f"d{number}", check=True, memory_limit=limit) for number in range(2))
+    pipe = wrapped(copy.deepcopy(model), [refused], "whole")
+    with pytest.raises(PlanError, match="layer 0 has"):
+        pipe.forward_backward(input_kwargs=batch(), run_config=RoundPipeRunConfig(num_microbatch=1))
+    pipe.close()
+    check_close(once(model, [device], "auto"), eagerly(model), tolerance=1e-5)
+    assert device.peak < 0.5 * model.lm_head.weight.nbytes
+
+
+def test_only_large_tables_stay_on_the_host(devices, monkeypatch):
+    """A table of as many bytes as the threshold stays on the host; one byte more of threshold, and it travels."""
+    model = llama()
+    nbytes = model.lm_head.weight.nbytes
+    for threshold, count in [(nbytes, 1), (nbytes + 1, 0)]:
+        monkeypatch.setattr(tables, "LARGE", threshold)
+        pipe = wrapped(copy.deepcopy(model), devices)
+        contents = pipe._rp_engine.planner.rule.mark(tables.scan(pipe.cut.pieces))
+        assert [len(layer.tables) for layer in contents] == [count, 0, 0, count]
+        pipe.close()
+
+
+def penalized_llama():
+    import transformers
+
+    class PenalizedLlama(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            found = super().forward(input_ids=input_ids, labels=labels, **kwargs)
+            if labels is not None:
+                found.loss = found.loss + 0.5 * self.lm_head.weight.pow(2).mean()
+            return found
+
+    model = llama()
+    model.__class__ = PenalizedLlama
+    return model
+
+
+def test_code_that_reads_the_whole_weight_gets_it(devices):
+    """A penalty on the head reads all of it, which then travels; its gradient is added to that of the slices."""
+    model = penalized_llama()
+    config = RoundPipeRunConfig(num_microbatch=1)
+    check_close(once(model, devices, config=config), eagerly(model))
+
+
+def test_code_that_writes_a_table_is_refused(devices):
+    """A write into a table would be lost, and is an error that names it."""
+    model = llama()
+    original = type(model.lm_head).forward
+
+    class Writes(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.mul_(2.0)
+            return original(self, x)
+
+    model.lm_head.__class__ = Writes
+    pipe = wrapped(model, devices)
+    with pytest.raises(Exception, match="writes a parameter"):
+        pipe.forward_backward(input_kwargs=batch(), run_config=RoundPipeRunConfig(num_microbatch=1))
+    pipe.close()
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+def test_numbers_outside_of_the_vocabulary_are_refused(name, devices):
+    """A token or a label that no row belongs to is an error, as in torch."""
+    given = batch()
+    given[name][2, 2] = VOCABULARY
+    pipe = wrapped(llama(), devices)
+    with pytest.raises(IndexError, match=r"out of (range|bounds)"):
+        pipe.forward_backward(input_kwargs=given, run_config=RoundPipeRunConfig(num_microbatch=1))
+    pipe.close()
+
+
+def test_autocast_rounds_slices_as_it_rounds_the_whole_head(devices):
+    """Under autocast products are in bfloat16, in the backward, too: the numbers are as near as two roundings."""
+    model, found = llama(dtype=torch.float32), []
+    for way in ("whole", "slices"):
+        pipe = wrapped(copy.deepcopy(model), devices, way)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = pipe.forward_backward(input_kwargs=batch(), run_config=RoundPipeRunConfig(num_microbatch=1))
+        found.append((loss, {name: p.grad for name, p in pipe.named_parameters()}))
+        pipe.close()
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-3, atol=0)
+    for name, gradient in found[0][1].items():
+        assert (found[1][1][name] - gradient).norm() <= 0.02 * gradient.norm(), name

@@ -141,7 +141,7 @@ def _measure(
     """The layer on these inputs, and the inputs of the next one."""
     trained = [parameter for parameter in contents.parameters() if parameter.requires_grad]
     sums = _give_sums(trained, gradient_dtype)
-    held_before = [*given.tensors, *contents.parameters(), *(buffer.tensor for buffer in contents.buffers), *sums]
+    held_before = [*given.tensors, *contents.parts(), *(buffer.tensor for buffer in contents.buffers), *sums]
     with Footprint() as found:
         found.ignore(held_before)
         graph, results = _called(contents, call, given)
@@ -172,7 +172,7 @@ def _measure(
         backward_peak=found.peak,
         forward_flops=forward_flops,
         backward_flops=found.flops - forward_flops,
-        frozen_bytes=storage_bytes(p for p in contents.parameters() if not p.requires_grad),
+        frozen_bytes=storage_bytes(part for part in contents.parts() if not part.requires_grad),
         trained_bytes=storage_bytes(trained),
     )
     for parameter in trained:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..device.composite import StateSlot, parts_of, states_of
 from ..device.forking import free_after_fork
 from ..device.slabs import PinnedMemory
 from ..errors import StageError
@@ -63,6 +64,7 @@ class LayerContents:
     module: nn.Module  # layer
     slots: tuple[ParameterSlot, ...]  # all places of parameters; a parameter may have several
     buffers: tuple[BufferSlot, ...]  # all places of buffers
+    states: tuple[StateSlot, ...]  # all places of objects next to weights in few bits
     # lock that is held while device copies are in these places. Layers that share a module share it.
     lock: threading.RLock = dataclasses.field(repr=False)
 
@@ -75,9 +77,13 @@ class LayerContents:
         """Return the parameters, each once."""
         return list({id(slot.parameter): slot.parameter for slot in self.slots}.values())
 
+    def parts(self) -> list[torch.Tensor]:
+        """Return the tensors that travel for the parameters: themselves, and for one in few bits what it is made of."""
+        return parts_of([*self.parameters(), *(state.value for state in self.states)])
+
     def nbytes(self) -> int:
         """Return the bytes of parameters and buffers."""
-        tensors: list[torch.Tensor] = [*self.parameters(), *(buffer.tensor for buffer in self.buffers)]
+        tensors: list[torch.Tensor] = [*self.parts(), *(buffer.tensor for buffer in self.buffers)]
         return sum(tensor.element_size() * tensor.numel() for tensor in tensors)
 
 
@@ -94,7 +100,7 @@ def scan(layers: Sequence[nn.Module]) -> list[LayerContents]:
     first = list(range(len(layers)))
     found = []
     for index, layer in enumerate(layers):
-        slots, buffers = [], []
+        slots, buffers, states = [], [], []
         for module in layer.modules():
             held = [(name, p) for name, p in module._parameters.items() if p is not None]
             buffered = [(name, b) for name, b in module._buffers.items() if b is not None]
@@ -103,7 +109,8 @@ def scan(layers: Sequence[nn.Module]) -> list[LayerContents]:
                 first[index] = min(first[index], first[earlier])
             slots += [ParameterSlot(module, name, _materialised(p, name, index, module)) for name, p in held]
             buffers += [BufferSlot(module, name, b) for name, b in buffered]
-        found.append((layer, tuple(slots), tuple(buffers)))
+            states += states_of(module)
+        found.append((layer, tuple(slots), tuple(buffers), tuple(states)))
     with _LOCKS_LOCK:
         locks = [_LOCKS.setdefault(layers[number], threading.RLock()) for number in first]
     return [LayerContents(i, *contents, lock) for i, (contents, lock) in enumerate(zip(found, locks, strict=True))]
@@ -223,7 +230,7 @@ class ParameterStore:
 
     # -- what stages read while an asynchronous step is under way ----------------------------------------------------
 
-    def source(self, parameter: nn.Parameter) -> torch.Tensor:
+    def source(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the tensor that stages copy to devices: the parameter, or its published copy while that is older."""
         return self._shadows.get(id(parameter), parameter)
 

@@ -93,7 +93,7 @@ def test_a_copy_that_stays_is_uploaded_once():
         first = pipe.parameter_traffic
         trained_in(pipe, 1)
         later = pipe.parameter_traffic
-    assert first.kept["virtual:0"] >= frozen
+    assert sum(first.kept.values()) >= frozen
     assert later.uploaded - first.uploaded == first.uploaded - frozen
 
 
@@ -146,6 +146,6 @@ def test_an_asynchronous_step_and_a_wider_optimizer_see_no_frozen_weight():
             losses.append(pipe.forward_backward((inputs,), label=labels, loss_fn=loss_of).item())
             pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=True)
         pipe.synchronize()
-    assert losses[0] == pytest.approx(expected[0], rel=1e-3)
+    assert losses[0] == pytest.approx(expected[0], rel=5e-3)
     assert losses[-1] < losses[0]
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)

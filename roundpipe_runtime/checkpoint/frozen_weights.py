@@ -67,4 +67,4 @@ def _digest(values: list[Any]) -> str:
 def _digest_of_tensor(tensor: torch.Tensor) -> str:
     numbers = plain_numbers(tensor).cpu().contiguous()
     what = f"{numbers.dtype} {tuple(numbers.shape)} ".encode()
-    return hashlib.sha256(what + bytes(memoryview(numbers.reshape(-1).view(torch.uint8).numpy()))).hexdigest()
+    return hashlib.sha256(what + numbers.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()

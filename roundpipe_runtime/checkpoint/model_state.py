@@ -28,8 +28,8 @@ __all__ = [
 
 def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tensor]) -> dict[str, Any]:
     """Collect parameters and buffers, each once, under the first of its names."""
-    # returns: the other names of tied ones (`"aliases"`), values that are not tensors (`"extra"`), and digests of frozen
-    # weights in few bits, which are not stored (`"frozen"`)
+    # returns: the other names of tied ones (`"aliases"`), values that are not tensors (`"extra"`), and digests of the
+    # frozen weights in few bits, which are not stored (`"frozen"`)
     first: dict[int, str] = {}
     aliases, extra = {}, {}
     state = model.state_dict(keep_vars=True)

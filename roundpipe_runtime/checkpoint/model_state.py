@@ -12,6 +12,7 @@ from ..engine.progress import PipelineProgress
 from ..pipeline import RoundPipe, wrapped_model
 from .codec import encode
 from .errors import CheckpointError
+from .frozen_weights import check_frozen, digests_of_frozen, names_left_out
 
 __all__ = [
     "check_masters",
@@ -27,10 +28,15 @@ __all__ = [
 
 def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tensor]) -> dict[str, Any]:
     """Collect parameters and buffers, each once, under the first of its names."""
-    # returns: the other names of tied ones (`"aliases"`), and values that are not tensors (`"extra"`)
+    # returns: the other names of tied ones (`"aliases"`), values that are not tensors (`"extra"`), and digests of the
+    # frozen weights in few bits, which are not stored (`"frozen"`)
     first: dict[int, str] = {}
     aliases, extra = {}, {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    state = model.state_dict(keep_vars=True)
+    left_out = names_left_out(model, state)
+    for name, value in state.items():
+        if name in left_out:
+            continue
         if isinstance(value, torch.Tensor):
             if value.device.type == "meta":
                 raise CheckpointError(f"{name} is on the meta device, so it has no values that could be stored.")
@@ -41,7 +47,7 @@ def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tens
                 aliases[name] = known
         else:
             extra[name] = value
-    return {"aliases": aliases, "extra": extra}
+    return {"aliases": aliases, "extra": extra, "frozen": digests_of_frozen(model) if left_out else {}}
 
 
 def check_model(
@@ -49,7 +55,10 @@ def check_model(
 ) -> None:
     """Check that a checkpoint is of this model, before anything is changed."""
     # goes_on: whether the training continues; then dtypes must also be the same
-    expected = model.state_dict(keep_vars=True)
+    expected = dict(model.state_dict(keep_vars=True))
+    frozen = stored.get("frozen", {})  # earlier versions stored none
+    for name in names_left_out(model, expected) if frozen else ():
+        del expected[name]
     found = {*tensors, *stored["aliases"], *stored["extra"]}
     missing, unknown = sorted(set(expected) - found), sorted(found - set(expected))
     if missing or unknown:
@@ -66,6 +75,7 @@ def check_model(
                 f"The checkpoint is of another model: {name} is {_described(tensor)} in it, and {_described(value)} in "
                 "the model."
             )
+    check_frozen(model, frozen)
 
 
 def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
@@ -101,7 +111,7 @@ def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Map
     state: dict[str, Any] = dict(tensors)
     state.update({name: tensors[known] for name, known in stored["aliases"].items()})
     state.update(stored["extra"])
-    model.load_state_dict(state)
+    model.load_state_dict(state, strict=not stored.get("frozen"))  # names were checked
 
 
 def collect_progress(model: nn.Module) -> dict[str, Any]:

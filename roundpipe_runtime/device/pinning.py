@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from torch import nn
 
 from ..errors import ConfigError, DeviceError
 from .accelerator import AcceleratorDevice, is_held_elsewhere
+from .composite import all_tensors, is_composite, memory_of, parts_of, plain_numbers, states_of
 from .slabs import PinnedMemory
 from .virtual import Device
 
@@ -44,7 +46,8 @@ class PinnedModel:
             return
         pageable = [tensor for key, tensor in found.items() if key not in self._seen and not tensor.is_pinned()]
         if pageable and self._how == "alloc":
-            _move([tensor for tensor in pageable if not _is_part(tensor)])
+            with _together(self._composites()):
+                _move([tensor for tensor in pageable if not _is_part(tensor)])
         elif pageable:
             _register(pageable, self._model, self._devices[0])
         self._seen = {_key(tensor) for tensor in self._tensors()}
@@ -52,12 +55,34 @@ class PinnedModel:
     def _tensors(self) -> Iterator[torch.Tensor]:
         """What stages copy to devices, as far as it is on the host and in one piece of memory of its own."""
         for parameter in self._model.parameters():
-            if _is_on_host(parameter):
+            if not is_composite(parameter) and _is_on_host(parameter):
                 yield parameter
+        for part in parts_of(self._composites()):
+            if _is_on_host(part):
+                yield part
         for buffer in self._model.buffers():
             # one that is a view, of a parameter perhaps, would be cut loose from it
             if _is_on_host(buffer) and type(buffer) is torch.Tensor and not is_held_elsewhere(buffer):
                 yield buffer
+
+    def _composites(self) -> list[Any]:
+        """Weights in few bits, and what their modules keep next to them."""
+        found: list[Any] = [p for p in self._model.parameters() if is_composite(p)]
+        return found + [slot.value for module in self._model.modules() for slot in states_of(module)]
+
+
+@contextlib.contextmanager
+def _together(composites: Sequence[Any]) -> Iterator[None]:
+    """Let tensors of weights in few bits that share memory before the block share it afterwards."""
+    sharing: dict[Any, list[torch.Tensor]] = {}
+    for value in composites:
+        held = [value, vars(value)] if isinstance(value, torch.Tensor) else [value]
+        for tensor in all_tensors(held):
+            sharing.setdefault(memory_of(tensor), []).append(tensor)
+    yield
+    for first, *others in sharing.values():
+        for other in others:
+            other.data = plain_numbers(first)
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:

@@ -27,7 +27,6 @@ __all__ = [
     "is_compared",
     "is_digested",
     "is_due",
-    "same_numbers",
     "watch_escaped",
 ]
 
@@ -180,11 +179,3 @@ def _refuse(title: str, gradient: torch.Tensor) -> NoReturn:
 def is_compared(source: torch.Tensor) -> bool:
     """Report whether the numbers of a parameter can be compared: what is made of other tensors is not looked at."""
     return not source.is_inference() and source.layout == torch.strided and not is_traceable_wrapper_subclass(source)
-
-
-def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return whether a copy of a parameter still has its numbers, where both are."""
-    with torch.no_grad():  # nothing is detached: a view of the host's numbers would count as memory of a virtual device
-        if copy.device.type == "cpu" and torch.equal(copy, source):
-            return torch.ones((), dtype=torch.bool)
-        return ((copy == source) | (copy.isnan() & source.isnan())).all()

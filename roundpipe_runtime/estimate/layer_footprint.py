@@ -159,7 +159,7 @@ def _measure(
     trained = [parameter for parameter in held_here if parameter.requires_grad]
     tables = [parameter for parameter in contents.parameters() if id(parameter) in contents.tables]
     sums = _give_sums(trained, gradient_dtype)
-    held_before = [*given.tensors, *contents.parameters(), *(buffer.tensor for buffer in contents.buffers), *sums]
+    held_before = [*given.tensors, *contents.parts(), *(buffer.tensor for buffer in contents.buffers), *sums]
     with Footprint() as found:
         found.ignore(held_before)
         graph, results = _called(contents, call, given)
@@ -191,7 +191,9 @@ def _measure(
         backward_peak=found.peak,
         forward_flops=forward_flops,
         backward_flops=found.flops - forward_flops,
-        frozen_bytes=storage_bytes(p for p in held_here if not p.requires_grad),
+        frozen_bytes=storage_bytes(
+            part for part in contents.parts() if not part.requires_grad and id(part) not in contents.tables
+        ),
         trained_bytes=storage_bytes(trained),
         slice_bytes=sum(map(contents.nbytes_of, tables)),
         parts_forward=parts_forward,

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..device.composite import parts_of
 from ..schedule.round_robin import Stage
 from .kept_bytes import KeptBytes, kept_bytes
 from .layer_footprint import LayerFootprint
@@ -219,7 +220,7 @@ def host_memory(
     sent = sum(len(s.microbatches(num_microbatch)) * share_bytes(s, layers) for s in stages if not s.is_last_copy)
     between = max((layers[stage.layers[-1]].outputs for stage in stages if stage.kind == "forward"), default=0)
     return HostMemory(
-        parameters=sum(t.numel() * t.element_size() for t in [*params, *buffers]),
+        parameters=sum(t.numel() * t.element_size() for t in [*parts_of(params), *buffers]),
         gradients=sum(p.numel() * dtype.itemsize for p, dtype in wide),
         masters=sum(p.numel() * dtype.itemsize for p, dtype in wide if dtype != p.dtype),
         optimizer=sum(2 * p.numel() * dtype.itemsize for p, dtype in wide),

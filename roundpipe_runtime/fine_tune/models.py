@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from torch import nn
 
 from yobx_flatten.errors.dependencies import require
 from yobx_flatten.model_folder.source.configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
+from yobx_flatten.model_folder.source.find import FoundModel
 from yobx_flatten.model_folder.source.stored_weights import UnmatchedWeights, load_stored
+from yobx_flatten.model_folder.source.streamed import NotStreamableError, open_checkpoint, unread_model
 
 from ..device.generator import generator_kept
+from ..huggingface.quantize import FewBits, quantize_frozen
 from .errors import FineTuneError
 
 __all__ = ["ModelSource", "model_source"]
@@ -68,13 +72,15 @@ class ModelSource:
         found = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else None
 
-    def load(self, *, dtype: torch.dtype | None = None, seed: int = 0) -> nn.Module:
+    def load(self, *, dtype: torch.dtype | None = None, seed: int = 0, quantize: FewBits | None = None) -> nn.Module:
         """Load the model with its weights, or with random ones.
 
         Args:
             dtype: dtype of the weights. Default: as stored, but bfloat16 for float16, whose gradients vanish; float32
                 for random ones.
             seed: seed of random weights.
+            quantize: few bits for the linear layers, as for :func:`quantize_frozen`. Weights in files of safetensors
+                are read one after the other; all others are loaded before they are quantized.
 
         Returns:
             The model, on the host.
@@ -82,6 +88,12 @@ class ModelSource:
         Raises:
             FineTuneError: the weights cannot be read, or are not those of this configuration.
         """
+        if quantize is not None:
+            unread = self._unread(dtype)
+            if unread is None:
+                return quantize_frozen(self.load(dtype=dtype, seed=seed), quantize)
+            model, readers = unread
+            return quantize_frozen(model, quantize, weights=lambda name: readers[name]()).train()
         transformers = _transformers()
         stored = bytes_of_weights(self.folder, failure=FineTuneError) if self.folder is not None else 0
         with bounded_weights(self.name, failure=FineTuneError, stored=stored):
@@ -102,6 +114,22 @@ class ModelSource:
                 **how,
             )
         return _module(loaded)
+
+    def _unread(self, dtype: torch.dtype | None) -> tuple[nn.Module, Mapping[str, Callable[[], torch.Tensor]]] | None:
+        """The model without its weights, and functions that read them; ``None`` where they are read all at once."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        checkpoint = open_checkpoint(self.folder) if self.folder is not None and self.has_weights else None
+        if checkpoint is None:
+            return None
+        stored = dtype or _stored_dtype(self.config)
+        wanted = stored if isinstance(stored, torch.dtype) else _dtype_named(getattr(self.config, "dtype", None))
+        found = FoundModel(self.name, self.config, self.folder, True, unmatched_weights=self.unmatched_weights)
+        try:
+            model, readers, _ = unread_model(found, checkpoint, wanted)
+        except NotStreamableError:
+            return None
+        return (model, readers) if type(model) is MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)] else None
 
 
 def model_source(name: str | os.PathLike[str]) -> ModelSource:
@@ -145,6 +173,11 @@ def _causal(config: Any, name: str) -> Any:
 def _stored_dtype(config: Any) -> torch.dtype | str:
     stored = getattr(config, "dtype", None)
     return torch.bfloat16 if stored in (torch.float16, "float16") else "auto"
+
+
+def _dtype_named(dtype: torch.dtype | str | None) -> torch.dtype:
+    found: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32
+    return found
 
 
 def _module(model: Any) -> nn.Module:

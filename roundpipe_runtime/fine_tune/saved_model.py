@@ -12,6 +12,7 @@ from torch import nn
 from yobx_flatten.files.scratch import publish_folder, scratch_for, settle
 from yobx_flatten.model_folder.source.configuration import FILES_ONLY
 
+from ..device.composite import is_composite
 from ..huggingface.adapters import is_adapted, model_inside
 from .adapters import quiet_peft
 from .data.tokenizer import Tokenizer
@@ -97,7 +98,13 @@ def _verify(model: nn.Module, folder: pathlib.Path, source: ModelSource) -> None
     import transformers
 
     dtype = next(parameter.dtype for parameter in model.parameters())
-    if is_adapted(model):
+    if is_adapted(model) and any(is_composite(parameter) for parameter in model.parameters()):
+        import peft
+        from peft.utils.save_and_load import load_peft_weights
+
+        expected = peft.get_peft_model_state_dict(model)
+        found = load_peft_weights(str(folder), device="cpu")  # its base would be whole in memory, in floating point
+    elif is_adapted(model):
         import peft
 
         base: Any = source.load(dtype=model_inside(model).dtype)  # type: ignore[arg-type] # as above

@@ -18,6 +18,7 @@ from yobx_flatten.errors.dependencies import require
 from ..checkpoint import CheckpointError
 from ..device.virtual import parse_devices
 from ..errors import ConfigError
+from ..huggingface.cutting.check import evaluating
 from ..huggingface.wrap import WrappedModel, wrap_model_to_roundpipe
 from .data.chat_rows import ChatRows, check_packing
 from .errors import FineTuneError
@@ -330,11 +331,8 @@ def _check_causal(model: nn.Module) -> None:
     """Refuse a model whose prediction depends on what it predicts, as encoders do: its loss would mean nothing."""
     one = torch.tensor([[3, 4, 5, 6]])
     other = torch.tensor([[3, 4, 5, 7]])
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), evaluating(model):
         first, second = (model(input_ids=ids).logits[:, :3] for ids in (one, other))
-    model.train(was_training)
     # experts are given other tokens with these, and round otherwise
     rounding = 1e-4 if first.dtype == torch.float32 else 2e-2
     if (first - second).float().norm() > rounding * first.float().norm():

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ..device.composite import stored_bytes
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError, warn
 from ..optim.copyable import check_copyable
@@ -73,7 +74,7 @@ def wrap_model_to_roundpipe(
     """
     _check_model(model)
     config = _config(model, override_config or {}, model_run_config)
-    size = sum(p.nbytes for p in model.parameters())
+    size = sum(stored_bytes(p) for p in model.parameters())
     if use_sequential_preset is False or size < lower_threshold or size <= (upper_threshold or 0):
         made = whole(model)
         if size < lower_threshold:
@@ -113,7 +114,7 @@ def _check_model(model: object) -> None:
             "Load it first:\n"
             "    wrap_model_to_roundpipe(AutoModelForCausalLM.from_pretrained(...))"
         )
-    check_copyable(model)  # before a check runs the model: bitsandbytes repacks weights when they are read
+    check_copyable(model)  # before a check runs the model
 
 
 def _config(

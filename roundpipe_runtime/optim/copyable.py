@@ -1,32 +1,85 @@
-"""Refuse parameters of which a device cannot get a copy, such as those of quantized layers."""
+"""Prove that a device gets a copy of each parameter, also of frozen weights in few bits; refuse the others.
+
+A weight that holds several tensors is rebuilt from copies of these, one weight of each kind: then the tensors must be
+equal, nothing of the host may be left in the copy, and its layer must compute the same bits with it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from yobx_flatten import find_unregistered
+from yobx_flatten.diagnose.contents import Layouts
 from yobx_flatten.errors.failures import result_or
-from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass
 
+from ..device.composite import Rebuilding, is_composite, is_wrapper, parts_of, plain_numbers, states_of
 from ..errors import ConfigError
+from .weights_kept import weights_kept
 
-__all__ = ["check_copyable"]
+__all__ = ["check_copyable", "same_numbers"]
 
 
 def check_copyable(model: nn.Module) -> None:
-    """Check that a copy of the numbers of each parameter is a copy of the parameter."""
-    for name, parameter in model.named_parameters():
+    """Check that a device can have a copy of each parameter."""
+    proved: set[object] = set()
+    for owner, name, parameter in _places(model):
         if type(parameter) in (nn.Parameter, torch.Tensor):
             continue
-        if reason := _reason(parameter):
+        if reason := _reason(owner, parameter, proved):
             kind = type(parameter)
             raise ConfigError(
-                f"{name} is a {kind.__module__}.{kind.__qualname__}, {reason}. A device gets a copy of the numbers of "
-                "a parameter only, so quantized weights cannot train in a pipeline. Load the model without "
-                "quantization:\n"
+                f"{name} is a {kind.__module__}.{kind.__qualname__}, {reason} Load the model without quantization:\n"
                 "    AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16)"
             )
+
+
+def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield module, f"{prefix}.{name}" if prefix else name, parameter
+
+
+def _reason(owner: nn.Module, parameter: nn.Parameter, proved: set[object]) -> str | None:
+    """Why a device gets no copy of a parameter: a sentence that goes on after its class."""
+    if parameter.requires_grad:
+        return _reason_trained(parameter)
+    if not is_composite(parameter):
+        hidden = _hidden_tensors(parameter)
+        return f"which keeps tensors in its attribute {hidden!r}, where they are not found." if hidden else None
+    kind = (type(owner), type(parameter), tuple((part.dtype, part.dim()) for part in parts_of([parameter])))
+    if kind in proved or any(part.is_meta for part in parts_of([parameter])):
+        return None
+    proved.add(kind)
+    # the class of a library raises what it likes for operators that it does not have
+    return result_or(
+        lambda: _difference(owner, parameter),
+        lambda error: (
+            f"which cannot be rebuilt from copies ({type(error).__name__}: {str(error).splitlines()[0]:.80})."
+        ),
+    )
+
+
+# -- parameters that train -------------------------------------------------------------------------------------------
+
+
+def _reason_trained(parameter: nn.Parameter) -> str | None:
+    why = "A device gets the scales of frozen weights only, so train adapters, or all weights without quantization."
+    if is_wrapper(parameter):
+        return result_or(
+            lambda: _copy(parameter),
+            lambda error: (
+                f"whose class does not copy it ({type(error).__name__}: {str(error).splitlines()[0]:.80}), and it "
+                f"trains. {why}"
+            ),
+        )
+    hidden = _hidden_tensors(parameter)
+    return f"which keeps tensors in its attribute {hidden!r}, and it trains. {why}" if hidden else None
 
 
 def _copy(parameter: nn.Parameter) -> None:
@@ -34,15 +87,89 @@ def _copy(parameter: nn.Parameter) -> None:
         torch.empty_like(parameter).copy_(parameter)
 
 
-def _reason(parameter: nn.Parameter) -> str | None:
-    is_made_of_others: bool = bool(is_traceable_wrapper_subclass(parameter))  # bool, or mypy takes it for impossible
-    if is_made_of_others:
-        # the class of a library raises what it likes for operators that it does not have
-        return result_or(
-            lambda: _copy(parameter),
-            lambda error: f"whose class does not copy it ({type(error).__name__}: {str(error).splitlines()[0]:.80})",
-        )
+def _hidden_tensors(parameter: nn.Parameter) -> str | None:
     held = vars(parameter)
     tensors = [name for name, value in held.items() if isinstance(value, torch.Tensor)]
     tensors += [found.path.removeprefix("held")[2:-2] for found in find_unregistered(held, name="held")]
-    return f"which keeps tensors in its attribute {tensors[0]!r}" if tensors else None
+    return tensors[0] if tensors else None
+
+
+# -- frozen weights in few bits --------------------------------------------------------------------------------------
+
+
+def _difference(owner: nn.Module, parameter: nn.Parameter) -> str | None:
+    """How a weight differs from one that is rebuilt from copies of its tensors."""
+    copy = Rebuilding(_clone).parameter(parameter)
+    before, after = parts_of([parameter]), parts_of([copy])
+    if type(copy) is not type(parameter) or vars(copy).keys() != vars(parameter).keys():
+        return "which is of another class, or has other attributes, when it is rebuilt from copies of its tensors."
+    if len(before) != len(after) or not all(map(_is_equal, after, before)):
+        return "which has other numbers when it is rebuilt from copies of its tensors."
+    if _reached(vars(copy)) & _reached(vars(parameter)):
+        return "which keeps tensors where they are not found, so a copy would read those of the host."
+    given = _input_of(owner, parameter)
+    return None if given is None else _other_output(owner, parameter, given)
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    return plain_numbers(tensor).clone()
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = plain_numbers(one), plain_numbers(other)
+    return one.dtype == other.dtype and one.shape == other.shape and bool(same_numbers(one, other))
+
+
+def _reached(value: object) -> set[int]:
+    """The tensors that an object holds in any way, by identity; modules are not entered."""
+    layouts, found, seen = Layouts(), set(), set()
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, nn.Module):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            found.add(id(one))
+        else:
+            waiting += [child for _, child in layouts(type(one)).children(one)]
+    return found
+
+
+def _input_of(owner: nn.Module, parameter: nn.Parameter) -> torch.Tensor | None:
+    """An input of a linear layer or an embedding. What takes others is compared when a model is cut."""
+    if isinstance(owner, nn.Linear):
+        dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
+        return torch.linspace(-1, 1, 2 * owner.in_features, dtype=dtype).reshape(2, owner.in_features)
+    return torch.arange(min(8, owner.num_embeddings)) if isinstance(owner, nn.Embedding) else None
+
+
+def _other_output(owner: nn.Module, parameter: nn.Parameter, given: torch.Tensor) -> str | None:
+    """Whether a layer computes something else with a copy of its weight."""
+    with weights_kept(owner), torch.no_grad():
+        # an error here is one of the layer with its own weight: it needs another device, and is not run on the host
+        expected = result_or(lambda: type(owner).forward(owner, given), lambda error: None)
+    if expected is None:
+        return None
+    rebuilding, own = Rebuilding(_clone), dict(owner._parameters)
+    with weights_kept(owner), torch.no_grad():
+        try:
+            for name, value in own.items():
+                if value is parameter:
+                    owner._parameters[name] = rebuilding.parameter(parameter)
+            for slot in states_of(owner):
+                vars(owner)[slot.name] = rebuilding.state(slot.value)
+            found = type(owner).forward(owner, given)
+        finally:
+            owner._parameters.update(own)
+    return (
+        None if _is_equal(found, expected) else f"with a copy of which {type(owner).__name__} computes other numbers."
+    )
+
+
+def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return whether a copy of a parameter still has its numbers, where both are."""
+    with torch.no_grad():  # nothing is detached: a view of the host's numbers would count as memory of a virtual device
+        if copy.device.type == "cpu" and torch.equal(copy, source):
+            return torch.ones((), dtype=torch.bool)
+        return ((copy == source) | (copy.isnan() & source.isnan())).all()

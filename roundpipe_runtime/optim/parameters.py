@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..device.composite import StateSlot, parts_of, states_of
 from ..device.forking import free_after_fork
 from ..device.slabs import PinnedMemory
 from ..errors import StageError
@@ -74,6 +75,7 @@ class LayerContents:
     module: nn.Module  # layer
     slots: tuple[ParameterSlot, ...]  # all places of parameters; a parameter may have several
     buffers: tuple[BufferSlot, ...]  # all places of buffers
+    states: tuple[StateSlot, ...]  # all places of objects next to weights in few bits
     # lock that is held while device copies are in these places. Layers that share a module share it.
     lock: threading.RLock = dataclasses.field(repr=False)
     # parameters that travel in parts, by identity. Default: none.
@@ -93,18 +95,22 @@ class LayerContents:
         """Whether a parameter that travels in parts is trained."""
         return any(p.requires_grad for p in self.parameters() if id(p) in self.tables)
 
+    def parts(self) -> list[torch.Tensor]:
+        """Return the tensors that travel for the parameters: themselves, and for one in few bits what it is made of."""
+        return parts_of([*self.parameters(), *(state.value for state in self.states)])
+
     def nbytes(self) -> int:
         """Return the bytes of parameters and buffers on a device."""
         buffers = sum(buffer.tensor.element_size() * buffer.tensor.numel() for buffer in self.buffers)
-        return sum(map(self.nbytes_of, self.parameters())) + buffers
+        return sum(map(self.nbytes_of, self.parts())) + buffers
 
-    def nbytes_of(self, parameter: nn.Parameter) -> int:
-        """Return the bytes of a parameter on a device: of a table, those of slices; rows are like activations."""
-        table = self.tables.get(id(parameter))
+    def nbytes_of(self, part: torch.Tensor) -> int:
+        """Return the bytes of a part on a device: of a table, those of slices; rows are like activations."""
+        table = self.tables.get(id(part))
         if table is None:
-            return parameter.element_size() * parameter.numel()
-        rows = min(_SLICES_AT_ONCE * (table.slice_rows or 0), parameter.shape[0]) if table.is_head else 0
-        return rows * parameter.shape[1] * parameter.element_size()
+            return part.element_size() * part.numel()
+        rows = min(_SLICES_AT_ONCE * (table.slice_rows or 0), part.shape[0]) if table.is_head else 0
+        return rows * part.shape[1] * part.element_size()
 
 
 # A module may be part of two pipelines, so its lock belongs to it and not to either.
@@ -120,7 +126,7 @@ def scan(layers: Sequence[nn.Module]) -> list[LayerContents]:
     first = list(range(len(layers)))
     found = []
     for index, layer in enumerate(layers):
-        slots, buffers = [], []
+        slots, buffers, states = [], [], []
         for module in layer.modules():
             held = [(name, p) for name, p in module._parameters.items() if p is not None]
             buffered = [(name, b) for name, b in module._buffers.items() if b is not None]
@@ -129,7 +135,8 @@ def scan(layers: Sequence[nn.Module]) -> list[LayerContents]:
                 first[index] = min(first[index], first[earlier])
             slots += [ParameterSlot(module, name, _materialised(p, name, index, module)) for name, p in held]
             buffers += [BufferSlot(module, name, b) for name, b in buffered]
-        found.append((layer, tuple(slots), tuple(buffers)))
+            states += states_of(module)
+        found.append((layer, tuple(slots), tuple(buffers), tuple(states)))
     with _LOCKS_LOCK:
         locks = [_LOCKS.setdefault(layers[number], threading.RLock()) for number in first]
     return [LayerContents(i, *contents, lock) for i, (contents, lock) in enumerate(zip(found, locks, strict=True))]
@@ -249,7 +256,7 @@ class ParameterStore:
 
     # -- what stages read while an asynchronous step is under way ----------------------------------------------------
 
-    def source(self, parameter: nn.Parameter) -> torch.Tensor:
+    def source(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the tensor that stages copy to devices: the parameter, or its published copy while that is older."""
         return self._shadows.get(id(parameter), parameter)
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..device.composite import parts_of
 from ..errors import PlanError
 
 __all__ = ["LayerCost", "MeasuredCosts", "analytic_cost", "layer_costs"]
@@ -113,7 +114,7 @@ def analytic_cost(
         forward=work,
         # forward again, and a gradient for inputs and one for weights
         backward=work * (3.0 if trained else 2.0),
-        param_bytes=sum(t.numel() * t.element_size() for t in [*params, *layer.buffers()]),
+        param_bytes=sum(t.numel() * t.element_size() for t in [*parts_of(params), *layer.buffers()]),
         grad_bytes=sum(p.nbytes + _sum_bytes(p, gradient_dtype(p)) for p in trained),
     )
 

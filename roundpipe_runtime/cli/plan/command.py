@@ -15,7 +15,7 @@ from ...estimate.network import nodes_of_report, of_node
 from ..models import source_of
 from ..option_objects import takes_options
 from ..quantities import parse_bits, parse_gigabytes
-from ..train.options import dtype_named
+from ..train.options import dtype_named, few_bits
 from .nodes import as_dict as nodes_as_dict
 from .nodes import write_nodes
 from .options import MachineOptions, ModelOptions, NodeOptions, StepOptions
@@ -96,10 +96,14 @@ def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, s
     """The model on meta, cut, and the hardware."""
     from ...fine_tune import Lora, add_lora
     from ...huggingface.plan_training import PlannedTraining, model_on_meta
+    from ...huggingface.quantize import quantize_frozen
 
     adapters = None if step.lora is None else Lora.parse(step.lora)
     made = model_on_meta(source.config, dtype=dtype_named(step.dtype))
     kept = next((p.dtype for p in made.parameters() if p.is_floating_point()), torch.float32)
+    quantize = few_bits(step.quantize)
+    if quantize is not None:
+        made = quantize_frozen(made, quantize)
     if adapters is not None:
         with torch.device("meta"):
             made = add_lora(made, adapters)

@@ -86,6 +86,7 @@ class StepOptions:
     lora: Annotated[
         str | None, option("R[,ALPHA[,NAMES]]", "Train LoRA adapters only, as train --lora does.", _STEP)
     ] = None
+    quantize: train.Quantize = "none"
     last_stage_copies: Annotated[
         str, option("N", "Number of devices that run the head; auto: as many as make the step faster.", _STEP)
     ] = "1"
@@ -94,6 +95,7 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         parse_gigabytes(self.keep_parameters, "--keep-parameters")
+        train.check_quantize(self.quantize, self.lora)
         text = self.last_stage_copies
         if text != "auto" and (not text.isdecimal() or int(text) < 1):
             raise UserError(f'--last-stage-copies is a number of devices or "auto", found {text!r}')

@@ -13,6 +13,7 @@ from yobx_flatten.errors.messages import format_bytes, table
 from ...estimate.joined_loss import JoinedLoss
 from ...estimate.report import PlanReport
 from ...estimate.step_simulation import StepSimulation
+from ...huggingface.quantize import count_weights
 from ..quantities import format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -105,7 +106,9 @@ def write_plan(
 
 
 def _parameters(training: PlannedTraining, *, trainable: bool = False) -> int:
-    return sum(p.numel() for p in training.model.parameters() if p.requires_grad or not trainable)
+    if not trainable:
+        return count_weights(training.model)
+    return sum(p.numel() for p in training.model.parameters() if p.requires_grad)
 
 
 def _model(training: PlannedTraining, report: PlanReport) -> list[str]:

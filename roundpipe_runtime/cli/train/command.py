@@ -31,6 +31,7 @@ from .options import (
     StepOptions,
     TextOptions,
     dtype_named,
+    few_bits,
     settings_of,
 )
 
@@ -113,7 +114,7 @@ def _prepared(
     if isinstance(rows, tuning.ChatRows):
         show_rows(rows, tokenizer, data.show_rows)
     context.with_resource(_quiet_transformers())
-    model = job.together(lambda: _learner(source, adapters, step, learning.seed))
+    model = job.together(lambda: _learner(source, adapters, step, learning))
     say(format_model(model, source))
     return _Pupil(source, model, tokenizer, rows)
 
@@ -294,9 +295,12 @@ def _adapters(text: str | None, source: tuning.ModelSource) -> tuning.Lora | Non
     return tuning.Lora.parse(text)
 
 
-def _learner(source: tuning.ModelSource, adapters: tuning.Lora | None, step: StepOptions, seed: int) -> nn.Module:
-    learner = source.load(dtype=dtype_named(step.dtype), seed=seed)
-    return learner if adapters is None else tuning.add_lora(learner, adapters, seed=seed)
+def _learner(
+    source: tuning.ModelSource, adapters: tuning.Lora | None, step: StepOptions, learning: LearningOptions
+) -> nn.Module:
+    quantize = few_bits(learning.quantize)
+    learner = source.load(dtype=dtype_named(step.dtype), seed=learning.seed, quantize=quantize)
+    return learner if adapters is None else tuning.add_lora(learner, adapters, seed=learning.seed)
 
 
 @contextlib.contextmanager

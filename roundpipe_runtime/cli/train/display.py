@@ -13,7 +13,9 @@ from torch import nn
 from yobx_flatten.errors.messages import format_bytes
 from yobx_flatten.terminal.output import console, printable, say
 
+from ...device.composite import is_composite, stored_bytes
 from ...fine_tune import Blocks, ChatRows, EvalRecord, ModelSource, StepRecord, Tokenizer, Training, sparkline
+from ...huggingface.quantize import count_weights
 
 __all__ = ["Display", "format_chats", "format_model", "format_step", "format_text", "format_training", "show_rows"]
 
@@ -151,11 +153,13 @@ def format_model(model: nn.Module, source: ModelSource) -> str:
     """Return the number of parameters, and how many are trainable."""
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    total = sum(p.numel() for p in parameters)
+    total = count_weights(model)
+    frozen = [p for p in parameters if is_composite(p)]
     dtype = str(parameters[0].dtype).removeprefix("torch.")
     some = "" if trainable == total else f", of which {trainable:,} are trainable"
     weights = "" if source.has_weights else " with random weights"
-    return f"model: {source.name}{weights}, {total:,} parameters in {dtype}{some}"
+    packed = f"; linear layers are frozen in {format_bytes(sum(map(stored_bytes, frozen)))}" if frozen else ""
+    return f"model: {source.name}{weights}, {total:,} parameters in {dtype}{some}{packed}"
 
 
 def format_training(training: Training) -> str:

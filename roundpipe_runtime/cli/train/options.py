@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
 import typer
@@ -19,6 +19,9 @@ from ...fine_tune import Settings, check_curve, check_output
 from ..option_objects import option
 from ..quantities import parse_bytes, parse_gigabytes
 from .config_file import read_config_file
+
+if TYPE_CHECKING:
+    from ...huggingface.quantize import FewBits
 
 _TEXT, _STEP, _RATE, _FILES = "Text", "A step", "Learning", "What is written"
 
@@ -54,6 +57,12 @@ LargeTables = Annotated[
         "if it does not fit; slices: always; whole: like other weights.",
         rich_help_panel=_STEP,
     ),
+]
+
+
+Quantize = Annotated[
+    Literal["none", "nf4", "fp4", "int8"],
+    option("KIND", "Bits of the frozen weights with --lora: none, nf4, fp4 (bitsandbytes), int8 (torchao).", _RATE),
 ]
 
 
@@ -248,6 +257,7 @@ class LearningOptions:
         str | None,
         option("R[,ALPHA[,NAMES]]", "Train LoRA adapters of rank R only: 8, or 8,16, or 8,16,q_proj,v_proj.", _RATE),
     ] = None
+    quantize: Quantize = "none"
     lr: Annotated[float, option("X", "Peak learning rate.", _RATE)] = 0.0003
     warmup: Annotated[
         int | None, _number("Steps until --lr is reached (default: a tenth of all steps, at most 100).", _RATE, least=0)
@@ -269,6 +279,9 @@ class LearningOptions:
     check: Annotated[
         bool, typer.Option(help="Compare the pipeline with the reference model before training.", rich_help_panel=_RATE)
     ] = True
+
+    def __post_init__(self) -> None:
+        check_quantize(self.quantize, self.lora)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -353,6 +366,17 @@ def settings_of(
         check=learning.check,
         report_to=tuple(report_to or ()),
     )
+
+
+def check_quantize(kind: str, lora: str | None) -> None:
+    """Refuse weights in few bits that nothing trains next to."""
+    if kind != "none" and lora is None:
+        raise UserError(f"--quantize {kind} freezes all weights, so nothing would train. Add adapters: --lora 8")
+
+
+def few_bits(kind: str) -> FewBits | None:
+    """Return the bits of frozen weights; ``None`` where they stay as they are."""
+    return None if kind == "none" else cast("FewBits", kind)
 
 
 def dtype_named(name: str) -> torch.dtype | None:

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
 from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass
 
@@ -63,7 +62,7 @@ class _Copy:
     run_version: int
     was_trained: bool
 
-    def is_of(self, parameter: nn.Parameter, source: torch.Tensor, run_version: int) -> bool:
+    def is_of(self, parameter: torch.Tensor, source: torch.Tensor, run_version: int) -> bool:
         """Whether the source is the one that was copied, and neither of both was written since."""
         # It may be frozen again when this is asked next, after a step.
         self.was_trained |= parameter.requires_grad
@@ -100,7 +99,7 @@ class KeptParameters:
     def choose(
         self,
         contents: Sequence[LayerContents],
-        source: Callable[[nn.Parameter], torch.Tensor],
+        source: Callable[[torch.Tensor], torch.Tensor],
         version: int,
         nbytes: float,
     ) -> None:
@@ -109,12 +108,8 @@ class KeptParameters:
             self._chosen = frozenset()
             self.drop()
             return
-        found = {
-            id(parameter): parameter
-            for layer in contents
-            for parameter in layer.parameters()
-            if id(parameter) not in layer.tables  # parts of it come and go
-        }
+        # parts of tables come and go
+        found = {id(part): part for layer in contents for part in layer.parts() if id(part) not in layer.tables}
         chosen, left = set(), nbytes
         for parameter in sorted(found.values(), key=lambda one: one.requires_grad):  # the order of layers otherwise
             if parameter.nbytes <= left and _can_stay(parameter):
@@ -133,12 +128,12 @@ class KeptParameters:
     def upload(
         self,
         device: Device,
-        parameter: nn.Parameter,
+        parameter: torch.Tensor,
         source: torch.Tensor,
         version: int,
         copy: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, bool]:
-        """Return the copy of a parameter on a device: the one that is there, else a new one."""
+        """Return the copy of a parameter, or of a part of one, on a device: the one that is there, else a new one."""
         key, copies = id(parameter), self._copies[device.name]
         here = copies.get(key)
         if here is not None:
@@ -178,7 +173,7 @@ class KeptParameters:
             copies.clear()
 
 
-def _can_stay(parameter: nn.Parameter) -> bool:
+def _can_stay(parameter: torch.Tensor) -> bool:
     """Whether writes of a parameter are seen: of a tensor that is made of others, those have the numbers."""
     is_plain = parameter.layout == torch.strided and not is_traceable_wrapper_subclass(parameter)
     return is_plain and not parameter.is_inference()  # such a tensor has no version

@@ -12,11 +12,13 @@ from torch import nn
 from yobx_flatten.private_names.of_torch import NormBase
 
 from ...device.accelerator import PIECE
+from ...device.composite import Rebuilding, is_composite, plain_numbers
 from ...device.events import Event
 from ...device.virtual import Device
 from ...errors import StageError
+from ...optim.copyable import same_numbers
 from ...optim.parameters import LayerContents
-from ..looks import is_compared, same_numbers, watch_escaped
+from ..looks import is_compared, watch_escaped
 from ..recompute.layer_traits import traits_of
 from .gradient_memory import GradientMemory
 from .kept import KeptParameters
@@ -76,19 +78,26 @@ class LayerOnDevice:
         # What a backward left for each parameter, where it is kept apart from the sums.
         self._apart: dict[int, list[torch.Tensor]] | None = None
         self._tables = LayerTables(contents, device, memory)
+        rebuilding = Rebuilding(partial(self._upload_part, kept=kept, version=version))
         for parameter in contents.parameters():
             dtype = gradient_dtype(parameter)
             if parameter in self._tables:
                 made = self._tables.stand_in(parameter, source(parameter), dtype)
                 self._parameters[id(parameter)] = self._with_attributes(made, parameter)
                 continue
-            self._parameters[id(parameter)] = self._copy_parameter(parameter, source(parameter), kept, version)
+            if is_composite(parameter):
+                copy = rebuilding.parameter(parameter)
+                copy.__dict__[_LAYER] = self.title
+            else:
+                copy = self._copy_parameter(parameter, source(parameter), kept, version)
+            self._parameters[id(parameter)] = copy
             if dtype != parameter.dtype:
                 self._wide.append((id(parameter), dtype))
         self._places = [
             (slot.owner._parameters, slot.name, self._parameters[id(slot.parameter)], slot.parameter)
             for slot in contents.slots
         ]
+        self._states = [rebuilding.state(slot.value) for slot in contents.states]
         self._buffers = [self._copy(buffer.tensor) for buffer in contents.buffers]
         self._marks = [(buffer, buffer._version) for buffer in self._buffers]
         self._written: set[int] = set()
@@ -101,6 +110,12 @@ class LayerOnDevice:
 
     def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.device.copy_in(tensor.detach(), parameter=True)
+
+    def _upload_part(self, part: torch.Tensor, kept: KeptParameters, version: int) -> torch.Tensor:
+        uploaded, stays = kept.upload(self.device, part, part, version, lambda one: self._upload(plain_numbers(one)))
+        if not stays:
+            self._memory.append(uploaded)
+        return uploaded.detach()  # its owner may give it other memory by way of `data`
 
     def _copy_parameter(
         self, parameter: nn.Parameter, source: torch.Tensor, kept: KeptParameters, version: int
@@ -119,7 +134,7 @@ class LayerOnDevice:
 
     def call(self, function: Callable[[], T]) -> T:
         """Return ``function()``, called while the copies stand in the module; one thread at a time."""
-        buffers = self.contents.buffers
+        buffers, states = self.contents.buffers, self.contents.states
         is_trained = self.contents.module.training and torch.is_grad_enabled()
         versions = [copy._version for _, _, copy, _ in self._places] if is_trained else []
         with self.contents.lock:
@@ -129,6 +144,8 @@ class LayerOnDevice:
                 if buffers:
                     for number, buffer in enumerate(buffers):
                         buffer.owner._buffers[buffer.name] = self._buffers[number]
+                for slot, state in zip(states, self._states, strict=True):
+                    slot.owner.__dict__[slot.name] = state
                 result = function()
                 if versions and versions != (now := [copy._version for _, _, copy, _ in self._places]):
                     raise self._wrote_parameter([one != other for one, other in zip(versions, now, strict=True)])
@@ -140,6 +157,9 @@ class LayerOnDevice:
                         if found is not None and found is not self._buffers[number]:
                             self._buffers[number] = found.detach()
                         buffer.owner._buffers[buffer.name] = buffer.tensor
+                for number, slot in enumerate(states):
+                    self._states[number] = slot.owner.__dict__.get(slot.name)
+                    slot.owner.__dict__[slot.name] = slot.value
                 for parameters, name, _, parameter in self._places:
                     parameters[name] = parameter
 
@@ -167,7 +187,7 @@ class LayerOnDevice:
         if not is_compared(source):
             return True
         if copy.shape != source.shape or copy.dtype != source.dtype:
-            return False
+            return is_composite(source)  # its library packs the copy in another way
         if copy.device == source.device:
             return bool(same_numbers(copy, source))
         # uploaded once more: the host's numbers are pinned, and memory for a download of them would stay so
@@ -328,6 +348,7 @@ class LayerOnDevice:
         self._memory.clear()
         self._parameters.clear()
         self._places.clear()
+        self._states.clear()
         self._sums.clear()
         self._apart = None
         self._buffers.clear()

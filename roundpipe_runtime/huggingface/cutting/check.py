@@ -17,6 +17,7 @@ from ...device.events import Event
 from ...device.virtual import VirtualDevice
 from ...engine.config import RoundPipeRunConfig
 from ...engine.driver import Engine
+from ...optim.weights_kept import weights_kept
 from ..errors import CutError
 from .digest import digest, distance, typical
 from .gradients import own_gradients, untied
@@ -118,11 +119,15 @@ def objective(outputs: PyTree, labels: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set every module of a model to evaluation mode in the block, and restore its mode afterwards."""
+    """Set every module of a model to evaluation mode in the block, and restore its mode afterwards.
+
+    So are weights in few bits, which a library may repack in this mode.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        yield
+        with weights_kept(model):
+            yield
     finally:
         for module, training in modes:
             module.training = training

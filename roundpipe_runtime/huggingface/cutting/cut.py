@@ -13,6 +13,7 @@ from torch import nn
 from yobx_flatten.errors.failures import raised_as, result_or
 from yobx_flatten.recipe.aliases import Kwargs
 
+from ...device.composite import parts_of, stored_bytes
 from ..errors import CutError
 from .capture import asked_for, install_hooks
 from .check import check_equivalence, evaluating
@@ -227,7 +228,7 @@ def _report(
     sizes = []
     for piece in pieces:
         held = [named[n] for n in used[piece.number]] if isinstance(piece, Phase) else list(piece.parameters())
-        sizes.append(sum(p.nbytes for p in {id(p): p for p in held}.values()))
+        sizes.append(sum(part.nbytes for part in parts_of(held)))
     return CutReport(
         type(model).__name__,
         tuple(one.path for one in chosen),
@@ -239,4 +240,4 @@ def _report(
 
 
 def _bytes(module: nn.Module) -> int:
-    return sum(p.nbytes for p in module.parameters())
+    return sum(map(stored_bytes, module.parameters()))

@@ -1,0 +1,264 @@
+"""Take apart weights that hold several tensors, such as numbers in 4 bits and their scales; rebuild them from copies.
+
+::
+
+    a wrapper subclass   weight ── __tensor_flatten__ ──> qdata, scale ──> copies ── __tensor_unflatten__ ──> weight
+    with attributes      weight ──> its numbers, and the tensors in quant_state ──> copies ──> a weight with a new state
+    state of its module  module.state ──> CB, in the memory of the numbers ──> the copy that is there already
+
+No library is named here: a class is known by ``__tensor_flatten__``, or by tensors in the attributes of a parameter.
+Only what does not train is taken apart; a gradient has no place in integers.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from yobx_flatten.private_names.of_torch import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
+
+from ..errors import ConfigError
+
+__all__ = [
+    "Rebuilding",
+    "StateSlot",
+    "all_tensors",
+    "is_composite",
+    "is_wrapper",
+    "memory_of",
+    "parts_of",
+    "plain_numbers",
+    "states_of",
+    "stored_bytes",
+]
+
+# What every module has: parameters, buffers, hooks and modes.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+# Children of a value, and the function that makes an equal value of others.
+_Opened: TypeAlias = "tuple[list[Any], Callable[[list[Any]], Any]]"
+
+
+class StateSlot(NamedTuple):
+    """Where a module keeps an object next to a weight in few bits: ``owner.__dict__[name]``."""
+
+    owner: nn.Module
+    name: str
+    value: Any
+
+
+def is_composite(parameter: torch.Tensor) -> bool:
+    """Report whether a frozen parameter holds tensors in addition to its numbers, or in place of them."""
+    if type(parameter) in (nn.Parameter, torch.Tensor) or parameter.requires_grad:
+        return False
+    return is_wrapper(parameter) or next(all_tensors(vars(parameter)), None) is not None
+
+
+def states_of(module: nn.Module) -> list[StateSlot]:
+    """Return what a module keeps next to a frozen weight in few bits; nothing for any other module."""
+    if not any(_is_in_few_bits(p) for p in module._parameters.values() if p is not None):
+        return []
+    found = ((name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
+    return [StateSlot(module, name, value) for name, value in found if _may_get_tensors(value)]
+
+
+def parts_of(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the plain tensors that values are made of, each memory once; a parameter that is one stands for itself."""
+    found: dict[Any, torch.Tensor] = {}
+    for value in values:
+        is_whole = isinstance(value, torch.Tensor) and not is_composite(value)
+        for tensor in (value,) if is_whole else _tensors_of(value):
+            found.setdefault(id(tensor) if is_whole else memory_of(tensor), tensor)
+    return list(found.values())
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that a parameter takes on the host and on its way to a device, its scales included.
+
+    >>> stored_bytes(nn.Parameter(torch.ones(3)))
+    12
+    """
+    return sum(part.numel() * part.element_size() for part in parts_of([tensor]))
+
+
+def all_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors in a value, also those that share memory; modules and closed objects are not entered."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor) and not is_wrapper(one):
+            yield one
+        elif (opened := _opened(one)) is not None:
+            waiting += reversed(opened[0])
+
+
+def plain_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a tensor without its class, in the same memory."""
+    with DisableTorchFunctionSubclass():
+        return tensor.detach()
+
+
+class Rebuilding:
+    """Rebuilds weights and states from copies of their tensors; what shares memory or is one object stays so."""
+
+    # place: function that returns the copy of a plain tensor
+
+    def __init__(self, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._place = place
+        self._placed: dict[Any, torch.Tensor] = {}
+        # The rebuilt objects by identity, and the objects themselves, which are kept alive so that no id is used again.
+        self._made: dict[int, tuple[Any, Any]] = {}
+
+    def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return a parameter of the same class, made of copies; the same one each time."""
+        if id(parameter) in self._made:
+            known: nn.Parameter = self._made[id(parameter)][1]
+            return known
+        if is_wrapper(parameter):
+            copy = nn.Parameter(self._of_wrapper(parameter), requires_grad=False)
+            left = {name: held for name, held in vars(parameter).items() if name not in vars(copy)}
+        else:
+            copy = nn.Parameter(self._of_tensor(parameter), requires_grad=False)
+            copy.__class__ = type(parameter)
+            left = vars(parameter)
+        self._made[id(parameter)] = parameter, copy
+        copy.__dict__.update({name: self.value(held) for name, held in left.items()})
+        return copy
+
+    def state(self, value: Any) -> Any:
+        """Return a copy of what a module keeps; an object that holds no tensor yet is copied as well."""
+        made = self.value(value)
+        opened = _opened(value)
+        return opened[1](opened[0]) if made is value and opened is not None else made
+
+    def value(self, value: Any) -> Any:
+        """Return an equal value, made of copies; one without tensors is returned as it is."""
+        if id(value) in self._made:
+            return self._made[id(value)][1]
+        if isinstance(value, torch.Tensor):
+            return self._of_wrapper(value) if is_wrapper(value) else self._of_tensor(value)
+        opened = _opened(value)
+        if opened is None:
+            return value
+        self._made[id(value)] = value, value  # what it holds may refer to it
+        children = [self.value(child) for child in opened[0]]
+        if any(new is not old for new, old in zip(children, opened[0], strict=True)):
+            self._made[id(value)] = value, opened[1](children)
+        return self._made[id(value)][1]
+
+    def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = memory_of(tensor)
+        if key not in self._placed:
+            self._placed[key] = self._place(tensor)
+        return self._placed[key]
+
+    def _of_wrapper(self, tensor: torch.Tensor) -> torch.Tensor:
+        inner, together = _taken_apart(tensor)
+        copies = [self.value(one) for one in inner]
+        made: torch.Tensor = together(copies)
+        if copies and made.device != copies[0].device:
+            kind = type(tensor)
+            raise ConfigError(
+                f"A weight of class {kind.__module__}.{kind.__qualname__} that is rebuilt from tensors on "
+                f"{copies[0].device} states that it is on {made.device}: the class keeps the device in its metadata. "
+                "Quantize with another class, or run on virtual devices:\n"
+                '    wrap_model_to_roundpipe(model, devices="virtual:2")'
+            )
+        return made
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Report whether a tensor is made of others, and has no numbers of its own."""
+    return type(tensor) is not torch.Tensor and bool(is_traceable_wrapper_subclass(tensor))
+
+
+def _is_in_few_bits(parameter: nn.Parameter) -> bool:
+    """Whether a module may keep tensors next to this parameter: integers mean little without a scale."""
+    if type(parameter) is nn.Parameter:
+        return not parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex())
+    return is_composite(parameter) or not (parameter.is_floating_point() or parameter.requires_grad)
+
+
+def _may_get_tensors(value: Any) -> bool:
+    """Whether a value holds tensors, or is an object that a forward may hang some on."""
+    opened = None if isinstance(value, torch.Tensor) else _opened(value)
+    if opened is None:
+        return isinstance(value, torch.Tensor)
+    return type(value) not in (dict, list, tuple) or next(all_tensors(value), None) is not None
+
+
+def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors of a composite parameter, or of a state."""
+    if isinstance(value, torch.Tensor) and not is_wrapper(value):
+        yield value
+        yield from all_tensors(vars(value))
+        return
+    yield from all_tensors(value)
+    if isinstance(value, torch.Tensor):
+        own = {id(tensor) for tensor in all_tensors(value)}
+        yield from (tensor for tensor in all_tensors(vars(value)) if id(tensor) not in own)
+
+
+def memory_of(tensor: torch.Tensor) -> Any:
+    """Return what two tensors have in common that show the same numbers of the same memory."""
+    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        return id(tensor)
+    with DisableTorchFunctionSubclass():
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _taken_apart(tensor: torch.Tensor) -> _Opened:
+    names, metadata = tensor.__tensor_flatten__()  # type: ignore[attr-defined] # of wrapper subclasses
+    size, stride = tensor.size(), tensor.stride()
+
+    def together(inner: list[Any]) -> Any:
+        named = dict(zip(names, inner, strict=True))
+        return type(tensor).__tensor_unflatten__(named, metadata, size, stride)  # type: ignore[attr-defined] # the same
+
+    return [getattr(tensor, name) for name in names], together
+
+
+def _opened(value: Any) -> _Opened | None:
+    """What a value holds; ``None`` for what is passed on as it is: modules, classes, functions, numbers."""
+    kind = type(value)
+    if kind is dict:
+        keys = list(value)
+        return list(value.values()), lambda new: dict(zip(keys, new, strict=True))
+    if kind in (list, tuple):
+        return list(value), kind
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return list(value), lambda new: kind(*new)
+    if isinstance(value, torch.Tensor):
+        return _taken_apart(value) if is_wrapper(value) else None
+    return _opened_object(value, kind)
+
+
+def _opened_object(value: Any, kind: type) -> _Opened | None:
+    """The attributes of an object of a class that Python's own ``object`` can make."""
+    if isinstance(value, (nn.Module, type, enum.Enum)) or kind.__module__ == "builtins" or not _is_made_by_python(kind):
+        return None
+    held = getattr(value, "__dict__", None)
+    if not isinstance(held, dict):
+        return None
+    names = list(held)
+
+    def together(new: list[Any]) -> Any:
+        made: Any = object.__new__(kind)
+        made.__dict__.update(zip(names, new, strict=True))
+        return made
+
+    return list(held.values()), together
+
+
+def _is_made_by_python(kind: type) -> bool:
+    """Whether all that instances of a class hold is in ``__dict__``."""
+    bases: Sequence[type] = kind.__mro__[:-1]
+    return all(base.__flags__ & (1 << 9) and not vars(base).get("__slots__") for base in bases)  # made by `class`

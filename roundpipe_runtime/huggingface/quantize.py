@@ -1,0 +1,152 @@
+"""``quantize_frozen``: put the linear layers of a model into few bits, one weight after the other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import nn
+
+from yobx_flatten.errors.dependencies import require
+
+from ..device.composite import is_composite
+from ..errors import ConfigError
+from .cutting.layers import candidates
+
+__all__ = ["FewBits", "count_weights", "quantize_frozen"]
+
+FewBits: TypeAlias = Literal["nf4", "fp4", "int8"]
+"""``"nf4"`` and ``"fp4"``, 4 bits of bitsandbytes with scales in 8 bits, and ``"int8"``, 8 bits of torchao."""
+
+# Numbers per scale, as QLoRA has them (Dettmers et al., 2023, arXiv 2305.14314).
+_BLOCK = 64
+
+
+def quantize_frozen(
+    model: nn.Module, kind: FewBits = "nf4", *, weights: Callable[[str], torch.Tensor] | None = None
+) -> nn.Module:
+    """Quantize the linear layers of a model in place, and freeze all of its weights.
+
+    The layers are those in lists of modules; embeddings, norms and the head stay as they are. Weights of a model on
+    ``meta`` are read one after the other, and each is quantized before the next one is read.
+
+    Args:
+        model: model of transformers, or any module that keeps its layers in an ``nn.ModuleList``.
+        kind: ``"nf4"`` or ``"fp4"``, 4 bits of bitsandbytes, or ``"int8"``, 8 bits of torchao.
+        weights: function that returns the weight of a name, for those on ``meta``. Default: they stay there, for a
+            plan.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ConfigError: there is no such kind, a weight has another shape, or the model has no linear layer in a list.
+        MissingDependencyError: bitsandbytes or torchao is not installed.
+    """
+    if kind not in get_args(FewBits):
+        raise ConfigError(f"quantize_frozen: kind must be one of {', '.join(get_args(FewBits))}, found {kind!r}.")
+    library = "torchao" if kind == "int8" else "bitsandbytes"
+    require(library, purpose=f"{kind}")
+    chosen = dict(_linear_layers(model))
+    if not chosen:
+        raise ConfigError(f"quantize_frozen: {type(model).__name__} has no linear layer in a list of layers.")
+    model.requires_grad_(False)
+    read = _Weights(weights)
+    inside = set(map(id, chosen.values()))
+    for prefix, module in model.named_modules():
+        if id(module) not in inside:
+            for name, parameter in module._parameters.items():
+                module._parameters[name] = read.parameter(f"{prefix}.{name}" if prefix else name, parameter)
+    quantize = _eight_bits if kind == "int8" else partial(_four_bits, kind=kind)
+    for name, layer in chosen.items():
+        made = quantize(layer, read.numbers(f"{name}.weight", layer._parameters["weight"]))
+        made._parameters["bias"] = read.parameter(f"{name}.bias", layer._parameters["bias"])
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, made.train(layer.training))
+    return model
+
+
+def count_weights(model: nn.Module) -> int:
+    """Return the number of weights of a model, of those in few bits how many they stand for.
+
+    >>> count_weights(nn.Linear(3, 2))
+    8
+    """
+    found: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found[id(parameter)] = parameter.numel()
+                if isinstance(module, nn.Linear) and is_composite(parameter):
+                    found[id(parameter)] = module.in_features * module.out_features
+    return sum(found.values())
+
+
+class _Weights:
+    """The weights of a model, read where they are on meta; a tied one is read once."""
+
+    def __init__(self, read: Callable[[str], torch.Tensor] | None) -> None:
+        self._read = read
+        self._known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def parameter(self, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        """Return a weight that stays as it is, in memory of its own."""
+        if parameter is None or not parameter.is_meta or self._read is None:
+            return parameter
+        if id(parameter) not in self._known:
+            made = nn.Parameter(self.numbers(name, parameter).clone(), requires_grad=False)
+            self._known[id(parameter)] = parameter, made
+        return self._known[id(parameter)][1]
+
+    def numbers(self, name: str, parameter: nn.Parameter | None) -> torch.Tensor:
+        """Return the numbers of a weight, which may be mapped from a file."""
+        assert parameter is not None
+        if not parameter.is_meta or self._read is None:
+            return parameter.detach()
+        found = self._read(name).detach()
+        if found.shape != parameter.shape:
+            raise ConfigError(
+                f"quantize_frozen: weights({name!r}) has shape {tuple(found.shape)}, and {tuple(parameter.shape)} is "
+                "the shape of that weight."
+            )
+        return found
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers in lists of modules, whose weight no other module has."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for found in candidates(model):
+        for path, layer in found.layers.items():
+            for name, module in layer.named_modules():
+                if type(module) is nn.Linear and uses[id(module.weight)] == 1:
+                    yield f"{path}.{name}" if name else path, module
+
+
+def _four_bits(linear: nn.Linear, weight: torch.Tensor, kind: str) -> nn.Linear:
+    import bitsandbytes
+
+    how: dict[str, Any] = {"compress_statistics": True, "quant_type": kind}
+    numbers, state = bitsandbytes.functional.quantize_4bit(weight.contiguous(), blocksize=_BLOCK, **how)
+    made: nn.Linear = bitsandbytes.nn.Linear4bit(
+        linear.in_features, linear.out_features, bias=False, compute_dtype=weight.dtype, device="meta", **how
+    )
+    made.weight = bitsandbytes.nn.Params4bit(
+        numbers, requires_grad=False, quant_state=state, blocksize=_BLOCK, module=made, bnb_quantized=True, **how
+    )
+    made.quant_state = state
+    return made
+
+
+def _eight_bits(linear: nn.Linear, weight: torch.Tensor) -> nn.Linear:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    made = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    around = nn.Sequential(made)
+    quantize_(around, Int8WeightOnlyConfig())
+    found = around[0]
+    assert isinstance(found, nn.Linear)
+    return found

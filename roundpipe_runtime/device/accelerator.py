@@ -20,7 +20,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -146,6 +146,53 @@ class AcceleratorDevice:
                 copy.copy_(tensor, non_blocking=True)
         copy.record_stream(self._compute)
         return copy
+
+    def reserve(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for a parameter of which some rows are copied, on the stream that copies them."""
+        with self._activations:
+            memory = self.allocate(like)
+        memory.record_stream(self._compute)
+        return memory
+
+    def copy_rows_in(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        runs: Sequence[tuple[int, int]],
+        *,
+        after_compute: bool = False,
+    ) -> None:
+        """Copy rows of a parameter; the computation waits for them, so they pass the parameters of other stages."""
+        # target: reserved memory. Nothing has read these rows, so the copy waits for no computation by default.
+        # after_compute: whether the computation wrote these rows. Default: `False`.
+        if after_compute:
+            self._activations.wait_event(self._compute.record_event())
+        with torch.no_grad(), self._activations:
+            for start, stop in runs:
+                copy_in_pieces(target[start:stop], source[start:stop], PIECE)
+        self._compute.wait_event(self._activations.record_event())
+
+    def copy_rows_out(
+        self, tensor: torch.Tensor, runs: Sequence[tuple[int, int]], target: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Event]:
+        """Return a tensor in pinned memory with some rows of a gradient and zeros, and when it is complete."""
+        # target: host tensor to copy to. Default: a new one.
+        may_be_written = is_held_elsewhere(tensor)
+        tensor = tensor.detach()
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True) if target is None else target
+        before = 0
+        for start, stop in [*runs, (len(host), len(host))]:
+            host[before:start].zero_()
+            before = stop
+        self._gradients.wait_event(self._compute.record_event())
+        with self._gradients:
+            for start, stop in runs:
+                copy_in_pieces(host[start:stop], tensor[start:stop], PIECE)
+            tensor.record_stream(self._gradients)
+        event = _record(self._gradients, self.torch_device)
+        if may_be_written:
+            self._compute.wait_event(event)
+        return host, _StreamEvent(event)
 
     def arrival(self) -> Event:
         """Return the event after which all copies of parameters given so far are complete."""

@@ -63,6 +63,41 @@ class Device(Protocol):
             The copy, on the device.
         """
 
+    def reserve(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for a parameter of which :meth:`copy_rows_in` copies some rows."""
+
+    def copy_rows_in(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        runs: Sequence[tuple[int, int]],
+        *,
+        after_compute: bool = False,
+    ) -> None:
+        """Copy rows of a host tensor into reserved memory; what computes next waits for them.
+
+        Args:
+            target: memory of the device.
+            source: host tensor with the same rows.
+            runs: rows to copy, as pairs of a start and a stop.
+            after_compute: whether the computation so far has to end first, because it wrote these rows. Default:
+                nothing did.
+        """
+
+    def copy_rows_out(
+        self, tensor: torch.Tensor, runs: Sequence[tuple[int, int]], target: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Event]:
+        """Return a tensor of the host with some rows of a tensor that is not written any more, and zero elsewhere.
+
+        Args:
+            tensor: tensor of the device.
+            runs: rows to copy, as pairs of a start and a stop.
+            target: host tensor to copy to, which a device may use or not. Default: a new one.
+
+        Returns:
+            The copy and the event after which it is complete.
+        """
+
     def arrival(self) -> Event:
         """Return the event after which all copies of parameters given so far are complete."""
 
@@ -242,6 +277,51 @@ class VirtualDevice:
             )
         with torch.no_grad():
             return self.allocate(tensor).copy_(tensor)
+
+    def reserve(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory, as :meth:`allocate` does."""
+        return self.allocate(like)
+
+    def copy_rows_in(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        runs: Sequence[tuple[int, int]],
+        *,
+        after_compute: bool = False,
+    ) -> None:
+        """Copy rows of a host tensor at once.
+
+        Args:
+            target: memory of the device.
+            source: host tensor with the same rows.
+            runs: rows to copy, as pairs of a start and a stop.
+            after_compute: without effect on the CPU.
+        """
+        self.use([target])
+        with torch.no_grad():
+            for start, stop in runs:
+                target[start:stop].copy_(source[start:stop])
+
+    def copy_rows_out(
+        self, tensor: torch.Tensor, runs: Sequence[tuple[int, int]], target: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Event]:
+        """Return a tensor of the host with some rows, complete at once, and zero elsewhere.
+
+        Args:
+            tensor: tensor of the device.
+            runs: rows to copy, as pairs of a start and a stop.
+            target: without effect on the CPU.
+
+        Returns:
+            The copy, and an event that has passed.
+        """
+        self.use([tensor])
+        with torch.no_grad():
+            host = torch.zeros_like(tensor, requires_grad=False)
+            for start, stop in runs:
+                host[start:stop].copy_(tensor[start:stop])
+        return host, NOW
 
     def arrival(self) -> Event:
         """Return an event that has passed: copies are complete at once."""

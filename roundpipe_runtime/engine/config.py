@@ -40,6 +40,9 @@ class RoundPipeRunConfig:
             are uploaded again only when they were written. ``"auto"``: all where everything fits, else what the stages
             leave. Writes by ``parameter.data`` are found by a sample only, so such a write needs
             :meth:`RoundPipe.drop_kept_parameters`. Default: 0, none stay.
+        upload_experts: which experts of a mixture are copied to a device. ``"routed"``: those that a token of the run
+            was routed to, when the router has run, where a run of this size does not need most of them anyway.
+            ``"all"``: all, ahead. Results are bitwise identical. Default: ``"routed"``.
 
     Raises:
         ConfigError: when a field has a value that it cannot have.
@@ -64,6 +67,7 @@ class RoundPipeRunConfig:
     loss_reduction: Literal["sum", "mean", "joined"] | None = None
     last_stage_copies: int | Literal["auto"] | None = None
     keep_parameters: float | Literal["auto"] | None = None
+    upload_experts: Literal["routed", "all"] | None = None
 
     def __post_init__(self) -> None:
         for name, (is_right, expected) in _CHECKS.items():
@@ -111,6 +115,7 @@ class RoundPipeRunConfig:
                 loss_reduction="sum",
                 last_stage_copies=1,
                 keep_parameters=0,
+                upload_experts="routed",
             )
         )
 
@@ -151,5 +156,6 @@ _CHECKS: dict[str, _Check] = {
         lambda v: v == "auto" or (type(v) in (int, float) and v >= 0),
         'a number of GB from 0 on, or "auto"',
     ),
+    "upload_experts": (lambda v: v in ("routed", "all"), '"routed" or "all"'),
     "loss_reduction": (lambda v: v in ("sum", "mean", "joined"), '"sum", "mean" or "joined"'),
 }

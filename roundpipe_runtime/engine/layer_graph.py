@@ -127,7 +127,7 @@ def other_leaves(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor 
     return list(found.values())
 
 
-def is_refused_write(error: RuntimeError) -> bool:
+def is_refused_write(error: Exception) -> bool:
     """Report whether torch refused to write a leaf, or a view of one, in place."""
     return "leaf Variable that requires grad" in str(error)
 

@@ -41,6 +41,7 @@ from .loss_check import LossChecks
 from .one_group import OneGroup
 from .parameters.gradient_memory import GradientMemory
 from .parameters.kept import KeptParameters
+from .parameters.routed import NOTHING_PARTIAL, PartialPlan, RoutedParameters
 from .planner import Planner
 from .progress import PipelineProgress
 from .recompute.draws import Draws, run_base
@@ -94,6 +95,7 @@ class RunLifecycle:
         self.lock = threading.RLock()
         self.take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
         self._pinned = pinned
+        self._routed = RoutedParameters()
         self._loss_checks = LossChecks()
         self._runs: collections.Counter[RunType] = collections.Counter()
 
@@ -108,7 +110,8 @@ class RunLifecycle:
     ) -> tuple[Run, list[HostValue]]:
         """Return a run of a forward that has not started, and its inputs."""
         rows = [microbatch.rows for microbatch in microbatches]
-        run = self.prepare("train" if config.requires_grad else "infer", config, rows, **of_spec)
+        kind: RunType = "train" if config.requires_grad else "infer"
+        run = self.prepare(kind, config, rows, size=_size_of(microbatches), **of_spec)
         return run, _inputs_of(microbatches, run, self._pins())
 
     def prepare_fused(
@@ -132,7 +135,7 @@ class RunLifecycle:
         first = microbatches[0].labels if microbatches else ()
         check = self._loss_checks.of(loss_fn, config.reduction_of_parts, first) if is_split else None
         of_spec |= {"loss_fn": loss_fn, "loss_check": check}
-        run = self.prepare("fused", config, rows, contract, labels=labels, **of_spec)
+        run = self.prepare("fused", config, rows, contract, size=_size_of(microbatches), labels=labels, **of_spec)
         return run, _inputs_of(microbatches, run, pinned)
 
     def prepare(
@@ -142,6 +145,7 @@ class RunLifecycle:
         rows: Sequence[int | None],
         contract: LossContract | None = None,
         span: range | None = None,
+        size: int = 0,
         **of_spec: Any,
     ) -> Run:
         """Return a run that has not started."""
@@ -149,6 +153,7 @@ class RunLifecycle:
         # rows: rows of each microbatch, `None` where they are not known
         # contract: contract of the losses of a fused run. Default: these microbatches are the whole batch.
         # span: indices of the layers that run. Default: all.
+        # size: a number that runs with inputs of about the same size share
         # A publication that failed, for want of memory for example, is tried again before each run: the run would get
         # its error otherwise, also after the cause is gone.
         self.steps.resume()
@@ -166,10 +171,15 @@ class RunLifecycle:
         memory = self.gradient_memory
         if memory is not None and spec.requires_grad:
             memory.prepare(spec.contents, self.store.landing_dtype)
-        wait_cleared = self.steps.wait_cleared
-        return Run(
-            spec, self.store, self.table, self.version(), timer, contract, self.kept, draws, memory, wait_cleared
-        )
+        partial_plan = self._partial_plan(spec, config, size)
+        how = timer, contract, self.kept, draws, memory, self.steps.wait_cleared, partial_plan
+        return Run(spec, self.store, self.table, self.version(), *how)
+
+    def _partial_plan(self, spec: RunSpec, config: RoundPipeRunConfig, size: int) -> PartialPlan:
+        """Return which parameters a run copies when they are read; compiled code would read them without asking."""
+        if config.upload_experts == "all" or spec.trial is not None or not spec.compiled.is_empty:
+            return NOTHING_PARTIAL
+        return self._routed.plan(spec.contents, (spec.kind, size), self.store.source, is_look=spec.looks)
 
     def _timer(self, kind: RunType, *, is_trial: bool) -> Timer:
         """Return what measures a run; nothing is learned of a trial."""
@@ -355,3 +365,9 @@ class RunLifecycle:
 def _inputs_of(microbatches: Sequence[FlatMicrobatch], run: Run, pinned: PinnedCopies | None) -> list[HostValue]:
     flows = run.spec.requires_grad
     return [host_value(one.inputs, one.spec, requires_grad=flows, what="inputs", pinned=pinned) for one in microbatches]
+
+
+def _size_of(microbatches: Sequence[FlatMicrobatch]) -> int:
+    """The order of how many numbers come in: runs of other sizes route to more or fewer experts."""
+    tensors = (leaf for one in microbatches for leaf in one.inputs if isinstance(leaf, torch.Tensor))
+    return sum(tensor.numel() for tensor in tensors).bit_length()

@@ -20,6 +20,7 @@ from .collected import Collected, WrittenBuffers
 from .parameters.gradient_memory import GradientMemory
 from .parameters.kept import KeptParameters
 from .parameters.on_device import LayerOnDevice
+from .parameters.routed import NOTHING_PARTIAL, PartialPlan
 from .recompute.draws import Draws
 from .run_spec import RunSpec
 from .timer import Timer
@@ -42,6 +43,7 @@ class Run:
     gradient_memory: GradientMemory | None = None  # pinned memory for gradients, `None` without an accelerator
     # function that waits until gradients of the last step are gone: no two sets take memory
     wait_cleared: Callable[[], None] = lambda: None
+    partial_plan: PartialPlan = NOTHING_PARTIAL  # parameters that are copied when they are read
     # activations and gradients between stages, and the first error of any
     mailbox: Mailbox = dataclasses.field(default_factory=Mailbox)
     collected: Collected = dataclasses.field(init=False)  # results of the stages

@@ -75,6 +75,7 @@ __all__ = [
     "fx_config",
     "fx_pytree",
     "get_node_type",
+    "grouped_products",
     "has_instructions",
     "is_composite",
     "is_fake",
@@ -149,6 +150,11 @@ def is_jit_tracing() -> bool:
 def storage_use_count() -> Any:
     """Return torch's count of who uses a storage, or ``None``: then all are taken for used."""
     return getattr(torch._C, "_storage_Use_Count", None)
+
+
+def grouped_products() -> set[Any]:
+    """Operators that multiply groups of rows with one matrix each, as they are given to ``__torch_function__``."""
+    return {getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None)} - {None}
 
 
 def tensor_use_count(tensor: torch.Tensor) -> int:

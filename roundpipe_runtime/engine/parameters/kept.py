@@ -21,6 +21,7 @@ from ...device.virtual import Device
 from ...errors import DeviceMemoryError
 from ...optim.parameters import LayerContents
 from ...optim.torch_steps import number_of_steps
+from .partial_table import bytes_present
 
 __all__ = ["KeptParameters", "ParameterTraffic"]
 
@@ -36,6 +37,7 @@ class ParameterTraffic:
         uploaded: bytes that were copied.
         reused: bytes that were not, because their copy was still on the device.
         kept: bytes of copies that stay on each device now, by its name.
+        skipped: bytes that were not copied, because no layer read them: of experts that no token was routed to.
 
     >>> before, after = ParameterTraffic(100, 0, {}), ParameterTraffic(130, 70, {"virtual:0": 70})
     >>> after.uploaded - before.uploaded, after.reused - before.reused
@@ -45,6 +47,7 @@ class ParameterTraffic:
     uploaded: int
     reused: int
     kept: dict[str, int]
+    skipped: int = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -83,7 +86,7 @@ class KeptParameters:
         self._copies: dict[str, dict[int, _Copy]] = {device.name: {} for device in devices}
         # Parameters that stay from their next upload on.
         self._chosen: frozenset[int] = frozenset()
-        self._uploaded = self._reused = 0
+        self._uploaded = self._reused = self._skipped = 0
         # Each device uploads in a thread of its own.
         self._lock = threading.Lock()
 
@@ -92,9 +95,10 @@ class KeptParameters:
         """What was copied so far, and what stays."""
         with self._lock:
             kept = {
-                name: sum(copy.tensor.nbytes for copy in list(found.values())) for name, found in self._copies.items()
+                name: sum(bytes_present(copy.tensor) for copy in list(found.values()))
+                for name, found in self._copies.items()
             }
-            return ParameterTraffic(self._uploaded, self._reused, kept)
+            return ParameterTraffic(self._uploaded, self._reused, kept, self._skipped)
 
     def choose(
         self,
@@ -139,7 +143,7 @@ class KeptParameters:
         if here is not None:
             if here.is_of(parameter, source, version):
                 with self._lock:
-                    self._reused += source.nbytes
+                    self._reused += bytes_present(here.tensor)
                 return here.tensor, True
             del copies[key], here
         try:
@@ -152,7 +156,7 @@ class KeptParameters:
             tensor = copy(source)
         stays = key in self._chosen
         with self._lock:
-            self._uploaded += source.nbytes
+            self._uploaded += bytes_present(tensor)
             if stays:
                 copies[key] = _Copy(
                     tensor=tensor,
@@ -166,6 +170,12 @@ class KeptParameters:
                     was_trained=parameter.requires_grad,
                 )
         return tensor, stays
+
+    def count(self, uploaded: int = 0, skipped: int = 0) -> None:
+        """Count bytes of parameters of which parts are copied."""
+        with self._lock:
+            self._uploaded += uploaded
+            self._skipped += skipped
 
     def drop(self) -> None:
         """Release all copies."""

@@ -23,6 +23,8 @@ from ..recompute.layer_traits import traits_of
 from .gradient_memory import GradientMemory
 from .kept import KeptParameters
 from .layer_tables import LayerTables
+from .partial_layer import PartialLayer
+from .routed import NOTHING_PARTIAL, PartialPlan
 
 __all__ = ["Buffers", "Gradients", "LayerOnDevice", "check_not_kept"]
 
@@ -55,6 +57,7 @@ class LayerOnDevice:
     # kept: copies of parameters that stay on devices. Default: none stay.
     # version: version of the parameters that the run reads. Default: 0.
     # memory: memory of the host for sums of gradients that are taken there. Default: new memory for each.
+    # partial_plan: parameters that are copied when they are read. Default: none.
 
     def __init__(
         self,
@@ -65,12 +68,14 @@ class LayerOnDevice:
         kept: KeptParameters | None = None,
         version: int = 0,
         memory: GradientMemory | None = None,
+        partial_plan: PartialPlan = NOTHING_PARTIAL,
     ) -> None:
         self.contents = contents
         self.device = device
         self.title = contents.title
         self.traits = traits_of(contents.module)
-        kept = kept or KeptParameters([device])
+        self._kept = kept = kept or KeptParameters([device])
+        self._partial = PartialLayer(contents, device, partial_plan)
         self._memory: list[torch.Tensor] = []
         self._parameters: dict[int, nn.Parameter] = {}
         self._wide: list[tuple[int, torch.dtype]] = []
@@ -94,8 +99,7 @@ class LayerOnDevice:
             if dtype != parameter.dtype:
                 self._wide.append((id(parameter), dtype))
         self._places = [
-            (slot.owner._parameters, slot.name, self._parameters[id(slot.parameter)], slot.parameter)
-            for slot in contents.slots
+            (slot.owner, slot.name, self._parameters[id(slot.parameter)], slot.parameter) for slot in contents.slots
         ]
         self._states = [rebuilding.state(slot.value) for slot in contents.states]
         self._buffers = [self._copy(buffer.tensor) for buffer in contents.buffers]
@@ -120,10 +124,13 @@ class LayerOnDevice:
     def _copy_parameter(
         self, parameter: nn.Parameter, source: torch.Tensor, kept: KeptParameters, version: int
     ) -> nn.Parameter:
-        uploaded, stays = kept.upload(self.device, parameter, source, version, self._upload)
+        reserve = self._partial.reserve(parameter, kept.count)
+        uploaded, stays = kept.upload(self.device, parameter, source, version, reserve or self._upload)
         if not stays:
             self._memory.append(uploaded)
-        return self._with_attributes(nn.Parameter(uploaded, requires_grad=parameter.requires_grad), parameter)
+        copy = self._with_attributes(nn.Parameter(uploaded, requires_grad=parameter.requires_grad), parameter)
+        self._partial.add(parameter, copy, uploaded, source)
+        return copy
 
     def _with_attributes(self, copy: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
         if type(parameter) is not nn.Parameter and isinstance(parameter, nn.Parameter):
@@ -139,14 +146,15 @@ class LayerOnDevice:
         versions = [copy._version for _, _, copy, _ in self._places] if is_trained else []
         with self.contents.lock:
             try:
-                for parameters, name, copy, _ in self._places:
-                    parameters[name] = copy
+                for owner, name, copy, _ in self._places:
+                    owner._parameters[name] = copy
                 if buffers:
                     for number, buffer in enumerate(buffers):
                         buffer.owner._buffers[buffer.name] = self._buffers[number]
                 for slot, state in zip(states, self._states, strict=True):
                     slot.owner.__dict__[slot.name] = state
-                result = function()
+                with self._partial.standing():
+                    result = function()
                 if versions and versions != (now := [copy._version for _, _, copy, _ in self._places]):
                     raise self._wrote_parameter([one != other for one, other in zip(versions, now, strict=True)])
                 return result
@@ -160,8 +168,8 @@ class LayerOnDevice:
                 for number, slot in enumerate(states):
                     self._states[number] = slot.owner.__dict__.get(slot.name)
                     slot.owner.__dict__[slot.name] = slot.value
-                for parameters, name, _, parameter in self._places:
-                    parameters[name] = parameter
+                for owner, name, _, parameter in self._places:
+                    owner._parameters[name] = parameter
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the copies of the parameters, and what stands for those that stay on the host."""
@@ -170,7 +178,7 @@ class LayerOnDevice:
     def check_parameters(self, source: Callable[[nn.Parameter], torch.Tensor]) -> None:
         """Check that the copies have the numbers of the host: torch counts no write by way of ``tensor.data``."""
         found = [
-            parameter in self._tables or self._are_as_copied(copy, source(parameter))
+            parameter in self._tables or self._has_numbers_of(parameter, copy, source(parameter))
             for _, _, copy, parameter in self._places
         ]
         there = [one for one in found if isinstance(one, torch.Tensor)]
@@ -182,7 +190,16 @@ class LayerOnDevice:
         if not all(found):
             raise self._wrote_parameter([not one for one in found])
 
-    def _are_as_copied(self, copy: nn.Parameter, source: torch.Tensor) -> bool | torch.Tensor:
+    def _has_numbers_of(self, parameter: nn.Parameter, copy: nn.Parameter, source: torch.Tensor) -> bool | torch.Tensor:
+        if not self._partial.has(parameter):
+            return self._are_as_copied(copy, source)
+        with torch.no_grad():
+            found = [self._are_as_copied(*part) for part in self._partial.present_parts(parameter, copy, source)]
+        there = [one for one in found if isinstance(one, torch.Tensor)]
+        with self.device.computing(self.ready):
+            return torch.stack(there).all() if there and len(there) == len(found) else all(map(bool, found))
+
+    def _are_as_copied(self, copy: torch.Tensor, source: torch.Tensor) -> bool | torch.Tensor:
         """Whether a copy has the numbers of the host; on an accelerator, which compares them, a tensor of it."""
         if not is_compared(source):
             return True
@@ -302,7 +319,11 @@ class LayerOnDevice:
                 with self.device.computing(self.ready):
                     total = total.to(dtype(parameter))
             target = None if memory is None else memory.take(self.contents.index, parameter, total)
-            found[parameter] = self.device.copy_out(total, last=True, parameter=True, target=target)
+            runs = None if self._apart is not None else self._partial.gradient_runs(parameter, total)
+            if runs is None:
+                found[parameter] = self.device.copy_out(total, last=True, parameter=True, target=target)
+            else:
+                found[parameter] = self.device.copy_rows_out(total, runs, target)
         return found
 
     # -- buffers -----------------------------------------------------------------------------------------------------
@@ -340,8 +361,13 @@ class LayerOnDevice:
         self._written.update(changed)
         return changed
 
+    def complete(self) -> bool:
+        """Copy what was not read so far; report whether there was any. For a call that fails without it."""
+        return self._partial.complete()
+
     def release(self) -> None:
         """Release the memory."""
+        self._partial.release(lambda nbytes: self._kept.count(skipped=nbytes))
         watch_escaped(self.parameters(), self.title)
         self.device.release(self._memory)
         self._tables.release()

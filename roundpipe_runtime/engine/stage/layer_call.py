@@ -9,7 +9,7 @@ import torch
 
 from ...batch.steady_draws import SteadyDraws
 from ...device.virtual import Device
-from ...errors import StageError
+from ...errors import RoundPipeError, StageError
 from ..layer_graph import Values, enter, is_refused_write
 from ..parameters.on_device import LayerOnDevice
 from ..recompute.draws import CallDraws
@@ -23,6 +23,9 @@ __all__ = ["CallKind", "LayerCall", "call_layer"]
 CallKind = Literal["forward", "fused", "recompute"]
 
 _AS_IT_IS = contextlib.nullcontext()
+
+# Errors that a layer raises with all of its parameters too.
+_NOT_OF_THE_LAYER = (RoundPipeError, torch.OutOfMemoryError, MemoryError)
 
 
 def call_layer(
@@ -47,7 +50,7 @@ def call_layer(
     mutates_inputs = call.traits.mutates_inputs
     as_leaves = mutates_inputs.get(call.training) is False
     try:
-        call.attempt(as_leaves=as_leaves)
+        call.attempt_with_all(as_leaves=as_leaves)
     except RuntimeError as error:
         if not as_leaves or not is_refused_write(error):
             raise
@@ -128,6 +131,20 @@ class LayerCall(CallState):
                 f"{self.contents.title} began to {what}, which it never did before, and wrote an input or a buffer in "
                 "place before that, so the call cannot be repeated. Call the pipeline again."
             )
+
+    def attempt_with_all(self, *, as_leaves: bool) -> None:
+        """Call the layer; if that fails, once more with all of its parameters, part of which may not be there yet.
+
+        Code that is not Python, such as kernels of extensions, may refuse what stands for a parameter.
+        """
+        try:
+            self.attempt(as_leaves=as_leaves)
+        except _NOT_OF_THE_LAYER:
+            raise
+        except Exception as error:
+            if (as_leaves and is_refused_write(error)) or not self.is_repeatable() or not self.resident.complete():
+                raise
+            self.attempt(as_leaves=as_leaves)
 
     def attempt(self, *, as_leaves: bool) -> None:
         """Call the layer."""

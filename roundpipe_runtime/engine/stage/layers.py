@@ -70,10 +70,8 @@ class StageLayers:
         # Waits until the publication of an asynchronous step has reached this layer, and not for all layers.
         with measured, run.reading(layer):
             contents = run.spec.contents[layer]
-            memory = run.gradient_memory
-            return LayerOnDevice(
-                contents, self.device, store.source, store.gradient_dtype, run.kept, run.version, memory
-            )
+            how = store.source, store.gradient_dtype, run.kept, run.version, run.gradient_memory, run.partial_plan
+            return LayerOnDevice(contents, self.device, *how)
 
     def _upload_ahead(self) -> None:
         """Upload what can be read of the following stage, if there is room for it now.

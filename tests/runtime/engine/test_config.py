@@ -30,6 +30,7 @@ def test_what_nobody_says_has_its_default():
         loss_reduction="sum",
         last_stage_copies=1,
         keep_parameters=0,
+        upload_experts="routed",
     )
     with torch.no_grad():
         assert RoundPipeRunConfig().resolved(1).requires_grad is False

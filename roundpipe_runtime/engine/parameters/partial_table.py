@@ -1,0 +1,149 @@
+"""A parameter on a device of which only those rows are copied there that a layer reads.
+
+The memory is that of the whole parameter. So every operation computes with the tensor that it would have otherwise, and
+the gradient has the shape that it would have otherwise. What was not copied is never read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from ...device.virtual import Device
+
+__all__ = ["PartialTable", "Runs", "bytes_present", "reserve_table", "runs_of", "table_of"]
+
+# Rows that follow each other, as (start, stop).
+Runs: TypeAlias = Sequence[tuple[int, int]]
+
+# Attribute of the tensor on the device, which may stay there from run to run.
+_TABLE = "_roundpipe_table"
+
+
+def runs_of(rows: Iterable[int]) -> Runs:
+    """Return rows as runs of rows that follow each other.
+
+    >>> runs_of([5, 1, 2, 7, 6])
+    [(1, 3), (5, 8)]
+    """
+    runs: list[tuple[int, int]] = []
+    for row in sorted(set(rows)):
+        if runs and runs[-1][1] == row:
+            runs[-1] = runs[-1][0], row + 1
+        else:
+            runs.append((row, row + 1))
+    return runs
+
+
+class PartialTable:
+    """The rows of a parameter that are on a device, and those that a visit has read."""
+
+    # tensor: memory of the device
+    # by_rows: whether rows are read one by one; otherwise the parameter is one row, which is read or not at all
+    # count: function that is given the bytes of each copy
+
+    def __init__(self, tensor: torch.Tensor, device: Device, *, by_rows: bool, count: Callable[[int], None]) -> None:
+        self._device, self.by_rows, self._count = device, by_rows, count
+        # The same memory with a version of its own: what is written was never read. The tensor itself refers to this
+        # object, and the other way would keep its memory until a collection.
+        self._memory = self._as_rows(tensor.data)
+        self._source = self._memory
+        self._is_poisoned = False
+        self._lock = threading.Lock()
+        self.rows = len(self._memory)
+        self.row_nbytes = tensor.nbytes // max(self.rows, 1)
+        self.present: set[int] = set()
+        self.read: set[int] = set()
+        # Whether an operation read all of it that is not known to read rows.
+        self.is_read_as_whole = False
+
+    def _as_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach() if self.by_rows else tensor.detach().unsqueeze(0)
+
+    def begin(self, source: torch.Tensor) -> None:
+        """Begin a visit, with the tensor of the host that rows are copied from."""
+        self._source = self._as_rows(source)
+        self.read, self.is_read_as_whole = set(), False
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the visit has read every row."""
+        return len(self.read) == self.rows
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all rows are on the device."""
+        return len(self.present) == self.rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self.rows * self.row_nbytes
+
+    @property
+    def bytes_present(self) -> int:
+        """Bytes that are on the device."""
+        return len(self.present) * self.row_nbytes
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that the visit has read."""
+        return len(self.read) * self.row_nbytes
+
+    def fetch(self, rows: Iterable[int]) -> None:
+        """Copy rows that are not there yet; what computes next waits for them."""
+        rows = {row for row in rows if 0 <= row < self.rows}
+        with self._lock:  # another thread may walk over the parameters of the model meanwhile
+            self.read |= rows
+            self._copy(rows - self.present)
+
+    def fetch_all(self) -> None:
+        """Copy all rows, for an operation that may read any of them."""
+        self.is_read_as_whole = True
+        self.fetch(range(self.rows))
+
+    def complete(self) -> None:
+        """Copy all rows, without counting them as read."""
+        with self._lock:
+            self._copy(set(range(self.rows)) - self.present)
+
+    def _copy(self, missing: set[int]) -> None:
+        if missing:
+            self._device.copy_rows_in(self._memory, self._source, runs_of(missing), after_compute=self._is_poisoned)
+            self.present |= missing
+            self._count(len(missing) * self.row_nbytes)
+
+    def poison(self) -> None:
+        """Write NaN into all rows that are not there, for a proof that they are not read."""
+        with torch.no_grad():
+            for start, stop in runs_of(set(range(self.rows)) - self.present):
+                self._memory[start:stop].fill_(float("nan"))
+        self._is_poisoned = True
+
+    def present_parts(self, tensor: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the rows that are on the device of two tensors with the shape of the parameter."""
+        if not self.by_rows:
+            return [(tensor, source)] if self.present else []
+        return [(tensor[start:stop], source[start:stop]) for start, stop in runs_of(self.present)]
+
+
+def reserve_table(source: torch.Tensor, device: Device, *, by_rows: bool, count: Callable[[int], None]) -> torch.Tensor:
+    """Return memory of a device for a parameter, of which no row is there yet."""
+    tensor = device.reserve(source)
+    setattr(tensor, _TABLE, PartialTable(tensor, device, by_rows=by_rows, count=count))
+    return tensor
+
+
+def table_of(tensor: torch.Tensor) -> PartialTable | None:
+    """Return the table in the memory of a tensor; ``None`` where all of it was copied in one go."""
+    found: PartialTable | None = getattr(tensor, _TABLE, None)
+    return found
+
+
+def bytes_present(tensor: torch.Tensor) -> int:
+    """Return the bytes of a copy that are on the device."""
+    table = table_of(tensor)
+    return tensor.nbytes if table is None else table.bytes_present

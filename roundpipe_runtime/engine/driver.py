@@ -18,6 +18,7 @@ from ..batch.arguments import check_labels
 from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..batch.loss import warn_if_uneven
 from ..batch.splitting import split, split_flat
+from ..device.disk import DiskMemory
 from ..device.pinning import PinnedModel
 from ..device.transfer import HostValue
 from ..device.virtual import Device
@@ -59,9 +60,10 @@ class Engine(RunLifecycle):
         groups: OneGroup[Engine] | None = None,
         gradient_dtype: torch.dtype | None = None,
         compiled: CompiledLayers = NOT_COMPILED,
+        disk: DiskMemory | None = None,
     ) -> None:
         groups = OneGroup() if groups is None else groups
-        super().__init__(model, layers, devices, optim_dtype, tag, pinned, groups, gradient_dtype, compiled)
+        super().__init__(model, layers, devices, optim_dtype, tag, pinned, groups, gradient_dtype, compiled, disk)
         self._warned = False
         self.row_check: RowCheck | None = RowCheck()
         self.groups.begin(self, model)

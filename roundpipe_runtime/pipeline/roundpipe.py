@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..batch.arguments import check_call, check_loss_fn
+from ..device.disk import memory_for
+from ..device.disk_folder import HOST_IN_MEMORY, disk_folder
 from ..device.pinning import PinnedModel
 from ..device.virtual import DeviceSpec, parse_devices
 from ..engine.compiled import CompiledLayers, check_compile_options
@@ -66,6 +68,9 @@ class RoundPipe(OptimizedModel, SavedModel):
             one together, with the same numbers.
         compile: ``True``, or keyword arguments of ``torch.compile``, to compile each kind of layer once; of a
             transformers model, its layers. ``dynamic=True`` unless stated otherwise. Default: nothing is compiled.
+        host: ``"disk:DIR"`` has parameters, gradients, master weights and the state of the optimizer in a scratch file
+            of this folder, of which a few layers are in memory at a time; the numbers are the same. Default:
+            ``"memory"``.
 
     Raises:
         ConfigError: when an argument has a value that it cannot have.
@@ -96,6 +101,7 @@ class RoundPipe(OptimizedModel, SavedModel):
         gradient_dtype: torch.dtype | None = None,
         host_weights: Literal["own", "shared"] = "own",
         compile: bool | Mapping[str, object] = False,
+        host: str = HOST_IN_MEMORY,
     ) -> None:
         super().__init__()
         config = RoundPipeRunConfig() if model_run_config is None else model_run_config
@@ -112,6 +118,7 @@ class RoundPipe(OptimizedModel, SavedModel):
             gradient_dtype,
             host_weights,
             compile,
+            host,
         )
         self._rp_build(as_module(model), options, None)
 
@@ -121,7 +128,9 @@ class RoundPipe(OptimizedModel, SavedModel):
         scan(layers)  # refuses what cannot travel
         check_copyable(model)
         shares = options.shares_host_weights
-        pinned = PinnedModel(model, "off" if shares else options.pin_model, found)
+        folder = disk_folder(options.host)
+        stays = shares or folder is not None
+        pinned = PinnedModel(model, "off" if stays else options.pin_model, found)
         tag = f"{options.name or ''}|{len(layers)}|{sum(p.numel() for p in model.parameters())}"
         self._rp_stand_for(model, original)
         self._rp_options = options
@@ -138,6 +147,7 @@ class RoundPipe(OptimizedModel, SavedModel):
             self._rp_groups,
             options.gradient_dtype,
             CompiledLayers(layers, check_compile_options(options.compile)),
+            None if folder is None else memory_for(model, folder),
         )
         if shares and options.pin_model != "off" and torch.cuda.is_available():  # they are where they stay now
             self._rp_engine.pin(PinnedModel(model, "register", found))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import math
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -51,25 +51,48 @@ def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) ->
     raise CheckpointError(_refusal(value, path))
 
 
-def decode(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def decode(stored: Any, tensors: Mapping[str, torch.Tensor], *, largest_copy: int | None = None) -> Any:
     """Decode a value that :func:`encode` encoded.
 
     >>> decode({'step': 3, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}}, {})
     {'step': 3, 'betas': (0.9, inf)}
     """
+    # largest_copy: bytes of the largest tensor that is copied; larger ones are those of the mapping. Default: all are
+    # copied.
+    return _decode(stored, _Copies(tensors, largest_copy))
+
+
+class _Copies(Mapping[str, torch.Tensor]):
+    """Copies of tensors; those of more bytes than a limit are handed out themselves."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], largest: int | None) -> None:
+        self._tensors, self._largest = tensors, largest
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        return tensor.clone() if self._largest is None or tensor.nbytes <= self._largest else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _decode(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(stored, list):
-        return [decode(item, tensors) for item in stored]
+        return [_decode(item, tensors) for item in stored]
     if not isinstance(stored, dict):
         return stored
     tag = next(iter(stored), "")
     if len(stored) == 1 and tag.startswith("$"):
         if tag == "$tensor":
-            return tensors[stored[tag]].clone()
+            return tensors[stored[tag]]
         if tag == "$numpy":
             array = tensors[stored[tag]["$tensor"]].numpy().copy()
             return array[()] if stored[tag]["scalar"] else array
         return _READERS[tag](stored[tag], tensors)
-    return {key: decode(item, tensors) for key, item in stored.items()}
+    return {key: _decode(item, tensors) for key, item in stored.items()}
 
 
 def _is_made_of_others(value: Any) -> bool:
@@ -94,8 +117,8 @@ def _decode_parts(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             f"The checkpoint holds tensors of class {name}, which torch does not know. Import it before loading:\n"
             f"    import {module}"
         )
-    rest = decode(stored["rest"], tensors)
-    return kind.__tensor_unflatten__(decode(stored["parts"], tensors), rest["context"], rest["size"], rest["stride"])
+    rest = _decode(stored["rest"], tensors)
+    return kind.__tensor_unflatten__(_decode(stored["parts"], tensors), rest["context"], rest["size"], rest["stride"])
 
 
 def _name_of(kind: type) -> str:
@@ -179,18 +202,18 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _pairs(stored: Any, tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
-    return {decode(key, tensors): decode(item, tensors) for key, item in stored}
+    return {_decode(key, tensors): _decode(item, tensors) for key, item in stored}
 
 
 _READERS: dict[str, _Reader] = {
     "$pairs": _pairs,
     "$parts": _decode_parts,
-    "$tuple": lambda stored, tensors: tuple(decode(stored, tensors)),
+    "$tuple": lambda stored, tensors: tuple(_decode(stored, tensors)),
     "$size": lambda stored, tensors: torch.Size(stored),
-    "$set": lambda stored, tensors: set(decode(stored, tensors)),
+    "$set": lambda stored, tensors: set(_decode(stored, tensors)),
     "$ordered": lambda stored, tensors: collections.OrderedDict(_pairs(stored, tensors)),
     "$counter": lambda stored, tensors: collections.Counter(_pairs(stored, tensors)),
-    "$deque": lambda stored, tensors: collections.deque(decode(stored["items"], tensors), stored["maxlen"]),
+    "$deque": lambda stored, tensors: collections.deque(_decode(stored["items"], tensors), stored["maxlen"]),
     "$float": lambda stored, tensors: float(stored),
     "$bytes": lambda stored, tensors: bytes.fromhex(stored),
     "$complex": lambda stored, tensors: complex(stored),

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..device.disk import disk_of, leave
+from ..device.disk_folder import HOST_IN_MEMORY
+from ..device.pages import page_out
 from ..engine.progress import PipelineProgress
+from ..errors import ConfigError
 from ..pipeline import RoundPipe, wrapped_model
 from .codec import encode
 from .errors import CheckpointError
@@ -18,12 +22,28 @@ __all__ = [
     "check_masters",
     "check_model",
     "check_progress",
+    "check_writes_at_once",
     "collect_parameters",
     "collect_progress",
     "optimizer_targets",
     "restore_parameters",
     "restore_progress",
 ]
+
+
+# Bytes of parameters that are loaded to a disk at a time.
+_PART = 64 * 2**20
+
+
+def check_writes_at_once(model: nn.Module) -> None:
+    """Check that no pipeline of a model is on a disk: to write in the background takes a copy of all of it."""
+    for _, pipeline in _pipelines(model):
+        if pipeline.host != HOST_IN_MEMORY:
+            raise ConfigError(
+                f'save_checkpoint(is_async=True) copies the state in memory, and {pipeline.name} has host='
+                f'"{pipeline.host}", because it does not fit there. Write it at once:\n'
+                "    save_checkpoint(folder, model, optimizer=optimizer, is_async=False)"
+            )
 
 
 def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -111,7 +131,29 @@ def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Map
     state: dict[str, Any] = dict(tensors)
     state.update({name: tensors[known] for name, known in stored["aliases"].items()})
     state.update(stored["extra"])
-    model.load_state_dict(state, strict=not stored.get("frozen"))  # names were checked
+    places = {n: v for n, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
+    if all(disk_of(place) is None for place in places.values()):
+        model.load_state_dict(state, strict=not stored.get("frozen"))  # names were checked
+        return
+    for names in _in_parts(state):
+        model.load_state_dict({name: state[name] for name in names}, strict=False)  # all of them were checked
+        leave([places[name] for name in names if name in places], written=True)
+        for name in names:
+            if isinstance(state[name], torch.Tensor):  # mapped from its file
+                page_out(state[name])
+
+
+def _in_parts(state: Mapping[str, Any]) -> list[list[str]]:
+    """Names of a state dict in parts, of which one is in memory at a time."""
+    parts: list[list[str]] = [[]]
+    nbytes = 0
+    for name, value in state.items():
+        if parts[-1] and nbytes > _PART:
+            parts.append([])
+            nbytes = 0
+        parts[-1].append(name)
+        nbytes += value.nbytes if isinstance(value, torch.Tensor) else 0
+    return parts
 
 
 def collect_progress(model: nn.Module) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..optim.disk_store import hold_on_disk
 from .errors import CheckpointError
 
 __all__ = ["check_optimizer", "named_state", "restore_optimizer"]
@@ -62,6 +63,7 @@ def restore_optimizer(
     optimizer.load_state_dict({"state": {**state, **stored["rest"]}, "param_groups": groups})
     for name, values in stored["state"].items():
         _keep_dtypes(getattr(optimizer, "state", {}).get(targets[name], {}), values)
+        hold_on_disk(optimizer, targets[name])
 
 
 def _keep_dtypes(loaded: dict[str, Any], stored: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from ..device.worker import Worker
 from ..errors import ConfigError
 from .folder import appearing, checkpoints_in, make_folder, next_path, remove_leftovers, remove_old, writing_path
 from .manifest import describe_files, write_manifest
-from .model_state import optimizer_targets
+from .model_state import check_writes_at_once, optimizer_targets
 from .ranks import CheckpointRanks, ranks_of
 from .tensor_files import need_safetensors
 from .training_state import TRAINING, TrainingObjects, TrainingState, collect_state, read_training
@@ -138,6 +138,8 @@ def save_checkpoint(
     """
     need_safetensors()
     _check_arguments(keep, data)
+    if is_async:
+        check_writes_at_once(model)
     home = pathlib.Path(folder).absolute()
     finish_writing(home)
     ranks = ranks_of(model, optimizer_targets(model))

@@ -19,6 +19,11 @@ import torch
 
 from yobx_flatten.errors.dependencies import require
 
+from ..device.disk import disk_of, leave
+
+# Bytes of a file with tensors that live on a disk: so many are in memory while it is written.
+_SHARD_OF_DISK = 128 * 2**20
+
 __all__ = ["need_safetensors", "open_tensors", "write_tensors"]
 
 
@@ -43,6 +48,8 @@ def write_tensors(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    if any(disk_of(tensor) is not None for tensor in tensors.values()):
+        shard_bytes = min(shard_bytes, _SHARD_OF_DISK)
     shards = _shards(tensors, shard_bytes)
     where = {}
     for number, names in enumerate(shards, 1):
@@ -51,6 +58,7 @@ def write_tensors(
         try:
             if (number - 1) % parts == part:
                 save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
+                leave([tensors[name] for name in names])
         except SafetensorError as error:
             raise _system_error(folder / file, str(error)) from error
         where.update(dict.fromkeys(names, file))

@@ -21,6 +21,7 @@ from torch import nn
 
 from yobx_flatten.files.document import read_document
 
+from ..device.disk import disk_of
 from .codec import decode, encode
 from .errors import CheckpointError, DamagedCheckpointError
 from .model_state import collect_parameters, collect_progress, optimizer_targets
@@ -53,6 +54,8 @@ _TRAINING = "training"
 TRAINING = f"{_TRAINING}.json"
 
 _SHARD_BYTES = 5 * 10**9  # of a file, unless one tensor is larger
+
+_SMALL = 4096  # bytes of a tensor that is not worth a mapping of its file
 
 _WEIGHTS = "weights:"  # of a model that is cut into shards itself
 
@@ -202,9 +205,12 @@ def read_values(
     wanted = {key: stored[key] for key in (stored if only is None else only)}
     places = _places(wanted, targets or {})
     with open_tensors(folder, stem) as tensors:
-        found = {**tensors, **read_shards(folder, set(_references(wanted)).__contains__, places)}
-        found.update({name: cut_like(found[name], target) for name, target in places.items() if name in found})
-        return {key: decode(value, found) for key, value in wanted.items()}
+        read = {**tensors, **read_shards(folder, set(_references(wanted)).__contains__, places)}
+        read.update({name: cut_like(read[name], target) for name, target in places.items() if name in read})
+        # what goes to a disk is read from its file when it is copied there, one after the other
+        goes_to_disk = any(disk_of(target) is not None for target in places.values())
+        largest = _SMALL if goes_to_disk else None
+        return {key: decode(value, read, largest_copy=largest) for key, value in wanted.items()}
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ from ..batch.arguments import check_labels
 from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..batch.loss import warn_if_uneven
 from ..batch.splitting import split, split_flat
+from ..device.disk import DiskMemory
 from ..device.pinning import PinnedModel
 from ..device.transfer import HostValue
 from ..device.virtual import Device
@@ -62,10 +63,11 @@ class Engine(RunLifecycle):
         gradient_dtype: torch.dtype | None = None,
         compiled: CompiledLayers = NOT_COMPILED,
         large_tables: LargeTables = "whole",
+        disk: DiskMemory | None = None,
     ) -> None:
         groups = OneGroup() if groups is None else groups
         super().__init__(
-            model, layers, devices, optim_dtype, tag, pinned, groups, gradient_dtype, compiled, large_tables
+            model, layers, devices, optim_dtype, tag, pinned, groups, gradient_dtype, compiled, large_tables, disk
         )
         self._warned = False
         self.row_check: RowCheck | None = RowCheck()

@@ -18,11 +18,13 @@ from torch import nn
 
 from ..batch.flat import FlatMicrobatch
 from ..batch.loss import LossContract
+from ..device.disk import DiskMemory
 from ..device.interrupts import Uninterrupted
 from ..device.outcome import on_error
 from ..device.pinning import PinnedModel
 from ..device.transfer import HostValue
 from ..device.virtual import Device
+from ..optim.disk_store import DiskStore
 from ..optim.parameters import LayerContents, scan
 from ..optim.readiness import ReadinessTable
 from ..optim.step import wait_for_updates
@@ -57,6 +59,7 @@ class RunLifecycle:
 
     # pinned: pinned memory of the model; `None` where nothing is pinned
     # gradient_dtype: dtype of the gradients of master weights between a run and the step; `None` for that of the sums
+    # disk: memory on a disk for all that the host has of the training; `None` for the memory of the host
     # take_gradient: function that is offered each parameter and its gradient as soon as a microbatch has gone back
     # through a layer. A gradient for which it returns true does not reach the parameter.
 
@@ -72,6 +75,7 @@ class RunLifecycle:
         gradient_dtype: torch.dtype | None,
         compiled: CompiledLayers,
         large_tables: LargeTables,
+        disk: DiskMemory | None,
     ) -> None:
         self.layers = list(layers)
         self._compiled = compiled
@@ -79,18 +83,25 @@ class RunLifecycle:
         self.tag = tag
         self.step = 0
         self.groups = groups
-        self.store = groups.make_store(model, optim_dtype)
+        made = partial(groups.make_store, model) if disk is None else partial(DiskStore, model, disk, self.layers)
+        self.store = made(optim_dtype)
         self.store.kept_dtype = gradient_dtype
         self.table = ReadinessTable(len(self.layers))
         self.dispatch = Dispatch(self.devices)
         self.round_robin = self.dispatch.round_robin
-        is_compiled = not compiled.is_empty
         self.planner = Planner(
-            self.layers, self.devices, self.store.gradient_dtype, large_tables, is_compiled=is_compiled
+            self.layers,
+            self.devices,
+            self.store.gradient_dtype,
+            large_tables,
+            is_compiled=not compiled.is_empty,
+            is_host_short=disk is not None,
         )
         self.steps = groups.make_steps(self.store, self.table, partial(scan, self.layers))
         is_accelerated = any(device.torch_device.type != "cpu" for device in self.devices)
-        self.gradient_memory = GradientMemory() if is_accelerated else None
+        # gradients that land on a disk need pinned memory on their way only
+        self.gradient_memory = GradientMemory() if is_accelerated and disk is None else None
+        self._is_accelerated = is_accelerated
         self.kept = KeptParameters(self.devices)
         self.lock = threading.RLock()
         self.take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
@@ -172,7 +183,8 @@ class RunLifecycle:
         if memory is not None and spec.requires_grad:
             memory.prepare(spec.contents, self.store.landing_dtype)
         partial_plan = self._partial_plan(spec, config, size)
-        how = timer, contract, self.kept, draws, memory, self.steps.wait_cleared, partial_plan
+        at_hand = self.store.at_hand(contents, [layer for stage in spec.stages for layer in stage.layers])
+        how = timer, contract, self.kept, draws, at_hand, memory, self.steps.wait_cleared, partial_plan
         return Run(spec, self.store, self.table, self.version(), *how)
 
     def _partial_plan(self, spec: RunSpec, config: RoundPipeRunConfig, size: int) -> PartialPlan:
@@ -246,7 +258,7 @@ class RunLifecycle:
 
     def _pins(self) -> PinnedCopies | None:
         """What keeps the pinned copies of a batch; ``None`` where no device copies from the host directly."""
-        return None if self.gradient_memory is None else {}
+        return {} if self._is_accelerated else None
 
     def execute(self, run: Run, stages: Sequence[Stage]) -> None:
         """Run stages to their end."""
@@ -260,6 +272,7 @@ class RunLifecycle:
         try:
             with on_error(partial(self._drop, run)):
                 self.dispatch.run(run, stages)
+                self.store.wait_landed()
         finally:
             run.release()
             run.table.let_go(run.version)
@@ -360,6 +373,7 @@ class RunLifecycle:
             for device in alone:
                 device.close()
             self.groups.close()
+            self.store.close()
 
 
 def _inputs_of(microbatches: Sequence[FlatMicrobatch], run: Run, pinned: PinnedCopies | None) -> list[HostValue]:

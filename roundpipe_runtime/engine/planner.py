@@ -39,6 +39,8 @@ class Planner:
     # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
     # large_tables: how tables travel that are large. Default: whole.
     # is_compiled: whether torch compiles layers
+    # is_host_short: whether the memory of the host is what is saved: virtual devices without a limit, whose memory that
+    # is, then have room for one stage and the next, each of one large layer. Default: `False`.
 
     def __init__(
         self,
@@ -48,8 +50,10 @@ class Planner:
         large_tables: LargeTables = "whole",
         *,
         is_compiled: bool = False,
+        is_host_short: bool = False,
     ) -> None:
         self._devices = devices
+        self._is_host_short = is_host_short
         limit = stage_limit(self.memory_limit())
         self.rule = rule_for(layers, large_tables, limit, gradient_dtype, is_compiled=is_compiled)
         # apart, as a forward alone may be of another batch, and is not to be compared with a backward
@@ -79,7 +83,13 @@ class Planner:
 
     def memory_limit(self) -> float | None:
         """Return the GB of the smallest device that parameters and gradients may take, where it is known."""
-        return _limit([device.memory for device in self._devices])
+        return self._limit([device.memory for device in self._devices])
+
+    def _limit(self, memory: Sequence[int | None]) -> float | None:
+        found = _limit(memory)
+        if found is None and self._is_host_short and all(one.torch_device.type == "cpu" for one in self._devices):
+            return 2 * max(cost.param_bytes + cost.grad_bytes for cost in self.layer_costs()) / 1e9
+        return found
 
     def plan(
         self, kind: RunType, step: int, *, copies: int | Literal["auto"] = 1, num_microbatch: int | None = None
@@ -117,7 +127,7 @@ class Planner:
         for known, device in zip(memory, self._devices, strict=True):
             if known is None and device.torch_device.type != "cpu":
                 return False
-        limit = _limit(memory)
+        limit = self._limit(memory)
         return limit is None or sum(c.param_bytes + c.grad_bytes for c in self.layer_costs()) <= limit * 1e9
 
     def bytes_to_keep(self, wanted: float | Literal["auto"], largest_stage: int) -> float:

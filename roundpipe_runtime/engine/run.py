@@ -14,7 +14,7 @@ from ..batch.loss import LossContract
 from ..device.transfer import HostValue
 from ..device.worker import Mailbox
 from ..errors import StageError
-from ..optim.parameters import ParameterStore
+from ..optim.parameters import AtHand, ParameterStore
 from ..optim.readiness import ReadinessTable
 from .collected import Collected, WrittenBuffers
 from .parameters.gradient_memory import GradientMemory
@@ -40,6 +40,7 @@ class Run:
     contract: LossContract  # contract that reduces the losses
     kept: KeptParameters  # copies of parameters that stay on devices
     draws: Draws  # what its calls draw
+    at_hand: AtHand  # has the parameters of a layer in memory for a block
     gradient_memory: GradientMemory | None = None  # pinned memory for gradients, `None` without an accelerator
     # function that waits until gradients of the last step are gone: no two sets take memory
     wait_cleared: Callable[[], None] = lambda: None
@@ -61,7 +62,8 @@ class Run:
         """Wait until this run's version of a layer is there, and keep it there for the block."""
         self.table.start_read(layer, self.version, check=self.mailbox.check)
         try:
-            yield
+            with self.at_hand(layer):
+                yield
         finally:
             self.table.end_read(layer)
 
@@ -133,5 +135,5 @@ class Run:
     def _zero_gradients(self) -> None:
         """No microbatch had a weight: the loss is zero, and so are the gradients, as they would be of a constant."""
         self.store.add_gradients(
-            [{p: torch.zeros_like(p) for p in c.parameters() if p.requires_grad} for c in self.spec.contents]
+            {p: torch.zeros_like(p) for p in c.parameters() if p.requires_grad} for c in self.spec.contents
         )

@@ -20,7 +20,7 @@ import torch
 from ..device.outcome import on_error
 from ..errors import StageError
 from .parameters import LayerContents, ParameterStore
-from .parts import OptimizerParts, can_step_in_parts, widened
+from .parts import OptimizerParts, can_step_in_parts
 from .readiness import ReadinessTable
 from .torch_steps import Optimizer, install, other_post_hooks, taking_over, under_way
 
@@ -88,7 +88,7 @@ class LayerSteps:
     # -- in the thread of the step -----------------------------------------------------------------------------------
 
     def _take(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-        parts = OptimizerParts(optimizer)
+        parts = OptimizerParts(optimizer, self._store.hold_state)
         mine = {id(parameter) for parameter in parts.parameters}
         obstacle = self._obstacle(optimizer, parts, [*args[1:], *kwargs.values()])
         if any(mine.intersection(map(id, self._targets[layer])) for layer in self._released):
@@ -104,7 +104,7 @@ class LayerSteps:
             self._pending = {id(t) for targets in self._targets.values() for t in targets if t.grad is not None}
         if self.reason is not None or self._expected is None or self.met < self._expected:
             self._pending -= mine
-            return widened(optimizer, args, kwargs)  # at once, since the caller waits
+            return self._store.take_step(optimizer, args, kwargs)  # at once, since the caller waits
         under_way(optimizer, self._ended)
         if not self.is_ahead:
             self._table.advance()
@@ -114,6 +114,7 @@ class LayerSteps:
         return parts.finish()
 
     def _walk(self, parts: OptimizerParts, left: set[int]) -> None:
+        at_hand = self._store.updating(self._contents)
         for contents in self._contents:
             targets = set(map(id, self._targets[contents.index]))
             mine = left & targets
@@ -121,10 +122,11 @@ class LayerSteps:
             self._pending -= mine
             if contents.index in self._released:
                 continue
-            if self._pending.isdisjoint(targets):  # no optimizer that is still to come changes the layer
-                self._release(contents, partial(parts.step, mine))
-            else:
-                self._table.write(contents.index, self._table.latest, partial(parts.step, mine), done=False)
+            with at_hand(contents.index):
+                if self._pending.isdisjoint(targets):  # no optimizer that is still to come changes the layer
+                    self._release(contents, partial(parts.step, mine))
+                else:
+                    self._table.write(contents.index, self._table.latest, partial(parts.step, mine), done=False)
 
     def _obstacle(self, optimizer: Optimizer, parts: OptimizerParts, arguments: list[Any]) -> str | None:
         name = type(optimizer).__name__

@@ -13,20 +13,40 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..device.composite import StateSlot, parts_of, states_of
+from ..device.events import Event
 from ..device.forking import free_after_fork
 from ..device.slabs import PinnedMemory
 from ..errors import StageError
 from .clipping import watch_clipping
-from .torch_steps import dtype_of_gradient, install, number_of_steps
+from .parts import widened
+from .torch_steps import Optimizer, dtype_of_gradient, install, number_of_steps
 
-__all__ = ["BufferSlot", "LayerContents", "ParameterSlot", "ParameterStore", "Table", "is_watched", "scan"]
+__all__ = [
+    "AtHand",
+    "BufferSlot",
+    "Landed",
+    "LayerContents",
+    "ParameterSlot",
+    "ParameterStore",
+    "Table",
+    "is_watched",
+    "scan",
+]
+
+# Has the tensors of a layer in memory for a block.
+AtHand: TypeAlias = Callable[[int], AbstractContextManager[None]]
+
+# Gradients on the host, and when they are complete.
+Landed: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
 
 # Slices of a table that are on a device at once: the one that computes, and the one that comes or goes.
 _SLICES_AT_ONCE = 2
@@ -254,6 +274,36 @@ class ParameterStore:
         """Add gradients to the buffers, by the name of the parameter."""
         self.add_gradients([{p: gradients[name] for name, p in self.model.named_parameters() if name in gradients}])
 
+    # -- where the tensors are: in memory, unless a store has another place ------------------------------------------
+
+    def at_hand(self, contents: Sequence[LayerContents], order: Sequence[int]) -> AtHand:
+        """Return what has the parameters of a layer in memory for a block, in a run that comes to layers in an order."""
+        return _in_memory
+
+    def updating(self, contents: Sequence[LayerContents]) -> AtHand:
+        """Return what has all that a step reads and writes of a layer in memory for a block, in the order of layers."""
+        return _in_memory
+
+    def hold_state(self, target: torch.Tensor, state: dict[str, Any]) -> None:
+        """Put the state that an optimizer has of a parameter where it stays."""
+
+    def take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
+        """Do the step of an optimizer as a whole; return an optimizer whose step does what is left to do."""
+        return widened(optimizer, args, kwargs)
+
+    def land(self, layer: int, gradients: Landed) -> Landed:
+        """Return the gradients of a layer, where they stay until the step."""
+        return gradients
+
+    def wait_landed(self) -> None:
+        """Wait until gradients are where they stay; raise what went wrong."""
+
+    def close(self) -> None:
+        """Release what belongs to the store."""
+
+    def _host_copy(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        return parameter.detach().to(dtype, copy=True)
+
     # -- what stages read while an asynchronous step is under way ----------------------------------------------------
 
     def source(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -335,9 +385,14 @@ class ParameterStore:
             self._masters.pop(name, None)
             return parameter
         if name not in self._masters:
-            self._masters[name] = _Master(parameter, self._dtype(parameter), self.dtype_between(parameter))
+            dtype, kept = self._dtype(parameter), self.dtype_between(parameter)
+            self._masters[name] = _Master(parameter, dtype, kept, self._host_copy)
         self._masters[name].wake(parameter)
         return self._masters[name].tensor
+
+
+def _in_memory(layer: int) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class _Master:
@@ -350,7 +405,16 @@ class _Master:
     shape of the parameter, NaN for every value, and the memory of one. It is filled once the parameter is trainable.
     """
 
-    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, kept: torch.dtype) -> None:
+    # copy: function that returns a copy of a parameter in a dtype
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        dtype: torch.dtype,
+        kept: torch.dtype,
+        copy: Callable[[nn.Parameter, torch.dtype], torch.Tensor],
+    ) -> None:
+        self._copy = copy
         nothing = torch.full((), float("nan"), dtype=dtype, device=parameter.device).expand(parameter.shape)
         self.tensor = nn.Parameter(nothing, requires_grad=False)
         if kept != dtype:
@@ -367,9 +431,12 @@ class _Master:
             self.tensor.requires_grad_(parameter.requires_grad)
 
     def _fill(self, parameter: nn.Parameter) -> None:
-        self.tensor.data = parameter.detach().to(self.tensor.dtype, copy=True)
+        self.tensor.data = self._copy(parameter, self.tensor.dtype)
         self.is_filled = True
         self._agreed = self._versions(parameter)
+
+    def agrees(self, parameter: nn.Parameter) -> bool:
+        return not self.is_filled or self._versions(parameter) == self._agreed
 
     def agree(self, parameter: nn.Parameter, *, stepped: bool) -> None:
         self.wake(parameter)

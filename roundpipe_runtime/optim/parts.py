@@ -14,7 +14,7 @@ import sys
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from ..device.generator import generator_kept
 from ..errors import ConfigError, StageError
 from .torch_steps import PART, Optimizer, dtype_of_gradient
 
-__all__ = ["OptimizerParts", "can_step_in_parts", "widened"]
+__all__ = ["OptimizerParts", "can_step_in_parts", "state_share", "widened"]
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -35,8 +35,14 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 class OptimizerParts:
     """What a step of an optimizer reads, as it is now: options of groups, and gradients."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    # hold_state: function that is given a parameter and its state after each update, and may move the tensors of that.
+    # Default: they stay where the optimizer made them.
+
+    def __init__(
+        self, optimizer: Optimizer, hold_state: Callable[[torch.Tensor, dict[str, Any]], None] = lambda p, state: None
+    ) -> None:
         self._optimizer = optimizer
+        self._hold_state = hold_state
         self._before = [_options(group) for group in optimizer.param_groups]
         self._after = self._before
         self._attributes = _attributes(optimizer)
@@ -56,6 +62,7 @@ class OptimizerParts:
             _own_step(part)()
         for alias, parameter in owners.items():
             if alias in part.state:
+                self._hold_state(parameter, part.state[alias])
                 self._optimizer.state[parameter] = part.state[alias]
         self._after = [_options(group) for group in part.param_groups]
         self._attributes_after = _attributes(part)
@@ -178,6 +185,22 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
     if found is None or found[0] != len(optimizer.param_groups):
         _FOUND[optimizer] = found = len(optimizer.param_groups), _is_proven(optimizer)
     return found[1]
+
+
+def state_share(optimizer: Optimizer) -> float:
+    """Return the bytes of tensors that an optimizer keeps per byte of a parameter, as seen on small stand-ins."""
+    return result_or(lambda: _state_share(optimizer), lambda error: 0.0)
+
+
+def _state_share(optimizer: Optimizer) -> float:
+    with generator_kept(_PATIENCE), warnings.catch_warnings(), _uncompiled():
+        warnings.simplefilter("ignore")
+        stand_in = _stand_in(optimizer)
+        _give_gradients(stand_in, optimizer, 0)
+        _own_step(stand_in)()
+    kept = [(p, v) for p, state in stand_in.state.items() for v in state.values() if isinstance(v, torch.Tensor)]
+    sizes = {p: sum(v.nbytes for owner, v in kept if owner is p and v.dim()) / p.nbytes for p in stand_in.state}
+    return max(sizes.values(), default=0.0)
 
 
 def _is_proven(optimizer: Optimizer) -> bool:

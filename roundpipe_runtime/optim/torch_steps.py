@@ -96,10 +96,11 @@ def hear_steps(before: Hook, after: Hook) -> None:
     _OWN.add(after)
 
 
-def take_over_always(taker: Taker) -> None:
+def take_over_always(taker: Taker, *, first: bool = False) -> None:
     """Let a function take over the steps of all optimizers that :func:`taking_over` does not, in any thread."""
+    # first: whether it is asked before those that are there. Default: `False`.
     if taker not in _OTHERWISE:
-        _OTHERWISE.append(taker)
+        _OTHERWISE.insert(0 if first else len(_OTHERWISE), taker)
 
 
 @contextlib.contextmanager

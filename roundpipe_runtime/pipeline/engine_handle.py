@@ -44,6 +44,11 @@ class EngineHandle(ModelProxy):
         return list(self._rp_engine.devices)
 
     @property
+    def host(self) -> str:
+        """The place of all that the host has of the training: ``"memory"``, or ``"disk:DIR"``."""
+        return self._rp_options.host
+
+    @property
     def mesh(self) -> DeviceMesh | None:
         """The mesh of the processes that train the model; ``None`` for one process alone."""
         return self._rp_options.mesh

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..device.accelerator import AcceleratorDevice
+from ..device.disk_folder import HOST_IN_MEMORY, disk_folder
 from ..device.virtual import Device, DeviceSpec
 from ..engine.compiled import check_compile_options
 from ..engine.config import RoundPipeRunConfig
@@ -36,6 +37,7 @@ class PipelineOptions:
     host_weights: Literal["own", "shared"] = "own"
     compile: bool | Mapping[str, object] = False
     large_tables: LargeTables = "auto"
+    host: str = HOST_IN_MEMORY
 
     def __post_init__(self) -> None:
         dtype: Any = self.optim_dtype
@@ -60,6 +62,11 @@ class PipelineOptions:
             raise ConfigError(f'host_weights must be "own" or "shared", found {self.host_weights!r}.')
         check_compile_options(self.compile)
         check_large_tables(self.large_tables)
+        if disk_folder(self.host) is not None and self.has_groups:
+            raise ConfigError(
+                f'host="{self.host}" trains in one process without groups, and mesh= or replicas= asks for others. '
+                'Leave them out, or train in memory:\n    RoundPipe(model, mesh=mesh, host="memory")'
+            )
         if self.replicas is not None and not (type(self.replicas) is int and self.replicas >= 1):
             raise ConfigError(f"replicas must be a number from 1 on, found {self.replicas!r}.")
 

@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..batch.arguments import check_call, check_loss_fn
+from ..device.disk import memory_for
+from ..device.disk_folder import HOST_IN_MEMORY, disk_folder
 from ..device.pinning import PinnedModel
 from ..device.virtual import DeviceSpec, parse_devices
 from ..engine.compiled import CompiledLayers, check_compile_options
@@ -69,6 +71,9 @@ class RoundPipe(OptimizedModel, SavedModel):
         large_tables: how tables from 16 MiB on travel to a device. ``"auto"``: of an embedding, the rows that a
             microbatch needs; the head of a transformers model in slices, where it does not fit into a stage.
             ``"slices"``: always in slices; a loss then differs by rounding. ``"whole"``: as every other parameter.
+        host: ``"disk:DIR"`` has parameters, gradients, master weights and the state of the optimizer in a scratch file
+            of this folder, of which a few layers are in memory at a time; the numbers are the same. Default:
+            ``"memory"``.
 
     Raises:
         ConfigError: when an argument has a value that it cannot have.
@@ -100,6 +105,7 @@ class RoundPipe(OptimizedModel, SavedModel):
         host_weights: Literal["own", "shared"] = "own",
         compile: bool | Mapping[str, object] = False,
         large_tables: Literal["auto", "whole", "slices"] = "auto",
+        host: str = HOST_IN_MEMORY,
     ) -> None:
         super().__init__()
         config = RoundPipeRunConfig() if model_run_config is None else model_run_config
@@ -117,6 +123,7 @@ class RoundPipe(OptimizedModel, SavedModel):
             host_weights,
             compile,
             large_tables,
+            host,
         )
         self._rp_build(as_module(model), options, None)
 
@@ -126,7 +133,9 @@ class RoundPipe(OptimizedModel, SavedModel):
         scan(layers)  # refuses what cannot travel
         check_copyable(model)
         shares = options.shares_host_weights
-        pinned = PinnedModel(model, "off" if shares else options.pin_model, found)
+        folder = disk_folder(options.host)
+        stays = shares or folder is not None
+        pinned = PinnedModel(model, "off" if stays else options.pin_model, found)
         tag = f"{options.name or ''}|{len(layers)}|{sum(p.numel() for p in model.parameters())}"
         self._rp_stand_for(model, original)
         self._rp_options = options
@@ -144,6 +153,7 @@ class RoundPipe(OptimizedModel, SavedModel):
             options.gradient_dtype,
             CompiledLayers(layers, check_compile_options(options.compile)),
             options.large_tables,
+            None if folder is None else memory_for(model, folder),
         )
         if shares and options.pin_model != "off" and torch.cuda.is_available():  # they are where they stay now
             self._rp_engine.pin(PinnedModel(model, "register", found))

@@ -83,6 +83,7 @@ __all__ = [
     "is_namedtuple_class",
     "is_traceable_wrapper_subclass",
     "make_wrapper_subclass",
+    "norm_and_scaling",
     "operator_names",
     "operators_with_kernel",
     "optimizer_post_hooks",
@@ -169,6 +170,13 @@ def clipping_functions() -> list[tuple[Any, str]]:
     name = "_clip_grads_with_norm_"
     norm = [(inner, name)] if hasattr(inner, name) else [(one, "clip_grad_norm_") for one in (inner, public)]
     return [*norm, (inner, "clip_grad_value_"), (public, "clip_grad_value_")]
+
+
+def norm_and_scaling() -> tuple[Any, str, str] | None:
+    """Return the module whose two functions compute the norm of gradients and scale them, with their names. Gone: the
+    public function does both at once."""
+    inner, names = torch.nn.utils.clip_grad, ("_get_total_norm", "_clip_grads_with_norm_")
+    return (inner, *names) if all(hasattr(inner, name) for name in names) else None
 
 
 def transforms_are_active() -> bool:

@@ -7,10 +7,11 @@ added in one order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
+from ...device.disk import in_groups, passing
 from ...errors import ConfigError
 from ..ranks.ranks import Ranks
 from .cuts import is_cut, shards
@@ -42,9 +43,16 @@ def clip_grad_norm(
         raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {norm}, which cannot be clipped.")
     factor = max_norm / (norm + 1e-6)
     if factor < 1.0 or math.isnan(factor):
-        for gradient in gradients:
+        for gradient in _in_turn(gradients, written=True):
             local_of(gradient).mul_(factor)
     return torch.tensor(norm, dtype=torch.float32)
+
+
+def _in_turn(gradients: list[torch.Tensor], *, written: bool) -> Iterator[torch.Tensor]:
+    """The gradients, each while it is in memory."""
+    groups = in_groups(gradients)
+    for number in passing(groups, written=written):
+        yield from groups[number]
 
 
 def _finite(sums: list[torch.Tensor]) -> bool:
@@ -54,7 +62,7 @@ def _finite(sums: list[torch.Tensor]) -> bool:
 def _row_sums(ranks: Ranks, gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
     """For each gradient the sums of all its rows, of which this rank has a part."""
     found, parts = [], []
-    for gradient in gradients:
+    for gradient in _in_turn(gradients, written=False):
         local = local_of(gradient)
         if not local.is_floating_point() and not local.is_complex():
             continue

@@ -106,7 +106,7 @@ class StageLayers:
                 if self.stage.kind != "backward":
                     collected.buffers.add(layer, resident.download_buffers())
                     if run.spec.looks:
-                        with self.device.computing(resident.ready):
+                        with run.at_hand(layer), self.device.computing(resident.ready):
                             resident.check_parameters(run.store.source)
 
     def download_early(self, layer: int) -> None:
@@ -122,6 +122,7 @@ class StageLayers:
         run, index = self.run, resident.contents.index
         run.wait_cleared()
         gradients = resident.download_gradients(run.gradient_scale(), run.gradient_memory, run.store.landing_dtype)
+        gradients = run.store.land(index, gradients)
         run.collected.gradients[index] = gradients
         if run.spec.gradients_landed is not None:
             run.spec.gradients_landed(index, gradients)

@@ -38,7 +38,7 @@ ROWS = 8
 FILE_EVENTS = 90
 
 
-def build(kind: str, devices: int, steps: int):
+def build(kind: str, devices: int, steps: int, host: str):
     """The model with its optimizer, its scheduler, and for some kinds a scaler."""
     torch.manual_seed(7)
     layers = [
@@ -51,11 +51,12 @@ def build(kind: str, devices: int, steps: int):
     ]
     layers.append(nn.BatchNorm1d(4))
     model = nn.Sequential(*layers)
-    half = kind == "scaled"
+    half = kind in ("scaled", "half", "disk")
     pipe = RoundPipe(
         model.bfloat16() if half else model,
         optim_dtype=torch.float32 if half else None,
         devices=f"virtual:{devices}",
+        host=host,
         model_run_config=RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3),
     )
     with OptimizerCtx():
@@ -63,7 +64,7 @@ def build(kind: str, devices: int, steps: int):
         make = makes.get(kind, lambda params: optim.Adam(params, lr=0.01))
         optimizer = make(pipe.parameters())
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=steps + 1)
-    scaler = GradScaler(init_scale=2.0**6, growth_interval=5) if half else None
+    scaler = GradScaler(init_scale=2.0**6, growth_interval=5) if kind == "scaled" else None
     return pipe, optimizer, scheduler, scaler
 
 
@@ -77,13 +78,14 @@ def draw_batch(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 def train(folder: pathlib.Path, kind: str, devices: int, steps: int, started: Callable[[], None]) -> None:
     """Go on from the last checkpoint to the end; write ``FOLDER/final`` there."""
     torch.set_num_threads(1)
-    pipe, optimizer, scheduler, scaler = build(kind, devices, steps)
+    is_on_disk = kind == "disk"
+    pipe, optimizer, scheduler, scaler = build(kind, devices, steps, f"disk:{folder}" if is_on_disk else "memory")
     random.seed(1)
     seed_numpy()
     parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     started()
     data = load_checkpoint(folder / "checkpoints", pipe, **parts)
-    dtype = torch.bfloat16 if scaler else torch.float32
+    dtype = next(pipe.parameters()).dtype
     for step in range(data["step"] if data else 0, steps):
         inputs, labels = draw_batch(dtype)
         loss = pipe.forward_backward((inputs,), label=labels, loss_fn=loss_function(scaler))
@@ -94,7 +96,7 @@ def train(folder: pathlib.Path, kind: str, devices: int, steps: int, started: Ca
             scheduler.step()
         with open(folder / "losses", "a", encoding="utf-8") as file:
             file.write(f"{step} {loss.item().hex()}\n")
-        save_checkpoint(folder / "checkpoints", pipe, data={"step": step + 1}, keep=2, is_async=step % 2 == 0, **parts)
+        save_checkpoint(folder / "checkpoints", pipe, data={"step": step + 1}, keep=2, **parts, is_async=step % 2 == 0 and not is_on_disk)
     digest = hashlib.sha256()
     for tensor in [*pipe.state_dict().values(), *pipe.optim_parameters()]:
         digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -157,7 +159,7 @@ def die_at(folder: pathlib.Path, number: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--kind", choices=["adam", "sgd", "scaled"], default="adam")
+    parser.add_argument("--kind", choices=["adam", "sgd", "scaled", "half", "disk"], default="adam")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--at", choices=["time", "file"], default="time")

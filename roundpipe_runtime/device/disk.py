@@ -1,0 +1,340 @@
+"""Memory on a disk: tensors in a mapped file, which are resident only while they are used.
+
+::
+
+    tensor ──> pages of this process ──> page cache ──> file
+               fetch: read ahead, in a thread of its own
+               leave: out of the process at once; written and out of the page cache, in another thread
+
+A tensor is an ordinary one of the CPU: whatever reads or writes it gets the right numbers, at any time. What does so
+without :meth:`DiskMemory.fetch` and :meth:`DiskMemory.leave` is slower, and stays resident until the tensor is left.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import contextlib
+import dataclasses
+import itertools
+import mmap
+import os
+import pathlib
+import threading
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+
+import torch
+from torch import nn
+
+from . import pages
+from .disk_folder import full_disk, open_scratch
+from .worker import Worker
+
+__all__ = ["DiskMemory", "disk_of", "in_groups", "leave", "memory_for", "passing"]
+
+# Bytes at which a tensor begins: a page for those that fill one.
+_ALIGNMENT = 64
+
+# Bytes of the smallest part by which the file grows; a file grows by an eighth otherwise.
+_LEAST = 2**20
+
+# Bytes that are written together: each wait for a disk takes milliseconds.
+_TOGETHER = 16 * 2**20
+
+# Bytes that were left and may still wait to be written. More would fill the memory with what is to be written.
+_BACKLOG = 256 * 2**20
+
+# Bytes of tensors that are read ahead together, where no layers state what belongs together.
+_GROUP = 32 * 2**20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of the file, mapped."""
+
+    memory: mmap.mmap
+    address: int
+    offset: int
+    nbytes: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Place:
+    """A place for a tensor in a part, and what lives in it."""
+
+    part: _Part
+    offset: int
+    nbytes: int
+    holder: weakref.ref[memoryview] | None = None
+
+    @property
+    def is_taken(self) -> bool:
+        return self.holder is not None and self.holder() is not None
+
+
+class DiskMemory:
+    """Places for tensors in a scratch file of a folder, by key; a place is free again when its tensor is gone."""
+
+    # folder: folder on a disk
+    # together: bytes that are written together; as many stay in the page cache
+    # backlog: bytes that may wait to be written
+
+    def __init__(self, folder: pathlib.Path, *, together: int = _TOGETHER, backlog: int = _BACKLOG) -> None:
+        self.folder = folder
+        self._file = open_scratch(folder)
+        self._together, self._backlog = together, backlog
+        # parts of the file that were left and that the writer has not been given yet: offsets and bytes
+        self._written: list[tuple[int, int]] = []
+        self._read: list[tuple[int, int]] = []
+        self._parts: list[_Part] = []  # by address
+        self._addresses: list[int] = []
+        self._open: tuple[_Part, int] | None = None  # where the next place begins
+        self._places: dict[Hashable, _Place] = {}
+        self._lock = threading.Lock()
+        self._reader, self._writer = Worker("disk reader"), Worker("disk writer")
+        self._writing: collections.deque[tuple[Future[None], int]] = collections.deque()
+        _MEMORIES.add(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return sum(part.nbytes for part in self._parts)
+
+    # -- places ------------------------------------------------------------------------------------------------------
+
+    def reserve(self, nbytes: int) -> None:
+        """Let the file grow by so many bytes, or raise an error while there is nothing in it yet."""
+        with self._lock:
+            self._grow(nbytes)
+
+    def empty(
+        self, key: Hashable, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
+    ) -> torch.Tensor | None:
+        """Return an uninitialised tensor in the place of a key; ``None`` where another one lives in it."""
+        # stride: strides that leave no gaps. Default: those of a contiguous tensor.
+        count = 1
+        for size in shape:
+            count *= size
+        nbytes = count * dtype.itemsize
+        with self._lock:
+            place = self._places.get(key)
+            if place is None or (place.nbytes != nbytes and not place.is_taken):
+                place = self._places[key] = self._make(nbytes)
+            if place.is_taken or place.nbytes != nbytes:
+                return None
+            held = memoryview(place.part.memory)[place.offset : place.offset + nbytes]
+            place.holder = weakref.ref(held)
+        # the storage holds `held`, as long as any tensor holds the storage
+        flat = torch.frombuffer(held, dtype=torch.uint8).view(dtype)
+        return flat.view(tuple(shape)) if stride is None else flat.as_strided(tuple(shape), tuple(stride))
+
+    def copy(self, key: Hashable, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a copy of a dense tensor of the host in the place of a key, or of the next one that is free."""
+        return self.next_empty(key, tensor, dtype).copy_(tensor.detach())
+
+    def next_empty(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return an uninitialised tensor like a dense one of the host, in the first place of a key that is free."""
+        place = None
+        for number in itertools.count():  # a key has as many places as tensors lived there at the same time
+            place = self.empty((key, number), like.shape, dtype or like.dtype, like.stride())
+            if place is not None:
+                break
+        return place
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Report whether a tensor lives in this memory."""
+        return self._part_at(tensor.data_ptr()) is not None
+
+    def _make(self, nbytes: int) -> _Place:
+        begins_page = nbytes >= mmap.PAGESIZE
+        part, at = self._open or (None, 0)
+        at = _rounded(at, mmap.PAGESIZE if begins_page else _ALIGNMENT)
+        if part is None or at + nbytes > part.nbytes:
+            part, at = self._grow(max(nbytes, _LEAST, self.nbytes // 8)), 0
+        self._open = part, at + nbytes
+        return _Place(part, at, nbytes)
+
+    def _grow(self, nbytes: int) -> _Part:
+        nbytes = _rounded(max(nbytes, 1), mmap.ALLOCATIONGRANULARITY)
+        offset, file = self.nbytes, self._file.fileno()
+        try:
+            os.posix_fallocate(file, offset, nbytes)  # an error where the disk is full, and not a signal later
+        except OSError as error:
+            raise full_disk(self.folder, nbytes, error) from error
+        memory = mmap.mmap(file, nbytes, offset=offset)
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        part = _Part(memory, address, offset, nbytes)
+        place = bisect.bisect(self._addresses, address)
+        self._addresses = [*self._addresses[:place], address, *self._addresses[place:]]
+        self._parts = [*self._parts[:place], part, *self._parts[place:]]
+        self._open = part, 0
+        return part
+
+    def _part_at(self, address: int) -> _Part | None:
+        parts, addresses = self._parts, self._addresses
+        place = bisect.bisect(addresses, address) - 1
+        # another thread may be adding a part: the lists are replaced, one after the other
+        if 0 <= place < len(parts) and parts[place].address <= address < parts[place].address + parts[place].nbytes:
+            return parts[place]
+        return next((one for one in parts if one.address <= address < one.address + one.nbytes), None)
+
+    # -- where its pages are -----------------------------------------------------------------------------------------
+
+    def fetch(self, tensors: Iterable[torch.Tensor]) -> Future[None]:
+        """Read tensors ahead, in the background."""
+        return self._reader.submit(self._fetch, self._ranges(tensors))
+
+    def _fetch(self, ranges: Sequence[tuple[_Part, int, int]]) -> None:
+        for part, start, end in ranges:
+            if not pages.fetch(start, end):
+                self._read_into_cache(part.offset + start - part.address, end - start)
+
+    def _read_into_cache(self, offset: int, nbytes: int) -> None:
+        """Bring a part of the file into the page cache, where the kernel does not map it on request."""
+        buffer = bytearray(min(nbytes, _LEAST))
+        for at in range(offset, offset + nbytes, len(buffer)):
+            os.preadv(self._file.fileno(), [buffer], at)
+
+    def leave(self, tensors: Iterable[torch.Tensor], *, written: bool = True) -> None:
+        """Remove tensors from memory: from this process now, from the page cache in the background once written."""
+        # written: whether they may have been changed since they were left. Default: `True`.
+        ranges = self._ranges(tensors)
+        for _, start, end in ranges:
+            pages.release(start, end)
+        spans = [(part.offset + start - part.address, end - start) for part, start, end in ranges]
+        with self._lock:
+            kind = self._written if written else self._read
+            kind += spans
+            if sum(nbytes for _, nbytes in kind) < self._together:
+                return
+            self._begin_writing()
+        self._wait(self._backlog)
+
+    def _begin_writing(self) -> None:
+        """Let the writer work on what was left."""
+        written, read = self._written, self._read
+        self._written, self._read = [], []
+        writing = self._writer.submit(self._write, written, read)
+        self._writing.append((writing, sum(nbytes for _, nbytes in written)))
+
+    def settle(self) -> None:
+        """Wait until everything that was left is on the disk."""
+        with self._lock:
+            self._begin_writing()
+        self._wait(-1)
+
+    def _wait(self, most: int) -> None:
+        """Wait until at most so many bytes are still to be written, nothing for -1; raise an error of the disk."""
+        while True:
+            with self._lock:
+                while self._writing and self._writing[0][0].done() and self._writing[0][0].exception() is None:
+                    self._writing.popleft()
+                if not self._writing or 0 <= sum(nbytes for _, nbytes in self._writing) <= most:
+                    return
+                oldest, _ = self._writing.popleft()
+            oldest.result()
+
+    def _write(self, written: Sequence[tuple[int, int]], read: Sequence[tuple[int, int]]) -> None:
+        file = self._file.fileno()
+        for offset, nbytes in _joined(written):
+            pages.write_out(file, offset, nbytes)
+        for offset, nbytes in _joined([*written, *read]):
+            pages.drop_cached(file, offset, nbytes)
+        pages.return_freed()
+
+    def _ranges(self, tensors: Iterable[torch.Tensor]) -> list[tuple[_Part, int, int]]:
+        """Pages of the tensors that live here."""
+        held = [tensor for tensor in tensors if tensor.numel() and self.holds(tensor)]
+        found = []
+        for start, end in pages.ranges_of(held):
+            part = self._part_at(start)
+            while part is not None and start < end:  # parts may be next to each other in memory
+                stop = min(end, part.address + part.nbytes)
+                found.append((part, start, stop))
+                start, part = stop, self._part_at(stop)
+        return found
+
+    def close(self) -> None:
+        """End the threads; tensors stay as they are, and fetch and leave do nothing more."""
+        with contextlib.suppress(OSError):  # what was not written is in the page cache, and nothing reads the file
+            self.settle()
+        self._reader.close()
+        self._writer.close()
+        self._parts, self._addresses = [], []
+        self._file.close()  # mappings hold the file until the last tensor is gone
+        _MEMORIES.discard(self)
+
+
+_MEMORIES: weakref.WeakSet[DiskMemory] = weakref.WeakSet()
+
+
+def disk_of(tensor: torch.Tensor) -> DiskMemory | None:
+    """Return the memory on a disk in which a tensor lives; ``None`` for any other memory."""
+    if not _MEMORIES or type(tensor.data) is not torch.Tensor or tensor.device.type != "cpu" or not _is_dense(tensor):
+        return None
+    return next((memory for memory in list(_MEMORIES) if memory.holds(tensor)), None)
+
+
+def leave(tensors: Iterable[torch.Tensor], *, written: bool = False) -> None:
+    """Remove from memory those of some tensors that live on a disk."""
+    for tensor in tensors:
+        memory = disk_of(tensor)
+        if memory is not None:
+            memory.leave([tensor], written=written)
+
+
+def memory_for(model: nn.Module, folder: pathlib.Path) -> DiskMemory:
+    """Return memory in a folder for a model: the one in which its parameters live already, else a new one."""
+    found = next((memory for p in model.parameters() if (memory := disk_of(p)) is not None), None)
+    return DiskMemory(folder) if found is None or found.folder != folder else found
+
+
+def in_groups(tensors: Iterable[torch.Tensor], nbytes: int = _GROUP) -> list[list[torch.Tensor]]:
+    """Return tensors in groups of some bytes, in their order."""
+    groups: list[list[torch.Tensor]] = []
+    size = nbytes
+    for tensor in tensors:
+        if size >= nbytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    return groups
+
+
+def passing(groups: Sequence[Sequence[torch.Tensor]], *, written: bool) -> Iterator[int]:
+    """Yield the number of each group of tensors while it is at hand: the next one is read ahead, others are left."""
+    memory = next((found for group in groups for tensor in group if (found := disk_of(tensor)) is not None), None)
+    if memory is None:
+        yield from range(len(groups))
+        return
+    ahead = memory.fetch(groups[0])
+    for number, group in enumerate(groups):
+        ahead.result()
+        if number + 1 < len(groups):
+            ahead = memory.fetch(groups[number + 1])
+        try:
+            yield number
+        finally:
+            memory.leave(group, written=written)
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Parts of a file in order, each once: tensors share pages."""
+    found: list[tuple[int, int]] = []
+    for offset, nbytes in sorted(spans):
+        if found and offset <= sum(found[-1]):
+            found[-1] = found[-1][0], max(sum(found[-1]), offset + nbytes) - found[-1][0]
+        else:
+            found.append((offset, nbytes))
+    return found
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.numel() > 0
+
+
+def _rounded(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

@@ -1,0 +1,328 @@
+"""Parameters, gradients, master weights and optimizer state on a disk, of which a few layers are in memory.
+
+::
+
+    # run     forward: layer 0, 1, ... parameters come up | backward: ..., 1, 0 parameters come up, gradients go down
+    # step    layer 0: all that its update reads comes up, the update runs, all goes down | layer 1 ...
+
+Each update is a part of the optimizer's step with the bits of the whole (:mod:`roundpipe_runtime.optim.parts`); an
+optimizer without such parts is refused.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..device.disk import DiskMemory
+from ..device.events import Event
+from ..device.pages import page_out
+from ..device.worker import Worker
+from ..errors import ConfigError
+from .disk_clipping import clip_by_parts
+from .disk_order import LayersAtHand
+from .parameters import AtHand, Landed, LayerContents, ParameterStore, is_watched, scan
+from .parts import OptimizerParts, can_step_in_parts, state_share
+from .torch_steps import Optimizer, take_over_always
+
+__all__ = ["DiskStore", "hold_on_disk"]
+
+# Bytes of the smallest tensor of an optimizer that goes to the disk: others, like counts of steps, are read everywhere.
+_SMALLEST = 4096
+
+# Layers whose gradients may be on their way from devices to the disk.
+_LANDING = 2
+
+
+class DiskStore(ParameterStore):
+    """A store whose tensors live on a disk."""
+
+    # layers: layers of the model
+
+    def __init__(
+        self, model: nn.Module, memory: DiskMemory, layers: Sequence[nn.Module], optim_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(model, optim_dtype)
+        self.memory = memory
+        self._layers = list(layers)
+        self._states: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        self._lander = Worker("disk landing")
+        self._landing: collections.deque[Future[None]] = collections.deque()
+        self._lock = threading.Lock()
+        self._has_stepped = False  # since parameters and master weights were compared
+        self._check()
+        memory.reserve(self._bytes_needed())
+        self._move()
+        clip_by_parts()
+        take_over_always(_take, first=True)
+        _STORES.add(self)
+
+    def _check(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and parameter.numel() and not _can_move(parameter):
+                raise ConfigError(
+                    f'host="disk:{self.memory.folder}": {name!r} is trained, and is a {type(parameter.data).__name__} '
+                    f"{tuple(parameter.shape)} of {parameter.device} that cannot be in a file as it is. Train in "
+                    'memory:\n    RoundPipe(model, host="memory")'
+                )
+
+    def _bytes_needed(self) -> int:
+        """Bytes of parameters, master weights and gradients, each at the beginning of a page."""
+        needed = 0
+        for parameter in self.model.parameters():
+            own = _paged(parameter.nbytes) if _can_move(parameter) and not self.memory.holds(parameter) else 0
+            wide = _paged(parameter.numel() * self._dtype(parameter).itemsize) if parameter.requires_grad else 0
+            needed += own + (1 if self._dtype(parameter) == parameter.dtype else 2) * wide
+        return needed
+
+    def _move(self) -> None:
+        """Move parameters to the disk that are not there: all at first, and later what was replaced."""
+        for name, parameter in self.model.named_parameters():
+            if _can_move(parameter) and not self.memory.holds(parameter):
+                parameter.data = self.memory.copy(("weight", name), parameter)
+                self.memory.leave([parameter])
+
+    def _host_copy(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        if not _can_move(parameter):
+            return super()._host_copy(parameter, dtype)
+        made = self.memory.copy(("master", id(parameter)), parameter, dtype)
+        self.memory.leave([parameter], written=False)
+        self.memory.leave([made])
+        return made
+
+    # -- a run -------------------------------------------------------------------------------------------------------
+
+    def at_hand(self, contents: Sequence[LayerContents], order: Sequence[int]) -> AtHand:
+        """Return what has the parameters of a layer in memory for a block, in a run that comes to layers in an order."""
+        return LayersAtHand(self.memory, order, lambda layer: _on_host(contents[layer]), written=False)
+
+    def land(self, layer: int, gradients: Landed) -> Landed:
+        """Return places on the disk for the gradients of a layer, and when these are there."""
+        moves: collections.deque[tuple[torch.Tensor, Event, torch.Tensor]] = collections.deque()
+        places: dict[nn.Parameter, torch.Tensor] = {}
+        found: Landed = {}
+        for parameter, (gradient, ready) in gradients.items():
+            if _is_dense(gradient):
+                places[parameter] = self.memory.next_empty(("gradient", layer, id(parameter)), gradient)
+                moves.append((gradient, ready, places[parameter]))
+            else:
+                found[parameter] = gradient, ready
+        gradients.clear()
+        with self._lock:
+            landed = self._lander.submit(self._move_down, moves)
+            self._landing.append(landed)
+            waiting = [self._landing.popleft() for _ in range(len(self._landing) - _LANDING)]
+        for earlier in waiting:
+            earlier.result()
+        return found | {parameter: (place, landed) for parameter, place in places.items()}
+
+    def _move_down(self, moves: collections.deque[tuple[torch.Tensor, Event, torch.Tensor]]) -> None:
+        while moves:  # popped, so that memory is free as soon as a gradient is on the disk
+            gradient, ready, place = moves.popleft()
+            ready.result()
+            place.copy_(gradient)
+            self.memory.leave([place])
+
+    def wait_landed(self) -> None:
+        """Wait until gradients are on the disk; raise what went wrong."""
+        with self._lock:
+            waiting = list(self._landing)
+            self._landing.clear()
+        for landed in waiting:
+            landed.result()
+
+    def add_gradients(self, gradients: Iterable[Mapping[nn.Parameter, torch.Tensor]]) -> None:
+        """Add gradients to the buffers, in the order of the list."""
+        if any(is_watched(self._target_of(name, parameter)) for name, parameter in self._listed()):
+            super().add_gradients(gradients)  # hooks see all of them at once
+            return
+        for layer in gradients:
+            held = {parameter: self._on_disk(parameter, gradient) for parameter, gradient in layer.items()}
+            targets = self.targets(list(held))
+            sums = [target.grad for target in targets if target.grad is not None]
+            super().add_gradients([held])
+            self.memory.leave(filter(_is_dense, [*held.values(), *sums]))
+
+    def _target_of(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
+        return self._masters[name].tensor if name in self._masters else parameter
+
+    def _on_disk(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        if not _is_dense(gradient) or self.memory.holds(gradient):
+            return gradient
+        return self.memory.copy(("gradient", -1, id(parameter)), gradient)
+
+    def show_gradients(self) -> None:
+        """Copy the gradients of master weights to their parameters, in the dtype of the parameters."""
+        for name, parameter in self._with_master():
+            gradient, parameter.grad = self._masters[name].tensor.grad, None
+            if gradient is not None and _is_dense(gradient):
+                parameter.grad = self.memory.copy(("shown", id(parameter)), gradient, parameter.dtype)
+                self.memory.leave([gradient, parameter.grad])
+            elif gradient is not None:
+                parameter.grad = gradient.to(parameter.dtype, copy=True)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def owns(self, optimizer: Optimizer) -> bool:
+        """Report whether an optimizer steps parameters of this store."""
+        mine = {id(parameter) for _, parameter in self._listed()}
+        mine |= {id(master.tensor) for master in self._masters.values()}
+        return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
+
+    def take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
+        """Do the step of an optimizer layer by layer; return an optimizer whose step does nothing more."""
+        if not self.owns(optimizer):
+            return super().take_step(optimizer, args, kwargs)
+        self._check_steps_in_parts(optimizer, [*args[1:], *kwargs.values()])
+        contents = scan(self._layers)
+        parts = OptimizerParts(optimizer, self.hold_state)
+        self._reserve_state(optimizer, parts)
+        left = {id(parameter) for parameter in parts.parameters}
+        at_hand = self.updating(contents)
+        for layer in contents:
+            mine = left.intersection(map(id, self.targets(layer.parameters())))
+            left -= mine
+            if mine:
+                with at_hand(layer.index):
+                    parts.step(mine)
+                    self.refresh(layer.parameters())
+        parts.step(left)
+        self._has_stepped = True
+        return parts.finish()
+
+    def updating(self, contents: Sequence[LayerContents]) -> AtHand:
+        """Return what has all that a step reads and writes of a layer in memory for a block, in the order of layers."""
+        held = {layer.index: (_on_host(layer), self.targets(layer.parameters())) for layer in contents}
+
+        def of_layer(layer: int) -> list[torch.Tensor]:
+            parameters, targets = held[layer]
+            gradients = [target.grad for target in targets if target.grad is not None]
+            states = [tensor for target in targets for ref in self._states.get(id(target), ()) if (tensor := ref()) is not None]
+            return [*parameters, *targets, *filter(_is_dense, gradients), *states]
+
+        return LayersAtHand(self.memory, [layer.index for layer in contents], of_layer, written=True)
+
+    def hold_state(self, target: torch.Tensor, state: dict[str, Any]) -> None:
+        """Move the state that an optimizer has of a parameter to the disk."""
+        held = []
+        for key, value in state.items():
+            if not _is_state(value):
+                continue
+            if not self.memory.holds(value):
+                state[key] = self.memory.copy(("state", id(target), key), value)
+            held.append(weakref.ref(state[key]))
+        self._states[id(target)] = held
+
+    def _check_steps_in_parts(self, optimizer: Optimizer, arguments: list[Any]) -> None:
+        name = type(optimizer).__name__
+        reason = "was given a closure" if any(argument is not None for argument in arguments) else ""
+        if not reason and not can_step_in_parts(optimizer):
+            reason = "does not update one parameter after the other"
+        if reason:
+            raise ConfigError(
+                f'{name} {reason}, and host="disk:{self.memory.folder}" steps layer by layer. Use an optimizer that '
+                'does, like AdamW, or train in memory:\n    RoundPipe(model, host="memory")'
+            )
+
+    def _reserve_state(self, optimizer: Optimizer, parts: OptimizerParts) -> None:
+        """Make room for the state of an optimizer before the first of its steps changes anything."""
+        new = [p for p in parts.parameters if p not in optimizer.state]
+        if new:
+            share = state_share(optimizer)
+            self.memory.reserve(sum(int(share * p.nbytes) + 2 * _paged(1) for p in new))
+
+    # -- parameters and master weights -------------------------------------------------------------------------------
+
+    def publish(self, *, stepped: bool = False) -> None:
+        """Make parameters and master weights agree; what a step layer by layer has published is not read again."""
+        stepped = (self.note_published() or stepped) and not self._has_stepped
+        self._has_stepped = False
+        self._move()
+        for name, parameter in self._with_master():
+            master = self._masters[name]
+            is_left = master.agrees(parameter) and not stepped
+            master.agree(parameter, stepped=stepped)
+            if not is_left:
+                self.memory.leave([parameter, master.tensor])
+
+    def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
+        """Load what :meth:`masters` returned, except for parameters whose dtype the optimizer works in."""
+        for name, value in masters.items():
+            super().load_masters({name: value})
+            if name in self._masters:
+                self.memory.leave([self._masters[name].tensor])
+            page_out(value)
+
+    def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Add gradients to the buffers, by the name of the parameter."""
+        for name, value in gradients.items():
+            super().load_gradients({name: value})
+            page_out(value)
+
+    def freeze(self) -> None:
+        """Refuse copies of all parameters, which stages would read next to a step: they would fill the memory."""
+        raise ConfigError(
+            f'step(..., is_async=True) needs a copy of all parameters, and host="disk:{self.memory.folder}" has no '
+            'memory for them. Run the step layer by layer:\n    model.step(step_fn, is_async="exact")'
+        )
+
+    def close(self) -> None:
+        """End the threads. The parameters keep their values."""
+        self._lander.close()
+        self.memory.close()
+        _STORES.discard(self)
+
+
+_STORES: weakref.WeakSet[DiskStore] = weakref.WeakSet()
+
+
+def _take(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
+    """Take over the step of an optimizer whose parameters are on a disk."""
+    for store in list(_STORES):
+        if store.owns(optimizer):
+            return store.take_step(optimizer, args, kwargs)
+    return optimizer
+
+
+def hold_on_disk(optimizer: Any, target: torch.Tensor) -> None:
+    """Move the state of a parameter to the disk, if the parameter lives there: one that was loaded, for example."""
+    state = getattr(optimizer, "state", {}).get(target)
+    for store in list(_STORES):
+        if state and store.memory.holds(target):
+            loaded = [tensor for tensor in state.values() if _is_state(tensor)]
+            store.hold_state(target, state)
+            store.memory.leave([tensor for tensor in state.values() if _is_state(tensor)])
+            for tensor in loaded:  # mapped from the file of a checkpoint
+                page_out(tensor)
+
+
+def _on_host(contents: LayerContents) -> list[torch.Tensor]:
+    return [parameter for parameter in contents.parameters() if _can_move(parameter)]
+
+
+def _can_move(parameter: torch.Tensor) -> bool:
+    data = parameter.data
+    is_plain = type(data) is torch.Tensor and data.device.type == "cpu" and data.numel() > 0
+    return is_plain and _is_dense(data)
+
+
+def _is_state(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.nbytes >= _SMALLEST and value.device.type == "cpu" and _is_dense(value)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the strides leave no gaps: torch keeps such strides only."""
+    if tensor.layout != torch.strided:
+        return False
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _paged(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096

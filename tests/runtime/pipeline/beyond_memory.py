@@ -1,0 +1,100 @@
+"""Train a model with its state on a disk, and measure resident memory. A program of its own.
+
+    python -m tests.runtime.pipeline.beyond_memory FOLDER --host disk --layers 12 --width 512
+
+It prints a line of JSON: bytes of weights, gradients, master weights and moments, the losses, and the largest resident
+memory that came on top of what the process had before, by what it was doing.
+"""
+
+import argparse
+import contextlib
+import json
+import pathlib
+import sys
+
+import safetensors.torch  # noqa: F401 # before the memory is measured
+import torch
+from torch import nn
+
+from roundpipe_runtime import OptimizerCtx, RoundPipe, RoundPipeRunConfig, load_checkpoint, save_checkpoint
+
+# Bytes per parameter: weight in bfloat16; gradient, master weight and two moments in float32.
+BYTES = 2 + 4 + 4 + 8
+
+
+class Block(nn.Module):
+    """A layer of four times its width inside, as those of language models are."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def status(entry: str) -> int:
+    """Bytes of an entry of the kernel's report on this process."""
+    text = pathlib.Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * int(text.partition(f"{entry}:")[2].split()[0])
+
+
+class Peaks:
+    """The largest resident memory by what was done, beyond that before."""
+
+    def __init__(self) -> None:
+        self.before = status("VmRSS")
+        self.found: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def during(self, what: str):
+        pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # begins a new peak
+        yield
+        self.found[what] = max(self.found.get(what, 0), status("VmHWM") - self.before)
+
+
+def pipeline(options: argparse.Namespace) -> tuple[RoundPipe, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block(options.width) for _ in range(options.layers)]).bfloat16()
+    config = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
+    host = f"disk:{options.folder}" if options.host == "disk" else "memory"
+    pipe = RoundPipe(model, torch.float32, devices="virtual:1", model_run_config=config, host=host)
+    with OptimizerCtx():
+        return pipe, torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--host", choices=["memory", "disk"], default="disk")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with torch.device("meta"):
+        count = options.layers * sum(p.numel() for p in Block(options.width).parameters())
+    peaks = Peaks()
+    with peaks.during("made"):
+        pipe, optimizer = pipeline(options)
+    losses = []
+    x = torch.randn(8, options.width, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for _ in range(options.steps):
+        with peaks.during("run"):
+            loss = pipe.forward_backward((x,), label=x.float(), loss_fn=lambda out, label: ((out - label) ** 2).mean())
+            losses.append(loss.item().hex())
+        with peaks.during("clip"):
+            torch.nn.utils.clip_grad_norm_(pipe.optim_parameters(), 0.1)
+        with peaks.during("step"):
+            pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    with peaks.during("save"):
+        save_checkpoint(options.folder / "checkpoints", pipe, optimizer=optimizer)
+    with peaks.during("load"):
+        load_checkpoint(options.folder / "checkpoints", pipe, optimizer=optimizer)
+    pipe.close()
+    print(json.dumps({"state": BYTES * count, "losses": losses, **peaks.found}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -59,7 +59,8 @@ _KINDS = {
     "trainer": ("Options of the Trainer", "`RoundPipeTrainer` next to `Trainer`: losses, norms, rates and weights."),
     "trl": (
         "Trainers of TRL",
-        "A class of TRL that is also a `RoundPipeTrainer`, next to TRL's: losses, norms, rates and weights. TRL puts "
+        "A class of TRL that is also a `RoundPipeTrainer`, next to TRL's: all numbers that are logged (losses, "
+        "norms, rewards, entropies) and weights. TRL puts "
         "packed texts into one row, which is one microbatch.",
     ),
 }

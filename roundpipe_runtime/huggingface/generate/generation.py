@@ -32,7 +32,7 @@ def forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     inner = model_inside(model)
     held = inner.__dict__
     before = held.get("forward")
-    held["forward"] = functools.wraps(inner.forward)(OtherForward(forward, before))
+    held["forward"] = functools.wraps(inner.forward, updated=())(OtherForward(forward, before))
     try:
         yield
     finally:

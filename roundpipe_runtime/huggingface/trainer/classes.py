@@ -28,13 +28,14 @@ from ...errors import ConfigError
 from ..loss.label_smoothing import SmoothedLoss, is_causal
 from ..loss.weights import has_labels, own_loss
 from ..wrap import WrappedModel
+from .frozen_models import FrozenModelTrainer
 from .group_trainer import GroupTrainer
 from .saving_trainer import SavingTrainer
 
 __all__ = ["RoundPipeSeq2SeqTrainer", "RoundPipeTrainer"]
 
 
-class RoundPipeTrainer(GroupTrainer, SavingTrainer):
+class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
     """A ``transformers.Trainer`` that trains a model larger than the device.
 
     It takes the arguments of a Trainer and writes the same files: ``from_pretrained`` loads its checkpoints, which

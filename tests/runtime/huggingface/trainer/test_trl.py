@@ -1,5 +1,7 @@
 """Trainers of TRL combined with ``RoundPipeTrainer``: the numbers of the plain ones, and a model that is cut."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -26,6 +28,7 @@ pytestmark = [
 STEPS = 6
 # The classes, before a test begins: their modules register outputs when they are imported.
 KINDS = {kind: getattr(trl, f"{kind}Trainer") for kind in ("SFT", "Reward", "DPO", "KTO", "GRPO", "RLOO")}
+KINDS["ORPO"] = importlib.import_module("trl.experimental.orpo").ORPOTrainer
 PADS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
 
 
@@ -67,6 +70,11 @@ def many_letters(completions, **others):
     return [float(sum(map(ord, text)) % 17) for text in completions]
 
 
+def config_of(kind):
+    """The configuration of a trainer, from the module of its class."""
+    return getattr(importlib.import_module(KINDS[kind].__module__), f"{kind}Config")
+
+
 def trained(kind, folder, trainer_class, of_trainer=dict, **changes):
     """A trainer of TRL after some steps; ``of_trainer`` makes more arguments of it, ``changes`` are in its config."""
     options = {
@@ -90,14 +98,14 @@ def trained(kind, folder, trainer_class, of_trainer=dict, **changes):
         more["ref_model"] = llama()
     if issubclass(trainer_class, RoundPipeTrainer):
         more |= {"devices": "virtual:2", "microbatches": 3}
-    more |= {"args": getattr(trl, f"{kind}Config")(**{**options, **changes}), "processing_class": tokenizer()}
+    more |= {"args": config_of(kind)(**{**options, **changes}), "processing_class": tokenizer()}
     torch.manual_seed(1)
     trainer = trainer_class(train_dataset=rows(kind), **{**more, **of_trainer()})
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     if issubclass(trainer_class, RoundPipeTrainer):
         assert not trainer.pipeline.cut.report.is_whole
-        trainer.pipeline.close()
+        trainer.close()
     return trainer
 
 

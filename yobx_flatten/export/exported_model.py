@@ -162,6 +162,7 @@ class ExportedModel:
         *,
         backend: Backend = "auto",
         quantize: WeightBits | Quantization | None = None,
+        cache: CacheForm = "in_place",
     ) -> ExportReport:
         """Lower the program to a file of ExecuTorch, and replay the cases of this export in its runtime.
 
@@ -176,6 +177,9 @@ class ExportedModel:
             quantize: ``"int8"`` or ``"int4"`` to store the weights of projections in so many bits with torchao, for
                 kernels of XNNPACK that also round activations to 8 bits; measured as :func:`export_onnx` does it.
                 ``None``, the default, stores them as they are.
+            cache: ``"in_place"``, the default, for keys and values that the file writes into buffers of its caller, row
+                by row, where its attention takes them and the replay passes; ``"returned"`` for a file that takes and
+                returns them, for all rows at once.
 
         Returns:
             The report: one result per case, and the memory that is planned.
@@ -187,7 +191,7 @@ class ExportedModel:
             NoRoomError: when disk or memory is too small.
             ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
         """
-        return self._write("executorch", path, "to_executorch", quantize=quantize, backend=backend)
+        return self._write("executorch", path, "to_executorch", quantize=quantize, backend=backend, cache=cache)
 
     def to_openvino(
         self,

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.metadata
+import json
 import pathlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from ..errors import DamagedFileError, FlattenError, ForeignFileError, MissingDependencyError
+from ..errors import DamagedFileError, FlattenError, ForeignFileError, GenerationError, MissingDependencyError
 from ..errors.dependencies import require
 from ..errors.failures import raised_as
 from ..errors.messages import first_line
+from ..files.document import parse_document
 from .checked_runner import CheckedRunner
+from .in_place import InPlaceCache
 from .signature import KEY, Signature
+from .tensor_buffers import TensorBuffers
 
-__all__ = ["METHOD", "SIGNATURE", "ExecuTorchRunner", "open_pte", "require_executorch"]
+__all__ = [
+    "METHOD",
+    "ROWS",
+    "SIGNATURE",
+    "ExecuTorchRunner",
+    "Rows",
+    "import_attention",
+    "open_pte",
+    "require_executorch",
+]
 
 METHOD = "forward"
 """Name of the method that is the model."""
@@ -26,22 +40,97 @@ METHOD = "forward"
 SIGNATURE = KEY.replace(".", "_")
 """Name of the method that returns the signature."""
 
+ROWS = "yobx_flatten_rows"
+"""Name of the method of a file that writes its cache in place; it returns a :class:`Rows` as text."""
+
 _FITS = {"2.13": "1.5"}  # minor versions of torch and executorch that were tried together
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What a file is called with that takes one row and writes its cache in place."""
+
+    in_place: Sequence[str]  # the inputs that are buffers
+    inputs: Mapping[str, int]  # the axis of rows of each input that has one
+    outputs: Mapping[str, int]  # the axis of rows of each output that is returned
+
+    def to_json(self) -> str:
+        """Return it as text, which :meth:`from_json` reads."""
+        return json.dumps({"in_place": [*self.in_place], "inputs": {**self.inputs}, "outputs": {**self.outputs}})
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> Rows:
+        """Read what :meth:`to_json` wrote."""
+        about = f"The rows in {where}"
+        found = parse_document(text, dict[str, Any], about, failure=DamagedFileError)
+        try:
+            axes = ({str(name): int(axis) for name, axis in found[key].items()} for key in ("inputs", "outputs"))
+            return cls([str(name) for name in found["in_place"]], *axes)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DamagedFileError(f"{about} cannot be read ({type(error).__name__}).") from None
+
+
+class RowBuffers(TensorBuffers):
+    """Buffers with little memory after the tokens, since a call attends over all of it, behind a mask."""
+
+    def _room(self, total: int) -> int:
+        return total + max(32, total // 32)
 
 
 class ExecuTorchRunner(CheckedRunner):
     """One file, open; a :class:`.runner.Runner`."""
 
+    # rows: for a file that writes its cache in place; `None`, the default, for others
+
     runtime: ClassVar[str] = "executorch"
 
-    def __init__(self, program: Any, signature: Signature, name: str) -> None:
+    def __init__(self, program: Any, signature: Signature, name: str, rows: Rows | None = None) -> None:
         super().__init__(signature, name)
         self._program = program  # owns what the method reads
         self._method = program.load_method(METHOD)
+        self._rows = rows
+        if rows is not None:
+            pairs = {slot.port.name: slot.present for slot in self.slots}
+            self.in_place = {name: present for name in rows.in_place if (present := pairs.get(name)) is not None}
 
     def _call(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         found: Sequence[torch.Tensor] = self._method.execute(tensors)  # copies what is in planned memory
         return found
+
+    def _written_in_place(self, leaves: Mapping[str, torch.Tensor]) -> InPlaceCache:
+        if len({leaves[name].shape[2] for name in self.in_place}) > 1:  # one number of tokens is for all of them
+            raise GenerationError("layers of the cache hold different numbers of tokens.")
+        return RowBuffers(leaves, self.in_place)
+
+    def _call_in_place(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> Sequence[torch.Tensor]:
+        assert isinstance(cache, RowBuffers) and self._rows is not None
+        cache.reserve(tokens)
+        given = dict(zip((name for name in self.ports if name not in self.in_place), tensors, strict=True))
+        seen = torch.empty(cache.seen, dtype=torch.uint8)
+        found = []
+        for row in range(len(cache[next(iter(self.in_place))])):
+            one = {name: self._one(name, tensor, row) for name, tensor in given.items()}
+            # (heads, room, 1, size): heads are the batch of the attention
+            one |= {name: cache[name][row].unsqueeze(2) for name in self.in_place}
+            found.append(self._call([*(one[name] for name in self.ports), seen]))
+        if len(found) == 1:
+            return found[0]
+        made = [name for name in self.outputs if name not in self.in_place.values()]
+        axes = [self._rows.outputs[name] for name in made]
+        return [torch.cat(parts, axis) for parts, axis in zip(zip(*found, strict=True), axes, strict=True)]
+
+    def _one(self, name: str, tensor: torch.Tensor, row: int) -> torch.Tensor:
+        """The part of an input that is of one row."""
+        assert self._rows is not None
+        axis = self._rows.inputs.get(name)
+        return tensor if axis is None else tensor.narrow(axis, row, 1).contiguous()
+
+
+def import_attention() -> None:
+    """Import the kernels of ExecuTorch for language models; files that write their cache in place call one of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("executorch.extension.llm.custom_ops.custom_ops")
 
 
 def require_executorch(caller: str) -> None:
@@ -81,4 +170,9 @@ def open_pte(path: pathlib.Path, *, caller: str, failure: type[FlattenError]) ->
     if not {METHOD, SIGNATURE} <= set(names):
         raise ForeignFileError(f"{path} was not written by to_executorch: it does not state its inputs.")
     (text,) = program.load_method(SIGNATURE).execute([])
-    return ExecuTorchRunner(program, Signature.from_json(text, str(path)), path.name)
+    signature = Signature.from_json(text, str(path))
+    if ROWS not in names:
+        return ExecuTorchRunner(program, signature, path.name)
+    import_attention()
+    (text,) = program.load_method(ROWS).execute([])
+    return ExecuTorchRunner(program, signature, path.name, Rows.from_json(text, str(path)))

@@ -46,8 +46,12 @@ class TensorBuffers(InPlaceCache):
         # the trace assumes that there is room for more: a slice of all of it would be no slice
         if self._own and total < self._capacity:
             return
-        self._capacity = max(2 * total, _LEAST)
+        self._capacity = self._room(total)
         self._move({name: self[name] for name in self.presents})
+
+    def _room(self, total: int) -> int:
+        """For how many tokens to take memory, where there are so many and at least one more."""
+        return max(2 * total, _LEAST)
 
     def _move(self, leaves: Mapping[str, torch.Tensor]) -> None:
         """Take new memory that begins with these tokens; zeros take none before something is written."""

@@ -19,23 +19,11 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 from ...errors import FlattenError
-from ...trace.program_inputs import arguments_of
+from .growing_cache import Flat, joined, sizes_of
 
 __all__ = ["with_buffers"]
 
 aten = torch.ops.aten
-
-
-class _Flat(torch.nn.Module):
-    """A graph, called with a list of tensors."""
-
-    def __init__(self, called: torch.fx.GraphModule) -> None:
-        super().__init__()
-        self.called = called
-
-    def forward(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Run the graph."""
-        return self.called(*tensors)
 
 
 def with_buffers(
@@ -46,16 +34,16 @@ def with_buffers(
     # presents: for each input of the cache, the output that takes its place in the next call
     # returns: a program that takes the other inputs and the buffers in the same order, and then the tensor whose length
     # is the number of tokens in them; it returns the other outputs
-    sizes = _sizes(program, inputs)
+    sizes = sizes_of(program, inputs)
     module: Any = program.module(check_guards=False)
     graph = module.graph
     nodes = dict(zip(inputs, graph.find_nodes(op="placeholder"), strict=True))
     last = graph.output_node()
     returned = dict(zip(outputs, last.args[0], strict=True))
-    joined = {name: cat for name, to in presents.items() if (cat := _joined(nodes[name], returned[to])) is not None}
+    cats = {name: cat for name, to in presents.items() if (cat := joined(nodes[name], returned[to])) is not None}
     # one number of tokens for all
-    seen = next((sizes[name][2] for name in joined), None)
-    kept = [name for name in joined if str(sizes[name][2]) == str(seen)]
+    seen = next((sizes[name][2] for name in cats), None)
+    kept = [name for name in cats if str(sizes[name][2]) == str(seen)]
     if not kept or isinstance(seen, int):
         raise FlattenError(
             "no output is its input with those of new tokens after it, since layers slide or have states."
@@ -65,7 +53,7 @@ def with_buffers(
     with graph.inserting_after(counter):
         past = graph.call_function(aten.sym_size.int, (counter, 0))
     for name in kept:
-        _write_in_place(graph, nodes[name], joined[name], past)
+        _write_in_place(graph, nodes[name], cats[name], past)
     others = [name for name in outputs if name not in {presents[one] for one in kept}]
     last.args = (tuple(returned[name] for name in others),)
     graph.eliminate_dead_code(is_impure_node=_is_written)
@@ -80,32 +68,12 @@ def with_buffers(
     # of a buffer its capacity varies
     shapes = [{**of, 2: Dim.AUTO} if name in kept else of for name, of in zip(inputs, shapes, strict=True)]
     made = torch.export.export(
-        _Flat(flat),
+        Flat(flat),
         ([*example.values(), torch.zeros(filled, dtype=torch.uint8)],),
         dynamic_shapes=([*shapes, {0: Dim.AUTO}],),
         prefer_deferred_runtime_asserts_over_guards=True,
     )
     return made, kept
-
-
-def _sizes(program: ExportedProgram, inputs: Sequence[str]) -> dict[str, Sequence[Any]]:
-    """The sizes of the inputs in the trace."""
-    values = {node.name: node.meta["val"] for node in program.graph.find_nodes(op="placeholder")}
-    return {name: values[arg.name].shape for name, arg in zip(inputs, arguments_of(program), strict=True)}
-
-
-def _joined(past: torch.fx.Node, present: Any) -> torch.fx.Node | None:
-    """The node that puts new tokens after those of an input and returns them; ``None`` where anything else is made."""
-    value = past.meta.get("val")
-    if value is None or value.ndim != 4:
-        return None
-    cats = [user for user in past.users if user.target is not aten.sym_size.int]
-    if len(cats) != 1 or cats[0] is not present or present.target is not aten.cat.default:
-        return None
-    parts: Any = present.args[0]
-    axis = present.args[1] if len(present.args) > 1 else 0
-    is_after = len(parts) == 2 and parts[0] is past and parts[1] is not past and axis in (2, -2)
-    return present if is_after and not present.kwargs else None
 
 
 def _write_in_place(graph: torch.fx.Graph, buffer: torch.fx.Node, cat: torch.fx.Node, past: torch.fx.Node) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pathlib
 import re
@@ -14,10 +15,12 @@ from torch.export import ExportedProgram
 from ...errors import DynamicShapesError, FlattenError, InvalidArgumentError
 from ...errors.failures import raised_as
 from ...errors.messages import first_line
-from ...runners.executorch_runner import METHOD, SIGNATURE
+from ...runners.executorch_runner import METHOD, ROWS, SIGNATURE
+from ...runners.ports import present_of
 from ...runners.signature import Signature
 from ..program.flat_program import flat_program, quietly, signature_of
 from ..program.traced import Traced
+from .executorch_cache import attended_in_place, with_row_buffers
 from .executorch_loops import states_of_the_call
 from .executorch_operators import missing_kernels, written_out
 
@@ -50,9 +53,20 @@ def check_bounds(signature: Signature) -> None:
         )
 
 
-def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack") -> int:
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A file that was written."""
+
+    planned_bytes: int  # the memory that is planned
+    in_place: list[str]  # inputs of the cache that are written in place
+
+
+def write_pte(
+    traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack", in_place: bool = False
+) -> Written:
     """Lower a program and write the file. The block must be open."""
     # backend: whose kernels are used; XNNPACK's by default
+    # in_place: whether a cache that grows is written in place; `False`, the default, where each call takes and returns it
     signature = signature_of(traced, ("executorch",))
     check_bounds(signature)
 
@@ -63,26 +77,39 @@ def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack
     # loops over weights that can be trained would also be those of a backward pass, which return sizes
     with raised_as(failure), quietly("executorch"), torch.no_grad():
         exir: Any = importlib.import_module("executorch.exir")
+        passes: Any = importlib.import_module("executorch.exir.passes")
         partitioners = []
         if backend == "xnnpack":
             xnnpack: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
             partitioners.append(xnnpack.XnnpackPartitioner())
+        program, rows = written_out(flat_program(traced.program)), None
+        texts = {SIGNATURE: signature.to_json()}
+        if in_place:
+            pairs = ((name, present_of(name)) for name in traced.input_names)
+            presents = {name: present for name, present in pairs if present in traced.output_names}
+            program, rows = with_row_buffers(program, traced.input_names, traced.output_names, presents, signature)
+            texts[ROWS] = rows.to_json()
         edge = exir.to_edge_transform_and_lower(
-            {METHOD: written_out(flat_program(traced.program))},
+            {METHOD: program},
             partitioner=partitioners,
             compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
-            constant_methods={SIGNATURE: signature.to_json()},
+            constant_methods=texts,
         )
-        _bound_sizes(edge.exported_program(METHOD), traced.program)
+        lowered = edge.exported_program(METHOD)
+        _bound_sizes(lowered, program)
+        if rows is not None:
+            attended_in_place(lowered)
+        # inputs that are planned are copied: buffers would not be those of the caller
+        planning = passes.MemoryPlanningPass(alloc_graph_input=rows is None)
         with states_of_the_call():
-            made = edge.to_executorch()
+            made = edge.to_executorch(exir.ExecutorchBackendConfig(memory_planning_pass=planning))
     (plan,) = (plan for plan in made.executorch_program.execution_plan if plan.name == METHOD)
     missing = missing_kernels(plan.operators)
     if missing:  # the runtime states a number only
         raise FlattenError(f"ExecuTorch cannot run the program. {_without_kernel(', '.join(missing))}")
     with path.open("wb") as file:
         made.write_to_file(file)
-    return int(sum(plan.non_const_buffer_sizes))
+    return Written(int(sum(plan.non_const_buffer_sizes)), [] if rows is None else [*rows.in_place])
 
 
 def _bound_sizes(lowered: ExportedProgram, program: ExportedProgram) -> None:

@@ -224,29 +224,46 @@ def _pte(job: _Job) -> None:
     asked, report = job.options.backend, job.report
     attempts = _KERNELS if asked == "auto" else (asked,)
     for backend in attempts:
-        last = backend == attempts[-1]
+        last, remarks = backend == attempts[-1], list(report.remarks)
         try:
-            with report.timed("convert"):
-                report.planned_bytes = write_pte(job.source.traced, job.file.path, backend=backend)
+            _pte_of(job, backend)
         except FlattenError as error:
             if last or isinstance(error, (DynamicShapesError, InvalidArgumentError)):
                 raise
+            report.remarks = remarks
             report.remark(f"kernels of {backend} were left out: {first_line(error)}")
             continue
-        # in float first: what differs then is not the quantisation
-        job.replay()
-        job.quantize(functools.partial(job.measured, functools.partial(_quantized_pte, job)))
         failed = report.failed()
         if not failed or last:
             return
         reason = failed[0].error or f"it differs by {failed[0].max_difference:.1e}"
+        report.remarks = remarks
         report.remark(f"kernels of {backend} were left out: {failed[0].case}: {reason}")
         report.cases.clear()
 
 
-def _quantized_pte(job: _Job, asked: Quantization) -> None:
+def _pte_of(job: _Job, backend: Backend) -> None:
+    """Write a file with these kernels and replay it, with its cache in place where that passes."""
+
+    def write(*, in_place: bool = False) -> list[str]:
+        written = write_pte(job.source.traced, job.file.path, backend=backend, in_place=in_place)
+        job.report.planned_bytes = written.planned_bytes
+        return written.in_place
+
+    in_place = job.keeps_cache and job.written_in_place(functools.partial(write, in_place=True), "ExecuTorch")
+    if not in_place:
+        with job.report.timed("convert"):
+            write()
+        job.replay()
+    # in float first: what differs then is not the quantisation
+    quantize = functools.partial(_quantized_pte, job, in_place=in_place)
+    job.quantize(functools.partial(job.measured, quantize))
+
+
+def _quantized_pte(job: _Job, asked: Quantization, *, in_place: bool) -> None:
     traced = trace(quantized_example(job.source.example, asked, job.report))
-    job.report.planned_bytes = write_pte(traced, job.file.path)
+    written = write_pte(traced, job.file.path, in_place=in_place)
+    job.report.planned_bytes = written.planned_bytes
 
 
 _KERNELS: tuple[Backend, ...] = ("xnnpack", "portable")  # the faster first

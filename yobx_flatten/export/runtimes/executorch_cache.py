@@ -1,0 +1,241 @@
+"""Let a program of ExecuTorch write keys and values into buffers of its caller, and attend over them where they are.
+
+.. code-block:: text
+
+    past ──> cat ──> present              keys, values: (heads, room, 1, size) <── new tokens, after those seen
+     new ─────┘  └──> attention           attention over them, in one operator; nothing is returned or copied
+
+ExecuTorch has no views of a part of a tensor, so only ``llama::sdpa_with_kv_cache``, of its kernels for language models,
+does both without a copy. It takes one mask for all rows: the program takes one row, and heads of keys are its batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from ...errors import FlattenError
+from ...runners.executorch_runner import Rows, import_attention
+from ...runners.signature import Signature, Size
+from .growing_cache import Flat, joined, sizes_of
+
+__all__ = ["attended_in_place", "with_row_buffers"]
+
+aten = torch.ops.aten
+
+# what stands for the operator of ExecuTorch in a trace: it writes to nothing, so that no trace returns what is written
+_LIBRARY = torch.library.Library("yobx_flatten", "FRAGMENT")
+_LIBRARY.define(
+    "attend(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, SymInt seen, SymInt new, "
+    "Tensor mask, float scale) -> Tensor"
+)
+_LIBRARY.impl("attend", lambda query, *others: torch.empty_like(query), "Meta")
+
+
+def with_row_buffers(
+    program: ExportedProgram,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    presents: Mapping[str, str],
+    signature: Signature,
+) -> tuple[ExportedProgram, Rows]:
+    """Return a program of one row with buffers in place of inputs that come out with new tokens after them."""
+    # program: what `flat_program` returned; it is not changed
+    # presents: for each input of the cache, the output that takes its place in the next call
+    # returns: a program that takes the other inputs, the buffers in the same order, of shape (heads, room, 1, size), and
+    # then the tensor whose length is the number of tokens in them; it returns the other outputs
+    sizes = sizes_of(program, inputs)
+    module: Any = program.module(check_guards=False)
+    graph = module.graph
+    nodes = dict(zip(inputs, graph.find_nodes(op="placeholder"), strict=True))
+    last = graph.output_node()
+    returned = dict(zip(outputs, last.args[0], strict=True))
+    cats = {cat: name for name, to in presents.items() if (cat := joined(nodes[name], returned[to])) is not None}
+    calls = [found for node in graph.nodes if (found := _attention(node, cats, last)) is not None]
+    seen = next((str(sizes[cats[call.key]][2]) for call in calls), None)
+    calls = [call for call in calls if str(sizes[cats[call.key]][2]) == str(sizes[cats[call.value]][2]) == seen]
+    kept = [name for name in inputs if any(name in (cats[call.key], cats[call.value]) for call in calls)]
+    if not calls or not isinstance(sizes[kept[0]][2], torch.SymInt):
+        raise FlattenError("no attention is over an input and new tokens after it, with a mask and as many dimensions.")
+    rows = sizes[kept[0]][0]
+    with graph.inserting_after(nodes[inputs[-1]]):
+        counter = graph.placeholder("seen")
+    with graph.inserting_after(counter):
+        past = graph.call_function(aten.sym_size.int, (counter, 0))
+    masks: dict[Any, torch.fx.Node] = {}
+    for call in calls:
+        _attend_in_place(graph, call, nodes[cats[call.key]], nodes[cats[call.value]], past, masks)
+    others = [name for name in outputs if name not in {presents[one] for one in kept}]
+    last.args = (tuple(returned[name] for name in others),)
+    for name in kept:
+        _without_reads(graph, nodes[name], past)
+    graph.eliminate_dead_code()
+    graph.set_codegen(torch.fx.graph.CodeGen())
+    flat = torch.fx.GraphModule(module, graph)  # without the checks of the inputs that it had
+    given, found = _axes_of_rows(signature, {name: returned[name] for name in others}, str(rows))
+    tensors, shapes = _example(program, kept, signature, given)
+    made = torch.export.export(
+        Flat(flat), (tensors,), dynamic_shapes=(shapes,), prefer_deferred_runtime_asserts_over_guards=True
+    )
+    return made, Rows(kept, given, found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attention:
+    """A call of attention over a cache that grows."""
+
+    node: torch.fx.Node
+    query: torch.fx.Node
+    key: torch.fx.Node  # the cache with new tokens after it
+    value: torch.fx.Node
+    mask: torch.fx.Node
+    scale: float
+
+
+def _attention(node: torch.fx.Node, cats: Mapping[torch.fx.Node, str], last: torch.fx.Node) -> _Attention | None:
+    """The attention of a node, where its keys and values are read by nothing else."""
+    if node.target is not aten.scaled_dot_product_attention.default:
+        return None
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    query, key, value, mask = (given.get(name) for name in names[:4])
+    if key not in cats or value not in cats or not isinstance(mask, torch.fx.Node):
+        return None
+    if any(set(one.users) - {node, last} for one in (key, value)) or given.get("dropout_p") or given.get("is_causal"):
+        return None
+    shapes = [one.meta["val"].shape for one in (query, key, value, mask)]
+    if len({shape[3] for shape in shapes[:3]}) > 1 or shapes[3][1] != 1 or len(shapes[3]) != 4:
+        return None
+    scale = given.get("scale")
+    return _Attention(node, query, key, value, mask, float(shapes[0][3] ** -0.5 if scale is None else scale))
+
+
+def _attend_in_place(
+    graph: torch.fx.Graph,
+    call: _Attention,
+    keys: torch.fx.Node,
+    values: torch.fx.Node,
+    past: torch.fx.Node,
+    masks: dict[Any, torch.fx.Node],
+) -> None:
+    """Put an attention over buffers in the place of one over what was put together."""
+    new = [cat.args[0][1] for cat in (call.key, call.value)]  # type: ignore[index] # two parts, see `joined`
+    repeats = call.query.meta["val"].shape[1] // call.key.meta["val"].shape[1]
+    with graph.inserting_before(call.node):
+        mask = masks.get((call.mask, repeats))
+        if mask is None:  # one for all layers
+            mask = masks[call.mask, repeats] = graph.call_function(_mask_of_room, (call.mask, keys, repeats))
+        given = (call.query, *new, keys, values, past, mask, call.scale)
+        found = graph.call_function(_attend, given)
+    call.node.replace_all_uses_with(found)
+    graph.erase_node(call.node)
+
+
+def _mask_of_room(mask: torch.Tensor, keys: torch.Tensor, repeats: int) -> torch.Tensor:
+    """The mask of one row, of shape (1, 1, new, total), as numbers to add, of shape (repeats * new, room)."""
+    # finite, since a token of padding that attends to nothing would be NaN
+    lowest = torch.finfo(torch.float32).min / 2
+    added = mask.reshape(mask.shape[2], mask.shape[3])
+    if mask.dtype == torch.bool:
+        added = torch.where(added, 0.0, lowest)
+    else:
+        added = added.to(torch.float32).clamp(min=lowest)
+    room = torch.nn.functional.pad(added, (0, keys.shape[1] - added.shape[1]), value=lowest)
+    return room.repeat(repeats, 1)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: int,
+    mask: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """The attention of one row: heads of keys are the batch, and the heads that share one are further tokens."""
+    _, heads, new, size = query.shape
+    shared = keys.shape[0]
+    found = torch.ops.yobx_flatten.attend(
+        query.reshape(shared, heads // shared * new, 1, size),
+        key.reshape(shared, new, 1, size),
+        value.reshape(shared, new, 1, size),
+        keys,
+        values,
+        seen,
+        new,
+        mask,
+        scale,
+    )
+    return found.reshape(1, heads, new, size)  # type: ignore[no-any-return] # operators are untyped
+
+
+def _without_reads(graph: torch.fx.Graph, buffer: torch.fx.Node, past: torch.fx.Node) -> None:
+    """Let sizes of the input be those of one row of the tokens that are there."""
+    for user in list(buffer.users):
+        if user.target is aten.sym_size.int and user.args[1] in (0, 2):
+            user.replace_all_uses_with(past if user.args[1] == 2 else 1)  # type: ignore[arg-type] # a number does too
+            graph.erase_node(user)
+
+
+def _axes_of_rows(
+    signature: Signature, returned: Mapping[str, torch.fx.Node], rows: str
+) -> tuple[dict[str, int], dict[str, int]]:
+    """The axis of rows of each input that has one, and of each output."""
+    given = {name: sizes.index({rows: 1}) for name, _, sizes in signature.inputs if {rows: 1} in sizes}
+    shapes = {name: [str(size) for size in node.meta["val"].shape] for name, node in returned.items()}
+    alone = [name for name, shape in shapes.items() if rows not in shape]
+    if alone:
+        raise FlattenError(f"{', '.join(alone)} has no axis of rows.")
+    return given, {name: shape.index(rows) for name, shape in shapes.items()}
+
+
+def _example(
+    program: ExportedProgram, kept: Sequence[str], signature: Signature, rows: Mapping[str, int]
+) -> tuple[list[torch.Tensor], list[dict[int, Any]]]:
+    """The tensors of the trace, of one row and with buffers, and which of their sizes vary."""
+    given = dict(zip((name for name, *_ in signature.inputs), program.example_inputs[0], strict=True))
+    sizes = {name: of for name, _, of in signature.inputs}
+    seen, most = given[kept[0]].shape[2], _most(sizes[kept[0]][2], signature)
+    new = max((_most(sizes[name][1], signature) for name in _TOKENS if name in sizes), default=most)
+    tensors: list[torch.Tensor] = []
+    shapes: list[dict[int, Any]] = []
+    for name, tensor in given.items():
+        if name in kept:
+            _, heads, _, size = tensor.shape
+            tensors.append(tensor.new_zeros(heads, 4 * seen + 16, 1, size))
+            shapes.append({1: Dim.AUTO(max=most + new + most // 32 + 33)})
+            continue
+        axis = rows.get(name)
+        tensors.append(tensor if axis is None else tensor.narrow(axis, 0, 1).contiguous())
+        varying = {at: size for at, size in enumerate(sizes[name]) if not isinstance(size, int) and at != axis}
+        shapes.append({at: Dim.AUTO(max=_most(size, signature)) for at, size in varying.items()})
+    return [*tensors, torch.zeros(seen, dtype=torch.uint8)], [*shapes, {0: Dim.AUTO(max=most)}]
+
+
+_TOKENS = ("input_ids", "inputs_embeds")
+
+
+def _most(size: Size, signature: Signature) -> int:
+    """The largest value of a size, which `executorch.check_bounds` has found to have one."""
+    if isinstance(size, int):
+        return size
+    return sum(factor * (signature.largest[name] if name else 1) for name, factor in (size or {}).items())
+
+
+def attended_in_place(program: ExportedProgram) -> None:
+    """Let a lowered program call the operator of ExecuTorch; it is changed."""
+    import_attention()
+    edge: Any = importlib.import_module("executorch.exir.dialects._ops").ops.edge
+    for node in program.graph.nodes:
+        if node.target is edge.yobx_flatten.attend.default:
+            query, key, value, keys, values, seen, new, mask, scale = node.args
+            node.target = edge.llama.sdpa_with_kv_cache.default
+            node.args = (query, key, value, keys, values, seen, new, mask, 0.0, False, scale)
+    program.graph_module.recompile()

@@ -52,8 +52,9 @@ try {
   byId("title").textContent = name;
   byId("about").textContent = task.about;
   byId("text").value = task.text;
-  const model = await pipeline(kind, name, { device: adapter ? "webgpu" : "wasm" });
-  say("ready");
+  const device = adapter ? "webgpu" : "wasm";
+  const model = await pipeline(kind, name, { device });
+  say(`ready (${device})`);
   byId("run").disabled = false;
   byId("form").addEventListener("submit", async (event) => {
     event.preventDefault();

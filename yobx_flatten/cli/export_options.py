@@ -86,8 +86,11 @@ WordTimes = Annotated[
     typer.Option("--word-times", help="Let the files of a Whisper return what times of words are read off."),
 ]
 Layout = Annotated[
-    Literal["flat", "transformers.js"],
-    typer.Option(help="Where the files are: flat, or as transformers.js looks for them (onnx/model_q4.onnx)."),
+    Literal["flat", "transformers.js", "genai"],
+    typer.Option(
+        help="How the files are laid out: flat, as transformers.js looks for them (onnx/model_q4.onnx), or split as "
+        "onnxruntime-genai runs them (Whisper)."
+    ),
 ]
 Adapters = Annotated[
     list[str] | None,

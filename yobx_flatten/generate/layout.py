@@ -3,6 +3,7 @@
 =====================  =========================================================================================
 decoder                ``model``
 encoder and decoder    ``encoder_model``, ``decoder_model`` (the first call), ``decoder_with_past_model``
+the same for genai     ``encoder`` (also returns what the decoder attends to), ``decoder``
 vision and language    ``vision_encoder``, ``embed_tokens``, ``decoder_model_merged``
 spectrograms           ``encoder_model``, ``frame_decoder``, ``postnet``
 =====================  =========================================================================================
@@ -29,6 +30,7 @@ _TYPES = ("", "_fp16", "_int8", "_quantized", "_q4", "_q4f16")
 
 LAYOUTS: tuple[dict[str, str], ...] = (
     {"decoder": "decoder_with_past_model", "prefill": "decoder_model", "encoder": "encoder_model"},
+    {"decoder": "decoder", "encoder": "encoder"},
     {"decoder": "decoder_model_merged", "embed": "embed_tokens", "vision": "vision_encoder"},
     {"decoder": "frame_decoder", "encoder": "encoder_model", "postnet": "postnet"},
     {"decoder": "model"},

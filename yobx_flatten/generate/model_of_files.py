@@ -24,6 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 
 from ..errors import GenerationError, InvalidArgumentError, describe_class
 from ..huggingface.cache_names import cache_of, installed_name
+from ..runners.ports import is_present
 from .file_cache import FileCache
 from .own_class import ModelWithoutWeights, class_name_of, generation_of, named_class, read_config
 from .pictures import Pictures
@@ -57,18 +58,28 @@ class EncoderOfFiles(torch.nn.Module):
 
     def forward(
         self,
-        input_ids: torch.Tensor | None = None,
+        read: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        *,
+        input_ids: torch.Tensor | None = None,
         input_features: torch.Tensor | None = None,
         input_values: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
         **_: Any,
     ) -> Any:
         """Run the file."""
+        # read: what the encoder reads, which may also be passed by its name
         given = {"input_features": input_features, "input_values": input_values, "pixel_values": pixel_values}
+        if read is not None:
+            given |= {self.main_input_name: read}
         found = {name: value for name, value in given.items() if value is not None}
+        input_ids = found.pop("input_ids", input_ids)
         context, _batch = self.steps.encode(input_ids, attention_mask, found)
-        return BaseModelOutput(last_hidden_state=context["encoder_hidden_states"])
+        made = BaseModelOutput(last_hidden_state=context["encoder_hidden_states"])
+        for name, keys in context.items():  # loops let rows stand for several in each entry
+            if is_present(name):
+                made[name] = keys
+        return made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,9 +272,9 @@ class FileModel(ModelWithoutWeights):
         if self.steps.parts.encoder is not None:
             given = {"input_features": input_features, "input_values": input_values, "pixel_values": pixel_values}
             if encoder_outputs is None:
-                encoder_outputs = self.get_encoder()(input_ids, attention_mask, **given)
+                encoder_outputs = self.get_encoder()(None, attention_mask, input_ids=input_ids, **given)
             scores = self._after_encoder(
-                cache, decoder_input_ids, decoder_attention_mask, encoder_outputs[0], attention_mask
+                cache, decoder_input_ids, decoder_attention_mask, encoder_outputs, attention_mask
             )
             filled = {installed_name(): cache} if use_cache is not False else {}
             if others.get("output_attentions"):
@@ -303,9 +314,10 @@ class FileModel(ModelWithoutWeights):
         cache: FileCache,
         tokens: torch.Tensor | None,
         mask: torch.Tensor | None,
-        hidden: torch.Tensor,
+        read: Any,
         encoder_mask: torch.Tensor | None,
     ) -> torch.Tensor:
+        hidden = read[0]
         if tokens is None:
             raise InvalidArgumentError(f"{self.steps.parts.decoder.name} reads tokens: pass decoder_input_ids.")
         if mask is not None and not bool(mask.all()):
@@ -321,6 +333,8 @@ class FileModel(ModelWithoutWeights):
                 f"{tuple(hidden.shape[:2])}. Pass a mask of that shape, and no prefill_chunk_size."
             )
         context = {"encoder_hidden_states": hidden, "encoder_attention_mask": encoder_mask.long()}
+        if isinstance(read, Mapping):
+            context |= {name: keys for name, keys in read.items() if is_present(name)}
         if cache.state is None:
             cache.state = TextState(tokens[:, :0], tokens[:, :0], tokens[:, :0], {}, context)
         cache.state.context = context

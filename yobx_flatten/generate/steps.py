@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ..errors import GenerationError, InvalidArgumentError, describe_class
 from ..huggingface.cache_names import CACHE
 from ..runners.folder_adapters import FolderAdapters
 from ..runners.ports import check_cache_outputs, present_of
+from ..runners.rewind import cache_tensors
 from ..runners.runner import Runner
 from .image_positions import image_positions
 from .pictures import Pictures, Seen
@@ -166,8 +167,7 @@ class Steps:
             positions = self._positions(tokens, mask, pictures)
             if "token_type_ids" in self.parts.decoder.ports:
                 types = self.settings.token_types(tokens)
-        reader = self.parts.prefill or self.parts.decoder
-        cache = {} if self.parts.prefill is not None else reader.cache(empty_cache(reader.slots, len(tokens)))
+        cache = {} if self.parts.prefill is not None else self._empty_cache(len(tokens), context)
         source = tokens if self.parts.encoder is None else None if encoded else input_ids
         of_types = (types, self.settings.generated_type)
         return TextState(tokens, mask, tokens, cache, context, seen, source, positions, *of_types)
@@ -212,11 +212,26 @@ class Steps:
                     f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(source.shape)}. Pass the same."
                 )
             feeds["attention_mask"] = mask
-        outputs, _ = encoder.step(typed(encoder, feeds), {})
-        context = {"encoder_hidden_states": outputs["last_hidden_state"]}
+        outputs, keys = encoder.step(typed(encoder, feeds), {})
+        context = {"encoder_hidden_states": outputs["last_hidden_state"], **cache_tensors(keys)}
         if mask is not None:
             context["encoder_attention_mask"] = mask
         return context, len(source)
+
+    def _empty_cache(self, rows: int, context: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """A cache that has seen no token, with the keys and values that the encoder returned, where it does."""
+        decoder, made = self.parts.decoder, dict[str, torch.Tensor]()
+        if self.parts.encoder is not None:
+            kept = {slot.port.name: present_of(slot.port.name) or "" for slot in decoder.slots if slot.present is None}
+            missing = [name for name in kept.values() if name not in context]
+            if missing:
+                raise InvalidArgumentError(
+                    f"{decoder.name} needs {missing[0]} and others, which {self.parts.encoder.name} returns next to "
+                    "the features. Pass encoder_outputs as get_encoder() returned them, or what the encoder reads."
+                )
+            made = {name: context[present] for name, present in kept.items()}
+        empty = empty_cache([slot for slot in decoder.slots if slot.port.name not in made], rows)
+        return decoder.cache({**empty, **made})
 
     def _positions(self, tokens: torch.Tensor, mask: torch.Tensor, pictures: Sequence[Pictures]) -> torch.Tensor | None:
         """Positions of the prompt in time, height and width; ``None`` where the decoder takes one per token."""
@@ -228,7 +243,7 @@ class Steps:
 
     def pass_switch(self, sequence: TextState) -> None:
         """Let the next call read all tokens, with an empty cache, where the model's own loop does that."""
-        switch, decoder = self.settings.switch, self.parts.decoder
+        switch = self.settings.switch
         total = sequence.mask.shape[1]
         if switch is None or not any(map(switch.passed_at, range(total - sequence.new.shape[1] + 1, total + 1))):
             return
@@ -238,7 +253,7 @@ class Steps:
                 "its pictures or what its encoder read. These files do not: ask for fewer new tokens."
             )
         sequence.new = sequence.tokens
-        sequence.cache = decoder.cache(empty_cache(decoder.slots, len(sequence.tokens)))
+        sequence.cache = self._empty_cache(len(sequence.tokens), sequence.context)
 
     def step(self, sequence: TextState) -> torch.Tensor:
         """Run the files once; the scores of the token after the last one, float32 of shape (batch, vocabulary)."""
@@ -249,6 +264,8 @@ class Steps:
         # last_scores: whether those of the last token are enough
         self._check_positions(sequence)
         decoder = self.parts.decoder
+        if not sequence.cache and self.parts.prefill is None:
+            sequence.cache = self._empty_cache(len(sequence.tokens), sequence.context)
         runner = decoder if sequence.cache or self.parts.prefill is None else self.parts.prefill
         outputs, cache = runner.step(self._feeds(runner, sequence), sequence.cache, last_scores=last_scores)
         if runner is not decoder:

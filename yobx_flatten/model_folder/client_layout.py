@@ -28,9 +28,9 @@ from .pieces.tasks import TASKS
 
 __all__ = ["LAYOUTS", "Layout", "apply_layout", "check_layout"]
 
-Layout = Literal["flat", "transformers.js"]
-LAYOUTS: tuple[Layout, ...] = ("flat", "transformers.js")
-"""By default a folder is flat, which sentence-transformers, optimum and onnxruntime-genai open."""
+Layout = Literal["flat", "transformers.js", "genai"]
+LAYOUTS: tuple[Layout, ...] = ("flat", "transformers.js", "genai")
+"""By default a folder is flat, which sentence-transformers and optimum open, and onnxruntime-genai if it is a decoder."""
 
 # by weights of few bits and type of the others: what transformers.js calls it, and the end of the name
 _TYPES = {
@@ -54,6 +54,8 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
         return
     if form != "onnx":
         raise InvalidArgumentError(f'layout="{layout}" is for ONNX files: leave target and to out.')
+    if layout == "genai":  # names of files are those of a flat folder; see `genai_files`
+        return
     if TASKS[task] is spoken_pieces:
         raise InvalidArgumentError(
             f"transformers.js reads a decoder of speech that is one file, and folders for {task} have two. Leave "

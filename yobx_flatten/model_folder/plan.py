@@ -25,6 +25,7 @@ from ..huggingface.position_switch import rereads_at_switch, switch_of
 from ..recipe.aliases import TransformersModel
 from .chat_prompts import chat_prompts
 from .client_layout import check_layout
+from .genai_files import check_genai
 from .pieces.tasks import GENERATES, SPEAKS, pieces_for, task_of
 from .pieces.text import Piece
 from .quality_text import python_text, read_prompts
@@ -152,8 +153,9 @@ def plan_folder(
 def _with_adapters(plan: FolderPlan, folders: Adapters) -> FolderPlan:
     """The plan with adapters that were read, and the layers that have room for them."""
     form = plan.form
-    if form.runtime != "onnxruntime" or form.layout != "flat" or plan.task in SPEAKS:
-        found = f"layout={form.layout!r}" if form.layout != "flat" else plan.task
+    in_place = form.layout in ("flat", "genai")
+    if form.runtime != "onnxruntime" or not in_place or plan.task in SPEAKS:
+        found = plan.task if in_place else f"layout={form.layout!r}"
         found = found if form.runtime == "onnxruntime" else form.runtime
         raise InvalidArgumentError(
             f"adapters= is for ONNX files that onnxruntime runs, which write text or take one call; found {found}. "
@@ -169,6 +171,9 @@ def _cut(
     """The task and the pieces of a model."""
     every = proof if form.largest is None else "full"  # those that are within the bounds are chosen later
     how: dict[str, Any] = {"whole_cache": whole_cache, "logits": form.logits, "word_times": form.word_times}
+    if form.layout == "genai":
+        check_genai(model, task_of(model) if task == "auto" else task)
+        how["for_genai"] = True
     return pieces_for(model, task, form.batch, proof=every, **how)
 
 

@@ -32,6 +32,7 @@ from .adapters.write import write_matrices
 from .card import write_card
 from .client_layout import Layout, apply_layout
 from .export_piece import export_piece
+from .genai_files import decoder_config, sound_config, write_genai_config, write_sound_files
 from .manifest import FolderManifest, StoredAdapter, digests, write_manifest
 from .pieces.positions import positions_of
 from .pieces.tasks import GENERATES, SPEAKS
@@ -39,10 +40,8 @@ from .pieces.text import keeps_more
 from .plan import Accuracy, Adapters, FolderPlan, plan_folder
 from .sidecar_files import (
     TOKENIZER_INPUTS,
-    genai_config,
     state_tokenizer_inputs,
     write_companions,
-    write_genai_config,
 )
 from .source.classes import without_peft
 from .source.find import FoundModel, find_model, require_transformers
@@ -266,10 +265,27 @@ def _write_configuration(plan: FolderPlan, made: _Made) -> None:
         made.first.remark(f"there is no tokenizer in the folder: {why}. Name a folder with its files: source=FOLDER")
     if task != "image-text-to-text":  # where a processor hands over more
         state_tokenizer_inputs(work, [name for name in TOKENIZER_INPUTS if name in plan.pieces[0].kwargs])
-    if task == "text-generation" and plan.form.name == "onnx":
-        contents = genai_config(model, made.reports["model.onnx"].input_names, shared=made.shared)
-        if contents is not None:
-            write_genai_config(work, contents)
+    if plan.form.name == "onnx":
+        _write_genai(plan, made)
+
+
+def _write_genai(plan: FolderPlan, made: _Made) -> None:
+    """Write what onnxruntime-genai reads, where it runs the files."""
+    model, work, is_asked = plan.model, made.work, plan.form.layout == "genai"
+    contents = None
+    if plan.task == "text-generation":
+        contents = decoder_config(model, made.reports["model.onnx"].input_names, shared=made.shared)
+    elif is_asked:
+        contents = sound_config(model, made.reports["decoder.onnx"].output_names)
+        write_sound_files(work, model)
+    if contents is not None:
+        write_genai_config(work, contents)
+    elif is_asked:
+        way = "" if plan.form.optimize else ', or pass optimize="onnxruntime", which keeps keys of all tokens'
+        raise InvalidArgumentError(
+            f"onnxruntime-genai 0.18 does not run this {type(model).__qualname__}: it provides memory for the keys of "
+            f'all tokens, and for nothing else. Leave layout="genai" out{way}.'
+        )
 
 
 def _described(plan: FolderPlan, made: _Made) -> FolderManifest:
@@ -277,7 +293,7 @@ def _described(plan: FolderPlan, made: _Made) -> FolderManifest:
     form, work = plan.form, made.work
     names = [piece.stem + form.suffix for piece in plan.pieces]
     # after the companions: configurations stay where they are
-    if form.layout != "flat":
+    if form.layout == "transformers.js":
         names = apply_layout(work, names, plan.bits, plan.dtype)
     # packages and files of machine code have no check of their own where they are loaded
     parts = sorted(file.name for file in work.iterdir() if file.suffix in (form.suffix, ".bin"))

@@ -52,25 +52,42 @@ def site(tmp_path_factory):
     server.server_close()
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    """Chromium without a window."""
+# A browser without a GPU has WebGPU through an adapter that computes on the CPU.
+_DEVICES = {
+    "wasm": ("--disable-gpu",),
+    "webgpu": ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-unsafe-swiftshader"),
+}
+
+
+@pytest.fixture(scope="module", params=_DEVICES)
+def browser(request, site, tmp_path_factory):
+    """Chromium without a window, whose page computes on the CPU, or through WebGPU."""
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium")
     folder = tmp_path_factory.mktemp("profile")
     for option in (
         "--headless",
         "--no-sandbox",
-        "--disable-gpu",
         "--disable-background-networking",
         "--disable-dev-shm-usage",
         f"--user-data-dir={folder}",
+        *_DEVICES[request.param],
     ):
         options.add_argument(option)
     service = webdriver.ChromeService(executable_path=shutil.which("chromedriver"))
     driver = webdriver.Chrome(options=options, service=service)
-    yield driver
+    driver.set_script_timeout(SECONDS)
+    driver.get(f"{site[1]}/index.html?model=absent")  # a page of this machine: others have no WebGPU
+    has_adapter = driver.execute_async_script(
+        "const done = arguments[0];"
+        "(navigator.gpu ? navigator.gpu.requestAdapter() : Promise.resolve(null)).then((found) => done(found !== null))"
+    )
+    driver.computes_on = request.param
+    if has_adapter is (request.param == "webgpu"):
+        yield driver
     driver.quit()
+    if has_adapter is not (request.param == "webgpu"):
+        pytest.skip("this Chromium has no adapter of WebGPU" if request.param == "webgpu" else "it always has one")
 
 
 def answer(browser, address: str, model: str, text: str) -> str:
@@ -84,42 +101,38 @@ def answer(browser, address: str, model: str, text: str) -> str:
         )
         return browser.find_element(By.ID, "status").text
 
-    assert status("ready") == "ready"
+    assert status("ready") == f"ready ({browser.computes_on})"
     browser.execute_script("document.getElementById('text').value = arguments[0]", text)
     browser.find_element(By.ID, "run").click()
     assert status("done").startswith("done in")
     return browser.find_element(By.ID, "answer").text
 
 
-def test_a_chat_continues_as_the_model_does(site, browser):
-    """With the template of the tokenizer, greedily."""
-    folder, address = site
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def llama(site):
+    """A decoder and its tokenizer, whose folder is on the page."""
+    folder, _ = site
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.LlamaConfig(
-        vocab_size=len(WORDS), initializer_range=0.5, pad_token_id=0, bos_token_id=2, eos_token_id=3, **sizes
+        vocab_size=len(WORDS), initializer_range=0.5, pad_token_id=0, bos_token_id=2, eos_token_id=3, **SIZES
     )
     model, tokenizer = transformers.LlamaForCausalLM(config).eval(), word_tokenizer()
     model.save_pretrained(folder.parent / "saved")
     tokenizer.save_pretrained(folder.parent / "saved")
     export_folder(folder.parent / "saved", folder / "llama", layout="transformers.js")
-    text = "word3 word17 word40"
-    given = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    given.pop("token_type_ids", None)
-    made = model.generate(**given, max_new_tokens=64, do_sample=False)[0, given["input_ids"].shape[1] :]
-    expected = tokenizer.decode(made, skip_special_tokens=True)
-    assert answer(browser, address, "llama", text).split() == expected.split()
+    return model, tokenizer
 
 
-def test_embeddings_are_as_close_as_the_model_s(site, browser):
-    """Mean over the tokens of each sentence, of other lengths."""
-    folder, address = site
+@pytest.fixture(scope="module")
+def encoder(site):
+    """An encoder of sentence-transformers and its tokenizer, whose folder is on the page."""
+    folder, _ = site
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = transformers.BertModel(
-        transformers.BertConfig(vocab_size=len(WORDS), initializer_range=0.5, **sizes)
+        transformers.BertConfig(vocab_size=len(WORDS), initializer_range=0.5, **SIZES)
     ).eval()
     saved = folder.parent / "encoder"
     model.save_pretrained(saved)
@@ -135,13 +148,32 @@ def test_embeddings_are_as_close_as_the_model_s(site, browser):
     pooling = {"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
     (saved / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     export_folder(saved, folder / "encoder", layout="transformers.js")
+    return model, tokenizer
+
+
+def test_a_chat_continues_as_the_model_does(site, browser, llama):
+    """With the template of the tokenizer, greedily."""
+    model, tokenizer = llama
+    text = "word3 word17 word40"
+    given = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    given.pop("token_type_ids", None)
+    made = model.generate(**given, max_new_tokens=64, do_sample=False)[0, given["input_ids"].shape[1] :]
+    expected = tokenizer.decode(made, skip_special_tokens=True)
+    assert answer(browser, site[1], "llama", text).split() == expected.split()
+
+
+def test_embeddings_are_as_close_as_the_model_s(site, browser, encoder):
+    """Mean over the tokens of each sentence, of other lengths."""
+    model, tokenizer = encoder
     lines = ["word1 word2 word3", "word4", "word1 word2 word3 word50 word51"]
     given = tokenizer(lines, padding=True, return_tensors="pt")
     with torch.no_grad():
         hidden = model(given["input_ids"], attention_mask=given["attention_mask"])[0]
     weights = given["attention_mask"][..., None]
     means = torch.nn.functional.normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1)
-    shown = [line.split()[0] for line in answer(browser, address, "encoder", "\n".join(lines)).splitlines()]
+    shown = [line.split()[0] for line in answer(browser, site[1], "encoder", "\n".join(lines)).splitlines()]
     assert [float(value) for value in shown] == pytest.approx((means[1:] @ means[0]).tolist(), abs=2e-4)
 
 
@@ -157,5 +189,6 @@ def test_a_folder_that_is_not_there_is_named(site, browser):
 def test_a_model_with_trained_weights_answers(site, browser):
     """BROWSER_MODEL is the path of a folder that was exported with this layout."""
     folder, address = site
-    (folder / "smollm2").symlink_to(os.path.abspath(os.environ["BROWSER_MODEL"]))
+    if not (folder / "smollm2").exists():
+        (folder / "smollm2").symlink_to(os.path.abspath(os.environ["BROWSER_MODEL"]))
     assert "Paris" in answer(browser, address, "smollm2", "What is the capital of France?")

@@ -29,11 +29,11 @@ from yobx_flatten import (
 from yobx_flatten.__main__ import main
 from yobx_flatten.export.proof.memory import weight_bytes
 from yobx_flatten.model_folder import write
+from yobx_flatten.model_folder.genai_files import decoder_config
 from yobx_flatten.model_folder.manifest import read_manifest
 from yobx_flatten.model_folder.pieces.tasks import task_of
 from yobx_flatten.model_folder.pieces.text import decoder_pieces
 from yobx_flatten.model_folder.pieces.vision_language import vision_language_pieces
-from yobx_flatten.model_folder.sidecar_files import genai_config
 from yobx_flatten.model_folder.source.tiny_models import small_config, small_model
 
 pytestmark = pytest.mark.slow
@@ -138,11 +138,11 @@ def test_onnxruntime_genai_gets_a_file_where_it_can_run_the_model():
     llama, mistral = small_model("llama"), small_model("mistral")
     inputs = ["input_ids", "attention_mask", "position_ids"]
     inputs += [f"past_key_values.{index}.{part}" for index in range(2) for part in ("key", "value")]
-    found = genai_config(llama, inputs)
+    found = decoder_config(llama, inputs)
     assert found["model"]["decoder"]["inputs"]["past_key_names"] == "past_key_values.%d.key"
     assert found["model"]["decoder"]["head_size"] == 16
-    assert genai_config(mistral, inputs) is None
-    assert genai_config(llama, [*inputs, "past_key_values.length"]) is None
+    assert decoder_config(mistral, inputs) is None
+    assert decoder_config(llama, [*inputs, "past_key_values.length"]) is None
 
 
 def test_the_module_without_a_counter_does_what_the_model_does():

@@ -9,6 +9,7 @@ from typing import Any
 from ...errors import FlattenError, GenerationError, InvalidArgumentError
 from ...errors.messages import first_line
 from ...recipe.aliases import TransformersModel
+from .genai_sound import genai_sound_pieces
 from .one_call import choice_pieces, compares, plain_pieces, two_tower_pieces
 from .other_inputs import check_other_media
 from .spoken import spoken_pieces, writes_spectrograms
@@ -108,12 +109,14 @@ def pieces_for(
     logits: str = "all",
     proof: str = "full",
     word_times: bool = False,
+    for_genai: bool = False,
 ) -> tuple[str, list[Piece]]:
     """Make the files to be of a model."""
     # rows: the number of rows of every example and case; `None` for several numbers of them
     # whole_cache: see `decoder_pieces`; `False` by default
     # logits: see `decoder_pieces`; `"all"` by default
     # word_times: see `encoder_decoder_pieces`; `False` by default
+    # for_genai: whether the files are those that onnxruntime-genai runs, see `genai_sound`; `False` by default
     # proof: what is replayed; a decoder gets no more cases than that, since making one is a call of the model
     if task != "auto" and task not in TASKS:
         raise InvalidArgumentError(f"There is no task {task!r}. There are auto, {', '.join(TASKS)}.")
@@ -125,6 +128,10 @@ def pieces_for(
         raise InvalidArgumentError(
             f"A {type(model).__qualname__} is for {found}, not for {wanted}. Leave the task out, or ask for {found}."
         )
+    if for_genai and word_times:
+        raise InvalidArgumentError('word_times=True is for this package alone. Leave it or layout="genai" out.')
+    if for_genai and TASKS[wanted] is encoder_decoder_pieces:
+        return wanted, _made(genai_sound_pieces, model, rows, wanted)
     if word_times and TASKS[wanted] is encoder_decoder_pieces:
         return wanted, _made(functools.partial(encoder_decoder_pieces, word_times=True), model, rows, wanted)
     if word_times:

@@ -1,0 +1,198 @@
+"""Write what onnxruntime-genai reads next to the files of a model: ``genai_config.json``, and how sound is read.
+
+.. code-block:: text
+
+    decoder       model                 as the folder has it anyway
+    Whisper       encoder, decoder      layout="genai": another split, see `pieces/genai_sound`
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import InvalidArgumentError
+from ..huggingface.cache_names import CACHE, PRESENT
+from ..recipe.aliases import TransformersModel
+from .pieces.genai_sound import ALLOWED, FRAMES
+
+__all__ = ["check_genai", "decoder_config", "sound_config", "write_genai_config", "write_sound_files"]
+
+_VERSION = "onnxruntime-genai 0.18"
+
+
+def check_genai(model: TransformersModel, task: str) -> None:
+    """Refuse a model that the library does not run, by its task and configuration."""
+    name, config = type(model).__qualname__, model.config
+    if task == "text-generation":
+        return
+    why = {
+        "text2text-generation": "its one type for an encoder and a decoder of text, marian-ssru, has a decoder with a "
+        "recurrent state",
+        "image-to-text": "it has no type for an encoder of pictures with a decoder that attends to it",
+    }.get(task, f"it has no type for {task}")
+    if task == "automatic-speech-recognition":
+        if config.model_type == "whisper" and config.max_source_positions * 2 == FRAMES:
+            return
+        why = f"of models that attend to sound it runs Whisper, with {FRAMES} frames (max_source_positions=1500)"
+    raise InvalidArgumentError(f'{_VERSION} does not run a {name}: {why}. Leave layout="genai" out.')
+
+
+def _tokens(model: TransformersModel) -> dict[str, Any]:
+    """The special tokens; that of padding is an end where the model has none."""
+    config, generation = model.config, model.generation_config
+    ends = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
+    first_end = ends[0] if isinstance(ends, list) else ends
+    pad = first_end if config.pad_token_id is None else config.pad_token_id
+    found = {"bos_token_id": config.bos_token_id, "eos_token_id": ends, "pad_token_id": pad}
+    return {name: token for name, token in found.items() if token is not None}
+
+
+def _search(longest: int, *, one_memory: bool) -> dict[str, Any]:
+    return {
+        "do_sample": False,
+        "num_beams": 1,
+        "max_length": longest,
+        "past_present_share_buffer": one_memory,
+        "temperature": 1.0,
+        "top_k": 1,
+        "top_p": 1.0,
+    }
+
+
+def _session(file: str) -> dict[str, Any]:
+    return {"session_options": {"log_id": "onnxruntime-genai", "provider_options": []}, "filename": file}
+
+
+def decoder_config(
+    model: TransformersModel, inputs: Sequence[str], *, shared: Collection[str] = ()
+) -> dict[str, Any] | None:
+    """Return the contents of ``genai_config.json`` for a decoder."""
+    # shared: those whose memory may be that of an output; none by default. The library writes into one piece of memory
+    # where these are all of the cache.
+    # returns: `None` for a model that onnxruntime-genai 0.18 cannot run: it knows keys and values, and no other leaves;
+    # and it provides memory for as many keys as there are tokens, which a layer that slides does not fill
+    config = model.config
+    layers = config.num_hidden_layers
+    fed = {f"{CACHE}.{index}.{part}" for index in range(layers) for part in ("key", "value")}
+    plain = [name for name in ("input_ids", "attention_mask", "position_ids") if name in inputs]
+    one_memory = fed == set(shared)
+    if set(inputs) != fed | set(plain) or (_slides(config) and not one_memory):
+        return None
+    heads = config.num_attention_heads
+    room = getattr(config, "max_position_embeddings", None) or 2048
+    return {
+        "model": {
+            # the library feeds all decoders with keys and values alike, and has no names for most of them
+            "type": "decoder",
+            **_tokens(model),
+            "context_length": room,
+            "vocab_size": config.vocab_size,
+            "decoder": {
+                **_session("model.onnx"),
+                "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,
+                "hidden_size": config.hidden_size,
+                "num_attention_heads": heads,
+                "num_hidden_layers": layers,
+                "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+                "inputs": {
+                    **{name: name for name in plain},
+                    "past_key_names": f"{CACHE}.%d.key",
+                    "past_value_names": f"{CACHE}.%d.value",
+                },
+                "outputs": {
+                    "logits": "logits",
+                    "present_key_names": f"{PRESENT}.%d.key",
+                    "present_value_names": f"{PRESENT}.%d.value",
+                },
+            },
+        },
+        "search": _search(room, one_memory=one_memory),
+    }
+
+
+def _slides(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return bool(getattr(config, "sliding_window", None)) and "sliding_attention" in kinds
+
+
+# -- sound -----------------------------------------------------------------------------------------------------------
+
+
+def sound_config(model: TransformersModel, outputs: Sequence[str]) -> dict[str, Any]:
+    """Return the contents of ``genai_config.json`` for a Whisper."""
+    # outputs: those of the decoder
+    config = model.config
+
+    def side(file: str, layers: int, heads: int) -> dict[str, Any]:
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "num_hidden_layers": layers}
+        return {**_session(file), "head_size": config.d_model // heads, "hidden_size": config.d_model, **sizes}
+
+    # its keys and values of the sound have as many layers and heads as those of the decoder
+    heads, layers = config.decoder_attention_heads, config.decoder_layers
+    return {
+        "model": {
+            "type": "whisper",
+            **_tokens(model),
+            "context_length": config.max_target_positions,
+            "vocab_size": config.vocab_size,
+            "encoder": {
+                **side("encoder.onnx", layers, heads),
+                "inputs": {"audio_features": "input_features"},
+                "outputs": {
+                    "encoder_hidden_states": "last_hidden_state",
+                    "cross_present_key_names": f"{PRESENT}.%d.encoder.key",
+                    "cross_present_value_names": f"{PRESENT}.%d.encoder.value",
+                },
+            },
+            "decoder": {
+                **side("decoder.onnx", layers, heads),
+                "inputs": {
+                    "input_ids": "input_ids",
+                    "past_key_names": f"{CACHE}.%d.decoder.key",
+                    "past_value_names": f"{CACHE}.%d.decoder.value",
+                    "cross_past_key_names": f"{CACHE}.%d.encoder.key",
+                    "cross_past_value_names": f"{CACHE}.%d.encoder.value",
+                },
+                "outputs": {
+                    "logits": ALLOWED if ALLOWED in outputs else "logits",
+                    "present_key_names": f"{PRESENT}.%d.decoder.key",
+                    "present_value_names": f"{PRESENT}.%d.decoder.value",
+                },
+            },
+        },
+        "search": _search(config.max_target_positions, one_memory=False),
+    }
+
+
+def write_sound_files(folder: pathlib.Path, model: TransformersModel) -> None:
+    """Write how the library's processor makes a spectrogram of a sound file."""
+    # the numbers of Whisper's own processor: windows of 25 ms every 10 ms, of sound at 16 kHz
+    window = {"n_fft": 400, "frame_length": 400, "hop_length": 160}
+    steps = [
+        ("audio_decoder", "AudioDecoder", None),
+        ("STFT", "STFTNorm", {**window, "_comment": torch.hann_window(400).tolist()}),
+        (
+            "log_mel_spectrogram",
+            "LogMelSpectrum",
+            {"chunk_size": 30, "hop_length": 160, "n_fft": 400, "n_mel": model.config.num_mel_bins},
+        ),
+    ]
+    sequence = [
+        {"operation": {"name": name, "type": kind, **({} if given is None else {"attrs": given})}}
+        for name, kind, given in steps
+    ]
+    _write(folder / "audio_processor_config.json", {"feature_extraction": {"sequence": sequence}})
+
+
+def write_genai_config(folder: pathlib.Path, contents: dict[str, Any]) -> None:
+    """Write ``genai_config.json``."""
+    _write(folder / "genai_config.json", contents)
+
+
+def _write(path: pathlib.Path, contents: dict[str, Any]) -> None:
+    path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")

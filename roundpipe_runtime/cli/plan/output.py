@@ -16,8 +16,8 @@ from ...estimate.step_simulation import StepSimulation
 from ..quantities import format_count, format_seconds
 
 if TYPE_CHECKING:
-    from ...huggingface.plan_training import PlannedTraining, SettingsChange
     from ...estimate.layer_footprint import LayerFootprint
+    from ...huggingface.plan_training import PlannedTraining, SettingsChange
     from ...schedule.round_robin import Stage
 
 __all__ = ["as_dict", "write_plan"]

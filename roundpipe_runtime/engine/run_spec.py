@@ -87,7 +87,10 @@ class RunSpec:
     def nbytes(self) -> list[tuple[int, int]]:
         """Bytes of each layer on a device, and of its gradients."""
         return [
-            (layer.nbytes(), sum(layer.nbytes_of(parameter) for parameter in layer.parameters() if parameter.requires_grad))
+            (
+                layer.nbytes(),
+                sum(layer.nbytes_of(parameter) for parameter in layer.parameters() if parameter.requires_grad),
+            )
             for layer in self.contents
         ]
 

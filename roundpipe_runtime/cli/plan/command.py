@@ -110,9 +110,7 @@ def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, s
     show("measuring this machine")
     hardware = machine.hardware(kept)
     show("cutting the model")
-    return PlannedTraining(
-        made, hardware, optim_dtype=dtype_named(step.optim_dtype), large_tables=step.large_tables
-    )
+    return PlannedTraining(made, hardware, optim_dtype=dtype_named(step.optim_dtype), large_tables=step.large_tables)
 
 
 def _remedy(training: PlannedTraining, report: PlanReport, size: Mapping[str, int], show: Any) -> SettingsChange | None:

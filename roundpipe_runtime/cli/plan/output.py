@@ -17,8 +17,8 @@ from ...huggingface.quantize import count_weights
 from ..quantities import format_count, format_seconds
 
 if TYPE_CHECKING:
-    from ...huggingface.plan_training import PlannedTraining, SettingsChange
     from ...estimate.layer_footprint import LayerFootprint
+    from ...huggingface.plan_training import PlannedTraining, SettingsChange
     from ...schedule.round_robin import Stage
 
 __all__ = ["as_dict", "write_plan"]
@@ -144,13 +144,14 @@ def _model(training: PlannedTraining, report: PlanReport) -> list[str]:
 
 def _tables(report: PlanReport) -> list[str]:
     """Which large tables stay on the host, and the bytes of their parts that a microbatch copies."""
-    return [
-        f"  The table of {layer.name} stays on the host: {_way_of_tables(layer)} of "
-        f"{format_bytes(layer.parts_forward + layer.parts_backward)} go in"
-        + (f", and {format_bytes(layer.parts_down)} of gradients come back" if layer.parts_down else "")
-        for layer in report.layers
-        if layer.parts_forward
-    ]
+    found = [layer for layer in report.layers if layer.parts_forward]
+    lines = []
+    for layer in found:
+        part = "slices of" if layer.slice_bytes else "rows of up to"  # tokens may come twice
+        back = f", {format_bytes(layer.parts_down)} back" if layer.parts_down else ""
+        copied = format_bytes(layer.parts_forward + layer.parts_backward)
+        lines.append(f"    {layer.name}: {part} {copied} in{back}")
+    return ["  Tables that stay on the host, of which a microbatch copies parts", *lines] if lines else []
 
 
 def _layers(report: PlanReport) -> list[str]:

@@ -74,7 +74,7 @@ class HostTable(torch.Tensor):
             cls, source.shape, dtype=source.dtype, device=access.torch_device, requires_grad=requires_grad
         )
         made.access = access
-        made._is_param = True  # type: ignore[attr-defined] # by which torch knows a parameter
+        made._is_param = True  # by which torch knows a parameter
         return made
 
     @classmethod
@@ -91,8 +91,8 @@ class HostTable(torch.Tensor):
         name = getattr(func, "__name__", "")
         if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__"):
             raise StageError(
-                f"A layer writes a parameter of shape {tuple(args[0].shape)} in its forward ({name}). It runs on copies "
-                "of its parameters, so what it writes into them is lost. Write it between two steps:\n"
+                f"A layer writes a parameter of shape {tuple(args[0].shape)} in its forward ({name}). It runs on "
+                "copies of its parameters, so what it writes into them is lost. Write it between two steps:\n"
                 "    model.step(step_fn); model.synchronize(); write(parameter)"
             )
         args, kwargs = pytree.tree_map_only(HostTable, lambda table: table.access.whole(), (args, kwargs))

@@ -15,7 +15,7 @@ __all__ = ["linear_of_table", "rows_of_table", "wide"]
 
 def rows_of_table(
     input: torch.Tensor,
-    weight: HostTable,
+    weight: torch.Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,

@@ -121,6 +121,10 @@ CASES = {
     "weights shared, and stay": Case(
         bfloat16, options={"optim_dtype": torch.float32, "host_weights": "shared"}, accumulated=2, keep="auto"
     ),
+    # large enough not to travel whole; rows of a batch are few of the table's
+    "tables in slices": Case(
+        model("llama", vocab_size=140_000, tie_word_embeddings=True), options={"large_tables": "slices"}
+    ),
     "whole on each rank": Case(bfloat16, options={"optim_dtype": torch.float32}, copies=True),
 }
 

@@ -1,0 +1,150 @@
+"""Embeddings of any pipeline send only the rows that a microbatch needs, where code reads nothing else of them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from roundpipe_runtime import ConfigError, RoundPipe, RoundPipeRunConfig
+from roundpipe_runtime.optim import tables
+from roundpipe_runtime.optim.parameters import scan
+
+ROWS, WIDTH = 201, 16
+CONFIG = RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean")
+
+
+@pytest.fixture(autouse=True)
+def small_is_large(monkeypatch):
+    """The tables of these tests count as large."""
+    monkeypatch.setattr(tables, "LARGE", ROWS * WIDTH * 4)
+
+
+def model(**options):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(ROWS, WIDTH, **options), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
+
+
+def ids():
+    """Numbers of rows, of which many come twice, and the padding of some tables."""
+    found = torch.randint(0, ROWS, (7, 30), generator=torch.Generator().manual_seed(1))
+    found[:, :3] = 5
+    return found
+
+
+def once(made, large_tables, devices="virtual:2:check", **options):
+    made = copy.deepcopy(made)
+    pipe = RoundPipe(made, devices=devices, large_tables=large_tables, **options)
+    loss = pipe.forward_backward(
+        (ids(),), label=torch.ones(7, 30, 2), loss_fn=functional.mse_loss, run_config=CONFIG
+    )
+    gradients = [p.grad for p in made.parameters()]
+    weights = [p.detach() for p in made.parameters()]
+    traffic = pipe.parameter_traffic.uploaded
+    pipe.close()
+    return loss, gradients, weights, traffic
+
+
+def same(one, other):
+    assert torch.equal(one[0], other[0])
+    for found, expected in zip(one[1] + one[2], other[1] + other[2], strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None:
+            assert found.layout == expected.layout
+            assert torch.equal(found.to_dense(), expected.to_dense())
+
+
+@pytest.mark.parametrize("padding", [None, 5, -1])
+def test_rows_have_the_bits_of_the_whole_table(padding):
+    """Loss, gradients, and rows that are padding are bitwise the same; the table itself is not copied."""
+    made = model(padding_idx=padding)
+    rows, whole = once(made, "auto"), once(made, "whole")
+    same(rows, whole)
+    assert whole[3] - rows[3] >= made[0].weight.nbytes
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 0.1}, {"sparse": True}, {"scale_grad_by_freq": True}])
+def test_embeddings_that_do_more_than_look_up_travel_whole(options):
+    """A table that its forward writes, that counts, or that has sparse gradients is no table of rows."""
+    made = model(**options)
+    (first, *_) = tables.TableRule(by_rows=True).mark(scan(list(made)))
+    assert not first.tables
+    assert tables.TableRule(by_rows=True).mark(scan(list(model())))[0].tables
+    if "max_norm" not in options:  # which no pipeline takes: its forward writes a parameter
+        same(once(made, "auto"), once(made, "whole"))
+
+
+def test_a_frozen_table_has_no_gradient():
+    """Rows of a table that does not train go up, and nothing comes down."""
+    made = model()
+    made[0].weight.requires_grad_(False)
+    rows = once(made, "auto")
+    same(rows, once(made, "whole"))
+    assert rows[1][0] is None
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is also multiplied with."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(ROWS, WIDTH)
+
+    def forward(self, x):
+        looked_up = self.embed(x)
+        return functional.linear(looked_up, self.embed.weight)[..., :2] + looked_up[..., :2] * self.embed.weight.mean()
+
+
+@pytest.mark.parametrize("way", ["auto", "slices"])
+def test_code_that_needs_the_whole_table_gets_it(way):
+    """A product and a mean of an embedding's weight have the numbers and the gradients of torch."""
+    torch.manual_seed(0)
+    made = nn.Sequential(Tied().double(), nn.Linear(2, 2).double())
+    own = copy.deepcopy(made)
+    label = torch.ones(7, 30, 2, dtype=torch.float64)
+    loss = functional.mse_loss(own(ids()), label)
+    loss.backward()
+    pipe = RoundPipe(made, devices="virtual:2:check", large_tables=way)
+    found = pipe.forward_backward((ids(),), label=label, loss_fn=functional.mse_loss, run_config=CONFIG)
+    torch.testing.assert_close(found, loss.detach())
+    for parameter, other in zip(made.parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-10, atol=1e-12)
+    pipe.close()
+
+
+def test_hooks_of_a_table_see_its_whole_gradient():
+    """A hook of a parameter gets one dense gradient, the sum of all microbatches."""
+    made, seen = model(), []
+    expected = once(made, "whole")[1][0]
+    made[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    pipe = RoundPipe(made, devices="virtual:2:check")
+    pipe.forward_backward((ids(),), label=torch.ones(7, 30, 2), loss_fn=functional.mse_loss, run_config=CONFIG)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], expected)
+    pipe.close()
+
+
+def test_gradients_of_several_batches_add_up():
+    """Two batches without a step between have the bits of whole tables."""
+    made, found = model(), []
+    for way in ("auto", "whole"):
+        one = copy.deepcopy(made)
+        pipe = RoundPipe(one, devices="virtual:2:check", large_tables=way)
+        for _ in range(2):
+            pipe.forward_backward((ids(),), label=torch.ones(7, 30, 2), loss_fn=functional.mse_loss, run_config=CONFIG)
+        found.append([p.grad for p in one.parameters()])
+        pipe.close()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_layers_that_torch_compiles_get_whole_tables():
+    """Compiled code takes no stand-ins for parameters."""
+    rule = tables.rule_for(list(model()), "slices", None, is_compiled=True)
+    assert not rule.mark(scan(list(model())))[0].tables
+
+
+def test_an_unknown_way_is_refused():
+    """``large_tables`` has three values."""
+    with pytest.raises(ConfigError, match='large_tables must be "auto", "whole" or "slices", found \'rows\''):
+        RoundPipe(model(), large_tables="rows")

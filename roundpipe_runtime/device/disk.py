@@ -32,7 +32,7 @@ from . import pages
 from .disk_folder import full_disk, open_scratch
 from .worker import Worker
 
-__all__ = ["DiskMemory", "disk_of", "in_groups", "leave", "memory_for", "passing"]
+__all__ = ["DiskMemory", "disk_of", "in_groups", "keep_with", "leave", "memory_for", "passing"]
 
 # Bytes at which a tensor begins: a page for those that fill one.
 _ALIGNMENT = 64
@@ -268,6 +268,7 @@ class DiskMemory:
 
 
 _MEMORIES: weakref.WeakSet[DiskMemory] = weakref.WeakSet()
+_OF_MODELS: weakref.WeakKeyDictionary[nn.Module, DiskMemory] = weakref.WeakKeyDictionary()
 
 
 def disk_of(tensor: torch.Tensor) -> DiskMemory | None:
@@ -283,6 +284,11 @@ def leave(tensors: Iterable[torch.Tensor], *, written: bool = False) -> None:
         memory = disk_of(tensor)
         if memory is not None:
             memory.leave([tensor], written=written)
+
+
+def keep_with(model: nn.Module, memory: DiskMemory) -> None:
+    """Keep a memory in use as long as a model whose parameters live there."""
+    _OF_MODELS[model] = memory
 
 
 def memory_for(model: nn.Module, folder: pathlib.Path) -> DiskMemory:

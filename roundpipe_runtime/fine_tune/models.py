@@ -14,7 +14,9 @@ from yobx_flatten.errors.dependencies import require
 from yobx_flatten.model_folder.source.configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
 from yobx_flatten.model_folder.source.stored_weights import UnmatchedWeights, load_stored
 
+from ..device.disk_folder import HOST_IN_MEMORY, disk_folder
 from ..device.generator import generator_kept
+from .disk_models import loaded_to_disk
 from .errors import FineTuneError
 
 __all__ = ["ModelSource", "model_source"]
@@ -68,13 +70,17 @@ class ModelSource:
         found = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else None
 
-    def load(self, *, dtype: torch.dtype | None = None, seed: int = 0) -> nn.Module:
+    def load(
+        self, *, dtype: torch.dtype | None = None, seed: int = 0, host: str = HOST_IN_MEMORY
+    ) -> nn.Module:
         """Load the model with its weights, or with random ones.
 
         Args:
             dtype: dtype of the weights. Default: as stored, but bfloat16 for float16, whose gradients vanish; float32
                 for random ones.
             seed: seed of random weights.
+            host: ``"disk:DIR"`` reads weights into a scratch file of a folder, one after the other, so that memory
+                never holds them all; random ones, and those that are stored in another form, are made in memory first.
 
         Returns:
             The model, on the host.
@@ -83,6 +89,14 @@ class ModelSource:
             FineTuneError: the weights cannot be read, or are not those of this configuration.
         """
         transformers = _transformers()
+        home = disk_folder(host)
+        if home is not None and self.has_weights and self.folder is not None:
+            kind = transformers.AutoModelForCausalLM._model_mapping[type(self.config)]
+            wanted = dtype or _stored_dtype(self.config)
+            choice = self.unmatched_weights
+            on_disk = loaded_to_disk(self.name, self.config, self.folder, kind, wanted, choice, home)
+            if on_disk is not None:
+                return _module(on_disk)
         stored = bytes_of_weights(self.folder, failure=FineTuneError) if self.folder is not None else 0
         with bounded_weights(self.name, failure=FineTuneError, stored=stored):
             if not self.has_weights:

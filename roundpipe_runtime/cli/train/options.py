@@ -12,6 +12,7 @@ import typer
 from yobx_flatten.model_folder.source.find import MODEL_NAMES
 from yobx_flatten.terminal.failures import UserError
 
+from ...device.disk_folder import HOST_IN_MEMORY, check_host
 from ...device.virtual import Device, VirtualDevice, parse_devices
 from ...distributed.ranks.torchrun import own_devices
 from ...errors import ConfigError, DeviceError
@@ -45,6 +46,16 @@ OptimDtype = Annotated[
 KeepParameters = Annotated[
     str,
     option("GB", "GB of parameters that stay on each device between steps; auto: as many as fit.", _STEP),
+]
+
+
+Host = Annotated[
+    str,
+    option(
+        "PLACE",
+        "Where weights, gradients and the optimizer's state live: memory, or disk:DIR, a folder of a disk.",
+        _STEP,
+    ),
 ]
 
 
@@ -202,8 +213,10 @@ class StepOptions:
     ] = "refuse"
     optim_dtype: OptimDtype = "float32"
     keep_parameters: KeepParameters = "0"
+    host: Host = HOST_IN_MEMORY
 
     def __post_init__(self) -> None:
+        check_place(self.host)
         if self.steps is not None and self.epochs is not None:
             raise UserError("--steps and --epochs both state how long. Leave one out")
         parse_gigabytes(self.keep_parameters, "--keep-parameters")
@@ -332,6 +345,7 @@ def settings_of(
         devices=step.device_objects(),
         optim_dtype=dtype_named(step.optim_dtype),
         keep_parameters=parse_gigabytes(step.keep_parameters, "--keep-parameters"),
+        host=step.host,
         lr=learning.lr,
         warmup=learning.warmup,
         schedule=learning.schedule,
@@ -342,6 +356,14 @@ def settings_of(
         check=learning.check,
         report_to=tuple(report_to or ()),
     )
+
+
+def check_place(text: str) -> None:
+    """Refuse a place that is none."""
+    try:
+        check_host(text)
+    except ConfigError as error:
+        raise UserError(f"--host is memory or disk:DIR, found {text!r}") from error
 
 
 def dtype_named(name: str) -> torch.dtype | None:

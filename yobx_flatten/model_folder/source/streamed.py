@@ -30,7 +30,7 @@ from .configuration import stated_weights
 from .find import FoundModel
 from .stored_weights import KeyDifferences
 
-__all__ = ["Checkpoint", "NotStreamableError", "open_checkpoint", "streamed_model"]
+__all__ = ["Checkpoint", "NotStreamableError", "open_checkpoint", "streamed_model", "unread_model"]
 
 
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -95,6 +95,15 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
 
 def streamed_model(found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Any, tuple[str, ...]]:
     """Return a model in evaluation mode that reads a layer's weights when it is called, with notes on them."""
+    model, readers, remarks = unread_model(found, checkpoint, dtype)
+    stream_layers(model, readers)
+    return model, remarks
+
+
+def unread_model(
+    found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype
+) -> tuple[Any, dict[str, Reader], tuple[str, ...]]:
+    """Return a model in evaluation mode whose parameters have no memory, what reads each of them, and notes on them."""
     assert found.folder is not None
     if found.runs_code:
         raise NotStreamableError("its class is not one of transformers")
@@ -122,8 +131,7 @@ def streamed_model(found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype
         if first is not None and not all(first.equal(checkpoint.read(other, dtype)) for other in held[1:]):
             raise NotStreamableError(f"{', '.join(names)} are tied, and differ in the files")
         readers |= dict.fromkeys(names, functools.partial(checkpoint.read, held[0], dtype))
-    stream_layers(model, readers)
-    return model, differences.remarks()
+    return model, readers, differences.remarks()
 
 
 def _differences(

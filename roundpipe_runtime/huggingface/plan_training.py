@@ -53,7 +53,16 @@ class PlannedTraining:
     # model: causal language model of transformers, or PEFT's model around one, with parameters on `meta`
     # optim_dtype: dtype in which the optimizer works. Default: the dtype of each parameter.
 
-    def __init__(self, model: nn.Module, hardware: Hardware, *, optim_dtype: torch.dtype | None = None) -> None:
+    # host: where parameters, gradients and the optimizer's state are. Default: `"memory"`.
+
+    def __init__(
+        self,
+        model: nn.Module,
+        hardware: Hardware,
+        *,
+        optim_dtype: torch.dtype | None = None,
+        host: Literal["memory", "disk"] = "memory",
+    ) -> None:
         if not all(parameter.is_meta for parameter in model.parameters()):
             raise ConfigError(
                 "A plan is made for a model on meta, so that nothing is allocated:\n"
@@ -62,6 +71,7 @@ class PlannedTraining:
         self.model = model
         self.hardware = hardware
         self.optim_dtype = optim_dtype
+        self.host: Literal["memory", "disk"] = host
         self._measured: dict[tuple[int, int, int], list[LayerFootprint]] = {}
         self.cut: Cut = _cut(model, hardware.kind)
 
@@ -88,6 +98,7 @@ class PlannedTraining:
             optim_dtype=self.optim_dtype,
             last_stage_copies=last_stage_copies,
             keep_parameters=keep_parameters,
+            host=self.host,
         )
 
     def joined_loss(self, *, batch: int, length: int) -> JoinedLoss:

@@ -31,7 +31,7 @@ KEY = "llama.cpp"
 
 _PACKAGES = {"node-llama-cpp": "3.22.1"}
 _BUILDS = {("Linux", "x86_64"): "linux-x64", ("Linux", "aarch64"): "linux-arm64"}
-_ROUNDS = 4
+_ROUNDS = 2
 _SECTION = """## Next to llama.cpp
 
 The same GGUF, milliseconds of the processor, one thread: the ONNX file that keeps its integers, llama.cpp, and the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..pipeline import RoundPipe, wrapped_model
 from .codec import encode
 from .errors import CheckpointError
 from .frozen_weights import check_frozen, digests_of_frozen, names_left_out
+from .tensor_files import open_tensors
 
 __all__ = [
     "check_masters",
@@ -25,6 +27,7 @@ __all__ = [
     "check_writes_at_once",
     "collect_parameters",
     "collect_progress",
+    "load_weights",
     "optimizer_targets",
     "restore_parameters",
     "restore_progress",
@@ -131,13 +134,32 @@ def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Map
     state: dict[str, Any] = dict(tensors)
     state.update({name: tensors[known] for name, known in stored["aliases"].items()})
     state.update(stored["extra"])
-    places = {n: v for n, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
-    if all(disk_of(place) is None for place in places.values()):
+    if any(disk_of(parameter) is not None for parameter in model.parameters()):
+        _load_in_parts(model, state)
+    else:
         model.load_state_dict(state, strict=not stored.get("frozen"))  # names were checked
-        return
+
+
+def load_weights(folder: pathlib.Path, model: nn.Module) -> bool:
+    """Load weights of safetensors files part by part, without memory for all; report whether they are the model's."""
+    with open_tensors(folder, "model") as tensors:
+        state = {n: v for n, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
+        first: dict[int, str] = {}
+        for name, value in state.items():  # a file has each of tied weights once, under any of its names
+            if name in tensors or id(value) not in first:
+                first[id(value)] = name
+        if set(tensors) != set(first.values()) or any(tensors[n].shape != state[n].shape for n in tensors):
+            return False
+        _load_in_parts(model, dict(tensors))
+    return True
+
+
+def _load_in_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load a state dict that was checked, and leave each part."""
+    places = model.state_dict(keep_vars=True)
     for names in _in_parts(state):
         model.load_state_dict({name: state[name] for name in names}, strict=False)  # all of them were checked
-        leave([places[name] for name in names if name in places], written=True)
+        leave([places[name] for name in names if isinstance(places.get(name), torch.Tensor)], written=True)
         for name in names:
             if isinstance(state[name], torch.Tensor):  # mapped from its file
                 page_out(state[name])

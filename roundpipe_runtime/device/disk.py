@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import itertools
 import mmap
@@ -32,7 +33,7 @@ from . import pages
 from .disk_folder import full_disk, open_scratch
 from .worker import Worker
 
-__all__ = ["DiskMemory", "disk_of", "in_groups", "leave", "memory_for", "passing"]
+__all__ = ["DiskMemory", "disk_of", "in_groups", "keep_with", "leave", "memory_for", "passing"]
 
 # Bytes at which a tensor begins: a page for those that fill one.
 _ALIGNMENT = 64
@@ -132,7 +133,9 @@ class DiskMemory:
 
     def copy(self, key: Hashable, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a copy of a dense tensor of the host in the place of a key, or of the next one that is free."""
-        return self.next_empty(key, tensor, dtype).copy_(tensor.detach())
+        place = self.next_empty(key, tensor, dtype)
+        self.write(place, tensor.detach())
+        return place
 
     def next_empty(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return an uninitialised tensor like a dense one of the host, in the first place of a key that is free."""
@@ -142,6 +145,20 @@ class DiskMemory:
             if place is not None:
                 break
         return place
+
+    def write(self, place: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Write all of a tensor into a place of its shape."""
+        part = self._part_at(place.data_ptr())
+        is_alike = tensor.dtype == place.dtype and tensor.stride() == place.stride() and tensor.device.type == "cpu"
+        is_alike = is_alike and not tensor.is_conj() and not tensor.is_neg()
+        if part is None or not is_alike or place.nbytes < mmap.PAGESIZE:
+            place.copy_(tensor)
+            return
+        # by a call, and not through the mapping: a page that is written there is first read from the disk
+        buffer = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+        offset, written = part.offset + place.data_ptr() - part.address, 0
+        while written < len(buffer):
+            written += os.pwrite(self._file.fileno(), buffer[written:], offset + written)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Report whether a tensor lives in this memory."""
@@ -268,6 +285,7 @@ class DiskMemory:
 
 
 _MEMORIES: weakref.WeakSet[DiskMemory] = weakref.WeakSet()
+_OF_MODELS: weakref.WeakKeyDictionary[nn.Module, DiskMemory] = weakref.WeakKeyDictionary()
 
 
 def disk_of(tensor: torch.Tensor) -> DiskMemory | None:
@@ -283,6 +301,11 @@ def leave(tensors: Iterable[torch.Tensor], *, written: bool = False) -> None:
         memory = disk_of(tensor)
         if memory is not None:
             memory.leave([tensor], written=written)
+
+
+def keep_with(model: nn.Module, memory: DiskMemory) -> None:
+    """Keep a memory in use as long as a model whose parameters live there."""
+    _OF_MODELS[model] = memory
 
 
 def memory_for(model: nn.Module, folder: pathlib.Path) -> DiskMemory:

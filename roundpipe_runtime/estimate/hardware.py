@@ -54,6 +54,8 @@ class Hardware:
             ``"unknown"``.
         down: bytes per second from one device to the host. Default: ``link``.
         call: seconds of the host for a layer and microbatch of a step, whatever it computes. Default: 0.
+        disk_read: bytes per second that the disk of ``host="disk:DIR"`` reads. Default: not known.
+        disk_write: bytes per second that it writes. Default: not known.
     """
 
     names: tuple[str, ...]
@@ -66,6 +68,8 @@ class Hardware:
     origin: dict[str, str]
     down: float | None = None
     call: float = 0.0
+    disk_read: float | None = None
+    disk_write: float | None = None
 
     @property
     def is_virtual(self) -> bool:

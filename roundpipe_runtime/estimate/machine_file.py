@@ -17,7 +17,7 @@ from .hardware import Hardware, device_kind
 __all__ = ["load_machine", "save_machine"]
 
 _REQUIRED = ("names", "flops", "link", "host_rate")
-_NUMBERS = ("flops", "link", "memory", "host", "host_rate", "down", "call")
+_NUMBERS = ("flops", "link", "memory", "host", "host_rate", "down", "call", "disk_read", "disk_write")
 
 
 def save_machine(machine: Hardware, path: str | os.PathLike[str]) -> None:
@@ -38,7 +38,8 @@ def load_machine(path: str | os.PathLike[str]) -> Hardware:
         {"names": ["cuda:0", "cuda:1"], "flops": 150e12, "link": 25e9, "memory": 24e9, "host": 256e9, "host_rate": 60e9}
 
     ``down`` is the link from the device if it is not as fast as that to it, and ``call`` the seconds of the host for a
-    layer and microbatch. What is missing of ``memory`` and ``host`` is unknown.
+    layer and microbatch; ``disk_read`` and ``disk_write`` are the rates of a disk that holds the state of a training
+    (``host="disk:DIR"``). What is missing of ``memory`` and ``host`` is unknown.
 
     Args:
         path: file of JSON.

@@ -18,6 +18,7 @@ from ..schedule.partitioning import CLEAR_GAIN
 from ..schedule.plan import ModelExecutePlan
 from ..schedule.round_robin import RoundRobin, Stage
 from ..schedule.simulation import Simulation, StageLoad
+from .disk_step import DiskUse
 from .hardware import Hardware
 from .layer_footprint import LayerFootprint
 from .memory_estimate import DeviceMemory, HostMemory
@@ -89,7 +90,24 @@ class PlanReport:
         # is_async: when the optimizer runs, as in `RoundPipe.step`. Default: after the run.
         # keep_parameters: what stays on devices from step to step. Default: what stays in this plan.
         keep = self.simulated.keep_parameters if keep_parameters is None else keep_parameters
-        return simulate(step or self.step, self.hardware, is_async=is_async, stays=self.stays, keep_parameters=keep)
+        return simulate(
+            step or self.step,
+            self.hardware,
+            is_async=is_async,
+            stays=self.stays,
+            keep_parameters=keep,
+            host="memory" if self.disk is None else "disk",
+        )
+
+    @property
+    def disk(self) -> DiskUse | None:
+        """What is on a disk instead of the memory of the host; ``None`` if nothing is."""
+        return self.simulated.disk
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of memory that the host needs."""
+        return self.host_memory.total if self.disk is None else self.disk.resident
 
     @property
     def device_memory(self) -> list[DeviceMemory]:
@@ -126,7 +144,7 @@ class PlanReport:
     @property
     def fits_host(self) -> bool | None:
         """Whether the host has the memory; ``None`` where it is not known how much it has."""
-        return None if self.hardware.host is None else self.host_memory.total <= self.hardware.host
+        return None if self.hardware.host is None else self.host_bytes <= self.hardware.host
 
 
 def plan_report(
@@ -142,6 +160,7 @@ def plan_report(
     keep_parameters: float | Literal["auto"] = 0,
     rule: TableRule | None = None,
     least_rule: TableRule | None = None,
+    host: Literal["memory", "disk"] = "memory",
 ) -> PlanReport:
     """Plan a training and estimate its memory and times."""
     # model: the model whose parameters the host holds; they can be on `meta`
@@ -152,6 +171,7 @@ def plan_report(
     # keep_parameters: what stays on devices from step to step, as in `RoundPipeRunConfig`. Default: 0.
     # rule: which tables travel in parts, in the layers as they were measured. Default: none.
     # least_rule: the same with the least memory that a device may have. Default: `rule`.
+    # host: where parameters, gradients and the optimizer's state are. Default: `"memory"`.
     rule = rule or TableRule()
 
     def sums_in(parameter: nn.Parameter) -> torch.dtype:
@@ -163,13 +183,15 @@ def plan_report(
     least = max(cost.param_bytes + cost.grad_bytes for cost in guessed_costs(pieces, least_rule or rule, sums_in))
     costs = [_cost(cost, layer, hardware.flops) for cost, layer in zip(guessed, layers, strict=True)]
     limit = None if hardware.memory is None else FOR_PARAMETERS * hardware.memory
+    if limit is None and host == "disk" and hardware.is_virtual:  # whose memory is that of the host
+        limit = 2 * max(cost.param_bytes + cost.grad_bytes for cost in costs)
     plans, too_large = _plans(costs, hardware, limit, last_stage_copies, num_microbatch)
     steps = [
         step_plan(plan, layers, model, num_microbatch=num_microbatch, tokens=tokens, optim_dtype=optim_dtype)
         for plan in plans
     ]
     stays = limit is None or sum(cost.param_bytes + cost.grad_bytes for cost in costs) <= limit
-    simulated = [simulate(step, hardware, stays=stays, keep_parameters=keep_parameters) for step in steps]
+    simulated = [simulate(step, hardware, stays=stays, keep_parameters=keep_parameters, host=host) for step in steps]
     best = _fewest_copies(simulated, hardware.memory)
     step = steps[best]
     loads = simulated[best].loads

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from ..engine.config import RoundPipeRunConfig
 from ..engine.planner import FOR_PARAMETERS
+from ..errors import ConfigError
 from ..schedule.round_robin import RoundRobin
 from ..schedule.simulation import Machine, Simulation, StageLoad
 from ..schedule.simulation import simulate as simulate_schedule
+from .disk_step import DiskUse, disk_use, on_disk, optimizer_seconds
 from .hardware import Hardware
 from .kept_bytes import room_to_keep
 from .memory_estimate import DeviceMemory, HostMemory, device_memory
@@ -59,9 +62,10 @@ class StepSimulation:
         keep_parameters: what stays from step to step: GB of each device, or ``"auto"``.
         tokens: tokens of the step.
         busy: seconds in which each part of the machine is busy, the mean of all devices: ``"compute"``,
-            ``"link up"``, ``"link down"``, ``"interpreter"``, ``"optimizer"``.
+            ``"link up"``, ``"link down"``, ``"interpreter"``, ``"optimizer"``, ``"disk"`` where the state is on one.
         flips: tokens of a step at which the bottleneck changes, with the same plan; ascending.
         called: seconds in which a device waits for the host to call layers, the mean of all devices.
+        disk: what the step has and moves on a disk; ``None`` in memory.
     """
 
     seconds: float
@@ -78,6 +82,7 @@ class StepSimulation:
     busy: Mapping[str, float]
     flips: list[BottleneckFlip]
     called: float = 0.0
+    disk: DiskUse | None = None
 
     @property
     def bottleneck(self) -> str:
@@ -113,6 +118,7 @@ def simulate(
     is_async: Literal[False, True, "exact"] = False,
     stays: bool | None = None,
     keep_parameters: float | Literal["auto"] = 0,
+    host: Literal["memory", "disk"] = "memory",
 ) -> StepSimulation:
     """Simulate a training step on a machine.
 
@@ -124,12 +130,14 @@ def simulate(
         stays: whether layers stay on a device from their forward to their backward. Default: if there is room.
         keep_parameters: what stays on devices from step to step, as in :class:`RoundPipeRunConfig`. The step is one of
             those in which parameters that do not train are there already. Default: 0.
+        host: ``"disk"``: the state is on a disk with the rates of the machine, as with ``RoundPipe(host="disk:DIR")``,
+            and gradients are clipped to a norm. Default: ``"memory"``.
 
     Returns:
         The simulated step.
 
     Raises:
-        ConfigError: ``keep_parameters`` is none of these.
+        ConfigError: ``keep_parameters`` is none of these, or the rates of the disk are not known.
 
     >>> import torch
     >>> from roundpipe_runtime import ModelExecutePlan
@@ -147,9 +155,15 @@ def simulate(
     room = _room(plan, machine, keep_parameters, stays=stays)
     loads = stage_loads(plan, machine, stays=stays, room_to_keep=room)
     optimizer = plan.optimizer_bytes / machine.host_rate
+    disk = None
+    if host == "disk":
+        _check_disk(machine)
+        disk = disk_use(plan.host_memory, plan.layers, loads)
+        optimizer = optimizer_seconds(plan.host_memory, plan.layers, machine, optimizer)
+        loads = on_disk(loads)
     alone = simulate_schedule(loads, _devices(machine, linked=True), plan.num_microbatch)
-    run, seconds = _next_to_optimizer(plan, loads, machine, alone, is_async)
-    fixed, per_token = _busy(plan, loads, machine, optimizer)
+    run, seconds = _next_to_optimizer(plan, loads, machine, alone, is_async, optimizer)
+    fixed, per_token = _busy(plan, loads, machine, plan.optimizer_bytes / machine.host_rate, disk)
     return StepSimulation(
         seconds=seconds,
         run=run,
@@ -165,7 +179,16 @@ def simulate(
         busy={name: fixed[name] + per_token[name] * plan.tokens for name in fixed},
         flips=_flips(fixed, per_token),
         called=_seconds_called(plan, loads) / len(machine.names),
+        disk=disk,
     )
+
+
+def _check_disk(machine: Hardware) -> None:
+    if machine.disk_read is None or machine.disk_write is None:
+        raise ConfigError(
+            "How fast the disk reads and writes is not known. Measure it:\n"
+            "    roundpipe doctor --disk DIR --machine FILE"
+        )
 
 
 def _room(plan: StepPlan, machine: Hardware, keep_parameters: float | Literal["auto"], *, stays: bool) -> float:
@@ -180,9 +203,9 @@ def _next_to_optimizer(
     machine: Hardware,
     alone: Simulation,
     is_async: Literal[False, True, "exact"],
+    optimizer: float,
 ) -> tuple[Simulation, float]:
     """The run of a step as the optimizer lets it go on, and the seconds of both."""
-    optimizer = plan.optimizer_bytes / machine.host_rate
     if is_async is False:
         return alone, alone.time + optimizer
     run = alone
@@ -197,7 +220,8 @@ def _devices(machine: Hardware, *, linked: bool) -> Machine:
     count, overlaps = len(machine.names), not machine.is_virtual
     if not linked:
         return Machine(count, overlaps=overlaps)
-    return Machine(count, machine.link, down=machine.down, overlaps=overlaps)
+    rates = {"disk_read": machine.disk_read or math.inf, "disk_write": machine.disk_write or math.inf}
+    return Machine(count, machine.link, down=machine.down, overlaps=overlaps, **rates)
 
 
 def _memory_of_devices(plan: StepPlan, machine: Hardware, *, stays: bool, room: float) -> list[DeviceMemory]:
@@ -246,7 +270,7 @@ def _with_updates(plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware,
 
 
 def _busy(
-    plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, optimizer: float
+    plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, optimizer: float, disk: DiskUse | None
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds that are the same for any number of tokens, and seconds per token."""
     devices, tokens, microbatches = len(machine.names), plan.tokens or 1, plan.num_microbatch
@@ -289,6 +313,11 @@ def _busy(
         "interpreter": 0.0,
         "optimizer": 0.0,
     }
+    if disk is not None:
+        read = disk.read_in_run + disk.read_for_norm + disk.read_in_step
+        written = disk.written_in_run + disk.written_in_step
+        fixed["disk"] = max(read / (machine.disk_read or math.inf), written / (machine.disk_write or math.inf))
+        per_token["disk"] = 0.0
     return fixed, per_token
 
 

@@ -11,6 +11,8 @@ from torch import nn
 
 from yobx_flatten.errors.messages import format_bytes
 
+from ..device.disk import disk_of
+from ..device.disk_folder import disk_folder
 from ..huggingface.adapters import is_adapted
 from .errors import FineTuneError
 from .settings import Settings
@@ -49,7 +51,12 @@ def check_disk(
     of_state = sum(_state_bytes(p, settings.optim_dtype or p.dtype) for p in trained)
     needed: dict[int, int] = defaultdict(int)
     places: dict[int, pathlib.Path] = {}
-    for folder, size in ((output, of_model), (checkpoints, kept * (of_model + of_state))):
+    written = [(output, of_model), (checkpoints, kept * (of_model + of_state))]
+    if (home := disk_folder(settings.host)) is not None:
+        here = sum(p.nbytes for p in model.parameters() if disk_of(p) is None)
+        gradients = sum(p.numel() * (settings.optim_dtype or p.dtype).itemsize for p in trained)
+        written.append((home, here + of_state + gradients))
+    for folder, size in written:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
         disk = there.stat().st_dev
         needed[disk] += size
@@ -57,8 +64,10 @@ def check_disk(
     for disk, size in needed.items():
         free = shutil.disk_usage(places[disk]).free
         if free < size:
-            held = f"the model and {kept} checkpoints take" if kept else "the model takes"
+            first = "the model" if home is None else "the training, the model"
+            held = f"{first} and {kept} checkpoints take" if kept or home is not None else "the model takes"
+            host = "" if home is None else ", --host disk:DIR"
             raise FineTuneError(
                 f"The disk of {places[disk]} is too small: {held} {format_bytes(size)} there, and {format_bytes(free)} "
-                "are free. Make room, or name a folder on another disk: --output DIR, --checkpoint DIR"
+                f"are free. Make room, or name a folder on another disk: --output DIR, --checkpoint DIR{host}"
             )

@@ -17,8 +17,10 @@ from yobx_flatten.model_folder.source.find import FoundModel
 from yobx_flatten.model_folder.source.stored_weights import UnmatchedWeights, load_stored
 from yobx_flatten.model_folder.source.streamed import NotStreamableError, open_checkpoint, unread_model
 
+from ..device.disk_folder import HOST_IN_MEMORY, disk_folder
 from ..device.generator import generator_kept
 from ..huggingface.quantize import FewBits, quantize_frozen
+from .disk_models import loaded_to_disk
 from .errors import FineTuneError
 
 __all__ = ["ModelSource", "model_source"]
@@ -72,7 +74,14 @@ class ModelSource:
         found = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else None
 
-    def load(self, *, dtype: torch.dtype | None = None, seed: int = 0, quantize: FewBits | None = None) -> nn.Module:
+    def load(
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        quantize: FewBits | None = None,
+        host: str = HOST_IN_MEMORY,
+    ) -> nn.Module:
         """Load the model with its weights, or with random ones.
 
         Args:
@@ -81,6 +90,8 @@ class ModelSource:
             seed: seed of random weights.
             quantize: few bits for the linear layers, as for :func:`quantize_frozen`. Weights in files of safetensors
                 are read one after the other; all others are loaded before they are quantized.
+            host: ``"disk:DIR"`` reads weights into a scratch file of a folder, one after the other, so that memory
+                never holds them all; random ones, and those that are stored in another form, are made in memory first.
 
         Returns:
             The model, on the host.
@@ -95,6 +106,14 @@ class ModelSource:
             model, readers = unread
             return quantize_frozen(model, quantize, weights=lambda name: readers[name]()).train()
         transformers = _transformers()
+        home = disk_folder(host)
+        if home is not None and self.has_weights and self.folder is not None:
+            kind = transformers.AutoModelForCausalLM._model_mapping[type(self.config)]
+            wanted = dtype or _stored_dtype(self.config)
+            choice = self.unmatched_weights
+            on_disk = loaded_to_disk(self.name, self.config, self.folder, kind, wanted, choice, home)
+            if on_disk is not None:
+                return _module(on_disk)
         stored = bytes_of_weights(self.folder, failure=FineTuneError) if self.folder is not None else 0
         with bounded_weights(self.name, failure=FineTuneError, stored=stored):
             if not self.has_weights:

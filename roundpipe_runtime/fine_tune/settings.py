@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from ..device.disk_folder import HOST_IN_MEMORY, check_host
 from ..device.virtual import DeviceSpec
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError
@@ -154,6 +155,8 @@ class Settings(BatchSettings, LearningSettings):
         keep_parameters: what stays on devices from step to step, as in :class:`RoundPipeRunConfig`; the numbers are the
             same.
         large_tables: how tables of large vocabularies travel, as in :class:`RoundPipe`.
+        host: where parameters, gradients, master weights and moments live: ``"memory"``, or ``"disk:DIR"``, as for
+            :class:`RoundPipe`; the numbers are the same.
         eval_every: number of steps between two evaluations; ``None`` for one at the end.
         check: whether to compare the cut model with the reference model first.
         report_to: where the Trainer also sends what it logs: ``"tensorboard"``, ``"wandb"``, ``"mlflow"`` and others.
@@ -166,6 +169,7 @@ class Settings(BatchSettings, LearningSettings):
     optim_dtype: torch.dtype | None = torch.float32
     keep_parameters: float | Literal["auto"] = 0
     large_tables: LargeTables = "auto"
+    host: str = HOST_IN_MEMORY
     eval_every: int | None = None
     check: bool = True
     report_to: tuple[str, ...] = ()
@@ -177,6 +181,7 @@ class Settings(BatchSettings, LearningSettings):
             _check_count("eval_every", self.eval_every, least=1)
         check_large_tables(self.large_tables)
         RoundPipeRunConfig(keep_parameters=self.keep_parameters)  # which raises where it is none
+        check_host(self.host)
 
 
 def _check_count(name: str, found: object, *, least: int) -> None:

@@ -30,7 +30,7 @@ from .settings import Settings
 __all__ = ["Training", "stored_replicas"]
 
 # Settings that each process may have its own of.
-_OF_PROCESS = ("devices", "keep_parameters", "report_to")
+_OF_PROCESS = ("devices", "keep_parameters", "host", "report_to")
 
 
 class Training:
@@ -93,6 +93,7 @@ class Training:
             mesh=self.job.mesh(),
             replicas=settings.replicas,
             large_tables=settings.large_tables,
+            host=settings.host,
         )
         self.optimizer = torch.optim.AdamW(self._groups(), lr=settings.lr, fused=self._is_fused())
         self.trainer = TextTrainer(self.pipeline, self.optimizer, blocks, settings, self.job)

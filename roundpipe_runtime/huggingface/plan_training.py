@@ -56,6 +56,8 @@ class PlannedTraining:
     # optim_dtype: dtype in which the optimizer works. Default: the dtype of each parameter.
     # large_tables: how tables of large vocabularies travel, as in `RoundPipe`. Default: `"auto"`.
 
+    # host: where parameters, gradients and the optimizer's state are. Default: `"memory"`.
+
     def __init__(
         self,
         model: nn.Module,
@@ -63,6 +65,7 @@ class PlannedTraining:
         *,
         optim_dtype: torch.dtype | None = None,
         large_tables: LargeTables = "auto",
+        host: Literal["memory", "disk"] = "memory",
     ) -> None:
         if not all(parameter.is_meta for parameter in model.parameters()):
             raise ConfigError(
@@ -72,6 +75,7 @@ class PlannedTraining:
         self.model = model
         self.hardware = hardware
         self.optim_dtype = optim_dtype
+        self.host: Literal["memory", "disk"] = host
         self._measured: dict[tuple[int, int, int], list[LayerFootprint]] = {}
         self.cut: Cut = _cut(model, hardware.kind)
         self.cut.sync()
@@ -104,6 +108,7 @@ class PlannedTraining:
             keep_parameters=keep_parameters,
             rule=self.rule,
             least_rule=self._least_rule,
+            host=self.host,
         )
 
     def joined_loss(self, *, batch: int, length: int) -> JoinedLoss:

@@ -127,7 +127,7 @@ class DiskStore(ParameterStore):
         while moves:  # popped, so that memory is free as soon as a gradient is on the disk
             gradient, ready, place = moves.popleft()
             ready.result()
-            place.copy_(gradient)
+            self.memory.write(place, gradient)
             self.memory.leave([place])
 
     def wait_landed(self) -> None:

@@ -24,6 +24,9 @@ class Machine:
         link: bytes per second of a link to the device; also from it, unless ``down`` is given.
         memory: bytes of memory of a device.
         down: bytes per second of a link from the device. Default: ``link``.
+        disk_read: bytes per second of a disk that all devices share, from which parameters are read. Default: they are
+            in memory.
+        disk_write: bytes per second of the disk to which gradients are written.
         overlaps: whether a device computes while its links copy. Default: ``True``; virtual devices do one thing
             after the other.
     """
@@ -33,6 +36,8 @@ class Machine:
     memory: float = math.inf
     down: float | None = None
     overlaps: bool = True
+    disk_read: float = math.inf
+    disk_write: float = math.inf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +58,9 @@ class StageLoad:
         share: bytes of the gradients of one microbatch, which copies send to the last one of them; it adds them up and
             copies the sum back. Default: 0, each copy sends back what it has.
         called: seconds on one microbatch in which the device waits for the host to call the layers. Default: 0.
+        read: bytes of parameters that are read from a disk before they are copied to the device, while the stage before
+            is on its device. Default: 0.
+        written: bytes of gradients that are written to a disk after they were copied back. Default: 0.
     """
 
     compute: float
@@ -66,6 +74,8 @@ class StageLoad:
     copy: int | None = None
     share: int = 0
     called: float = 0.0
+    read: int = 0
+    written: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -247,13 +257,30 @@ class _State:
         self.steps: list[TimedStep] = []
         # when the last of the gradients that copies of the last stage send each other is on the host
         self.busy = self.began = self.sent = 0.0
+        # when the disk has read and written what it was asked for, and when the last stage was begun to be copied: the
+        # next one is read ahead from then on
+        self.disk_read = self.disk_written = self.asked = 0.0
 
     @property
     def time(self) -> float:
-        return max([*self.computed, *self.down, *self.done])
+        return max([*self.computed, *self.down, *self.done, self.disk_written])
+
+    def _from_disk(self, load: StageLoad, earliest: float) -> float:
+        """When the parameters of a stage are in memory and its upload may begin, not before some time."""
+        if not load.read:
+            return earliest
+        self.disk_read = max(self.disk_read, self.asked) + load.read / self.machine.disk_read
+        self.asked = max(earliest, self.disk_read)
+        return self.asked
+
+    def _to_disk(self, load: StageLoad, device: int) -> None:
+        if load.written:
+            there = max(self.disk_written, self.down[device], self.computed[device])
+            self.disk_written = there + load.written / self.machine.disk_write
 
     def begin(self, time: float) -> None:
         self.began = time
+        self.disk_read, self.asked = max(self.disk_read, time), max(self.asked, time)
         self.done = [time] * len(self.done)
         self.up = [max(free, time) for free in self.up]
 
@@ -267,6 +294,7 @@ class _State:
             self._run_overlapping(index, load, device, microbatches)
         else:
             self._run_alone(index, load, device, microbatches)
+        self._to_disk(load, device)
 
     def _shares(self, load: StageLoad, microbatches: Sequence[int]) -> tuple[int, int]:
         """Bytes of gradients that come from other copies, and that go to the last one."""
@@ -279,7 +307,7 @@ class _State:
     def _run_overlapping(self, index: int, load: StageLoad, device: int, microbatches: Sequence[int]) -> None:
         link, down = self.machine.link, self.machine.down or self.machine.link
         gathered, sends = self._shares(load, microbatches)
-        arrived = max(self.up[device], self.room[device][0]) + load.upload / link
+        arrived = self._from_disk(load, max(self.up[device], self.room[device][0])) + load.upload / link
         now = max(self.computed[device], arrived)
         for microbatch in microbatches:
             start = max(now, self.done[microbatch] + load.inputs / link)
@@ -301,7 +329,7 @@ class _State:
     def _run_alone(self, index: int, load: StageLoad, device: int, microbatches: Sequence[int]) -> None:
         link, down = self.machine.link, self.machine.down or self.machine.link
         gathered, sends = self._shares(load, microbatches)
-        now = max(self.computed[device], self.up[device]) + load.upload / link
+        now = self._from_disk(load, max(self.computed[device], self.up[device])) + load.upload / link
         for microbatch in microbatches:
             start = max(now, self.done[microbatch]) + load.inputs / link
             now = self._compute(index, load, device, microbatch, start, microbatches) + load.outputs / down

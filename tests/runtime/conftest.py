@@ -1,5 +1,7 @@
 """Devices for a module of tests, and a pipeline on them."""
 
+import os
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 from torch import nn
 
 from roundpipe_runtime import RoundPipe, VirtualDevice
+from roundpipe_runtime.device import disk_folder
 from tests.runtime.small import checked_devices
 
 
@@ -25,3 +28,15 @@ def wrap(devices: list[VirtualDevice]) -> Callable[..., RoundPipe]:
         return RoundPipe(model, *args, **{"devices": devices, **options})
 
     return wrap_model
+
+
+@pytest.fixture
+def folder_on_disk(tmp_path: pathlib.Path) -> pathlib.Path:
+    """An empty folder in which a training may have its state."""
+    if not hasattr(os, "posix_fadvise"):
+        pytest.skip("state on a disk needs Linux")
+    if disk_folder._file_system(tmp_path) in disk_folder._OF_MEMORY:
+        pytest.skip("the temporary folder is in memory: --basetemp names one on a disk")
+    made = tmp_path / "disk"
+    made.mkdir()
+    return made

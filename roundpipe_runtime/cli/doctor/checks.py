@@ -24,6 +24,8 @@ from ...device.accelerator import memory_info
 from ...device.generator import generator_kept
 from ...device.virtual import DeviceSpec
 from ...engine.config import RoundPipeRunConfig
+from ...errors import ConfigError
+from ...estimate.disk_rates import DiskRates, measure_disk
 from ...estimate.hardware import cores, host_memory_available, host_memory_rate
 from ...optim.step import OptimizerCtx
 from ...pipeline import RoundPipe
@@ -48,18 +50,28 @@ _LITTLE_MEMORY, _LITTLE_DISK, _NO_DISK = 4e9, 20e9, 500e6
 _ROUNDING = 1e-4
 
 
-def examine() -> list[Check]:
+def disk_rates(folder: pathlib.Path) -> DiskRates | str:
+    """Return how fast the disk of a folder is, or why it cannot hold the state of a training."""
+    try:
+        return measure_disk(folder)
+    except (ConfigError, OSError) as error:
+        return first_line(error)
+
+
+def examine(folder: pathlib.Path, rates: DiskRates | str) -> list[Check]:
     """Return what was found, in the order of the checks; a check that breaks is also a finding.
 
     Two steps of a small training run on every kind of device that is here; it takes seconds.
     """
+    # folder: folder whose disk is looked at
+    # rates: result of `disk_rates`
     checks: list[tuple[str, Callable[[], list[Check]]]] = [
         ("versions", _versions),
         ("accelerators", _accelerators),
         ("memory", _memory),
         ("pinned memory", _pinned),
         ("threads", _threads),
-        ("disk", _disk),
+        ("disk", partial(_disk, folder, rates)),
         ("speed of accelerators", _speed),
         ("training", _training),
     ]
@@ -176,11 +188,16 @@ def _threads() -> list[Check]:
     return [Check("threads", "ok", text)]
 
 
-def _disk() -> list[Check]:
-    free = shutil.disk_usage(pathlib.Path.cwd()).free
+def _disk(folder: pathlib.Path, rates: DiskRates | str) -> list[Check]:
+    free = shutil.disk_usage(folder).free
     status: Status = "fail" if free < _NO_DISK else "warning" if free < _LITTLE_DISK else "ok"
     remedy = "" if status == "ok" else "Checkpoints take 12 bytes and more per parameter: choose another --checkpoint."
-    return [Check("disk", status, f"{format_bytes(free)} free in the current folder", remedy)]
+    place = "the current folder" if folder == pathlib.Path() else str(folder)
+    if isinstance(rates, str):
+        speed = f"it cannot hold the state of a training ({rates.rstrip('.:')})"
+    else:
+        speed = f"it reads {format_bytes(rates.read)}/s and writes {format_bytes(rates.write)}/s"
+    return [Check("disk", status, f"{format_bytes(free)} free in {place}; {speed}", remedy)]
 
 
 def _speed() -> list[Check]:

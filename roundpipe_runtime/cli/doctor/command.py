@@ -13,10 +13,11 @@ from yobx_flatten.terminal.failures import CHECK_FAILED
 from yobx_flatten.terminal.output import console, progress, say, say_json
 
 from ...estimate.call_cost import call_seconds
+from ...estimate.disk_rates import DiskRates
 from ...estimate.hardware import describe_hardware
 from ...estimate.machine_file import save_machine
 from .check import Check
-from .checks import examine
+from .checks import disk_rates, examine
 
 __all__ = ["doctor"]
 
@@ -26,6 +27,10 @@ def doctor(
         pathlib.Path | None,
         typer.Option(metavar="FILE", help="Also write the measured rates and sizes to this file, for plan --machine."),
     ] = None,
+    disk: Annotated[
+        pathlib.Path,
+        typer.Option(metavar="DIR", help="Folder whose disk is measured, for --host disk:DIR (default: current)."),
+    ] = pathlib.Path(),
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Check this installation: versions, devices, memory, threads, disk, and a short training.
@@ -35,9 +40,13 @@ def doctor(
     Exit status: 0 nothing fails; 1 something fails.
     """
     with progress("looking around, and training for two steps"):
-        findings = examine()
+        rates = disk_rates(disk)
+        findings = examine(disk, rates)
         if machine is not None:
-            save_machine(dataclasses.replace(describe_hardware(), call=call_seconds()), machine)
+            found = dataclasses.replace(describe_hardware(), call=call_seconds())
+            if isinstance(rates, DiskRates):
+                found = dataclasses.replace(found, disk_read=rates.read, disk_write=rates.write)
+            save_machine(found, machine)
     failed = any(finding.status == "fail" for finding in findings)
     if json:
         say_json({"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]})

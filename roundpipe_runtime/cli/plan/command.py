@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import typer
@@ -43,6 +43,8 @@ def plan(
 
     Exit status: 0 it fits, as far as is known; 1 it does not fit; 2 there is no such model or device.
     """
+    if step.is_on_disk and shared.nodes > 1:
+        raise UserError(f"--host {step.host} trains in one process: --nodes 1, or --host memory")
     nodes, rows = shared.nodes, _rows_of_machine(step.batch, shared.nodes)
     source = source_of(what.model, weights=False)
     if source.folder is None and not pathlib.Path(what.model).exists() and not what.json:
@@ -108,9 +110,12 @@ def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, s
         with torch.device("meta"):
             made = add_lora(made, adapters)
     show("measuring this machine")
-    hardware = machine.hardware(kept)
+    hardware = step.with_disk(machine.hardware(kept))
     show("cutting the model")
-    return PlannedTraining(made, hardware, optim_dtype=dtype_named(step.optim_dtype), large_tables=step.large_tables)
+    place: Literal["memory", "disk"] = "disk" if step.is_on_disk else "memory"
+    return PlannedTraining(
+        made, hardware, optim_dtype=dtype_named(step.optim_dtype), large_tables=step.large_tables, host=place
+    )
 
 
 def _remedy(training: PlannedTraining, report: PlanReport, size: Mapping[str, int], show: Any) -> SettingsChange | None:

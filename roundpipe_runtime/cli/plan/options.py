@@ -12,6 +12,7 @@ import typer
 from yobx_flatten.model_folder.source.find import MODEL_NAMES
 from yobx_flatten.terminal.failures import UserError
 
+from ...device.disk_folder import HOST_IN_MEMORY
 from ..option_objects import option
 from ..quantities import parse_bits, parse_bytes, parse_gigabytes
 from ..train import options as train
@@ -92,13 +93,36 @@ class StepOptions:
     ] = "1"
     keep_parameters: train.KeepParameters = "0"
     large_tables: train.LargeTables = "auto"
+    host: train.Host = HOST_IN_MEMORY
 
     def __post_init__(self) -> None:
+        train.check_place(self.host)
         parse_gigabytes(self.keep_parameters, "--keep-parameters")
         train.check_quantize(self.quantize, self.lora)
         text = self.last_stage_copies
         if text != "auto" and (not text.isdecimal() or int(text) < 1):
             raise UserError(f'--last-stage-copies is a number of devices or "auto", found {text!r}')
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether weights, gradients and the optimizer's state are on a disk."""
+        return self.host != HOST_IN_MEMORY
+
+    def with_disk(self, machine: Hardware) -> Hardware:
+        """Return a machine with the rates of the disk, which is measured where the profile does not state them."""
+        from ...device.disk_folder import disk_folder
+        from ...estimate.disk_rates import measure_disk
+
+        folder = disk_folder(self.host)
+        if folder is None or (machine.disk_read is not None and machine.disk_write is not None):
+            return machine
+        if not folder.is_dir():
+            raise UserError(
+                f"--host {self.host}: there is no folder {folder} here to measure. Name one, or a profile with the rates "
+                "of its disk: roundpipe doctor --disk DIR --machine FILE"
+            )
+        rates = measure_disk(folder)
+        return dataclasses.replace(machine, disk_read=rates.read, disk_write=rates.write)
 
     @property
     def copies(self) -> int | Literal["auto"]:

@@ -52,6 +52,7 @@ def as_dict(
         "tables": {layer.name: _way_of_tables(layer) for layer in report.layers if layer.parts_forward},
         "device_memory": [{**dataclasses.asdict(m), "total": m.total} for m in report.device_memory],
         "host_memory": {**dataclasses.asdict(report.host_memory), "total": report.host_memory.total},
+        "disk": None if report.disk is None else dataclasses.asdict(report.disk),
         "joined_loss": dataclasses.asdict(training.joined_loss(batch=rows, length=length)),
         "tokens_to_hide_transfers": {"forward": report.tokens_forward, "backward": report.tokens_backward},
         "step": {
@@ -234,7 +235,8 @@ def _memory(report: PlanReport) -> list[str]:
     return [
         f"Memory of a device: {format_bytes(worst.total)} at most, in a {stage.kind} stage on {device}",
         *_sizes(rows),
-        f"Memory of the host: {format_bytes(host.total)}",
+        f"Memory of the host: {format_bytes(report.host_bytes)}",
+        *([] if report.disk is None else [f"  The disk holds the rest: {format_bytes(report.disk.nbytes)}"]),
         *_sizes(
             [
                 ("weights", host.parameters),
@@ -291,6 +293,7 @@ def _time(report: PlanReport) -> list[str]:
         f"  of that, transfers add {format_seconds(adds) if adds > 1e-3 * run.time else 'nothing'}",
         f"  AdamW then takes about {format_seconds(report.optimizer_seconds)} on this host, "
         f"which moves {format_bytes(report.hardware.host_rate)}/s",
+        *_disk(report),
         f'  next to it, is_async="exact", both take {format_seconds(_exact(report))} instead of '
         f"{format_seconds(run.time + report.optimizer_seconds)}",
         f"A link copies {format_bytes(up)} in and {format_bytes(down)} back in a step",
@@ -299,6 +302,19 @@ def _time(report: PlanReport) -> list[str]:
         f"  {_flips(step)}",
         f"Transfers overlap with computing from {needed:,.0f} tokens a step on; there are {report.tokens:,}",
         f"  ({report.tokens_forward:,.0f} in forward stages, {report.tokens_backward:,.0f} in backward stages)",
+    ]
+
+
+def _disk(report: PlanReport) -> list[str]:
+    """What a step moves on the disk, if the state is on one."""
+    disk, machine = report.disk, report.hardware
+    if disk is None:
+        return []
+    read = disk.read_in_run + disk.read_for_norm + disk.read_in_step
+    written = disk.written_in_run + disk.written_in_step
+    return [
+        f"  The disk reads {format_bytes(read)} in it, at {format_bytes(machine.disk_read or 0)}/s, and writes "
+        f"{format_bytes(written)}, at {format_bytes(machine.disk_write or 0)}/s"
     ]
 
 
@@ -348,15 +364,18 @@ def _verdict(report: PlanReport, change: SettingsChange | None) -> list[str]:
         then = f"{change.what}: {format_bytes(change.device_bytes)} of a device"
         lines.append(f"  It fits with {then}" if change.fits else f"  Not even with {then}")
     if hardware.host is None:
-        lines.append(f"Host: unknown; it needs {format_bytes(host.total)}")
+        lines.append(f"Host: unknown; it needs {format_bytes(report.host_bytes)}")
     elif report.fits_host:
-        lines.append(f"Host: fits, {format_bytes(host.total)} of {format_bytes(hardware.host)} that are free")
+        lines.append(f"Host: fits, {format_bytes(report.host_bytes)} of {format_bytes(hardware.host)} that are free")
     else:
-        lines.append(f"Host: DOES NOT FIT, {format_bytes(host.total)} needed, {format_bytes(hardware.host)} are free")
+        needed = report.host_bytes
+        lines.append(f"Host: DOES NOT FIT, {format_bytes(needed)} needed, {format_bytes(hardware.host)} are free")
         frozen = host.parameters + host.activations
         if host.gradients > 0.1 * host.parameters:
             lines.append(f"  With adapters, --lora 8, it needs little more than {format_bytes(frozen)}")
         if host.masters:
             narrow = host.total - host.masters - (host.gradients + host.optimizer) // 2
             lines.append(f"  With --optim-dtype same it needs {format_bytes(narrow)}, and rounds more")
+        if report.disk is None:
+            lines.append("  With --host disk:DIR a few layers of it are in memory, and the rest on a disk")
     return lines

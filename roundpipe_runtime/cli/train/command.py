@@ -19,6 +19,7 @@ from yobx_flatten.terminal.failures import UserError
 from yobx_flatten.terminal.output import say, say_json
 
 from ... import fine_tune as tuning
+from ...device.disk_folder import HOST_IN_MEMORY
 from ...errors import PlanError, RoundPipeError
 from ..models import source_of
 from ..option_objects import flat_options, takes_options
@@ -61,6 +62,11 @@ def train(
         say(format_config(parts.items()))
         return 0
     stdout, job = sys.stdout, tuning.Job()
+    if step.host != HOST_IN_MEMORY and (job.size > 1 or step.replicas is not None):
+        raise UserError(
+            f"--host {step.host} trains in one process, without groups. Start one, and leave --replicas out; or --host "
+            "memory"
+        )
     if what.json and job.is_first:
         context.with_resource(contextlib.redirect_stdout(sys.stderr))
     if job.was_restarted():  # what is there is this run's own
@@ -299,7 +305,7 @@ def _learner(
     source: tuning.ModelSource, adapters: tuning.Lora | None, step: StepOptions, learning: LearningOptions
 ) -> nn.Module:
     quantize = few_bits(learning.quantize)
-    learner = source.load(dtype=dtype_named(step.dtype), seed=learning.seed, quantize=quantize)
+    learner = source.load(dtype=dtype_named(step.dtype), seed=learning.seed, quantize=quantize, host=step.host)
     return learner if adapters is None else tuning.add_lora(learner, adapters, seed=learning.seed)
 
 

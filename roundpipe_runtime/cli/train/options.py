@@ -12,6 +12,7 @@ import typer
 from yobx_flatten.model_folder.source.find import MODEL_NAMES
 from yobx_flatten.terminal.failures import UserError
 
+from ...device.disk_folder import HOST_IN_MEMORY, check_host
 from ...device.virtual import Device, VirtualDevice, parse_devices
 from ...distributed.ranks.torchrun import own_devices
 from ...errors import ConfigError, DeviceError
@@ -63,6 +64,16 @@ LargeTables = Annotated[
 Quantize = Annotated[
     Literal["none", "nf4", "fp4", "int8"],
     option("KIND", "Bits of the frozen weights with --lora: none, nf4, fp4 (bitsandbytes), int8 (torchao).", _RATE),
+]
+
+
+Host = Annotated[
+    str,
+    option(
+        "PLACE",
+        "Where weights, gradients and the optimizer's state live: memory, or disk:DIR, a folder of a disk.",
+        _STEP,
+    ),
 ]
 
 
@@ -221,8 +232,10 @@ class StepOptions:
     optim_dtype: OptimDtype = "float32"
     keep_parameters: KeepParameters = "0"
     large_tables: LargeTables = "auto"
+    host: Host = HOST_IN_MEMORY
 
     def __post_init__(self) -> None:
+        check_place(self.host)
         if self.steps is not None and self.epochs is not None:
             raise UserError("--steps and --epochs both state how long. Leave one out")
         parse_gigabytes(self.keep_parameters, "--keep-parameters")
@@ -356,6 +369,7 @@ def settings_of(
         optim_dtype=dtype_named(step.optim_dtype),
         keep_parameters=parse_gigabytes(step.keep_parameters, "--keep-parameters"),
         large_tables=step.large_tables,
+        host=step.host,
         lr=learning.lr,
         warmup=learning.warmup,
         schedule=learning.schedule,
@@ -377,6 +391,14 @@ def check_quantize(kind: str, lora: str | None) -> None:
 def few_bits(kind: str) -> FewBits | None:
     """Return the bits of frozen weights; ``None`` where they stay as they are."""
     return None if kind == "none" else cast("FewBits", kind)
+
+
+def check_place(text: str) -> None:
+    """Refuse a place that is none."""
+    try:
+        check_host(text)
+    except ConfigError as error:
+        raise UserError(f"--host is memory or disk:DIR, found {text!r}") from error
 
 
 def dtype_named(name: str) -> torch.dtype | None:

@@ -81,6 +81,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
         example: Mapping[str, Any] | None = None,
         replicas: int | None = None,
         use_sequential_preset: bool | None = None,
+        host: str | None = None,
         **options: Any,
     ) -> None:
         given = {
@@ -89,6 +90,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
             "example": example,
             "replicas": replicas,
             "use_sequential_preset": use_sequential_preset,
+            "host": host,
         }
         self._rp_options = {name: value for name, value in given.items() if value is not None}
         self._rp_config = RoundPipeRunConfig(num_microbatch=microbatches, keep_parameters=keep_parameters)

@@ -3,7 +3,8 @@
 ::
 
     optimizer.pt                       one process, or a mesh that keeps everything whole
-    roundpipe.json, .safetensors       runs that seeds count; master weights; of shards: all of the optimizer by name
+    roundpipe.json, .safetensors       runs that seeds count; master weights; of shards, and on a disk: all of the
+                                       optimizer by name, written and read one tensor after the other
     shards/                            several processes: the rows that each has; read by any number of them
 """
 
@@ -19,13 +20,15 @@ from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ...checkpoint.errors import CheckpointError
-from ...checkpoint.model_state import collect_progress, optimizer_targets, restore_progress
+from ...checkpoint.model_state import collect_progress, load_weights, optimizer_targets, restore_progress
 from ...checkpoint.optimizer_state import check_optimizer, named_state, restore_optimizer
 from ...checkpoint.ranks import ranks_of
 from ...checkpoint.shards import cut_like
 from ...checkpoint.training_state import read_values, write_values
+from ...device.disk_folder import HOST_IN_MEMORY
 from ...device.generator import generator_kept
 from ...errors import ConfigError
+from ...optim.disk_store import hold_on_disk
 from ...pipeline import RoundPipe
 from .pipeline_trainer import PipelineTrainer
 
@@ -38,6 +41,11 @@ _PROGRESS = "roundpipe"
 def _is_sharded(pipeline: RoundPipe) -> bool:
     """Report whether each process has a part of what the optimizer works on."""
     return pipeline.ranks.num_shards > 1
+
+
+def _saves_by_name(pipeline: RoundPipe) -> bool:
+    """Report whether the optimizer is saved by name: in shards, or from a disk, of which memory never holds all."""
+    return _is_sharded(pipeline) or pipeline.host != HOST_IN_MEMORY
 
 
 def _save_progress(folder: pathlib.Path, pipeline: RoundPipe) -> None:
@@ -78,7 +86,7 @@ def _load_shards(folder: pathlib.Path, pipeline: RoundPipe, optimizer: torch.opt
 
 def _load_whole(file: pathlib.Path, optimizer: torch.optim.Optimizer) -> None:
     """Load the part of this process of an optimizer that was saved whole."""
-    stored = torch.load(file, map_location="cpu", weights_only=True)
+    stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     held: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
     numbers = [group["params"] for group in stored["param_groups"]]
     if [len(group) for group in numbers] != [len(group) for group in held]:
@@ -89,6 +97,8 @@ def _load_whole(file: pathlib.Path, optimizer: torch.optim.Optimizer) -> None:
             if isinstance(value, torch.Tensor) and value.dim() and value.numel() == target.numel():
                 state[key] = cut_like(value, target)
     optimizer.load_state_dict(stored)
+    for target in (target for group in held for target in group):
+        hold_on_disk(optimizer, target)
 
 
 def _check_shared(folder: pathlib.Path) -> None:
@@ -111,7 +121,7 @@ class SavingTrainer(PipelineTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = pathlib.Path(output_dir)
-        if _is_sharded(self.pipeline):
+        if _saves_by_name(self.pipeline):
             _save_shards(folder, self.pipeline, self._rp_own_optimizer())
             if self.args.should_save and self.lr_scheduler is not None:
                 torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
@@ -127,6 +137,8 @@ class SavingTrainer(PipelineTrainer):
         return own
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.pipeline.host != HOST_IN_MEMORY and load_weights(pathlib.Path(resume_from_checkpoint), self.model):
+            return
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self._rp_load_converted(resume_from_checkpoint)
 
@@ -164,7 +176,7 @@ class SavingTrainer(PipelineTrainer):
         folder, pipeline, optimizer = pathlib.Path(checkpoint), self.pipeline, self._rp_own_optimizer()
         if _has_shards(folder):
             _load_shards(folder, pipeline, optimizer)
-        elif _is_sharded(pipeline) and (folder / OPTIMIZER_NAME).is_file():
+        elif _saves_by_name(pipeline) and (folder / OPTIMIZER_NAME).is_file():
             _load_whole(folder / OPTIMIZER_NAME, optimizer)
             _load_progress(folder, pipeline)
         else:

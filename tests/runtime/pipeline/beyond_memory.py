@@ -56,7 +56,7 @@ class Peaks:
 
 def pipeline(options: argparse.Namespace) -> tuple[RoundPipe, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(*[Block(options.width) for _ in range(options.layers)]).bfloat16()
+    model = nn.Sequential(*[Block(options.width).bfloat16() for _ in range(options.layers)])
     config = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
     host = f"disk:{options.folder}" if options.host == "disk" else "memory"
     pipe = RoundPipe(model, torch.float32, devices="virtual:1", model_run_config=config, host=host)

@@ -103,7 +103,7 @@ def streamed_model(found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype
 def unread_model(
     found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype
 ) -> tuple[Any, dict[str, Reader], tuple[str, ...]]:
-    """Return a model with parameters on meta, functions that read them by name, and notes on them."""
+    """Return a model in evaluation mode with parameters on meta, functions that read them by name, and notes."""
     assert found.folder is not None
     if found.runs_code:
         raise NotStreamableError("its class is not one of transformers")

@@ -1,0 +1,182 @@
+"""Tests of roundpipe_runtime.device.disk: tensors of a file, of which memory has what is used."""
+
+import errno
+import os
+import pathlib
+import threading
+
+import pytest
+import torch
+
+from roundpipe_runtime import ConfigError
+from roundpipe_runtime.device import disk_folder, pages
+from roundpipe_runtime.device.disk import DiskMemory, disk_of, in_groups, passing
+
+MIB = 2**20
+
+
+@pytest.fixture
+def memory(folder_on_disk):
+    made = DiskMemory(folder_on_disk, together=1)
+    yield made
+    made.close()
+
+
+def resident() -> int:
+    """Bytes of files that are mapped and resident in this process."""
+    text = pathlib.Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * int(text.partition("RssFile:")[2].split()[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_a_copy_holds_the_numbers(memory, dtype):
+    """A small tensor, a large one, and one whose axes are turned; the strides stay."""
+    for number, tensor in enumerate([torch.arange(5), torch.arange(70_000), torch.arange(6000).reshape(60, 100).T]):
+        copy = memory.copy(("a", number), tensor.to(dtype))
+        assert torch.equal(copy, tensor.to(dtype))
+        assert copy.stride() == tensor.stride()
+        assert disk_of(copy) is memory
+        assert disk_of(tensor) is None
+
+
+def test_what_was_left_is_not_resident_and_is_read_again(memory):
+    """64 MB, written by way of the mapping, left, read ahead and read; and written once more."""
+    tensor = memory.copy(("a",), torch.zeros(16 * MIB))
+    before = resident()
+    tensor.fill_(3.0)
+    assert resident() - before > 60 * MIB
+    memory.leave([tensor])
+    assert resident() - before < 4 * MIB
+    memory.settle()
+    memory.fetch([tensor]).result()
+    assert tensor.eq(3.0).all()
+    tensor.add_(1.0)
+    memory.leave([tensor])
+    memory.settle()
+    assert tensor.eq(4.0).all()
+
+
+def test_a_place_is_free_when_its_tensor_is_gone(memory):
+    """While the first one lives, the next one of the key gets another place."""
+    first = memory.copy(("a",), torch.ones(3000))
+    second = memory.copy(("a",), torch.full((3000,), 2.0))
+    assert first.eq(1.0).all()
+    address = first.data_ptr()
+    del first
+    assert memory.copy(("a",), torch.full((3000,), 3.0)).data_ptr() == address
+    assert second.eq(2.0).all()
+
+
+def test_a_kernel_without_the_request_reads_ahead_too(memory, monkeypatch):
+    """Linux before 5.14 refuses it: the file is read into the page cache instead."""
+    tensor = memory.copy(("a",), torch.arange(MIB))
+    memory.leave([tensor])
+    memory.settle()
+    monkeypatch.setattr(pages, "fetch", lambda start, end: False)
+    memory.fetch([tensor]).result()
+    assert torch.equal(tensor, torch.arange(MIB))
+
+
+def test_threads_may_leave_what_others_use(memory):
+    """Two threads count in tensors that a third one leaves all the time: no count is lost."""
+    tensors = [memory.copy(("a", number), torch.zeros(5000)) for number in range(2)]
+    ended = threading.Event()
+
+    def count(tensor):
+        for _ in range(200):
+            tensor.add_(1.0)
+
+    def leave():
+        while not ended.is_set():
+            memory.leave(tensors)
+
+    counting = [threading.Thread(target=count, args=[tensor]) for tensor in tensors]
+    leaving = threading.Thread(target=leave)
+    for thread in [leaving, *counting]:
+        thread.start()
+    for thread in counting:
+        thread.join()
+    ended.set()
+    leaving.join()
+    assert all(tensor.eq(200.0).all() for tensor in tensors)
+
+
+def test_the_file_has_no_name(memory):
+    """So nothing of it is left when the process is killed."""
+    tensor = memory.copy(("a",), torch.ones(MIB))
+    assert memory.nbytes >= tensor.nbytes
+    assert list(memory.folder.iterdir()) == []
+
+
+def test_tensors_outlive_the_memory(folder_on_disk):
+    """They keep the file; they are those of no memory any more."""
+    memory = DiskMemory(folder_on_disk)
+    tensor = memory.copy(("a",), torch.arange(MIB))
+    memory.close()
+    assert torch.equal(tensor, torch.arange(MIB))
+    assert disk_of(tensor) is None
+
+
+def test_a_full_disk_is_one_line(folder_on_disk, monkeypatch):
+    """The file grows before anything is written into it: a mapped page without room would be a signal."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    memory = DiskMemory(folder_on_disk)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"No space left on device\): it takes 4\.\d+ MB more .*\n.*disk:DIR"):
+        memory.copy(("a",), torch.ones(MIB))
+    memory.close()
+
+
+def test_an_error_of_the_disk_is_raised(memory, monkeypatch):
+    """What could not be written is an error of the next wait, not a wrong number."""
+    tensor = memory.copy(("a",), torch.ones(MIB))
+
+    def broken(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(pages, "write_out", broken)
+    memory.leave([tensor])
+    with pytest.raises(OSError, match="Input/output error"):
+        memory.settle()
+    monkeypatch.undo()
+
+
+def test_groups_pass_one_after_the_other(memory):
+    """Each is whole while it is at hand; tensors of the memory of the host pass too."""
+    tensors = [memory.copy(("a", number), torch.full((MIB,), float(number))) for number in range(5)]
+    groups = in_groups([*tensors, torch.full((3,), 5.0)], nbytes=8 * MIB)
+    assert list(map(len, groups)) == [2, 2, 2]
+    seen = [tensor.mean().item() for number in passing(groups, written=False) for tensor in groups[number]]
+    assert seen == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize("host", ["disk", "disk:", "ssd:/tmp", None, 3])
+def test_any_other_place_is_refused(host):
+    """The error shows both forms."""
+    with pytest.raises(ConfigError, match=r'host must be "memory" or "disk:DIR"'):
+        disk_folder.disk_folder(host)
+
+
+def test_a_folder_that_is_memory_is_refused():
+    """A tmpfs has the capacity of the memory that is to be saved."""
+    shared = pathlib.Path("/dev/shm")
+    if not shared.is_dir() or disk_folder._file_system(shared) != "tmpfs":
+        pytest.skip("this machine has no tmpfs at /dev/shm")
+    with pytest.raises(ConfigError, match="on a tmpfs, which is memory"):
+        DiskMemory(shared)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    """The error has the line that makes it."""
+    with pytest.raises(ConfigError, match=r"no such folder. Create it:\n    mkdir -p .*nowhere"):
+        DiskMemory(tmp_path / "nowhere")
+
+
+def test_other_systems_are_refused(tmp_path, monkeypatch):
+    """One line, before anything is opened."""
+    monkeypatch.delattr(os, "posix_fadvise")
+    with pytest.raises(ConfigError, match="needs Linux"):
+        DiskMemory(tmp_path)

@@ -1,0 +1,301 @@
+"""Tests of host="disk:DIR": the numbers are those of a training in memory, and memory holds a few layers."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from roundpipe_runtime import (
+    CheckpointError,
+    ConfigError,
+    OptimizerCtx,
+    RoundPipe,
+    RoundPipeRunConfig,
+    load_checkpoint,
+    optim,
+    save_checkpoint,
+)
+from roundpipe_runtime.device.disk import disk_of
+from tests import fresh_process
+from tests.runtime.small import Tied
+
+WIDTH, CLASSES = 64, 50
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "fused": lambda params: optim.Adam(params, lr=1e-2),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, centered=True),
+}
+
+
+def model(*, half: bool = False, frozen: bool = False) -> nn.Sequential:
+    """An embedding, dropout, two layers with one weight, a head; of sizes that fill pages."""
+    torch.manual_seed(0)
+    first = Tied(nn.Parameter(torch.randn(WIDTH, WIDTH) / 8))
+    layers = [nn.Embedding(CLASSES, WIDTH), nn.Dropout(0.1), first, nn.Linear(WIDTH, WIDTH), Tied(first.weight)]
+    made = nn.Sequential(*layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES))
+    made[3].requires_grad_(not frozen)
+    return made.bfloat16() if half else made
+
+
+def wrapped(host: str, *, half: bool = False, frozen: bool = False, devices: int = 2, name: str = "run") -> RoundPipe:
+    config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
+    dtype = torch.float32 if half else None
+    made = model(half=half, frozen=frozen)
+    return RoundPipe(made, dtype, name, config, devices=f"virtual:{devices}", host=host)
+
+
+def loss_fn(outputs, labels):
+    return nn.functional.cross_entropy(outputs.float().flatten(0, 1), labels.flatten())
+
+
+def optimizer_of(pipe: RoundPipe, kind: str = "adamw") -> torch.optim.Optimizer:
+    with OptimizerCtx():
+        return OPTIMIZERS[kind](p for p in pipe.parameters() if p.requires_grad)
+
+
+def train(pipe, optimizer, steps, *, is_async=False, batches=1, first=0):
+    """The losses of some steps: 7 rows in 3 microbatches, gradients of several batches, clipped to a norm."""
+    found = []
+
+    def step():
+        torch.nn.utils.clip_grad_norm_(list(pipe.optim_parameters()), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(first, first + steps):
+        for part in range(batches):
+            tokens = torch.randint(CLASSES, (7, 4), generator=torch.Generator().manual_seed(10 * number + part))
+            found.append(pipe.forward_backward((tokens,), label=tokens, loss_fn=loss_fn).item())
+        pipe.step(step, is_async=is_async)
+    pipe.synchronize()
+    return found
+
+
+def all_of(pipe, optimizer):
+    """Copies of parameters, master weights and the tensors of the optimizer."""
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return [tensor.detach().clone() for tensor in [*pipe.parameters(), *pipe.optim_parameters(), *states]]
+
+
+def assert_same(one, other):
+    assert len(one) == len(other)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        ({}, {}),
+        ({"half": True}, {"batches": 2}),
+        ({"half": True, "devices": 3}, {"is_async": "exact"}),
+        ({"frozen": True, "devices": 1}, {"is_async": "exact", "batches": 2}),
+    ],
+)
+def test_twenty_steps_have_the_bits_of_memory(folder_on_disk, options, how):
+    """Tied weights, dropout, uneven microbatches, bfloat16 with masters, frozen parts, accumulation, exact steps."""
+    found = []
+    for host in ("memory", f"disk:{folder_on_disk}"):
+        torch.manual_seed(1)
+        pipe = wrapped(host, **options)
+        optimizer = optimizer_of(pipe)
+        losses = train(pipe, optimizer, 20, **how)
+        found.append((losses, all_of(pipe, optimizer)))
+        pipe.close()
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_all_of_the_training_is_on_the_disk(folder_on_disk, kind):
+    """Parameters, master weights, gradients, and what the optimizer makes in its first step."""
+    pipe = wrapped(f"disk:{folder_on_disk}", half=True)
+    optimizer = optimizer_of(pipe, kind)
+    train(pipe, optimizer, 2)
+    tokens = torch.zeros(6, 4, dtype=torch.long)
+    pipe.forward_backward((tokens,), label=tokens, loss_fn=loss_fn)
+    held = [*pipe.parameters(), *pipe.optim_parameters(), *(p.grad for p in pipe.optim_parameters())]
+    held += [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.nbytes >= 4096]
+    assert all(disk_of(tensor) is not None for tensor in held)
+    pipe.close()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_clipping_has_the_bits_of_torch(folder_on_disk, norm_type):
+    """torch's function, on gradients of a disk, next to copies of them in memory."""
+    pipe = wrapped(f"disk:{folder_on_disk}")
+    tokens = torch.arange(24).reshape(6, 4)
+    pipe.forward_backward((tokens,), label=tokens, loss_fn=loss_fn)
+    copies = [nn.Parameter(p.detach().clone()) for p in pipe.parameters()]
+    for copy, parameter in zip(copies, pipe.parameters(), strict=True):
+        copy.grad = parameter.grad.clone()
+    for limit in (1e9, 0.01):
+        expected = torch.nn.utils.clip_grad_norm_(copies, limit, norm_type)
+        assert torch.equal(torch.nn.utils.clip_grad_norm_(pipe.parameters(), limit, norm_type), expected)
+        assert_same([p.grad for p in pipe.parameters()], [copy.grad for copy in copies])
+    next(pipe.parameters()).grad.fill_(math.nan)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0, error_if_nonfinite=True)
+    pipe.close()
+
+
+def test_a_run_that_fails_changes_nothing(folder_on_disk):
+    """The second microbatch has no loss: gradients are those of the batch before, and the training goes on."""
+    found = []
+    for host in ("memory", f"disk:{folder_on_disk}"):
+        pipe = wrapped(host, half=True)
+        optimizer = optimizer_of(pipe)
+        tokens = torch.arange(24).reshape(6, 4)
+        pipe.forward_backward((tokens,), label=tokens, loss_fn=loss_fn)
+        before = [p.grad.clone() for p in pipe.optim_parameters()]
+        calls = []
+
+        def fails(outputs, labels, calls=calls):
+            calls.append(None)
+            if len(calls) == 2:
+                raise ValueError("no loss")
+            return loss_fn(outputs, labels)
+
+        with pytest.raises(ValueError, match="no loss"):
+            pipe.forward_backward((tokens,), label=tokens, loss_fn=fails)
+        assert_same(before, [p.grad for p in pipe.optim_parameters()])
+        train(pipe, optimizer, 2)
+        found.append(all_of(pipe, optimizer))
+        pipe.close()
+    assert_same(*found)
+
+
+def test_changed_parameters_are_what_trains(folder_on_disk):
+    """A state dict is loaded, a weight is edited in place, another one replaced, a frozen layer trained."""
+    found = []
+    for host in ("memory", f"disk:{folder_on_disk}"):
+        pipe = wrapped(host, half=True, frozen=True)
+        optimizer = optimizer_of(pipe)
+        train(pipe, optimizer, 1)
+        pipe.load_state_dict(model(half=True).state_dict())
+        with torch.no_grad():
+            pipe.model[6].weight.mul_(0.5)
+        pipe.model[3].weight.data = torch.ones(WIDTH, WIDTH, dtype=torch.bfloat16)
+        pipe.model[3].requires_grad_(True)
+        optimizer.add_param_group({"params": pipe._rp_engine.store.targets(list(pipe.model[3].parameters()))})
+        train(pipe, optimizer, 2, first=1)
+        found.append(all_of(pipe, optimizer))
+        if host != "memory":
+            assert disk_of(pipe.model[3].weight) is not None
+        pipe.close()
+    assert_same(*found)
+
+
+class OfAll(torch.optim.SGD):
+    """Scales each update by the norm of all gradients, so that no part of the step has the bits of the whole."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients]))
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad / norm)
+
+
+def test_an_optimizer_without_parts_is_refused(folder_on_disk):
+    """The parameters are as they were."""
+    pipe = wrapped(f"disk:{folder_on_disk}")
+    optimizer = OfAll(pipe.optim_parameters(), lr=0.1)
+    tokens = torch.zeros(6, 4, dtype=torch.long)
+    pipe.forward_backward((tokens,), label=tokens, loss_fn=loss_fn)
+    before = [p.detach().clone() for p in pipe.parameters()]
+    with pytest.raises(ConfigError, match=r'does not update one parameter after the other.*\n.*host="memory"'):
+        pipe.step(optimizer.step)
+    with pytest.raises(ConfigError, match="LBFGS was given a closure"):
+        torch.optim.LBFGS(pipe.optim_parameters()).step(lambda: torch.zeros(()))
+    with pytest.raises(ConfigError, match=r'is_async="exact"'):
+        pipe.step(torch.optim.SGD(pipe.optim_parameters(), lr=0.1).step, is_async=True)
+    assert_same(before, list(pipe.parameters()))
+    pipe.close()
+
+
+def test_several_processes_are_refused(folder_on_disk):
+    """Groups have sums of their own, which are in memory."""
+    for options in ({"mesh": init_device_mesh("cpu", (1,))}, {"replicas": 2}):
+        with pytest.raises(ConfigError, match="trains in one process without groups"):
+            RoundPipe(model(), devices="virtual:1", host=f"disk:{folder_on_disk}", **options)
+    torch.distributed.destroy_process_group()
+
+
+def test_nothing_changes_where_the_disk_is_full(folder_on_disk, monkeypatch):
+    """The room is taken before a parameter is moved, and before a step changes anything."""
+    made = model()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.posix_fallocate", _full)
+        with pytest.raises(ConfigError, match="too small for this training"):
+            RoundPipe(made, devices="virtual:1", host=f"disk:{folder_on_disk}")
+    assert all(disk_of(p) is None for p in made.parameters())
+    pipe = wrapped(f"disk:{folder_on_disk}")
+    optimizer = optimizer_of(pipe)
+    tokens = torch.zeros(6, 4, dtype=torch.long)
+    pipe.forward_backward((tokens,), label=tokens, loss_fn=loss_fn)
+    before = [p.detach().clone() for p in pipe.parameters()]
+    with monkeypatch.context() as patch:
+        patch.setattr("os.posix_fallocate", _full)
+        with pytest.raises(ConfigError, match="too small for this training"):
+            pipe.step(optimizer.step)
+    assert not optimizer.state
+    assert_same(before, list(pipe.parameters()))
+    pipe.step(optimizer.step)
+    pipe.close()
+
+
+def _full(*_):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("way", [("memory", "disk"), ("disk", "memory"), ("disk", "disk")])
+def test_checkpoints_go_from_either_place_to_either(tmp_path, folder_on_disk, way):
+    """Three steps, a checkpoint, three more in another pipeline: the bits of six in memory."""
+    hosts = {"memory": "memory", "disk": f"disk:{folder_on_disk}"}
+    pipe = wrapped("memory", half=True)
+    optimizer = optimizer_of(pipe)
+    train(pipe, optimizer, 6)
+    expected = all_of(pipe, optimizer)
+    pipe.close()
+    pipe = wrapped(hosts[way[0]], half=True)
+    optimizer = optimizer_of(pipe)
+    train(pipe, optimizer, 3)
+    save_checkpoint(tmp_path / "checkpoints", pipe, optimizer=optimizer)
+    pipe.close()
+    pipe = wrapped(hosts[way[1]], half=True)
+    optimizer = optimizer_of(pipe)
+    load_checkpoint(tmp_path / "checkpoints", pipe, optimizer=optimizer)
+    if way[1] == "disk":
+        moments = [state["exp_avg"] for state in optimizer.state.values() if state["exp_avg"].nbytes >= 4096]
+        assert moments and all(disk_of(moment) is not None for moment in moments)
+    train(pipe, optimizer, 3, first=3)
+    assert_same(all_of(pipe, optimizer), expected)
+    pipe.close()
+
+
+def test_a_checkpoint_in_the_background_is_refused(tmp_path, folder_on_disk):
+    """It would copy the state in memory."""
+    pipe = wrapped(f"disk:{folder_on_disk}")
+    with pytest.raises((ConfigError, CheckpointError), match=r"is_async=False"):
+        save_checkpoint(tmp_path, pipe, is_async=True)
+    pipe.close()
+
+
+@pytest.mark.slow
+def test_memory_holds_two_fifths_of_the_state_at_most(folder_on_disk):
+    """A training of 600 MB of state, in a process of its own: its making, its steps, a checkpoint and its load."""
+    found = {}
+    for host in ("memory", "disk"):
+        program = ("-m", "tests.runtime.pipeline.beyond_memory", folder_on_disk, "--host", host)
+        printed = fresh_process.run(*program, "--layers", "16", timeout=600, imported=fresh_process.TRAINER).stdout
+        found[host] = json.loads(printed.splitlines()[-1])
+    state = found["disk"].pop("state")
+    assert found["disk"].pop("losses") == found["memory"].pop("losses")
+    assert max(found["disk"].values()) <= 0.4 * state
+    assert found["memory"]["step"] > 0.9 * state  # the bound is one that a training in memory breaks

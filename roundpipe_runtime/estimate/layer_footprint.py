@@ -43,6 +43,11 @@ class LayerFootprint:
         backward_flops: operations of a backward, without the forward that is computed again.
         frozen_bytes: parameters that do not train; part of ``param_bytes``. Default: 0.
         trained_bytes: parameters that train; part of ``param_bytes``, the rest are buffers. Default: 0.
+        expert_bytes: parameters with one matrix per expert; part of ``param_bytes``. Default: 0.
+        experts: number of experts. Default: 0.
+        routed_rows: rows that are multiplied with the matrix of one expert each: tokens, by the experts that each is
+            routed to. Default: 0.
+        experts_train: whether the experts train. Default: ``False``.
     """
 
     name: str
@@ -59,6 +64,10 @@ class LayerFootprint:
     backward_flops: int
     frozen_bytes: int = 0
     trained_bytes: int = 0
+    expert_bytes: int = 0
+    experts: int = 0
+    routed_rows: int = 0
+    experts_train: bool = False
 
     @property
     def buffer_bytes(self) -> int:
@@ -147,6 +156,9 @@ def _measure(
         graph, results = _called(contents, call, given)
     entries, exits = graph.entries, graph.exits
     forward_peak, held, forward_flops = found.peak, found.restart(), found.flops
+    own = {parameter.untyped_storage()._cdata: parameter for parameter in contents.parameters()}
+    grouped = [(rows, own[key]) for key, rows in found.grouped.items() if key in own]
+    found.grouped.clear()
     starts = [(exit_, torch.empty_like(exit_)) for exit_ in exits if exit_.requires_grad]
     with found:
         found.ignore(gradient for _, gradient in starts)
@@ -174,6 +186,10 @@ def _measure(
         backward_flops=found.flops - forward_flops,
         frozen_bytes=storage_bytes(p for p in contents.parameters() if not p.requires_grad),
         trained_bytes=storage_bytes(trained),
+        expert_bytes=storage_bytes(parameter for _, parameter in grouped),
+        experts=max((len(parameter) for _, parameter in grouped), default=0),
+        routed_rows=max((rows for rows, _ in grouped), default=0),
+        experts_train=any(parameter.requires_grad for _, parameter in grouped),
     )
     for parameter in trained:
         parameter.grad = None

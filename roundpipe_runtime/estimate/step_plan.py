@@ -162,15 +162,8 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep:
         new = [index for index in stage.layers if (device, index) not in there]
         if stays and stage.kind == "forward":
             there.update((device, index) for index in stage.layers if not plan.layers[index].buffer_bytes)
-        upload = sum(
-            max(
-                0,
-                int(
-                    plan.layers[index].param_bytes - kept[index].of(was_here=(device, index) in came) - unread[index][0]
-                ),
-            )
-            for index in new
-        )
+        stayed = {index: kept[index].of(was_here=(device, index) in came) for index in new}
+        upload = sum(max(0, int(plan.layers[i].param_bytes - stayed[i] - unread[i][0])) for i in new)
         came.update((device, index) for index in stage.layers)
         computed = plan.seconds(stage, without_calls)
         loads.append(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from yobx_flatten.errors.messages import table
+from yobx_flatten.errors.messages import format_bytes, table
 from yobx_flatten.terminal.output import console, printable, say, say_json
 
 from ..timeline.drawing import draw_on
@@ -54,6 +54,7 @@ def timeline(
             {
                 "seconds": _whole(devices),
                 "records": len(read.records),
+                "parameters": {"uploaded": read.uploaded, "skipped": read.skipped},
                 "devices": [dataclasses.asdict(totals) for totals in devices],
                 "stages": [dataclasses.asdict(totals) for totals in slowest],
             }
@@ -61,6 +62,8 @@ def timeline(
         return 0
     draw_on(console(), read, printable)
     say("\n" + "\n".join(_devices(devices)))
+    if read.skipped:
+        say("\n" + _parameters(read.uploaded, read.skipped))
     if stages:
         say("\n" + "\n".join(_stages(slowest[:stages], len(slowest))))
     if picture is not None:
@@ -81,6 +84,14 @@ def _devices(devices: list[DeviceTotals]) -> list[str]:
         times = (totals.busy, totals.transfers, totals.idle)
         rows.append([totals.device, *(f"{format_seconds(time)} {100 * time / whole:>4.0f} %" for time in times)])
     return table(rows, align="<>>>", indent="")
+
+
+def _parameters(uploaded: int, skipped: int) -> str:
+    whole = uploaded + skipped
+    return (
+        f"parameters uploaded: {format_bytes(uploaded)} of {format_bytes(whole)}, {100 * uploaded / whole:.0f} %; the "
+        "rest belongs to experts that no token was routed to"
+    )
 
 
 def _stages(slowest: list[StageTotals], count: int) -> list[str]:

@@ -269,6 +269,7 @@ class RunLifecycle:
     def _execute(self, run: Run, stages: Sequence[Stage]) -> None:
         # Held for the whole run: a step in the background must not drop the copies that later stages read.
         run.version = run.table.hold_latest()
+        before = self.kept.traffic
         try:
             with on_error(partial(self._drop, run)):
                 self.dispatch.run(run, stages)
@@ -276,6 +277,8 @@ class RunLifecycle:
         finally:
             run.release()
             run.table.let_go(run.version)
+        after = self.kept.traffic
+        run.timer.add_parameters(after.uploaded - before.uploaded, after.skipped - before.skipped)
 
     def _drop(self, run: Run, error: BaseException) -> None:
         """Forget a run that has failed."""

@@ -62,6 +62,11 @@ class Timer:
         else:
             self._add(span, end)
 
+    def add_parameters(self, uploaded: int, skipped: int) -> None:
+        """Take bytes of parameters that were copied to devices, and of those that were not as no layer read them."""
+        if self._timeline is not None:
+            self._timeline.add_parameters(uploaded, skipped)
+
     def finish(self) -> None:
         """Take the times of devices that have ended their work, and begin with new clocks."""
         for span, end in self._late:

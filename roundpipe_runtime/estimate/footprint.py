@@ -40,6 +40,8 @@ class Footprint(TorchDispatchMode):
         self.alive = 0
         self.peak = 0
         self.flops = 0
+        # Rows of products of groups of rows with a matrix each, by the identity of the memory of the matrices.
+        self.grouped: dict[int, int] = {}
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -64,6 +66,8 @@ class Footprint(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self._note(leaf, counted=True)
         self.flops += _flops(func, args, kwargs, out)
+        if getattr(func, "_overloadpacket", None) is _ATEN._grouped_mm and args[0].dim() == 2 and args[1].dim() == 3:
+            self.grouped.setdefault(args[1].untyped_storage()._cdata, len(args[0]))
         return out
 
     def _note(self, tensor: torch.Tensor, *, counted: bool) -> None:

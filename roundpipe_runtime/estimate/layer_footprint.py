@@ -50,6 +50,11 @@ class LayerFootprint:
         parts_backward: the same for a backward, in addition. Default: 0.
         parts_down: gradients of these, which are copied back. Default: 0.
         table_grad_bytes: gradients of whole tables, which only the host has. Default: 0.
+        expert_bytes: parameters with one matrix per expert; part of ``param_bytes``. Default: 0.
+        experts: number of experts. Default: 0.
+        routed_rows: rows that are multiplied with the matrix of one expert each: tokens, by the experts that each is
+            routed to. Default: 0.
+        experts_train: whether the experts train. Default: ``False``.
     """
 
     name: str
@@ -71,6 +76,10 @@ class LayerFootprint:
     parts_backward: int = 0
     parts_down: int = 0
     table_grad_bytes: int = 0
+    expert_bytes: int = 0
+    experts: int = 0
+    routed_rows: int = 0
+    experts_train: bool = False
 
     @property
     def buffer_bytes(self) -> int:
@@ -166,6 +175,9 @@ def _measure(
     entries, exits = graph.entries, graph.exits
     forward_peak, held, forward_flops = found.peak, found.restart(), found.flops
     parts_forward = parts.up
+    own = {parameter.untyped_storage()._cdata: parameter for parameter in contents.parameters()}
+    grouped = [(rows, own[key]) for key, rows in found.grouped.items() if key in own]
+    found.grouped.clear()
     starts = [(exit_, torch.empty_like(exit_)) for exit_ in exits if exit_.requires_grad]
     with found:
         found.ignore(gradient for _, gradient in starts)
@@ -200,6 +212,10 @@ def _measure(
         parts_backward=parts.up - parts_forward,
         parts_down=parts.down,
         table_grad_bytes=sum(p.numel() * gradient_dtype(p).itemsize for p in tables if p.requires_grad),
+        expert_bytes=storage_bytes(parameter for _, parameter in grouped),
+        experts=max((len(parameter) for _, parameter in grouped), default=0),
+        routed_rows=max((rows for rows, _ in grouped), default=0),
+        experts_train=any(parameter.requires_grad for _, parameter in grouped),
     )
     for parameter in trained:
         parameter.grad = None

@@ -12,6 +12,7 @@ from ..schedule.costs import LayerCost
 from ..schedule.plan import ModelExecutePlan
 from ..schedule.round_robin import Kind, RoundRobin, Stage
 from ..schedule.simulation import StageLoad
+from .expert_bytes import unread_bytes
 from .hardware import Hardware
 from .kept_bytes import kept_bytes
 from .layer_footprint import LayerFootprint
@@ -45,6 +46,16 @@ class StepPlan:
     host_memory: HostMemory
     optimizer_bytes: int
     measured: Sequence[LayerCost] | None = None
+
+    @property
+    def expert_bytes(self) -> tuple[int, int]:
+        """Bytes of all experts, and of those that a pass through the layers is expected to upload: an expectation.
+
+        It is that of tokens that are routed evenly. At most all experts are uploaded, and devices have room for them.
+        """
+        whole = sum(layer.expert_bytes for layer in self.layers)
+        unread = sum(unread_bytes(layer, self.tokens, self.num_microbatch)[0] for layer in self.layers)
+        return whole, round(whole - unread)
 
     @property
     def stages(self) -> list[Stage]:
@@ -148,6 +159,7 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep:
     there: set[tuple[int, int]] = set()
     came: set[tuple[int, int]] = set()
     kept = kept_bytes(plan.layers, room_to_keep)
+    unread = [unread_bytes(layer, plan.tokens, plan.num_microbatch) for layer in plan.layers]
     loads = []
     plan = plan.on(len(machine.names))
     without_calls = dataclasses.replace(machine, call=0.0)
@@ -161,11 +173,9 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep:
         new = [index for index in stage.layers if (device, index) not in there]
         if stays and stage.kind == "forward":
             there.update((device, index) for index in stage.layers if not plan.layers[index].buffer_bytes)
+        stayed = {index: kept[index].of(was_here=(device, index) in came) for index in new}
         upload = sum(
-            plan.layers[index].param_bytes
-            - plan.layers[index].slice_bytes
-            - kept[index].of(was_here=(device, index) in came)
-            for index in new
+            max(0, int(plan.layers[i].param_bytes - plan.layers[i].slice_bytes - stayed[i] - unread[i][0])) for i in new
         )
         up, down = plan.part_bytes(stage)
         came.update((device, index) for index in stage.layers)
@@ -174,7 +184,7 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep:
             StageLoad(
                 compute=computed,
                 upload=upload,
-                download=sum(layer.grad_bytes for layer in mine) if goes_back else 0,
+                download=sum(int(plan.layers[i].grad_bytes - unread[i][1]) for i in stage.layers) if goes_back else 0,
                 inputs=mine[0].inputs + (mine[-1].grads_out if stage.kind == "backward" else 0) + up,
                 outputs=(mine[0].grads_in if goes_back else mine[-1].outputs + sum(saved)) + down,
                 copies=stage.copies,

@@ -55,7 +55,6 @@ class PlannedTraining:
     # model: causal language model of transformers, or PEFT's model around one, with parameters on `meta`
     # optim_dtype: dtype in which the optimizer works. Default: the dtype of each parameter.
     # large_tables: how tables of large vocabularies travel, as in `RoundPipe`. Default: `"auto"`.
-
     # host: where parameters, gradients and the optimizer's state are. Default: `"memory"`.
 
     def __init__(

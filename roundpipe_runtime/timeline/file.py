@@ -55,6 +55,7 @@ def merge_timelines(paths: Sequence[str | os.PathLike[str]]) -> Timeline:
             )
             for record in timeline.records
         ]
+        merged.add_parameters(timeline.uploaded, timeline.skipped)
     return merged
 
 
@@ -74,10 +75,17 @@ def _read(path: str | os.PathLike[str]) -> tuple[Timeline, float | None]:
     ]
     if not timeline.records:
         raise TimelineFileError(f"{name} holds no record: nothing ran while it was written.")
-    other = content.get("otherData")
-    started: Any = other.get("started") if isinstance(other, dict) else None
+    found = content.get("otherData")
+    other: dict[str, Any] = found if isinstance(found, dict) else {}
+    timeline.add_parameters(*(_bytes_of(other.get(name)) for name in ("uploaded", "skipped")))
+    started: Any = other.get("started")
     is_time = isinstance(started, (int, float)) and abs(started) < _FOREVER
     return timeline, float(started) if is_time else None
+
+
+def _bytes_of(value: Any) -> int:
+    """A number of bytes; 0 where a file has none, as those of earlier versions."""
+    return value if type(value) is int and 0 <= value < _FOREVER else 0
 
 
 def _devices(events: list[Any]) -> dict[Any, str]:

@@ -63,6 +63,8 @@ class Timeline:
 
     Attributes:
         records: records so far, in the order in which the work ended.
+        uploaded: bytes of parameters that were copied to devices.
+        skipped: bytes of parameters that were not, because no layer read them: experts that no token was routed to.
 
     >>> import torch
     >>> from roundpipe_runtime import RoundPipe
@@ -76,6 +78,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self.records: list[Record] = []
+        self.uploaded = self.skipped = 0
         self._token: contextvars.Token[Timeline | None] | None = None
         self._zero: float | None = None  # the time of day at which the clock of the records is 0
 
@@ -104,6 +107,16 @@ class Timeline:
             layer: index of the layer, or -1.
         """
         self.records.append(Record(stage, microbatch, device, kind, start, end, layer))
+
+    def add_parameters(self, uploaded: int, skipped: int) -> None:
+        """Add bytes of parameters of a run.
+
+        Args:
+            uploaded: bytes that were copied to devices.
+            skipped: bytes that were not, because no layer read them.
+        """
+        self.uploaded += uploaded
+        self.skipped += skipped
 
     def draw(self, width: int = 72) -> str:
         """Draw the records: a row per device, time to the right, a letter per kind of work.
@@ -140,8 +153,8 @@ class Timeline:
     def to_chrome_trace(self) -> dict[str, Any]:
         """Return the records in the format of ``chrome://tracing``: a row per device, times in microseconds.
 
-        ``otherData`` has the time of day of the first record, in seconds, by which timelines of several processes are
-        aligned; nothing where there was no ``with`` block.
+        ``otherData`` has the bytes of parameters, and the time of day of the first record, in seconds, by which
+        timelines of several processes are aligned; it is not there where there was no ``with`` block.
         """
         devices = sorted({record.device for record in self.records})
         first = _span(self.records)[0] if self.records else 0.0
@@ -162,7 +175,8 @@ class Timeline:
             }
             for record in self.records
         ]
-        other = {} if self._zero is None else {"otherData": {"started": self._zero + first}}
+        parameters = {"uploaded": self.uploaded, "skipped": self.skipped}
+        other = {} if self._zero is None else {"otherData": {"started": self._zero + first, **parameters}}
         return {"traceEvents": names + events, "displayTimeUnit": "ms", **other}
 
     def save(self, path: str | os.PathLike[str]) -> None:

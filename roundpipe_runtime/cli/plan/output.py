@@ -48,6 +48,7 @@ def as_dict(
             {"kind": stage.kind, "layers": list(stage.layers), "device": device, "seconds": seconds}
             for stage, device, seconds in zip(report.stages, report.devices, report.seconds, strict=True)
         ],
+        "experts": dict(zip(("bytes", "expected_upload"), report.step.expert_bytes, strict=True)),
         "keep_parameters": report.simulated.keep_parameters,
         "tables": {layer.name: _way_of_tables(layer) for layer in report.layers if layer.parts_forward},
         "device_memory": [{**dataclasses.asdict(m), "total": m.total} for m in report.device_memory],
@@ -92,6 +93,7 @@ def write_plan(
         "",
         f"{len(report.stages)} stages",
         *_stages(report),
+        *_experts(report),
         "",
         *_memory(report),
         *_joined_loss(training.joined_loss(batch=rows, length=length)),
@@ -207,6 +209,21 @@ def _stages(report: PlanReport) -> list[str]:
             (count, str(layers), format_bytes(up), _size(down), format_seconds(seconds) if seconds else "-", share)
         )
     return table(rows, align="<>>>>>", width=_COLUMNS)
+
+
+def _experts(report: PlanReport) -> list[str]:
+    """What is expected to be uploaded of the experts of a mixture; nothing where there are none."""
+    whole, expected = report.step.expert_bytes
+    if not whole:
+        return []
+    if expected == whole:
+        return [f"Experts: all {format_bytes(whole)} go up in each pass, as these tokens are routed to most of them"]
+    return textwrap.wrap(
+        f"Experts: of {format_bytes(whole)}, {format_bytes(expected)} are expected to go up in each pass, with tokens "
+        "routed evenly, and fewer otherwise; devices have room for all of them",
+        _COLUMNS,
+        subsequent_indent="  ",
+    )
 
 
 def _copied_back(report: PlanReport, stage: Stage) -> int:

@@ -44,6 +44,9 @@ _PRODUCTS_OF_OTHERS = {"transformers::grouped_mm_fallback"}
 
 Arguments: TypeAlias = Sequence[Any]
 
+# As many indices are read by the host as they are; of more, the device first finds which are different.
+_FEW = 64
+
 
 class KnownRows:
     """The rows of the last tensor of indices, which two parameters of one module are usually read by."""
@@ -55,7 +58,7 @@ class KnownRows:
 
     def of_indices(self, indices: torch.Tensor, rows: int) -> list[int]:
         """Return the rows that a tensor of integers, or a mask, names; the host waits for the device."""
-        return self._remembered(indices, lambda: _distinct(indices, rows))
+        return [row % rows for row in self._remembered(indices, lambda: _distinct(indices))]
 
     def of_ends(self, ends: torch.Tensor) -> list[int]:
         """Return the groups that are not empty, by where each one ends; the host waits for the device."""
@@ -180,10 +183,10 @@ def _named(index: Any, rows: int, known: KnownRows) -> Sequence[int] | None:
     return None
 
 
-def _distinct(indices: torch.Tensor, rows: int) -> list[int]:
+def _distinct(indices: torch.Tensor) -> list[int]:
     found = indices.nonzero() if indices.dtype == torch.bool else indices
-    numbers = {int(one) for one in found.reshape(-1).tolist()} if found.numel() < 64 else found.unique().tolist()
-    return [int(one) % rows for one in numbers]
+    numbers = found.reshape(-1) if found.numel() < _FEW else found.unique()
+    return sorted({int(number) for number in numbers.tolist()})
 
 
 def _rows_of_product(

@@ -1,0 +1,425 @@
+"""Experts are uploaded when a token was routed to them: the same bits as without, and as the plain model."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, Timeline, VirtualDevice
+from roundpipe_runtime.engine.parameters import routed
+from roundpipe_runtime.engine.parameters.routed import find_groups
+from roundpipe_runtime.optim.parameters import scan
+from tests.runtime.small import checked_devices
+
+WIDTH, EXPERTS = 16, 8
+
+
+class Gate(nn.Module):
+    """Routes each row to the two experts whose numbers stand in its first two entries."""
+
+    def forward(self, x):
+        return x[:, :2].detach().abs().long() % EXPERTS
+
+
+class ByRow(nn.Module):
+    """Experts in one parameter, which are read in a loop over those that were hit."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.weight = Gate(), nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 4)
+
+    def forward(self, x):
+        found, ids = x * 0, self.gate(x)
+        for expert in ids.unique():
+            rows = (ids == expert).any(1).nonzero()[:, 0]
+            found = found.index_add(0, rows, F.linear(x[rows], self.weight[expert]))
+        return x + torch.tanh(found)
+
+
+class Gathered(ByRow):
+    """Experts in one parameter, of which each row takes its own."""
+
+    def forward(self, x):
+        ids = self.gate(x)
+        return x + torch.tanh(torch.einsum("rkoi,ri->ro", self.weight[ids], x))
+
+
+class Grouped(ByRow):
+    """Experts in one parameter, which groups of rows are multiplied with."""
+
+    def forward(self, x):
+        ids, order = self.gate(x)[:, 0].sort()
+        ends = torch.bincount(ids, minlength=EXPERTS).cumsum(0).to(torch.int32)
+        found = F.grouped_mm(x[order], self.weight.transpose(-2, -1), offs=ends)
+        return x + torch.tanh(found[order.argsort()])
+
+
+class Listed(nn.Module):
+    """Experts in a list, of which those that were hit are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = Gate()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(EXPERTS))
+
+    def forward(self, x):
+        found, ids = x * 0, self.gate(x)
+        for expert in ids.unique().tolist():
+            rows = (ids == expert).any(1).nonzero()[:, 0]
+            found = found.index_add(0, rows, self.experts[expert](x[rows]))
+        return x + found
+
+
+class Dense(ByRow):
+    """All experts compute, and those that were hit count: a mask hides the others in the forward."""
+
+    def forward(self, x):
+        every = torch.einsum("eoi,ri->reo", self.weight, x)
+        is_hit = F.one_hot(self.gate(x), EXPERTS).any(1)
+        return x + torch.tanh(torch.where(is_hit[..., None], every, 0).sum(1))
+
+
+KINDS = [ByRow, Gathered, Grouped, Listed]
+
+
+@pytest.fixture(autouse=True)
+def small_experts_count(monkeypatch):
+    """Experts of tests are small."""
+    monkeypatch.setattr(routed, "LEAST_BYTES", 0)
+
+
+def rows_to(*experts, rows=6, seed=1):
+    """Inputs of layers whose gates route to these experts."""
+    torch.manual_seed(seed)
+    x = torch.rand(rows, WIDTH) / 2
+    x[:, :2] = torch.tensor([[float(experts[(row + k) % len(experts)]) for k in range(2)] for row in range(rows)])
+    return x
+
+
+class Passing(nn.Module):
+    """Stands before experts, and leaves the entries that route as they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return torch.cat([x[:, :2], (x * self.scale)[:, 2:]], 1)
+
+
+def model_of(kind, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(Passing(), kind(), nn.Linear(WIDTH, 3))
+
+
+def squares(outputs, labels):
+    return F.mse_loss(outputs, labels)
+
+
+def gradients(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same(one, other):
+    """The same bits, and `None` in the same places."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert (value is None) == (other[name] is None), name
+        assert value is None or torch.equal(value, other[name]), name
+
+
+def pipe_of(model, devices="virtual:2:check", experts="routed", **options):
+    options = {"num_microbatch": 2, "loss_reduction": "mean", **options}
+    dtype = options.pop("optim_dtype", None)
+    config = RoundPipeRunConfig(upload_experts=experts, **options)
+    return RoundPipe(model, devices=devices, optim_dtype=dtype, model_run_config=config)
+
+
+def steps_of(model, batches, *, is_async=False, lr=0.05, **options):
+    """Losses, and all values after some steps; gradients of the last run; bytes that went up in each run."""
+    pipe = pipe_of(model, **options)
+    optimizer = torch.optim.AdamW(pipe.optim_parameters(), lr=lr, weight_decay=0.1)
+    losses, uploaded = [], []
+    for x in batches:
+        before = pipe.parameter_traffic
+        labels = torch.linspace(-1, 1, 3 * len(x)).reshape(len(x), 3)
+        losses.append(pipe.forward_backward((x,), label=labels, loss_fn=squares))
+        after = pipe.parameter_traffic
+        uploaded.append((after.uploaded - before.uploaded, after.skipped - before.skipped))
+        pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
+    pipe.synchronize()
+    pipe.close()
+    return [*losses, *(value.clone() for value in model.state_dict().values())], uploaded
+
+
+BATCHES = [rows_to(1, 3), rows_to(0), rows_to(2, 5, 7), rows_to(3, 1), rows_to(6, rows=5), rows_to(4, 5), rows_to(1)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_async", [False, True, "exact"])
+def test_a_training_has_the_same_bits_and_uploads_less(kind, is_async):
+    """Losses and weights after AdamW with weight decay, which treats a zero and no gradient differently."""
+    plain, most = steps_of(model_of(kind), BATCHES, is_async=is_async, experts="all")
+    found, some = steps_of(model_of(kind), BATCHES, is_async=is_async)
+    assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
+    assert [skipped for _, skipped in most] == [0] * len(BATCHES)
+    for number in (2, 4, 5, 6):  # not those that prove anything: the first, second and fourth
+        uploaded, skipped = some[number]
+        assert uploaded < 0.6 * (uploaded + skipped)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_the_plain_model(kind):
+    """Of experts without tokens they are zeros in one parameter, and none of modules that were not called."""
+    plain = model_of(kind)
+    x, labels = rows_to(2, 6, rows=4), torch.ones(4, 3)
+    squares(plain(x), labels).backward()
+    for experts in ("all", "routed"):
+        model = model_of(kind)
+        pipe = pipe_of(model, experts=experts, num_microbatch=1)
+        for _ in range(3):  # the third run proves nothing
+            pipe.zero_grad()
+            loss = pipe.forward_backward((x,), label=labels, loss_fn=squares)
+        assert torch.equal(loss, squares(plain(x), labels).detach())
+        assert_same(gradients(model), gradients(plain))
+        pipe.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_add_up_over_runs_with_other_experts(kind):
+    """Two runs without a step between them."""
+    found = []
+    for experts in ("all", "routed"):
+        model = model_of(kind)
+        pipe = pipe_of(model, experts=experts)
+        for x in (*BATCHES[:3], rows_to(0, 7), rows_to(2)):
+            pipe.forward_backward((x,), label=torch.ones(len(x), 3), loss_fn=squares)
+        found.append(gradients(model))
+        pipe.close()
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("devices", ["virtual:1:check", "virtual:3:check"])
+def test_backward_later_and_recomputed_layers_have_the_same_bits(kind, devices):
+    """A forward now and a backward later, layer by layer, on one device and on several."""
+    found = []
+    for experts in ("all", "routed"):
+        model = model_of(kind)
+        pipe = pipe_of(model, devices, experts, recompute_grain="layer")
+        for x in BATCHES[:5]:
+            given = x.clone().requires_grad_()
+            pipe(given).square().sum().backward()
+        found.append({**gradients(model), "inputs": given.grad})
+        pipe.close()
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("kind", [ByRow, Gathered, Listed])
+def test_bfloat16_with_float32_master_weights(kind):
+    """Gradients are summed in another dtype, and come down in it."""
+    batches = [x.bfloat16() for x in BATCHES]
+    runs = [
+        steps_of(model_of(kind).bfloat16(), batches, experts=experts, optim_dtype=torch.float32)
+        for experts in ("all", "routed")
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(runs[0][0], runs[1][0], strict=True))
+    assert runs[1][1][-1][1] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_experts_have_no_gradient_and_may_stay(kind):
+    """With the rest trained; those that were uploaded once stay on the device, and are not uploaded again."""
+    found = []
+    for experts in ("all", "routed"):
+        model = model_of(kind)
+        for parameter in model[1].parameters():
+            parameter.requires_grad_(False)
+        kept = {"devices": "virtual:1:check", "keep_parameters": 1.0}
+        values, uploaded = steps_of(model, BATCHES + BATCHES[:3], experts=experts, **kept)
+        assert all(parameter.grad is None for parameter in model[1].parameters())
+        found.append((values, uploaded))
+    (plain, _), (values, uploaded) = found
+    assert all(torch.equal(one, other) for one, other in zip(plain, values, strict=True))
+    frozen = sum(parameter.nbytes for parameter in model_of(kind)[1].parameters())
+    trained = sum(parameter.nbytes for parameter in model_of(kind).parameters()) - frozen
+    assert uploaded[-1] == (trained, 0)  # by then each expert was hit
+
+
+def test_several_copies_of_the_last_stage_have_the_same_bits():
+    """Their gradients are added in the order of microbatches; all of them come down."""
+    runs = []
+    for experts in ("all", "routed"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Passing(), ByRow())
+        pipe = pipe_of(model, "virtual:3:check", experts, num_microbatch=4, last_stage_copies=3)
+        for x in BATCHES[:5]:
+            pipe.forward_backward((x,), label=torch.ones(len(x), WIDTH), loss_fn=squares)
+        runs.append(gradients(model))
+        pipe.close()
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_that_no_token_reaches_an_expert_of(kind):
+    """A batch that has no row for a layer: its gradients are what they are in the plain model."""
+
+    class Empty(kind):
+        def forward(self, x):
+            return x + super().forward(x[:0]).sum()
+
+    plain, model = model_of(Empty), model_of(Empty)
+    x = rows_to(1, 2, rows=4)
+    squares(plain(x), torch.ones(4, 3)).backward()
+    pipe = pipe_of(model, num_microbatch=1)
+    for _ in range(3):
+        pipe.zero_grad()
+        before = pipe.parameter_traffic.skipped
+        pipe.forward_backward((x,), label=torch.ones(4, 3), loss_fn=squares)
+    weights = plain[1].weight.nbytes if kind is not Listed else sum(p.nbytes for p in plain[1].parameters())
+    assert (pipe.parameter_traffic.skipped - before) % weights == 0
+    assert pipe.parameter_traffic.skipped > before
+    assert_same(gradients(model), gradients(plain))
+    pipe.close()
+
+
+def test_a_layer_that_reads_all_experts_gets_all():
+    """A mask hides NaN in the forward, and not in the backward: it is seen that all of the parameter is read."""
+    plain, model = model_of(Dense), model_of(Dense)
+    x = rows_to(1, 2, rows=4)
+    squares(plain(x), torch.ones(4, 3)).backward()
+    pipe = pipe_of(model, num_microbatch=1)
+    for _ in range(3):
+        pipe.zero_grad()
+        pipe.forward_backward((x,), label=torch.ones(4, 3), loss_fn=squares)
+        assert_same(gradients(model), gradients(plain))
+    assert pipe.parameter_traffic.skipped == 0
+    pipe.close()
+
+
+def test_a_failure_half_way_leaves_nothing_behind():
+    """The layer after the experts fails: the next run has the bits of one without the failure."""
+
+    class Failing(nn.Linear):
+        fails = False
+
+        def forward(self, x):
+            if self.fails:
+                raise ValueError("half-way")
+            return super().forward(x)
+
+    for kind in KINDS:
+        torch.manual_seed(0)
+        model = nn.Sequential(Passing(), kind(), Failing(WIDTH, 3))
+        held = {name: id(parameter) for name, parameter in model.named_parameters()}
+        pipe = pipe_of(model, num_microbatch=1)
+        for fails in (False, True, False, True, False):
+            pipe.zero_grad()
+            model[2].fails = fails
+            with pytest.raises(ValueError, match="half-way") if fails else contextlib.nullcontext():
+                pipe.forward_backward((rows_to(5),), label=torch.ones(6, 3), loss_fn=squares)
+        assert {name: id(parameter) for name, parameter in model.named_parameters()} == held
+        assert all(type(module._parameters) is dict for module in model.modules())
+        plain = nn.Sequential(Passing(), kind(), nn.Linear(WIDTH, 3))
+        plain.load_state_dict(model.state_dict())
+        squares(plain(rows_to(5)), torch.ones(6, 3)).backward()
+        assert_same(gradients(model), gradients(plain))
+        pipe.close()
+
+
+def test_code_that_refuses_what_stands_for_a_parameter_gets_the_parameter():
+    """Such as a kernel in C++: the call is made again with all experts, and later runs upload them ahead."""
+
+    class Kernel(ByRow):
+        def forward(self, x):
+            if type(self.weight) is not nn.Parameter:
+                raise TypeError("expected a parameter")
+            return super().forward(x)
+
+    plain, model = model_of(Kernel), model_of(Kernel)
+    squares(plain(rows_to(5)), torch.ones(6, 3)).backward()
+    pipe = pipe_of(model, num_microbatch=1)
+    for _ in range(3):
+        pipe.zero_grad()
+        pipe.forward_backward((rows_to(5),), label=torch.ones(6, 3), loss_fn=squares)
+    assert pipe.parameter_traffic.skipped == 0
+    assert_same(gradients(model), gradients(plain))
+    pipe.close()
+
+
+# -- what is worth it --------------------------------------------------------------------------------------------------
+
+
+def test_experts_of_few_bytes_are_uploaded_ahead(monkeypatch):
+    """Both sides of the size from which on they are uploaded on demand."""
+    nbytes = EXPERTS * WIDTH * WIDTH * 4
+    contents = scan([ByRow()])[0]
+    monkeypatch.setattr(routed, "LEAST_BYTES", nbytes)
+    assert list(find_groups(contents)) == ["weight"]
+    monkeypatch.setattr(routed, "LEAST_BYTES", nbytes + 1)
+    assert not find_groups(contents)
+
+
+@pytest.mark.parametrize(("experts", "is_on_demand"), [((0, 1, 2, 3, 4, 5), True), ((0, 1, 2, 3, 4, 5, 6), False)])
+def test_a_run_like_one_that_needed_most_experts_uploads_all_ahead(experts, is_on_demand):
+    """Six of eight are three quarters, which is on demand; seven are not. A batch of another size is looked at anew."""
+    model = model_of(ByRow)
+    pipe = pipe_of(model, num_microbatch=1)
+
+    def skipped(x):
+        before = pipe.parameter_traffic.skipped
+        pipe.forward_backward((x,), label=torch.ones(len(x), 3), loss_fn=squares)
+        return pipe.parameter_traffic.skipped - before
+
+    many = rows_to(*experts, rows=14)
+    for _ in range(2):
+        assert skipped(many) > 0
+    assert (skipped(many) > 0) is is_on_demand
+    assert skipped(rows_to(2, rows=1)) > 0
+    pipe.close()
+
+
+def test_groups_are_named_by_their_place_and_a_list_of_different_modules_has_none():
+    """Experts in a list, in two lists, one parameter with a matrix per expert; a shared parameter is in no group."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.listed = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in "ab")
+            self.rows = nn.Parameter(torch.ones(3, 2, 2))
+            self.others = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(3, 3, bias=False)])
+            self.one, self.two = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+            self.two.weight = self.one.weight
+
+    found = {name: len(members) for name, members in find_groups(scan([Layer()])[0]).items()}
+    assert found == {"rows": 1, "listed.*.*.bias": 2, "listed.*.*.weight": 2} or found == {"rows": 1}
+
+
+def test_a_timeline_states_the_bytes():
+    """Uploaded and skipped are all bytes of the parameters, for each visit of a device."""
+    model = model_of(ByRow)
+    with checked_devices(1) as devices:
+        pipe = pipe_of(model, devices, num_microbatch=1)
+        for _ in range(3):
+            with Timeline() as timeline, torch.no_grad():
+                pipe(rows_to(3))
+        whole = sum(parameter.nbytes for parameter in model.parameters())
+        row = model[1].weight.nbytes // EXPERTS
+        assert (timeline.uploaded, timeline.skipped) == (whole - 7 * row, 7 * row)
+        assert timeline.to_chrome_trace()["otherData"]["skipped"] == 7 * row
+        pipe.close()
+
+
+def test_a_device_has_room_for_all_experts():
+    """Memory is that of all of them, so what is planned fits whatever tokens are routed to."""
+    model = model_of(ByRow)
+    device = VirtualDevice(memory_limit=10**6)
+    pipe = pipe_of(model, [device], num_microbatch=1)
+    for x in (rows_to(1), rows_to(1), rows_to(1)):
+        with torch.no_grad():
+            pipe(x)
+    assert device.peak >= sum(parameter.nbytes for parameter in model.parameters())
+    pipe.close()
+    device.close()

@@ -92,7 +92,8 @@ class CutModel(RoundPipe):
         if options.smoothed_loss is not None or resolved.num_microbatch == 1 or not is_wanted:
             # A smoothed loss is ours, and one microbatch has nothing to weigh. A call without labels that trains
             # nothing rarely has a loss; one that has is not taken for proven.
-            kwargs[CALL_OPTIONS] = dataclasses.replace(options, weight_by="items" if options.smoothed_loss else None)
+            if options.smoothed_loss is not None:
+                kwargs[CALL_OPTIONS] = dataclasses.replace(options, weight_by="items")
             return "items"
         proof = self._rp_losses.find(args, kwargs, resolved)
         if self._rp_options.has_groups and proof.way != "items":

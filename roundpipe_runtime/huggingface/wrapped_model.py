@@ -190,7 +190,8 @@ class WrappedModel(CutModel):
         return_outputs: bool,
         run_config: RoundPipeRunConfig | None,
     ) -> Any:
-        model, options = self.cut.model, CallOptions()
+        model = self.cut.model
+        options: CallOptions = (input_kwargs or {}).get(CALL_OPTIONS, CallOptions())
         if isinstance(loss_fn, SmoothedLoss):
             input_kwargs, smoothed, labels = smoothed_call(model, loss_fn, input_kwargs or {}, label)
             options = CallOptions(smoothed_loss=smoothed, labels=labels)

@@ -24,6 +24,11 @@ class News:
         self._reason: BaseException | None = None
         self._arrived: queue.SimpleQueue[BaseException | Future[None]] = queue.SimpleQueue()
 
+    @property
+    def reason(self) -> BaseException | None:
+        """Why the call that is under way stops; ``None`` while it goes on."""
+        return self._reason
+
     @contextlib.contextmanager
     def listening(self, number: Callable[[], int]) -> Iterator[None]:
         """Hear the other ranks during a call."""

@@ -150,7 +150,8 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
             The loss of the batch.
         """
         if not self._rp_is_own_loss(inputs):
-            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+            with self._rp_failing_together():
+                loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss.to(self.args.device)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
@@ -175,8 +176,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
         return own.to(self.args.device)
 
     def _rp_is_own_loss(self, inputs: Mapping[str, Any]) -> bool:
-        is_changed = getattr(self.compute_loss, "__func__", None) is not Trainer.compute_loss
-        if is_changed or self.compute_loss_func is not None or not has_labels(self.model, inputs):
+        if self._rp_has_other_loss() or not has_labels(self.model, inputs):
             return False
         smoother = self.label_smoother
         smoother = smoother.smoother if isinstance(smoother, _Shifted) else smoother

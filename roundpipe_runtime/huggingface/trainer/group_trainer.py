@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
-from transformers import TrainingArguments
+import torch
+from transformers import Trainer, TrainingArguments
 
+from ...distributed.ranks.errors import format_failure, raise_first
+from ...errors import ConfigError
 from .group_batches import CheckedLoader, has_rows, loader_of_groups, take_together
 from .pipeline_trainer import PipelineTrainer
 
@@ -15,9 +20,21 @@ __all__ = ["GroupTrainer"]
 class GroupTrainer(PipelineTrainer):
     """A Trainer whose batches are those of all processes."""
 
+    compute_loss_func: Any
+
     def get_train_dataloader(self) -> Any:
-        """Return the loader of this process's rows; in groups, of which a batch of all processes is made."""
+        """Return the loader of this process's rows; in groups, of which a batch of all processes is made.
+
+        A ``compute_loss`` of a subclass may compare rows, so each process gives it the batches of the plain Trainer.
+        """
         if not self._rp_has_groups():
+            return super().get_train_dataloader()
+        if self.args.world_size > 1 and self._rp_has_other_loss():
+            if self.pipeline.replicas != self.args.world_size:
+                raise ConfigError(
+                    f"{type(self).__name__} computes its own loss, of the rows of one process, so a batch has as many "
+                    f"groups as there are processes, {self.args.world_size}. Leave replicas={self.pipeline.replicas} out."
+                )
             return super().get_train_dataloader()
         prepare = self.accelerator.prepare
         self.accelerator.prepare = lambda loader: loader
@@ -29,6 +46,27 @@ class GroupTrainer(PipelineTrainer):
             return super().get_train_dataloader()
         seed = getattr(self.args, "data_seed", None)
         return loader_of_groups(loader, self.pipeline, self._rp_global_batch(), seed)
+
+    def _rp_has_other_loss(self) -> bool:
+        """Whether a subclass or a function computes the loss of a batch, from the joined output of a process's rows."""
+        own = getattr(self.compute_loss, "__func__", None) is Trainer.compute_loss
+        return not own or self.compute_loss_func is not None
+
+    @contextlib.contextmanager
+    def _rp_failing_together(self) -> Iterator[None]:
+        """Raise an error before the backward of one process in all, which would wait for it there."""
+        self._rp_is_before_backward = True
+        try:
+            yield
+        except Exception as error:
+            if self._rp_is_before_backward and self.args.world_size > 1:
+                self.pipeline.ranks.exchange(format_failure(error))
+            raise
+
+    def _rp_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        self._rp_is_before_backward = False
+        raise_first(None, self.pipeline.ranks.exchange(None))
+        super()._rp_backward(loss, **kwargs)
 
     def _rp_global_batch(self) -> int:
         """The rows of a batch of all processes."""

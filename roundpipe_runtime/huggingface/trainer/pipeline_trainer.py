@@ -99,9 +99,17 @@ class PipelineTrainer(CheckpointingTrainer):
         self.accelerator.device_placement = False
         self._rp_plain_clip = self.accelerator.clip_grad_norm_
         self.accelerator.clip_grad_norm_ = self._rp_clip_grad_norm
+        if self.args.world_size > 1:
+            # the gradient of a backward is the sum over the processes, where DDP takes their mean
+            self._rp_plain_backward = self.accelerator.backward
+            self.accelerator.backward = self._rp_backward
         # Sums that stay on a process until the last batch of a step would be added in an order that depends on their
         # number, and take 4 bytes per parameter and group.
         self.accelerator.no_sync = lambda model=None: contextlib.nullcontext()
+
+    def _rp_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward of a loss of this process's rows, as a share of the mean over all processes."""
+        self._rp_plain_backward(loss / self.args.world_size, **kwargs)
 
     def _rp_clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip as accelerate does, or with the same bits for any number of processes."""

@@ -1,0 +1,280 @@
+"""Cut rows along their tokens over several processes, for rows that are too long for one device.
+
+::
+
+    rank 0   tokens 0 to T/2    layers, each token by itself ... attention: all tokens, half of the heads ... layers
+    rank 1   tokens T/2 to T    layers, each token by itself ... attention: all tokens, half of the heads ... layers
+
+Each rank has its tokens of all rows, positions that count from the beginning of the row, and as label of its last token
+the first one of the next rank. The loss is a sum over tokens divided by their number in the batch, so the ranks' sums of
+gradients are those of the whole rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from yobx_flatten.recipe.aliases import Kwargs
+
+from ..distributed.ranks.errors import ranks_disagree
+from ..distributed.ranks.ranks import check_mesh
+from ..distributed.ranks.token_exchange import TokenExchange
+from ..engine.config import RoundPipeRunConfig
+from ..errors import ConfigError
+from ..schedule.plan import ModelExecutePlan
+from .adapters import model_inside
+from .configuration import text_config
+from .cutting.check import evaluating, relative_difference, tolerance
+from .loss.call_options import CALL_OPTIONS, CallOptions
+from .wrap import WrappedModel, wrap_model_to_roundpipe
+
+__all__ = ["LongRows"]
+
+_NAMES = itertools.count()
+_TAKEN = ("input_ids", "attention_mask", "labels")
+_IGNORED = -100
+# The loss is divided by the tokens of the whole batch, as `LongRows` has proven.
+_SHARE = CallOptions(weight_by="sum")
+# Tensors that models pass to their attention and that change nothing in it; others may be one for each head or token.
+_PASSED_ON = ("position_ids", "shift_labels", "num_items_in_batch")
+
+
+class LongRows:
+    """A causal language model whose rows are cut along their tokens over the processes of a mesh.
+
+    Every process calls it with the same rows, and runs its part of their tokens on a device of its own. Loss and
+    gradients are those of the whole rows, within rounding, and bitwise the same in each run. A device needs memory for
+    the activations of ``1 / N`` of the tokens, and for one attention with all tokens and ``1 / N`` of the heads.
+
+    Args:
+        model: causal language model of transformers; its number of heads, of keys and values also, is a multiple of the
+            number of processes.
+        mesh: mesh of the processes, as for :class:`RoundPipe`.
+        **options: further arguments of :func:`wrap_model_to_roundpipe`; ``devices`` is one device.
+
+    Raises:
+        ConfigError: the heads cannot be shared, or the model computes something else of rows that are cut.
+
+    ::
+
+        rows = LongRows(model, mesh=init_device_mesh("cpu", (2,)), devices="cuda:0")
+        loss = rows.forward_backward({"input_ids": tokens, "labels": labels})
+        rows.pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    """
+
+    def __init__(self, model: nn.Module, *, mesh: DeviceMesh, **options: Any) -> None:
+        check_mesh(mesh)
+        self._inner = model_inside(model)
+        self._pipeline: WrappedModel | None = None
+        self._exchange = TokenExchange(mesh, self._reason)
+        _check_heads(self._inner, self._exchange.size)
+        self._before = self._inner.config._attn_implementation  # type: ignore[union-attr] # attributes of modules have no types
+        self._name = f"roundpipe_long_rows_{next(_NAMES)}"
+        expected = _run(model, self._example())
+        _attentions().register(self._name, self._attention)
+        try:
+            self._inner.set_attn_implementation(self._name)  # type: ignore[operator] # as above
+            self._prove(model, expected)
+            self._pipeline = wrap_model_to_roundpipe(model, mesh=mesh, **{"example": self.cut(self._example()), **options})
+            self._check_pipeline(self._pipeline)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pipeline(self) -> WrappedModel:
+        """The pipeline around the model: its parameters, steps, and checkpoints."""
+        assert self._pipeline is not None  # it is made with this object
+        return self._pipeline
+
+    def forward_backward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Run forward, loss and backward of rows that are cut over the processes, and return the loss.
+
+        Args:
+            batch: ``input_ids`` and ``labels``, and an ``attention_mask`` if rows are padded, on the right; the same
+                ones in every process.
+
+        Returns:
+            The mean loss of the tokens that count, the same in every process.
+
+        Raises:
+            ConfigError: the batch has other arguments, or padding that counts.
+            DistributedError: the processes have different batches, or another one has failed.
+        """
+        own = self.cut(batch)
+        pipeline = self.pipeline
+        stages = [range(number, number + 1) for number in range(len(pipeline.cut.pieces))]
+        plan = ModelExecutePlan(stages[:-1], stages[::-1])  # the same one in each process, whatever it has measured
+        config = RoundPipeRunConfig(num_microbatch=1, loss_reduction="sum", execute_plan=plan)
+        try:
+            return pipeline.forward_backward(input_kwargs={**own, CALL_OPTIONS: _SHARE}, run_config=config)  # type: ignore[no-any-return] # of any loss
+        except BaseException:
+            self._exchange.close()
+            raise
+
+    def cut(self, batch: Mapping[str, torch.Tensor]) -> Kwargs:
+        """Return this process's part of the tokens, as keyword arguments of the model."""
+        _check_batch(batch)
+        size = self._exchange.size
+        tokens, labels = batch["input_ids"], batch["labels"]
+        stated = {"the batch": zlib.crc32(tokens.numpy().tobytes() + labels.numpy().tobytes())}
+        if self._pipeline is not None and (error := ranks_disagree(self._pipeline.ranks.exchange(stated))):
+            raise error
+        following = nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+        counted = int((following != _IGNORED).sum())
+        missing = -tokens.shape[1] % size
+        tokens, following = (
+            nn.functional.pad(tensor, (0, missing), value=value) for tensor, value in ((tokens, 0), (following, _IGNORED))
+        )
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        own = self._own(following)
+        return {
+            "input_ids": self._own(tokens),
+            "position_ids": self._own(positions),
+            "labels": own,
+            "shift_labels": own,
+            "num_items_in_batch": torch.tensor(max(counted, 1)),
+            "use_cache": False,
+        }
+
+    def close(self) -> None:
+        """End the threads, and give the model its own attention back."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+        self._exchange.close()
+        self._inner.set_attn_implementation(self._before)  # type: ignore[operator] # attributes of modules have no types
+        with contextlib.suppress(KeyError):
+            del _attentions()._global_mapping[self._name]
+
+    # -- attention -----------------------------------------------------------------------------------------------------
+
+    def _attention(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attention of transformers, of all tokens and this rank's heads."""
+        total = query.shape[2] * self._exchange.size
+        if (window := options.pop("sliding_window", None)) is not None and window < total:
+            raise ConfigError(
+                f"{type(module).__name__} sees {window} tokens of a row of {total}: LongRows cuts rows for attention to "
+                "all tokens only. Train rows of such a model with wrap_model_to_roundpipe; they need no more of it."
+            )
+        strange = [name for name, given in options.items() if name not in _PASSED_ON and isinstance(given, torch.Tensor)]
+        if strange or not getattr(module, "is_causal", True) or attention_mask is not None:
+            found = ", ".join(strange) or ("a mask" if attention_mask is not None else "tokens that see later ones")
+            raise ConfigError(f"{type(module).__name__} attends with {found}, which LongRows cannot cut over processes.")
+        heads = [self._exchange.to_heads(tensor) for tensor in (query, key, value)]
+        out = nn.functional.scaled_dot_product_attention(
+            *heads,
+            dropout_p=options.get("dropout", 0.0),
+            is_causal=True,
+            scale=options.get("scaling"),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return self._exchange.to_tokens(out).transpose(1, 2).contiguous(), None
+
+    def _reason(self) -> BaseException | None:
+        """Why the call under way is to be given up."""
+        groups = None if self._pipeline is None else self._pipeline._rp_groups
+        return None if groups is None else groups.news.reason
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        length = tensor.shape[1] // self._exchange.size
+        return tensor[:, self._exchange.rank * length : (self._exchange.rank + 1) * length].contiguous()
+
+    def _example(self) -> dict[str, torch.Tensor]:
+        """Two short rows, three tokens for each process, of which some do not count."""
+        vocabulary = getattr(text_config(self._inner), "vocab_size", None) or 100
+        generator = torch.Generator().manual_seed(0)
+        size = (2, 3 * self._exchange.size)
+        tokens = torch.randint(min(5, vocabulary - 1), min(vocabulary, 100), size, generator=generator)
+        labels = tokens.clone()
+        labels[0, 1] = _IGNORED
+        return {"input_ids": tokens, "labels": labels}
+
+    def _prove(self, model: nn.Module, expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Compare logits and loss of cut rows with those of the model itself, which may mix tokens anywhere."""
+        logits, loss = _run(model, self.cut(self._example()))
+        length = logits.shape[1]
+        own = expected[0][:, self._exchange.rank * length :][:, :length]
+        share = loss.double().expand(self._exchange.size).clone()
+        total = self._exchange.swap(share).sum()
+        pairs = (("logits", logits.double(), own.double()), ("loss", total, expected[1].double()))
+        for name, found, wanted in pairs:
+            difference = relative_difference(found, wanted)
+            if not difference <= 10 * max(tolerance(model), 1e-6):  # losses are in float32
+                raise ConfigError(
+                    f"{type(model).__name__} computes another {name} of rows that are cut along their tokens (it differs "
+                    f"by {difference:.1e}): it mixes tokens in more than its attention, or has a loss of its own. Train it "
+                    "with wrap_model_to_roundpipe."
+                )
+
+    def _check_pipeline(self, pipeline: WrappedModel) -> None:
+        if len(pipeline.devices) > 1:
+            raise ConfigError(
+                f"LongRows runs one device in each process, found {len(pipeline.devices)}. Start a process for each:\n"
+                f"    torchrun --nproc-per-node={len(pipeline.devices) * self._exchange.size} train.py\n"
+                '    LongRows(model, mesh=mesh, devices=f"cuda:{local_rank}")'
+            )
+
+
+def _attentions() -> Any:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS
+
+
+def _run(model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits and the loss of a batch."""
+    with torch.no_grad(), evaluating(model):
+        found = model(**{**batch, "use_cache": False})
+    return found.logits, found.loss
+
+
+def _check_heads(model: nn.Module, size: int) -> None:
+    config = text_config(model)
+    heads = getattr(config, "num_attention_heads", None)
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    if not heads or heads % size or keys % size:
+        raise ConfigError(
+            f"{type(model).__name__} has {heads} heads of queries and {keys} of keys and values, which {size} processes "
+            "cannot share. Start as many as divide both."
+        )
+    if getattr(config, "output_router_logits", False):
+        raise ConfigError(
+            f"{type(model).__name__} has a loss of its router that compares all tokens of a batch, which LongRows cuts. "
+            "Leave it out: model.config.output_router_logits = False"
+        )
+
+
+def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
+    missing = [name for name in ("input_ids", "labels") if batch.get(name) is None]
+    strange = [name for name in batch if name not in _TAKEN]
+    if missing or strange:
+        raise ConfigError(
+            f"LongRows takes {', '.join(_TAKEN)}, and this batch "
+            + (f"lacks {', '.join(missing)}." if missing else f"has {', '.join(strange)} as well.")
+        )
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return
+    padded = mask == 0
+    if bool((padded[:, :-1] & ~padded[:, 1:]).any()):
+        raise ConfigError('Rows are padded on the left. LongRows takes padding on the right: padding_side="right".')
+    if bool((batch["labels"][padded] != _IGNORED).any()):
+        raise ConfigError("Labels of padding count in this batch. Set them to -100: labels[attention_mask == 0] = -100")

@@ -1,0 +1,139 @@
+"""Rows that are cut over processes, next to the plain model with whole rows."""
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from roundpipe_runtime import OptimizerCtx
+from roundpipe_runtime.huggingface.long_rows import LongRows
+from tests.runtime.distributed.faults import raised_by
+from tests.runtime.distributed.trainings import VOCABULARY, lora, model
+
+
+def batch(rows: int, length: int, seed: int, padded: int = 0) -> dict[str, torch.Tensor]:
+    """Tokens that are their own labels, of which some do not count, and rows that end early."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+    mask = torch.ones_like(tokens)
+    labels = tokens.masked_fill(torch.rand(rows, length, generator=generator) < 0.2, -100)
+    if padded:
+        mask[0, -padded:] = 0
+        labels[0, -padded:] = -100
+    return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
+
+
+def plain_loss(plain: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor = plain(**given, use_cache=False).loss
+    return loss
+
+
+def trained(made: Any, batches: list[dict[str, torch.Tensor]], **options: Any) -> dict[str, Any]:
+    """Losses and the worst relative difference of a gradient, of three steps of both models."""
+    size = dist.get_world_size()
+    own = made().double()
+    plain = copy.deepcopy(own)
+    rows = LongRows(own, mesh=init_device_mesh("cpu", (size,)), devices="virtual:1", **options)
+    with OptimizerCtx():
+        ours = torch.optim.SGD(rows.pipeline.parameters(), lr=0.1)
+    theirs = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+    losses, expected = [], []
+    for given in batches:
+        losses.append(rows.forward_backward(given).item())
+        rows.pipeline.step(lambda: (ours.step(), ours.zero_grad()))
+        loss = plain_loss(plain, given)
+        loss.backward()
+        theirs.step()
+        theirs.zero_grad()
+        expected.append(loss.item())
+    rows.pipeline.synchronize()
+    pairs = zip(own.parameters(), plain.parameters(), strict=True)
+    distance = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+    cut, name = rows.pipeline.cut.report, plain.config._attn_implementation
+    rows.close()
+    return {
+        "losses": losses, "expected": expected, "distance": distance, "whole": cut.is_whole,
+        "attention": own.config._attn_implementation == name, "sent": rows._exchange.sent,
+    }  # fmt: skip
+
+
+def in_ranks() -> dict[str, Any]:
+    """Trainings of several models: odd lengths, padding, one token for a process, adapters, tied weights."""
+    warnings.simplefilter("ignore")
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
+    batches = [batch(2, 11, 1), batch(1, 12, 2), batch(3, 7, 3, padded=4)]
+    many = {"num_key_value_heads": 2} if dist.get_world_size() == 2 else {}
+    found = {
+        "llama": trained(model("llama", **heads), batches),
+        "queries share keys": trained(model("llama", **{**heads, **many}), batches),
+        "tied": trained(model("llama", **heads, tie_word_embeddings=True), batches),
+        "short rows": trained(model("llama", **heads), [batch(2, 2, 4), batch(2, 1 + dist.get_world_size(), 5)]),
+    }
+    if dist.get_world_size() == 2:
+        found["adapters"] = trained(lora, batches)
+    again = trained(model("llama", **heads), batches)
+    found["again"] = {"is the same": again == found["llama"]}
+    return found
+
+
+class Failing(torch.nn.Module):
+    """A norm that fails on one rank when it is told to."""
+
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.norm, self.fails = norm, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails and dist.get_rank() == 1:
+            raise KeyError("a layer of one process")
+        found: torch.Tensor = self.norm(x)
+        return found
+
+
+def failures() -> dict[str, Any]:
+    """What is raised where one rank fails in a layer or has another batch, and whether the next call is right."""
+    warnings.simplefilter("ignore")
+    own = model("llama")().double()
+    plain = copy.deepcopy(own)
+    own.model.layers[1].post_attention_layernorm = Failing(own.model.layers[1].post_attention_layernorm)
+    rows = LongRows(own, mesh=init_device_mesh("cpu", (2,)), devices="virtual:1")
+    found: dict[str, Any] = {}
+    given = batch(2, 9, 1)
+    own.model.layers[1].post_attention_layernorm.fails = True
+    found["layer"] = raised_by(lambda: rows.forward_backward(given))
+    own.model.layers[1].post_attention_layernorm.fails = False
+    found["gradients"] = sum(p.grad is not None for p in own.parameters())
+    found["batches"] = raised_by(lambda: rows.forward_backward(batch(2, 9, dist.get_rank())))
+    found["next"] = [rows.forward_backward(given).item(), plain_loss(plain, given).item()]
+    rows.close()
+    return found
+
+
+def refusals() -> dict[str, Any]:
+    """What is refused, before anything runs where that can be known."""
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2,))
+
+    def made(name: str = "llama", devices: str = "virtual:1", **changes: Any) -> LongRows:
+        return LongRows(model(name, **changes)(), mesh=mesh, devices=devices)
+
+    rows = made()
+    given = batch(2, 8, 1, padded=3)
+    left = {**given, "attention_mask": given["attention_mask"].flip(1)}
+    counted = {**given, "labels": given["input_ids"]}
+    found = {
+        "heads": raised_by(lambda: made(num_attention_heads=4, num_key_value_heads=1)),
+        "router": raised_by(lambda: made("mixtral")),
+        "devices": raised_by(lambda: made(devices="virtual:2")),
+        "left": raised_by(lambda: rows.forward_backward(left)),
+        "padding": raised_by(lambda: rows.forward_backward(counted)),
+        "positions": raised_by(lambda: rows.forward_backward({**given, "position_ids": given["input_ids"]})),
+    }
+    rows.close()
+    windows = made("mistral", sliding_window=8)
+    found["window"] = raised_by(lambda: windows.forward_backward(batch(1, 12, 1)))
+    windows.close()
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import pathlib
 import warnings
@@ -29,9 +30,10 @@ __all__ = [
     "SIGNATURE",
     "ExecuTorchRunner",
     "Rows",
-    "import_attention",
+    "load_attention",
     "open_pte",
     "require_executorch",
+    "room_for",
 ]
 
 METHOD = "forward"
@@ -70,11 +72,17 @@ class Rows:
             raise DamagedFileError(f"{about} cannot be read ({type(error).__name__}).") from None
 
 
+def room_for(total: int) -> int:
+    """Return how many tokens a buffer has room for that is made for so many."""
+    # a call attends over all of it, behind a mask, and a buffer that is full is copied
+    return total + max(32, total // 32)
+
+
 class RowBuffers(TensorBuffers):
-    """Buffers with little memory after the tokens, since a call attends over all of it, behind a mask."""
+    """Buffers of which each row is handed over by itself."""
 
     def _room(self, total: int) -> int:
-        return total + max(32, total // 32)
+        return room_for(total)
 
 
 class ExecuTorchRunner(CheckedRunner):
@@ -103,7 +111,8 @@ class ExecuTorchRunner(CheckedRunner):
         return RowBuffers(leaves, self.in_place)
 
     def _call_in_place(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> Sequence[torch.Tensor]:
-        assert isinstance(cache, RowBuffers) and self._rows is not None
+        assert isinstance(cache, RowBuffers)
+        assert self._rows is not None
         cache.reserve(tokens)
         given = dict(zip((name for name in self.ports if name not in self.in_place), tensors, strict=True))
         seen = torch.empty(cache.seen, dtype=torch.uint8)
@@ -126,11 +135,15 @@ class ExecuTorchRunner(CheckedRunner):
         return tensor if axis is None else tensor.narrow(axis, row, 1).contiguous()
 
 
-def import_attention() -> None:
-    """Import the kernels of ExecuTorch for language models; files that write their cache in place call one of them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("executorch.extension.llm.custom_ops.custom_ops")
+def load_attention() -> None:
+    """Load the kernels of ExecuTorch for language models; files that write their cache in place call one of them."""
+    # not by importing ExecuTorch's module for them, which imports the compiler of torch: seconds
+    found = importlib.util.find_spec("executorch.extension.llm.custom_ops")
+    folders = [] if found is None else found.submodule_search_locations or []
+    for library in (file for folder in folders for file in pathlib.Path(folder).glob("*custom_ops_aot_lib.*")):
+        torch.ops.load_library(str(library))
+        return
+    raise MissingDependencyError("The installed executorch has no kernels for language models. Install one of PyPI.")
 
 
 def require_executorch(caller: str) -> None:
@@ -173,6 +186,6 @@ def open_pte(path: pathlib.Path, *, caller: str, failure: type[FlattenError]) ->
     signature = Signature.from_json(text, str(path))
     if ROWS not in names:
         return ExecuTorchRunner(program, signature, path.name)
-    import_attention()
+    load_attention()
     (text,) = program.load_method(ROWS).execute([])
     return ExecuTorchRunner(program, signature, path.name, Rows.from_json(text, str(path)))

@@ -159,9 +159,9 @@ def test_a_size_without_a_bound_is_refused_for_executorch(tmp_path, monkeypatch)
 def test_kernels_of_xnnpack_are_left_out_where_they_differ(exported, tmp_path, monkeypatch):
     """Its GELU is an approximation: then the file has ExecuTorch's own kernels, and the report states why."""
 
-    def write(traced, path, *, backend):
+    def write(traced, path, *, backend, in_place):
         path.write_text(backend, encoding="utf-8")
-        return 64
+        return runtimes.Written(64, [])
 
     def replayed(job):
         found = 1e-3 if job.file.path.read_text(encoding="utf-8") == "xnnpack" else 1e-6

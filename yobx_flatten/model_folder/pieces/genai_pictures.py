@@ -32,18 +32,24 @@ __all__ = ["EMBEDDING", "EmbeddingWithFeatures", "genai_picture_pieces", "image_
 EMBEDDING = "embedding"
 """Name of the file that takes tokens and features, without its suffix."""
 
-_OTHERS = {
-    GridVisionEncoder: "its pictures have positions of their own in time, height and width",
-    TiledVisionEncoder: "its pictures are cut into tiles, in numbers that the library does not know",
-    NestedVisionEncoder: "its pictures are cut into tiles, in numbers that the library does not know",
-    BlockwiseDecoder: "tokens of a picture see each other, and the library hands the decoder no types of tokens",
-    DeepstackDecoder: "features of pictures also enter between its layers",
-}
+_OTHERS = (
+    (
+        GridVisionEncoder.fits,
+        "its pictures have positions in time, height and width, which the library makes in its own way",
+    ),
+    (TiledVisionEncoder.fits, "its pictures are cut into tiles, which the library does in its own way"),
+    (NestedVisionEncoder.fits, "its pictures are cut into tiles, which the library does in its own way"),
+    (
+        BlockwiseDecoder.fits,
+        "tokens of a picture see each other, and the library hands the decoder no types of tokens",
+    ),
+    (DeepstackDecoder.fits, "features of pictures also enter between its layers"),
+)
 
 
 def why_not_in_genai(model: TransformersModel) -> str | None:
     """Return why the library does not see with a model as the model does; ``None`` where it does."""
-    return next((why for kind, why in _OTHERS.items() if kind.fits(model)), None)
+    return next((why for fits, why in _OTHERS if fits(model)), None)
 
 
 class FlatVisionEncoder(torch.nn.Module):

@@ -202,12 +202,14 @@ browser: $(VENV)/.has-test  ## open exported folders in Chromium (needs npm, chr
 	npm install --prefix examples/browser --ignore-scripts --no-audit --no-fund
 	$(BIN)/python -m pytest tests/flatten/model_folder/test_browser.py $(PYTEST_ARGS)
 
+# espeak-ng speaks the sentence that is transcribed (apt install espeak-ng).
 # ExecuTorch's row is measured with .venv-executorch/bin/python -m matrix.real, after make executorch.
 real: $(VENV)/.has-test  ## export a model with trained weights in every form, ask it questions, and fine-tune it (MATRIX_ARGS='--only float32' TUNE_ARGS='--only chat')
 	$(BIN)/python -m matrix.real_model
 	$(BIN)/python -m matrix.real $(MATRIX_ARGS)
 	$(BIN)/python -m matrix.real_speed
 	if command -v npm >/dev/null; then $(BIN)/python -m matrix.real_llama_cpp; fi
+	$(BIN)/python -m matrix.real_sound
 	$(BIN)/python -m matrix.real_training --jobs 1 $(TUNE_ARGS)
 	$(BIN)/python -m matrix.real --page docs/real.md
 

@@ -7,7 +7,7 @@ import importlib.metadata
 import sys
 
 from .command import add_options, check_options, run_list
-from .genai_cases import COLUMNS, TYPES, run_type
+from .genai_cases import COLUMNS, SPLIT, TYPES, run_type
 from .results import Results, symbol_of
 
 __all__ = ["main", "page_of", "parse"]
@@ -16,10 +16,11 @@ _WAY = "onnxruntime-genai"
 
 _PAGE = """# onnxruntime-genai
 
-This table shows which exported decoders onnxruntime-genai {version} runs. Each is written by `export_folder` from a
-small configuration with random weights (a window of eight tokens where there is one); 30 tokens after a prompt of
-nine are compared with those of `model.generate`. `make genai` runs it (`python -m matrix.genai --help` lists how to
-run less); this page is written from `data/{file}`, with {versions}.
+This table shows which exported models onnxruntime-genai {version} runs. Each is written by `export_folder` from a
+small configuration with random weights (a window of eight tokens where there is one), with `layout="genai"` those that
+read sound or a picture ({split}). 30 tokens after a prompt of nine are compared with those of `model.generate`.
+`make genai` runs it (`python -m matrix.genai --help` lists how to run less); this page is written from `data/{file}`,
+with {versions}.
 
 | column | what is asked |
 |---|---|
@@ -77,6 +78,7 @@ def page_of(results: Results, file: str) -> str:
         columns=" | ".join(COLUMNS),
         rule="|".join("---" for _ in COLUMNS),
         rows="\n".join(rows),
+        split=", ".join(f"`{name}`" for name in SPLIT),
     )
     return shown + ("\n## What is not passed\n\n" + "\n".join(reasons) + "\n" if reasons else "")
 

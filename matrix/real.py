@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import real_llama_cpp, real_speed
+from . import real_llama_cpp, real_sound, real_speed
 from .command import add_options, check_options, run_list
 from .page import row, rule
 from .real_cases import COLUMNS, FORMS, run_type
@@ -52,7 +52,8 @@ rows, proves nothing. The first prompt of the ten is answered by the files thems
 {answers}
 {failures}
 {speed}
-{llama_cpp}{trainings}"""
+{llama_cpp}{sound}
+{trainings}"""
 
 # By heading: the column of results, and what is shown of it.
 _SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -89,7 +90,7 @@ def page_of(results: Results, file: str, tuned: pathlib.Path | None = None) -> s
         tuned: the file of the trainings. Default: the recorded one.
     """
     tuned = tuned or recorded_file(STEM)
-    timed = recorded_file("speed")
+    timed, heard = recorded_file("speed"), recorded_file("whisper")
     times = json.loads(timed.read_text(encoding="utf-8"))
     names = [name for name in FORMS if name in results.types]
     lines = [row(["form", *_SHOWN]), rule(1 + len(_SHOWN))]
@@ -114,6 +115,7 @@ def page_of(results: Results, file: str, tuned: pathlib.Path | None = None) -> s
         failures="\n## What fails\n\n" + "\n".join(failed) + "\n" if failed else "",
         speed=real_speed.section_of(times, timed.name),
         llama_cpp=real_llama_cpp.section_of(times),
+        sound=real_sound.section_of(json.loads(heard.read_text(encoding="utf-8")), heard.name),
         trainings=section_of(Results.read(tuned), tuned.name),
     )
 

@@ -30,7 +30,7 @@ __all__ = ["LAYOUTS", "Layout", "apply_layout", "check_layout"]
 
 Layout = Literal["flat", "transformers.js", "genai"]
 LAYOUTS: tuple[Layout, ...] = ("flat", "transformers.js", "genai")
-"""By default a folder is flat, which sentence-transformers and optimum open, and onnxruntime-genai if it is a decoder."""
+"""A flat folder is opened by sentence-transformers, optimum and, where it is a decoder, onnxruntime-genai."""
 
 # by weights of few bits and type of the others: what transformers.js calls it, and the end of the name
 _TYPES = {

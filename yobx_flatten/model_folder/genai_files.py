@@ -2,8 +2,10 @@
 
 .. code-block:: text
 
-    decoder       model                 as the folder has it anyway
-    Whisper       encoder, decoder      layout="genai": another split, see `pieces/genai_sound`
+    decoder       model                              as the folder has it anyway
+    Whisper       encoder, decoder                   layout="genai": another split, see `pieces/genai_sound`
+    LLaVA         vision_encoder, embedding,         layout="genai": one file more, see `pieces/genai_pictures`
+                  decoder_model_merged
 """
 
 from __future__ import annotations
@@ -18,9 +20,17 @@ import torch
 from ..errors import InvalidArgumentError
 from ..huggingface.cache_names import CACHE, PRESENT
 from ..recipe.aliases import TransformersModel
+from .pieces.genai_pictures import EMBEDDING, image_token_of, why_not_in_genai
 from .pieces.genai_sound import ALLOWED, FRAMES
 
-__all__ = ["check_genai", "decoder_config", "sound_config", "write_genai_config", "write_sound_files"]
+__all__ = [
+    "check_genai",
+    "decoder_config",
+    "picture_config",
+    "sound_config",
+    "write_genai_config",
+    "write_sound_files",
+]
 
 _VERSION = "onnxruntime-genai 0.18"
 
@@ -30,7 +40,11 @@ def check_genai(model: TransformersModel, task: str) -> None:
     name, config = type(model).__qualname__, model.config
     if task == "text-generation":
         return
+    why_pictures = why_not_in_genai(model) if task == "image-text-to-text" else None
+    if task == "image-text-to-text" and why_pictures is None:
+        return
     why = {
+        "image-text-to-text": why_pictures,
         "text2text-generation": "its one type for an encoder and a decoder of text, marian-ssru, has a decoder with a "
         "recurrent state",
         "image-to-text": "it has no type for an encoder of pictures with a decoder that attends to it",
@@ -39,12 +53,12 @@ def check_genai(model: TransformersModel, task: str) -> None:
         if config.model_type == "whisper" and config.max_source_positions * 2 == FRAMES:
             return
         why = f"of models that attend to sound it runs Whisper, with {FRAMES} frames (max_source_positions=1500)"
-    raise InvalidArgumentError(f'{_VERSION} does not run a {name}: {why}. Leave layout="genai" out.')
+    raise InvalidArgumentError(f'{_VERSION} does not run the files of a {name}: {why}. Leave layout="genai" out.')
 
 
 def _tokens(model: TransformersModel) -> dict[str, Any]:
     """The special tokens; that of padding is an end where the model has none."""
-    config, generation = model.config, model.generation_config
+    config, generation = model.config.get_text_config(decoder=True), model.generation_config
     ends = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
     first_end = ends[0] if isinstance(ends, list) else ends
     pad = first_end if config.pad_token_id is None else config.pad_token_id
@@ -69,21 +83,25 @@ def _session(file: str) -> dict[str, Any]:
 
 
 def decoder_config(
-    model: TransformersModel, inputs: Sequence[str], *, shared: Collection[str] = ()
+    model: TransformersModel,
+    inputs: Sequence[str],
+    *,
+    shared: Collection[str] = (),
+    config: Any = None,
 ) -> dict[str, Any] | None:
     """Return the contents of ``genai_config.json`` for a decoder."""
+    # config: that of the decoder; by default the model's
     # shared: those whose memory may be that of an output; none by default. The library writes into one piece of memory
     # where these are all of the cache.
     # returns: `None` for a model that onnxruntime-genai 0.18 cannot run: it knows keys and values, and no other leaves;
     # and it provides memory for as many keys as there are tokens, which a layer that slides does not fill
-    config = model.config
+    config = model.config if config is None else config
     layers = config.num_hidden_layers
     fed = {f"{CACHE}.{index}.{part}" for index in range(layers) for part in ("key", "value")}
-    plain = [name for name in ("input_ids", "attention_mask", "position_ids") if name in inputs]
+    plain = [name for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids") if name in inputs]
     one_memory = fed == set(shared)
     if set(inputs) != fed | set(plain) or (_slides(config) and not one_memory):
         return None
-    heads = config.num_attention_heads
     room = getattr(config, "max_position_embeddings", None) or 2048
     return {
         "model": {
@@ -94,11 +112,7 @@ def decoder_config(
             "vocab_size": config.vocab_size,
             "decoder": {
                 **_session("model.onnx"),
-                "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,
-                "hidden_size": config.hidden_size,
-                "num_attention_heads": heads,
-                "num_hidden_layers": layers,
-                "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+                **_sizes(config),
                 "inputs": {
                     **{name: name for name in plain},
                     "past_key_names": f"{CACHE}.%d.key",
@@ -115,9 +129,46 @@ def decoder_config(
     }
 
 
+def _sizes(config: Any) -> dict[str, Any]:
+    heads = config.num_attention_heads
+    return {
+        "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": heads,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+    }
+
+
 def _slides(config: Any) -> bool:
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     return bool(getattr(config, "sliding_window", None)) and "sliding_attention" in kinds
+
+
+# -- pictures --------------------------------------------------------------------------------------------------------
+
+
+def picture_config(
+    model: TransformersModel, inputs: Sequence[str], *, shared: Collection[str] = ()
+) -> dict[str, Any] | None:
+    """Return the contents of ``genai_config.json`` for a model that sees."""
+    # inputs, shared: those of the decoder, see `decoder_config`
+    # returns: `None` where its decoder cannot be run
+    text = model.config.get_text_config(decoder=True)
+    contents = decoder_config(model, inputs, shared=shared, config=text)
+    if contents is None:
+        return None
+    stated, token = contents["model"], {"image_token_id": image_token_of(model)}
+    decoder = {**stated["decoder"], "filename": "decoder_model_merged.onnx"}
+    vision = {"inputs": {"pixel_values": "pixel_values"}, "outputs": {"image_features": "image_features"}}
+    both = {"input_ids": "input_ids", "image_features": "image_features"}
+    files = {
+        "vision": {"filename": "vision_encoder.onnx", **vision},
+        "embedding": {"filename": f"{EMBEDDING}.onnx", "inputs": both, "outputs": {"inputs_embeds": "inputs_embeds"}},
+        "decoder": decoder,
+    }
+    # of the types that it has for one picture, tokens and a decoder, all of which run the same loop
+    return {**contents, "model": {**stated, "type": "gemma3", **token, **files}}
 
 
 # -- sound -----------------------------------------------------------------------------------------------------------

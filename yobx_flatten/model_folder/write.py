@@ -32,7 +32,7 @@ from .adapters.write import write_matrices
 from .card import write_card
 from .client_layout import Layout, apply_layout
 from .export_piece import export_piece
-from .genai_files import decoder_config, sound_config, write_genai_config, write_sound_files
+from .genai_files import decoder_config, picture_config, sound_config, write_genai_config, write_sound_files
 from .manifest import FolderManifest, StoredAdapter, digests, write_manifest
 from .pieces.positions import positions_of
 from .pieces.tasks import GENERATES, SPEAKS
@@ -275,6 +275,9 @@ def _write_genai(plan: FolderPlan, made: _Made) -> None:
     contents = None
     if plan.task == "text-generation":
         contents = decoder_config(model, made.reports["model.onnx"].input_names, shared=made.shared)
+    elif is_asked and plan.task == "image-text-to-text":
+        decoder = made.reports["decoder_model_merged.onnx"]
+        contents = picture_config(model, decoder.input_names, shared=made.shared)
     elif is_asked:
         contents = sound_config(model, made.reports["decoder.onnx"].output_names)
         write_sound_files(work, model)

@@ -146,6 +146,6 @@ def test_what_the_layout_does_not_hold_is_refused_before_an_export(tmp_path):
         export_folder(small_model("llama"), tmp_path / "out", layout="genai", to="program")
     with pytest.raises(InvalidArgumentError, match="word_times=True is for this package alone"):
         export_folder(small_whisper(), tmp_path / "out", layout="genai", word_times=True)
-    with pytest.raises(InvalidArgumentError, match='does not run this MistralForCausalLM.*optimize="onnxruntime"'):
+    with pytest.raises(InvalidArgumentError, match=r'does not run this MistralForCausalLM.*optimize="onnxruntime"'):
         export_folder(small_model("mistral"), tmp_path / "out", layout="genai", proof="none")
     assert not (tmp_path / "out").exists()

@@ -9,6 +9,7 @@ from typing import Any
 from ...errors import FlattenError, GenerationError, InvalidArgumentError
 from ...errors.messages import first_line
 from ...recipe.aliases import TransformersModel
+from .genai_pictures import genai_picture_pieces
 from .genai_sound import genai_sound_pieces
 from .one_call import choice_pieces, compares, plain_pieces, two_tower_pieces
 from .other_inputs import check_other_media
@@ -132,6 +133,8 @@ def pieces_for(
         raise InvalidArgumentError('word_times=True is for this package alone. Leave it or layout="genai" out.')
     if for_genai and TASKS[wanted] is encoder_decoder_pieces:
         return wanted, _made(genai_sound_pieces, model, rows, wanted)
+    if for_genai and TASKS[wanted] is vision_language_pieces:
+        return wanted, _made(genai_picture_pieces, model, rows, wanted)
     if word_times and TASKS[wanted] is encoder_decoder_pieces:
         return wanted, _made(functools.partial(encoder_decoder_pieces, word_times=True), model, rows, wanted)
     if word_times:

@@ -50,13 +50,9 @@ def _pieces(
 ) -> list[Piece]:
     of_last = any("logits" in getattr(runner, "of_last", ()) for runner in runners.values())
     word_times = any(name.startswith("cross_attentions.") for runner in runners.values() for name in runner.outputs)
-    for_genai = "encoder.onnx" in runners
-    asked: dict[str, Any] = {
-        "for_genai": for_genai,
-        "whole_cache": manifest.cache == "shared",
-        "logits": "last" if of_last else "all",
-    }
-    _, pieces = pieces_for(model, manifest.task, rows, proof="sample", word_times=word_times, **asked)
+    asked: dict[str, Any] = {"whole_cache": manifest.cache == "shared", "logits": "last" if of_last else "all"}
+    asked |= {"word_times": word_times, "for_genai": not {"encoder.onnx", "embedding.onnx"}.isdisjoint(runners)}
+    _, pieces = pieces_for(model, manifest.task, rows, proof="sample", **asked)
     missing = sorted({f"{piece.stem}.onnx" for piece in pieces} ^ set(runners))
     if missing:
         raise InvalidArgumentError(

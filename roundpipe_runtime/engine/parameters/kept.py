@@ -172,6 +172,11 @@ class KeptParameters:
                 )
         return tensor, stays
 
+    def count(self, nbytes: int) -> None:
+        """Count bytes of a part of a parameter that was copied."""
+        with self._lock:
+            self._uploaded += nbytes
+
     def drop(self) -> None:
         """Release all copies."""
         for copies in self._copies.values():

@@ -75,7 +75,7 @@ class LayerOnDevice:
         self._sums: dict[int, torch.Tensor] = {}
         # What a backward left for each parameter, where it is kept apart from the sums.
         self._apart: dict[int, list[torch.Tensor]] | None = None
-        self._tables = LayerTables(contents, device, memory)
+        self._tables = LayerTables(contents, device, memory, kept.count)
         for parameter in contents.parameters():
             dtype = gradient_dtype(parameter)
             if parameter in self._tables:

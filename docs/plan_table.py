@@ -78,22 +78,23 @@ def _planned(name: str, *, adapters: bool) -> dict[str, Any]:
     if adapters:
         with torch.device("meta"):
             model = add_lora(model, Lora.parse("16"))
-    planned = PlannedTraining(model, machine(MACHINES["24 GB"], 1), optim_dtype=torch.float32)
-    layers = planned.report(batch=BATCH, length=LENGTH, num_microbatch=MICROBATCHES).layers
-    assert len(layers) == len(planned.cut.pieces) == 4
-    begin, layer, last, end = planned.cut.pieces
-    more = [copy.deepcopy(layer) for _ in range(sizes["num_hidden_layers"] - 2)]
-    pieces = [begin, layer, *more, last, end]
-    measured = [layers[0], *[layers[1]] * (len(more) + 1), *layers[2:]]
-    in_layers = sum(p.numel() for part in more for key, p in part.named_parameters() if "lora_" not in key)
-    found: dict[str, Any] = {"parameters": frozen + in_layers, "machines": {}}
+    found: dict[str, Any] = {"machines": {}}
     hosts = []
     for size, rates in MACHINES.items():
+        planned = PlannedTraining(model, machine(rates, 1), optim_dtype=torch.float32)
+        layers = planned.report(batch=BATCH, length=LENGTH, num_microbatch=MICROBATCHES).layers
+        assert len(layers) == len(planned.cut.pieces) == 4
+        begin, layer, last, end = planned.cut.pieces
+        more = [copy.deepcopy(layer) for _ in range(sizes["num_hidden_layers"] - 2)]
+        pieces = [begin, layer, *more, last, end]
+        measured = [layers[0], *[layers[1]] * (len(more) + 1), *layers[2:]]
+        in_layers = sum(p.numel() for part in more for key, p in part.named_parameters() if "lora_" not in key)
+        found["parameters"] = frozen + in_layers
         row: dict[str, Any] = {}
         for count in (1, 4):
             report = plan_report(
                 nn.ModuleList([model, *more]), pieces, measured, machine(rates, count),
-                num_microbatch=MICROBATCHES, tokens=BATCH * LENGTH, optim_dtype=torch.float32,
+                num_microbatch=MICROBATCHES, tokens=BATCH * LENGTH, optim_dtype=torch.float32, rule=planned.rule,
             )  # fmt: skip
             row[f"seconds on {count}"] = report.simulation.time
             if count == 1:

@@ -47,7 +47,7 @@ class Task:
 
     chat: bool = False
     lora: str | None = None
-    memory: str  # of the device; a stage has 3/10 of it, and needs a layer with its gradients
+    memory: str  # of the device; the next size below has room for the head in slices only
     lr: float
     length: int = 128
     batch: int = 4
@@ -61,10 +61,10 @@ class Task:
 
 _ASKED = 'What does the help of Python say about "The "assert" statement"?'
 TASKS: dict[str, Task] = {
-    "text": Task(memory="95MB", lr=2e-5),
-    "text with adapters": Task(memory="50MB", lr=2e-4, lora="8"),
-    "chat": Task(chat=True, memory="95MB", lr=2e-5, prompt=_ASKED),
-    "chat with adapters": Task(chat=True, memory="50MB", lr=2e-4, lora="8", prompt=_ASKED),
+    "text": Task(memory="760MB", lr=2e-5),
+    "text with adapters": Task(memory="380MB", lr=2e-4, lora="8"),
+    "chat": Task(chat=True, memory="760MB", lr=2e-5, prompt=_ASKED),
+    "chat with adapters": Task(chat=True, memory="380MB", lr=2e-4, lora="8", prompt=_ASKED),
 }
 """By name: what is measured."""
 
@@ -107,9 +107,9 @@ class TrainingTrial:
         return {"peak_bytes": ran.peak_bytes, "seconds": _typical(metrics)}, metrics
 
     def refused(self) -> dict[str, Any]:
-        """Ask for a device of a tenth of the model; return what is said."""
+        """Ask for a device of a tenth of the model, with whole tables; return what is said."""
         tenth = f"{sum(file.stat().st_size for file in MODEL.glob('*.safetensors')) // 10_000_000}MB"
-        ran = _run([*self._command("tenth"), "--memory", tenth])
+        ran = _run([*self._command("tenth"), "--memory", tenth, "--large-tables", "whole"])
         return {"memory": tenth, "trains": ran.status == 0, "said": ran.output.strip().splitlines()[-1]}
 
     def trained(self) -> dict[str, Any]:

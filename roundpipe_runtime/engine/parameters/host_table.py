@@ -122,6 +122,7 @@ class TableAccess:
 
     # source: numbers on the host, which stay as they are while a run reads them
     # new_sum: function that returns a sum of gradients to which nothing was added
+    # count: function that is given the bytes of each part that goes up. Default: they are not counted.
 
     def __init__(
         self,
@@ -131,11 +132,12 @@ class TableAccess:
         *,
         requires_grad: bool,
         new_sum: Callable[[], HostSum],
+        count: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self.device, self.source, self.table = device, source.detach(), table
         self.requires_grad = requires_grad
         self.torch_device = device.torch_device
-        self._new_sum = new_sum
+        self._new_sum, self._count = new_sum, count
         self.sum = new_sum()
         self._whole: nn.Parameter | None = None
         self._copy: torch.Tensor | None = None  # its memory: a device counts the tensors that it made
@@ -159,12 +161,16 @@ class TableAccess:
         complete.result()
         return copy
 
+    def _up_part(self, part: torch.Tensor) -> torch.Tensor:
+        self._count(part.nbytes)
+        return self.up(part)
+
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return rows, on the device, by their numbers on the host."""
         if self.torch_device.type in ("cpu", "meta"):
-            return self.up(self.source.index_select(0, numbers))
+            return self._up_part(self.source.index_select(0, numbers))
         like = torch.empty(len(numbers), self.source.shape[1], dtype=self.source.dtype, pin_memory=True)
-        return self.up(torch.index_select(self.source, 0, numbers, out=like))
+        return self._up_part(torch.index_select(self.source, 0, numbers, out=like))
 
     def slices(self, rows: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the table in slices of so many rows, one after the other; a slice is gone when the next one comes."""
@@ -173,7 +179,7 @@ class TableAccess:
             while len(computed) > 1:  # a host that runs ahead would fill the device with slices
                 computed.popleft().synchronize()
             place = slice(start, min(start + rows, self.size))
-            part = self.up(self.source[place])
+            part = self._up_part(self.source[place])
             yield place, part
             self.device.release([part])
             del part
@@ -183,7 +189,7 @@ class TableAccess:
     def whole(self) -> nn.Parameter:
         """Return all of the table on the device, for code that does something else with it."""
         if self._whole is None:
-            self._copy = self.up(self.source)
+            self._copy = self._up_part(self.source)
             self._whole = nn.Parameter(self._copy, requires_grad=self.requires_grad)
         return self._whole
 

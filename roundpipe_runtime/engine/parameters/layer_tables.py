@@ -28,10 +28,13 @@ _Sums: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
 class LayerTables:
     """The tables of one layer on one device."""
 
-    # memory: memory of the host for sums of gradients. Default: new memory for each.
+    # memory: memory of the host for sums of gradients; `None`: new memory for each
+    # count: function that is given the bytes of each part that goes up
 
-    def __init__(self, contents: LayerContents, device: Device, memory: GradientMemory | None) -> None:
-        self._contents, self._device, self._memory = contents, device, memory
+    def __init__(
+        self, contents: LayerContents, device: Device, memory: GradientMemory | None, count: Callable[[int], None]
+    ) -> None:
+        self._contents, self._device, self._memory, self._count = contents, device, memory, count
         self._tables: dict[nn.Parameter, TableAccess] = {}
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
@@ -49,6 +52,7 @@ class LayerTables:
             self._contents.tables[id(parameter)],
             requires_grad=parameter.requires_grad,
             new_sum=lambda: HostSum(form, lambda form: None if memory is None else memory.take(index, parameter, form)),
+            count=self._count,
         )
         return cast(nn.Parameter, HostTable(access, requires_grad=parameter.requires_grad))
 

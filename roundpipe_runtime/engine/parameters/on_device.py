@@ -82,7 +82,7 @@ class LayerOnDevice:
         self._sums: dict[int, torch.Tensor] = {}
         # What a backward left for each parameter, where it is kept apart from the sums.
         self._apart: dict[int, list[torch.Tensor]] | None = None
-        self._tables = LayerTables(contents, device, memory)
+        self._tables = LayerTables(contents, device, memory, kept.count)
         rebuilding = Rebuilding(partial(self._upload_part, kept=kept, version=version))
         for parameter in contents.parameters():
             dtype = gradient_dtype(parameter)

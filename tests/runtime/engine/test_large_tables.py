@@ -27,18 +27,17 @@ def model(**options):
 
 
 def ids():
-    """Numbers of rows, of which many come twice, and the padding of some tables."""
-    found = torch.randint(0, ROWS, (7, 30), generator=torch.Generator().manual_seed(1))
+    """Numbers of a few rows, the padding of some tables, and the last row."""
+    found = torch.randint(0, 9, (7, 30), generator=torch.Generator().manual_seed(1))
     found[:, :3] = 5
+    found[3, 3] = ROWS - 1
     return found
 
 
 def once(made, large_tables, devices="virtual:2:check", **options):
     made = copy.deepcopy(made)
     pipe = RoundPipe(made, devices=devices, large_tables=large_tables, **options)
-    loss = pipe.forward_backward(
-        (ids(),), label=torch.ones(7, 30, 2), loss_fn=functional.mse_loss, run_config=CONFIG
-    )
+    loss = pipe.forward_backward((ids(),), label=torch.ones(7, 30, 2), loss_fn=functional.mse_loss, run_config=CONFIG)
     gradients = [p.grad for p in made.parameters()]
     weights = [p.detach() for p in made.parameters()]
     traffic = pipe.parameter_traffic.uploaded
@@ -61,7 +60,7 @@ def test_rows_have_the_bits_of_the_whole_table(padding):
     made = model(padding_idx=padding)
     rows, whole = once(made, "auto"), once(made, "whole")
     same(rows, whole)
-    assert whole[3] - rows[3] >= made[0].weight.nbytes
+    assert whole[3] - rows[3] >= made[0].weight.nbytes  # of two visits, less the rows of three microbatches in each
 
 
 @pytest.mark.parametrize("options", [{"max_norm": 0.1}, {"sparse": True}, {"scale_grad_by_freq": True}])

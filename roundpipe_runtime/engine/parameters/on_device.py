@@ -18,6 +18,7 @@ from ...device.virtual import Device
 from ...errors import StageError
 from ...optim.copyable import same_numbers
 from ...optim.parameters import LayerContents
+from ...optim.weights_kept import weights_kept
 from ..looks import is_compared, watch_escaped
 from ..recompute.layer_traits import traits_of
 from .gradient_memory import GradientMemory
@@ -90,6 +91,7 @@ class LayerOnDevice:
             for slot in contents.slots
         ]
         self._states = [rebuilding.state(slot.value) for slot in contents.states]
+        self._has_few_bits = bool(contents.states) or any(map(is_composite, contents.parameters()))
         self._buffers = [self._copy(buffer.tensor) for buffer in contents.buffers]
         self._marks = [(buffer, buffer._version) for buffer in self._buffers]
         self._written: set[int] = set()
@@ -136,7 +138,11 @@ class LayerOnDevice:
                         buffer.owner._buffers[buffer.name] = self._buffers[number]
                 for slot, state in zip(states, self._states, strict=True):
                     slot.owner.__dict__[slot.name] = state
-                result = function()
+                if self._has_few_bits:
+                    with weights_kept(self.contents.module):
+                        result = function()
+                else:
+                    result = function()
                 if versions and versions != (now := [copy._version for _, _, copy, _ in self._places]):
                     raise self._wrote_parameter([one != other for one, other in zip(versions, now, strict=True)])
                 return result
@@ -147,8 +153,7 @@ class LayerOnDevice:
                         if found is not None and found is not self._buffers[number]:
                             self._buffers[number] = found.detach()
                         buffer.owner._buffers[buffer.name] = buffer.tensor
-                for number, slot in enumerate(states):
-                    self._states[number] = slot.owner.__dict__.get(slot.name)
+                for slot in states:
                     slot.owner.__dict__[slot.name] = slot.value
                 for parameters, name, _, parameter in self._places:
                     parameters[name] = parameter
@@ -174,7 +179,7 @@ class LayerOnDevice:
         if not is_compared(source):
             return True
         if copy.shape != source.shape or copy.dtype != source.dtype:
-            return is_composite(source)  # its library packs the copy in another way
+            return False
         if copy.device == source.device:
             return bool(same_numbers(copy, source))
         # uploaded once more: the host's numbers are pinned, and memory for a download of them would stay so

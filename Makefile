@@ -40,7 +40,7 @@ NEEDS_dev := --editable '.[all]' --group dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch compat newest kills fuzz ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix trainings genai real runtimes clients browser clean distclean
+.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch quantized compat newest kills fuzz ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix trainings genai real runtimes clients browser clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -103,6 +103,13 @@ executorch:  ## run the tests of ExecuTorch, in .venv-executorch: it brings torc
 	.venv-executorch/bin/python -m pytest -k executorch $(PYTEST_ARGS) tests/flatten/runners \
 		tests/flatten/export/test_runtimes.py tests/flatten/export/test_executorch_sizes.py tests/flatten/export/test_executorch_in_place.py \
 		tests/flatten/model_folder/test_targets.py tests/flatten/generate/test_by_transformers.py
+
+# Next to the libraries of the tests and not among them: transformers imports torchao where it finds it.
+QUANTIZED := build/quantized
+quantized: $(VENV)/.has-test  ## run the tests of frozen weights in few bits with bitsandbytes and torchao, in build/quantized
+	@test -d $(QUANTIZED)/bitsandbytes || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(QUANTIZED) $$(grep -iE '^(bitsandbytes|torchao)==' constraints.txt)
+	PYTHONPATH=$(CURDIR)/$(QUANTIZED) $(BIN)/python -m pytest -n 0 tests/runtime/quantized $(PYTEST_ARGS)
 
 compat:  ## run the tests of caches and of the Trainer also with older transformers (VERSIONS="4.56.2 5.23.0" for some of them)
 	@PYTHON="$(PYTHON)" .ci/compat "$(VERSIONS)" $(COMPAT_TESTS) $(PYTEST_ARGS)

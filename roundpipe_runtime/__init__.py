@@ -25,6 +25,7 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "RoundPipe",
     "wrap_model_to_roundpipe",
     "WrappedModel",
+    "quantize_frozen",
     "cut",
     "Cut",
     "CutReport",
@@ -170,6 +171,7 @@ if TYPE_CHECKING:  # the same names for a type checker, and none that is misspel
         Equivalence,
         WrappedModel,
         cut,
+        quantize_frozen,
         wrap_model_to_roundpipe,
     )
 

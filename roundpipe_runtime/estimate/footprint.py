@@ -106,6 +106,8 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     packet = getattr(func, "_overloadpacket", None)
     if packet in _OWN:
         return int(_OWN[packet](args))
+    if str(packet) in _OF_OTHERS:
+        return int(_OF_OTHERS[str(packet)](args))
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
     return 0
@@ -138,6 +140,15 @@ def _repeated(shape: torch.Size, groups: int) -> tuple[int, ...]:
     """The shape of keys or values that several heads share, as if each had its own."""
     return (shape[0], shape[1] * groups, *shape[2:])
 
+
+def _product_of_four_bits(args: Any) -> int:
+    """A product with a matrix of bitsandbytes, whose shape is an argument."""
+    rows, (outputs, _) = args[0], args[2]
+    return 2 * rows.numel() * int(outputs)
+
+
+# Operators of other libraries, which are not imported for it.
+_OF_OTHERS = {"bitsandbytes.gemm_4bit": _product_of_four_bits}
 
 # Those that torch's own counter does not know.
 _OWN = {

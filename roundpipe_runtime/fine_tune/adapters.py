@@ -93,7 +93,11 @@ def add_lora(model: nn.Module, lora: Lora, *, seed: int = 0) -> nn.Module:
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Hide in a block the warning that PEFT 0.21 asks models of transformers 5.23 for an attribute by its old name."""
+    """Hide in a block two warnings of PEFT 0.21.
+
+    It asks models of transformers 5.23 for an attribute by its old name, and cannot merge into weights of torchao.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated", category=UserWarning)
         yield

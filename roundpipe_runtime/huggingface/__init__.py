@@ -8,6 +8,7 @@ from .cutting.report import CutReport, Equivalence
 from .errors import BatchStructureError, CutError, CutRefusedWarning
 from .loss.chunked import chunked_cross_entropy
 from .loss.label_smoothing import SmoothedLoss
+from .quantize import quantize_frozen
 from .wrap import WrappedModel, wrap_model_to_roundpipe
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "chunked_cross_entropy",
     "cut",
     "passed_tensors",
+    "quantize_frozen",
     "wrap_model_to_roundpipe",
 ]

@@ -22,7 +22,7 @@ from ..engine.driver import Engine
 from ..engine.rows import RowTrial
 from ..errors import DeviceMemoryError, RoundPipeError
 from .batches import split_pictures
-from .cutting.check import engine_on_host, evaluating
+from .cutting.check import checking, engine_on_host
 from .cutting.cut import Cut
 from .cutting.cut_state import CutState, drops_layers
 from .cutting.joined_state import CannotJoinError, RowAxes, join_states, split_state
@@ -229,7 +229,7 @@ def _with_all_layers(made: Cut) -> Iterator[None]:
     if not _depends_on_parts(made.model):
         yield
         return
-    with evaluating(made.model):
+    with checking(made.model):
         made.sync()
         yield
     made.sync()

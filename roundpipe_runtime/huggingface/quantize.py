@@ -48,8 +48,7 @@ def quantize_frozen(
     """
     if kind not in get_args(FewBits):
         raise ConfigError(f"quantize_frozen: kind must be one of {', '.join(get_args(FewBits))}, found {kind!r}.")
-    library = "torchao" if kind == "int8" else "bitsandbytes"
-    require(library, purpose=f"{kind}")
+    require("torchao" if kind == "int8" else "bitsandbytes", purpose=kind, extra="quantized")
     chosen = dict(_linear_layers(model))
     if not chosen:
         raise ConfigError(f"quantize_frozen: {type(model).__name__} has no linear layer in a list of layers.")

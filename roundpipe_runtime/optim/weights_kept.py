@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..device.composite import Rebuilding, is_composite, is_wrapper, plain_numbers, states_of
 
-__all__ = ["weights_kept"]
+__all__ = ["has_few_bits", "weights_kept"]
+
+
+def has_few_bits(module: nn.Module) -> bool:
+    """Report whether a module itself holds a frozen weight in few bits."""
+    return any(p is not None and is_composite(p) for p in module._parameters.values()) or bool(states_of(module))
 
 
 @contextlib.contextmanager
@@ -23,35 +29,24 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         rebuilding = Rebuilding(plain_numbers)
-        for module in model.modules():
-            held = [p for p in module._parameters.values() if p is not None and is_composite(p)]
+        for module in filter(has_few_bits, model.modules()):
             states = states_of(module)
-            if not held and not states:
-                continue
-            stack.callback(_restore_attributes, module, dict(vars(module)), dict(module._parameters))
-            for parameter in held:
-                numbers = None if is_wrapper(parameter) else plain_numbers(parameter)
-                stack.callback(_restore_parameter, parameter, numbers, dict(vars(parameter)))
-                copy = rebuilding.parameter(parameter)
-                vars(parameter).update(vars(copy))
+            stack.callback(vars(module).update, {slot.name: slot.value for slot in states})
+            for name, parameter in module._parameters.items():
+                if parameter is not None and is_composite(parameter):
+                    stack.callback(module._parameters.__setitem__, name, parameter)
+                    numbers = None if is_wrapper(parameter) else plain_numbers(parameter)
+                    stack.callback(_restore, parameter, numbers, dict(vars(parameter)))
+                    vars(parameter).update(vars(rebuilding.parameter(parameter)))
             vars(module).update({slot.name: rebuilding.state(slot.value) for slot in states})
         yield
 
 
-def _restore_attributes(
-    module: nn.Module, before: dict[str, object], parameters: dict[str, nn.Parameter | None]
-) -> None:
-    for name in [name for name in vars(module) if name not in before]:
-        del vars(module)[name]
-    vars(module).update({name: value for name, value in before.items() if name != "training"})
-    module._parameters.update(parameters)
-
-
-def _restore_parameter(parameter: nn.Parameter, numbers: torch.Tensor | None, before: dict[str, object]) -> None:
-    if numbers is not None and (plain_numbers(parameter).data_ptr(), parameter.shape) != (
-        numbers.data_ptr(),
-        numbers.shape,
-    ):
-        parameter.data = numbers
+def _restore(parameter: nn.Parameter, numbers: torch.Tensor | None, before: dict[str, Any]) -> None:
+    """Give a parameter the numbers and the attributes that it had."""
+    if numbers is not None:
+        now = plain_numbers(parameter)
+        if (now.data_ptr(), now.shape, now.dtype) != (numbers.data_ptr(), numbers.shape, numbers.dtype):
+            parameter.data = numbers
     vars(parameter).clear()
     vars(parameter).update(before)

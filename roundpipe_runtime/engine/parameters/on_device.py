@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -18,6 +19,7 @@ from ...device.virtual import Device
 from ...errors import StageError
 from ...optim.copyable import same_numbers
 from ...optim.parameters import LayerContents
+from ...optim.weights_kept import weights_kept
 from ..looks import is_compared, watch_escaped
 from ..recompute.layer_traits import traits_of
 from .gradient_memory import GradientMemory
@@ -102,6 +104,7 @@ class LayerOnDevice:
             (slot.owner, slot.name, self._parameters[id(slot.parameter)], slot.parameter) for slot in contents.slots
         ]
         self._states = [rebuilding.state(slot.value) for slot in contents.states]
+        self._has_few_bits = bool(contents.states) or any(map(is_composite, contents.parameters()))
         self._buffers = [self._copy(buffer.tensor) for buffer in contents.buffers]
         self._marks = [(buffer, buffer._version) for buffer in self._buffers]
         self._written: set[int] = set()
@@ -153,7 +156,8 @@ class LayerOnDevice:
                         buffer.owner._buffers[buffer.name] = self._buffers[number]
                 for slot, state in zip(states, self._states, strict=True):
                     slot.owner.__dict__[slot.name] = state
-                with self._partial.standing():
+                keeping = weights_kept(self.contents.module) if self._has_few_bits else contextlib.nullcontext()
+                with keeping, self._partial.standing():
                     result = function()
                 if versions and versions != (now := [copy._version for _, _, copy, _ in self._places]):
                     raise self._wrote_parameter([one != other for one, other in zip(versions, now, strict=True)])
@@ -165,8 +169,7 @@ class LayerOnDevice:
                         if found is not None and found is not self._buffers[number]:
                             self._buffers[number] = found.detach()
                         buffer.owner._buffers[buffer.name] = buffer.tensor
-                for number, slot in enumerate(states):
-                    self._states[number] = slot.owner.__dict__.get(slot.name)
+                for slot in states:
                     slot.owner.__dict__[slot.name] = slot.value
                 for owner, name, _, parameter in self._places:
                     owner._parameters[name] = parameter
@@ -204,7 +207,7 @@ class LayerOnDevice:
         if not is_compared(source):
             return True
         if copy.shape != source.shape or copy.dtype != source.dtype:
-            return is_composite(source)  # its library packs the copy in another way
+            return False
         if copy.device == source.device:
             return bool(same_numbers(copy, source))
         # uploaded once more: the host's numbers are pinned, and memory for a download of them would stay so

@@ -17,13 +17,21 @@ from ...device.events import Event
 from ...device.virtual import VirtualDevice
 from ...engine.config import RoundPipeRunConfig
 from ...engine.driver import Engine
-from ...optim.weights_kept import weights_kept
+from ...optim.weights_kept import has_few_bits, weights_kept
 from ..errors import CutError
 from .digest import digest, distance, typical
 from .gradients import own_gradients, untied
 from .report import Equivalence
 
-__all__ = ["check_equivalence", "engine_on_host", "evaluating", "objective", "relative_difference", "tolerance"]
+__all__ = [
+    "check_equivalence",
+    "checking",
+    "engine_on_host",
+    "evaluating",
+    "objective",
+    "relative_difference",
+    "tolerance",
+]
 
 # The factor between the tolerances of gradients and outputs: gradients of a parameter that is used several times are
 # summed in another order than in the reference model.
@@ -131,6 +139,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextlib.contextmanager
+def checking(model: nn.Module) -> Iterator[None]:
+    """Set a model to evaluation mode in the block, but modules that hold a weight in few bits to training mode.
+
+    They have one kernel for what trains, and others for evaluations, some of which give no gradient.
+    """
+    with evaluating(model):
+        for module in filter(has_few_bits, model.modules()):
+            module.training = True
+        yield
 
 
 def _tensors(outputs: PyTree) -> dict[str, torch.Tensor]:

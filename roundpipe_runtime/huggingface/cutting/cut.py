@@ -16,7 +16,7 @@ from yobx_flatten.recipe.aliases import Kwargs
 from ...device.composite import parts_of, stored_bytes
 from ..errors import CutError
 from .capture import asked_for, install_hooks
-from .check import check_equivalence, evaluating
+from .check import check_equivalence, checking
 from .cut_plan import CutPlan
 from .discover import discover
 from .example import example_inputs, plain_rows, without_cache
@@ -131,7 +131,7 @@ def cut(
     if is_planned:
         kwargs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     refused: list[tuple[str, str]] = []
-    with evaluating(model), torch.autocast("cpu", enabled=False):  # which would round, and be compared with itself
+    with checking(model), torch.autocast("cpu", enabled=False):  # which would round, and be compared with itself
         called = _called(model, candidates(model), kwargs)
         if example is None and not is_planned:
             kwargs = with_labels(model, kwargs)

@@ -163,7 +163,7 @@ def _differences(
 def _empty_model(config: Any, folder: pathlib.Path, dtype: torch.dtype) -> Any:
     with _parameters_on_meta(), torch.random.fork_rng(devices=[]):
         model = class_for(config)._from_config(config, dtype=dtype)
-    model.config.name_or_path = str(folder)
+    model.config.name_or_path = model.name_or_path = str(folder)
     model.config.dtype = dtype  # transformers 4 leaves it as it stands in the folder
     if model.can_generate() and (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig

@@ -86,9 +86,7 @@ class RunLifecycle:
         self.table = ReadinessTable(len(self.layers))
         self.dispatch = Dispatch(self.devices)
         self.round_robin = self.dispatch.round_robin
-        self.planner = Planner(
-            self.layers, self.devices, self.store.gradient_dtype, is_host_short=disk is not None
-        )
+        self.planner = Planner(self.layers, self.devices, self.store.gradient_dtype, is_host_short=disk is not None)
         self.steps = groups.make_steps(self.store, self.table, partial(scan, self.layers))
         is_accelerated = any(device.torch_device.type != "cpu" for device in self.devices)
         # gradients that land on a disk need pinned memory on their way only

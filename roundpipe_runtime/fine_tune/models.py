@@ -70,9 +70,7 @@ class ModelSource:
         found = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else None
 
-    def load(
-        self, *, dtype: torch.dtype | None = None, seed: int = 0, host: str = HOST_IN_MEMORY
-    ) -> nn.Module:
+    def load(self, *, dtype: torch.dtype | None = None, seed: int = 0, host: str = HOST_IN_MEMORY) -> nn.Module:
         """Load the model with its weights, or with random ones.
 
         Args:

@@ -43,7 +43,7 @@ def check_writes_at_once(model: nn.Module) -> None:
     for _, pipeline in _pipelines(model):
         if pipeline.host != HOST_IN_MEMORY:
             raise ConfigError(
-                f'save_checkpoint(is_async=True) copies the state in memory, and {pipeline.name} has host='
+                f"save_checkpoint(is_async=True) copies the state in memory, and {pipeline.name} has host="
                 f'"{pipeline.host}", because it does not fit there. Write it at once:\n'
                 "    save_checkpoint(folder, model, optimizer=optimizer, is_async=False)"
             )

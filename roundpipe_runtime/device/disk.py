@@ -17,7 +17,6 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
-import itertools
 import mmap
 import os
 import pathlib
@@ -85,10 +84,13 @@ class DiskMemory:
     def __init__(self, folder: pathlib.Path, *, together: int = _TOGETHER, backlog: int = _BACKLOG) -> None:
         self.folder = folder
         self._file = open_scratch(folder)
+        self._closing = weakref.finalize(self, os.close, self._file)
+        self._closing.atexit = False
         self._together, self._backlog = together, backlog
+        self._users = 0
         # parts of the file that were left and that the writer has not been given yet: offsets and bytes
         self._written: list[tuple[int, int]] = []
-        self._read: list[tuple[int, int]] = []
+        self._unchanged: list[tuple[int, int]] = []
         self._parts: list[_Part] = []  # by address
         self._addresses: list[int] = []
         self._open: tuple[_Part, int] | None = None  # where the next place begins
@@ -139,11 +141,9 @@ class DiskMemory:
 
     def next_empty(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return an uninitialised tensor like a dense one of the host, in the first place of a key that is free."""
-        place = None
-        for number in itertools.count():  # a key has as many places as tensors lived there at the same time
-            place = self.empty((key, number), like.shape, dtype or like.dtype, like.stride())
-            if place is not None:
-                break
+        number = 0
+        while (place := self.empty((key, number), like.shape, dtype or like.dtype, like.stride())) is None:
+            number += 1  # a key has as many places as tensors lived there at the same time
         return place
 
     def write(self, place: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -158,7 +158,7 @@ class DiskMemory:
         buffer = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
         offset, written = part.offset + place.data_ptr() - part.address, 0
         while written < len(buffer):
-            written += os.pwrite(self._file.fileno(), buffer[written:], offset + written)
+            written += os.pwrite(self._file, buffer[written:], offset + written)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Report whether a tensor lives in this memory."""
@@ -175,7 +175,7 @@ class DiskMemory:
 
     def _grow(self, nbytes: int) -> _Part:
         nbytes = _rounded(max(nbytes, 1), mmap.ALLOCATIONGRANULARITY)
-        offset, file = self.nbytes, self._file.fileno()
+        offset, file = self.nbytes, self._file
         try:
             os.posix_fallocate(file, offset, nbytes)  # an error where the disk is full, and not a signal later
         except OSError as error:
@@ -201,9 +201,13 @@ class DiskMemory:
 
     def fetch(self, tensors: Iterable[torch.Tensor]) -> Future[None]:
         """Read tensors ahead, in the background."""
-        return self._reader.submit(self._fetch, self._ranges(tensors))
+        return self._reader.submit(self._read_ranges, self._ranges(tensors))
 
-    def _fetch(self, ranges: Sequence[tuple[_Part, int, int]]) -> None:
+    def read(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Read tensors, now."""
+        self._read_ranges(self._ranges(tensors))
+
+    def _read_ranges(self, ranges: Sequence[tuple[_Part, int, int]]) -> None:
         for part, start, end in ranges:
             if not pages.fetch(start, end):
                 self._read_into_cache(part.offset + start - part.address, end - start)
@@ -212,7 +216,7 @@ class DiskMemory:
         """Bring a part of the file into the page cache, where the kernel does not map it on request."""
         buffer = bytearray(min(nbytes, _LEAST))
         for at in range(offset, offset + nbytes, len(buffer)):
-            os.preadv(self._file.fileno(), [buffer], at)
+            os.preadv(self._file, [buffer], at)
 
     def leave(self, tensors: Iterable[torch.Tensor], *, written: bool = True) -> None:
         """Remove tensors from memory: from this process now, from the page cache in the background once written."""
@@ -222,7 +226,7 @@ class DiskMemory:
             pages.release(start, end)
         spans = [(part.offset + start - part.address, end - start) for part, start, end in ranges]
         with self._lock:
-            kind = self._written if written else self._read
+            kind = self._written if written else self._unchanged
             kind += spans
             if sum(nbytes for _, nbytes in kind) < self._together:
                 return
@@ -231,9 +235,9 @@ class DiskMemory:
 
     def _begin_writing(self) -> None:
         """Let the writer work on what was left."""
-        written, read = self._written, self._read
-        self._written, self._read = [], []
-        writing = self._writer.submit(self._write, written, read)
+        written, unchanged = self._written, self._unchanged
+        self._written, self._unchanged = [], []
+        writing = self._writer.submit(self._write, written, unchanged)
         self._writing.append((writing, sum(nbytes for _, nbytes in written)))
 
     def settle(self) -> None:
@@ -246,18 +250,17 @@ class DiskMemory:
         """Wait until at most so many bytes are still to be written, nothing for -1; raise an error of the disk."""
         while True:
             with self._lock:
-                while self._writing and self._writing[0][0].done() and self._writing[0][0].exception() is None:
-                    self._writing.popleft()
-                if not self._writing or 0 <= sum(nbytes for _, nbytes in self._writing) <= most:
+                waiting = sum(nbytes for _, nbytes in self._writing)
+                if not self._writing or (waiting <= most and not self._writing[0][0].done()):
                     return
                 oldest, _ = self._writing.popleft()
             oldest.result()
 
-    def _write(self, written: Sequence[tuple[int, int]], read: Sequence[tuple[int, int]]) -> None:
-        file = self._file.fileno()
+    def _write(self, written: Sequence[tuple[int, int]], unchanged: Sequence[tuple[int, int]]) -> None:
+        file = self._file
         for offset, nbytes in _joined(written):
             pages.write_out(file, offset, nbytes)
-        for offset, nbytes in _joined([*written, *read]):
+        for offset, nbytes in _joined([*written, *unchanged]):
             pages.drop_cached(file, offset, nbytes)
         pages.return_freed()
 
@@ -273,14 +276,23 @@ class DiskMemory:
                 start, part = stop, self._part_at(stop)
         return found
 
+    def acquire(self) -> None:
+        """Count one more user, of which the last one closes the memory."""
+        with self._lock:
+            self._users += 1
+
     def close(self) -> None:
         """End the threads; tensors stay as they are, and fetch and leave do nothing more."""
+        with self._lock:
+            self._users -= 1
+            if self._users > 0 or self._writer.is_closed:
+                return
         with contextlib.suppress(OSError):  # what was not written is in the page cache, and nothing reads the file
             self.settle()
         self._reader.close()
         self._writer.close()
         self._parts, self._addresses = [], []
-        self._file.close()  # mappings hold the file until the last tensor is gone
+        self._closing()  # mappings hold the file until the last tensor is gone
         _MEMORIES.discard(self)
 
 

@@ -10,7 +10,6 @@ import os
 import pathlib
 import shutil
 import tempfile
-from typing import IO
 
 from yobx_flatten.errors.messages import format_bytes
 
@@ -39,8 +38,8 @@ def disk_folder(host: object) -> pathlib.Path | None:
     return pathlib.Path(host.removeprefix(_PREFIX)).absolute()
 
 
-def open_scratch(folder: pathlib.Path) -> IO[bytes]:
-    """Open a file without a name in a folder that is on a disk."""
+def open_scratch(folder: pathlib.Path) -> int:
+    """Return the descriptor of a new file without a name, in a folder that is on a disk."""
     host = f"{_PREFIX}{folder}"
     if not hasattr(os, "posix_fallocate") or not hasattr(os, "posix_fadvise"):
         raise ConfigError(f'host="{host}" needs Linux. Train in memory:\n    RoundPipe(model, host="memory")')
@@ -53,7 +52,8 @@ def open_scratch(folder: pathlib.Path) -> IO[bytes]:
             '    RoundPipe(model, host="disk:DIR")'
         )
     try:
-        return tempfile.TemporaryFile(prefix=".roundpipe-", dir=folder)
+        with tempfile.TemporaryFile(prefix=".roundpipe-", dir=folder) as file:
+            return os.dup(file.fileno())
     except OSError as error:
         raise ConfigError(
             f'host="{host}": {error.strerror or error}. Name a folder that can be written:\n'

@@ -14,7 +14,8 @@ from ..batch.loss import LossContract
 from ..device.transfer import HostValue
 from ..device.worker import Mailbox
 from ..errors import StageError
-from ..optim.parameters import AtHand, ParameterStore
+from ..optim.parameters import ParameterStore
+from ..optim.places import AtHand
 from ..optim.readiness import ReadinessTable
 from .collected import Collected, WrittenBuffers
 from .parameters.gradient_memory import GradientMemory

@@ -45,7 +45,7 @@ def measure_disk(folder: pathlib.Path) -> DiskRates:
     memory = DiskMemory(folder.absolute(), together=_PIECE)
     try:
         source = torch.randint(0, 256, (_PIECE,), dtype=torch.uint8)  # a disk may compress zeros
-        pieces = []
+        pieces: list[torch.Tensor] = []
         start = time.perf_counter()
         while len(pieces) < 2 or (time.perf_counter() - start < _LONG_ENOUGH and len(pieces) < _MOST):
             pieces.append(memory.copy(("piece", len(pieces)), source))

@@ -70,9 +70,7 @@ def on_disk(loads: Sequence[StageLoad]) -> list[StageLoad]:
     return [dataclasses.replace(load, read=load.upload, written=load.download) for load in loads]
 
 
-def optimizer_seconds(
-    host: HostMemory, layers: Sequence[LayerFootprint], machine: Hardware, in_memory: float
-) -> float:
+def optimizer_seconds(host: HostMemory, layers: Sequence[LayerFootprint], machine: Hardware, in_memory: float) -> float:
     """Return the seconds of the optimizer on a disk, with the norm of all gradients before it."""
     # in_memory: seconds of all updates, if everything were in memory
     read_rate, write_rate = machine.disk_read or float("inf"), machine.disk_write or float("inf")

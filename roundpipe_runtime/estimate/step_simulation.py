@@ -151,7 +151,9 @@ def simulate(
     ('optimizer', ['optimizer until 2,100'])
     """
     plan = plan.on(len(machine.names))
-    stays = stays_on_devices(plan, machine) if stays is None else stays
+    if stays is None:
+        # memory of virtual devices without a limit is that of the host, of which a few layers are there at a time
+        stays = stays_on_devices(plan, machine) and not (host == "disk" and machine.is_virtual and not machine.memory)
     room = _room(plan, machine, keep_parameters, stays=stays)
     loads = stage_loads(plan, machine, stays=stays, room_to_keep=room)
     optimizer = plan.optimizer_bytes / machine.host_rate

@@ -39,9 +39,10 @@ def loaded_to_disk(
         return None
     try:
         found = FoundModel(name, config, folder, has_weights=True, unmatched_weights=unmatched)
-        model, readers, _ = unread_model(found, checkpoint, wanted)
+        unread, readers, _ = unread_model(found, checkpoint, wanted)
     except NotStreamableError:
         return None
+    model: nn.Module = unread
     memory = DiskMemory(home)
     made: dict[int, nn.Parameter] = {}
     for path, parameter in list(model.named_parameters(remove_duplicate=False)):

@@ -42,7 +42,7 @@ def _norm_by_parts(whole: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         with torch.no_grad():
             for number in passing(groups, written=False):
                 norms += [torch.linalg.vector_norm(one, float(norm_type)) for one in groups[number]]
-            total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+            total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
         if error_if_nonfinite and not total.isfinite():
             return whole(given, norm_type, error_if_nonfinite, foreach)  # which raises its own error
         return total
@@ -53,7 +53,10 @@ def _norm_by_parts(whole: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 def _scaling_by_parts(whole: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(whole)
     def scale(
-        parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, total_norm: torch.Tensor, *rest: Any,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        total_norm: torch.Tensor,
+        *rest: Any,
         **options: Any,
     ) -> None:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -61,7 +61,9 @@ class LayersAtHand:
             here = None if place is None else self._ahead.pop(place, None)
             if place is not None:
                 self._fetch_after(place)
-        if here is not None and not here.cancel():  # one that has not begun would read what is read here
+        if here is None or here.cancel():  # one that has not begun would read behind others
+            self._memory.read(self._tensors_of(layer))
+        else:
             here.result()
 
     def _fetch_after(self, place: int) -> None:

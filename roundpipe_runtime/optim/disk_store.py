@@ -28,8 +28,9 @@ from ..device.worker import Worker
 from ..errors import ConfigError
 from .disk_clipping import clip_by_parts
 from .disk_order import LayersAtHand
-from .parameters import AtHand, Landed, LayerContents, ParameterStore, is_watched, scan
+from .parameters import ParameterStore, is_watched, scan
 from .parts import OptimizerParts, can_step_in_parts, state_share
+from .places import AtHand, HasParameters, Landed
 from .torch_steps import Optimizer, take_over_always
 
 __all__ = ["DiskStore", "hold_on_disk"]
@@ -60,6 +61,7 @@ class DiskStore(ParameterStore):
         self._check()
         memory.reserve(self._bytes_needed())
         self._move()
+        memory.acquire()
         clip_by_parts()
         take_over_always(_take, first=True)
         _STORES.add(self)
@@ -99,8 +101,8 @@ class DiskStore(ParameterStore):
 
     # -- a run -------------------------------------------------------------------------------------------------------
 
-    def at_hand(self, contents: Sequence[LayerContents], order: Sequence[int]) -> AtHand:
-        """Return what has the parameters of a layer in memory for a block, in a run that comes to layers in an order."""
+    def at_hand(self, contents: Sequence[HasParameters], order: Sequence[int]) -> AtHand:
+        """Return what has the parameters of a layer in memory, in a run that comes to layers in an order."""
         return LayersAtHand(self.memory, order, lambda layer: _on_host(contents[layer]), written=False)
 
     def land(self, layer: int, gradients: Landed) -> Landed:
@@ -197,14 +199,19 @@ class DiskStore(ParameterStore):
         self._has_stepped = True
         return parts.finish()
 
-    def updating(self, contents: Sequence[LayerContents]) -> AtHand:
-        """Return what has all that a step reads and writes of a layer in memory for a block, in the order of layers."""
+    def updating(self, contents: Sequence[HasParameters]) -> AtHand:
+        """Return what has all that a step reads and writes of a layer in memory, in the order of layers."""
         held = {layer.index: (_on_host(layer), self.targets(layer.parameters())) for layer in contents}
 
         def of_layer(layer: int) -> list[torch.Tensor]:
             parameters, targets = held[layer]
             gradients = [target.grad for target in targets if target.grad is not None]
-            states = [tensor for target in targets for ref in self._states.get(id(target), ()) if (tensor := ref()) is not None]
+            states = [
+                tensor
+                for target in targets
+                for ref in self._states.get(id(target), ())
+                if (tensor := ref()) is not None
+            ]
             return [*parameters, *targets, *filter(_is_dense, gradients), *states]
 
         return LayersAtHand(self.memory, [layer.index for layer in contents], of_layer, written=True)
@@ -303,7 +310,7 @@ def hold_on_disk(optimizer: Any, target: torch.Tensor) -> None:
                 page_out(tensor)
 
 
-def _on_host(contents: LayerContents) -> list[torch.Tensor]:
+def _on_host(contents: HasParameters) -> list[torch.Tensor]:
     return [parameter for parameter in contents.parameters() if _can_move(parameter)]
 
 

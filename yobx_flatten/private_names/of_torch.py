@@ -173,8 +173,7 @@ def clipping_functions() -> list[tuple[Any, str]]:
 
 
 def norm_and_scaling() -> tuple[Any, str, str] | None:
-    """Return the module whose two functions compute the norm of gradients and scale them, with their names. Gone: the
-    public function does both at once."""
+    """Return the module with both steps of clipping to a norm, and their names. Gone: a public function has both."""
     inner, names = torch.nn.utils.clip_grad, ("_get_total_norm", "_clip_grads_with_norm_")
     return (inner, *names) if all(hasattr(inner, name) for name in names) else None
 

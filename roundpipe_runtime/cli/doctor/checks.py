@@ -25,14 +25,14 @@ from ...device.generator import generator_kept
 from ...device.virtual import DeviceSpec
 from ...engine.config import RoundPipeRunConfig
 from ...errors import ConfigError
-from ...estimate.disk_rates import DiskRates, measure_disk
+from ...estimate.disk_rates import measure_disk
 from ...estimate.hardware import cores, host_memory_available, host_memory_rate
 from ...optim.step import OptimizerCtx
 from ...pipeline import RoundPipe
 from .check import Check, Status
 from .devices import device_checks
 
-__all__ = ["accelerators", "examine", "train_difference"]
+__all__ = ["HERE", "accelerators", "examine", "train_difference"]
 
 _PACKAGE = "yobx-flatten"
 
@@ -45,33 +45,26 @@ _LIBRARIES = {
     "peft": "adapters (LoRA) cannot be trained",
 }
 
+HERE = pathlib.Path()
 _LITTLE_MEMORY, _LITTLE_DISK, _NO_DISK = 4e9, 20e9, 500e6
 # Sums in another order: float32, of one device and of another.
 _ROUNDING = 1e-4
 
 
-def disk_rates(folder: pathlib.Path) -> DiskRates | str:
-    """Return how fast the disk of a folder is, or why it cannot hold the state of a training."""
-    try:
-        return measure_disk(folder)
-    except (ConfigError, OSError) as error:
-        return first_line(error)
-
-
-def examine(folder: pathlib.Path, rates: DiskRates | str) -> list[Check]:
+def examine(folder: pathlib.Path = HERE) -> list[Check]:
     """Return what was found, in the order of the checks; a check that breaks is also a finding.
 
     Two steps of a small training run on every kind of device that is here; it takes seconds.
     """
-    # folder: folder whose disk is looked at
-    # rates: result of `disk_rates`
+    # folder: folder whose disk is looked at. Default: the current one.
     checks: list[tuple[str, Callable[[], list[Check]]]] = [
         ("versions", _versions),
         ("accelerators", _accelerators),
         ("memory", _memory),
         ("pinned memory", _pinned),
         ("threads", _threads),
-        ("disk", partial(_disk, folder, rates)),
+        ("disk", partial(_disk, folder)),
+        ("speed of the disk", partial(_speed_of_disk, folder)),
         ("speed of accelerators", _speed),
         ("training", _training),
     ]
@@ -188,16 +181,23 @@ def _threads() -> list[Check]:
     return [Check("threads", "ok", text)]
 
 
-def _disk(folder: pathlib.Path, rates: DiskRates | str) -> list[Check]:
+def _disk(folder: pathlib.Path = HERE) -> list[Check]:
     free = shutil.disk_usage(folder).free
     status: Status = "fail" if free < _NO_DISK else "warning" if free < _LITTLE_DISK else "ok"
     remedy = "" if status == "ok" else "Checkpoints take 12 bytes and more per parameter: choose another --checkpoint."
-    place = "the current folder" if folder == pathlib.Path() else str(folder)
-    if isinstance(rates, str):
-        speed = f"it cannot hold the state of a training ({rates.rstrip('.:')})"
-    else:
-        speed = f"it reads {format_bytes(rates.read)}/s and writes {format_bytes(rates.write)}/s"
-    return [Check("disk", status, f"{format_bytes(free)} free in {place}; {speed}", remedy)]
+    place = "the current folder" if folder == HERE else str(folder)
+    return [Check("disk", status, f"{format_bytes(free)} free in {place}", remedy)]
+
+
+def _speed_of_disk(folder: pathlib.Path) -> list[Check]:
+    """How fast a training goes whose state is on the disk."""
+    name = "speed of the disk"
+    try:
+        rates = measure_disk(folder)
+    except ConfigError as error:
+        line = "A training with --host disk:DIR needs a disk: name a folder on one, roundpipe doctor --disk DIR."
+        return [Check(name, "warning", first_line(error), line)]
+    return [Check(name, "ok", f"it reads {format_bytes(rates.read)}/s and writes {format_bytes(rates.write)}/s")]
 
 
 def _speed() -> list[Check]:

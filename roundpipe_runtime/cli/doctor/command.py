@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import textwrap
@@ -12,12 +13,13 @@ import typer
 from yobx_flatten.terminal.failures import CHECK_FAILED
 from yobx_flatten.terminal.output import console, progress, say, say_json
 
+from ...errors import ConfigError
 from ...estimate.call_cost import call_seconds
-from ...estimate.disk_rates import DiskRates
+from ...estimate.disk_rates import measure_disk
 from ...estimate.hardware import describe_hardware
 from ...estimate.machine_file import save_machine
 from .check import Check
-from .checks import disk_rates, examine
+from .checks import HERE, examine
 
 __all__ = ["doctor"]
 
@@ -30,7 +32,7 @@ def doctor(
     disk: Annotated[
         pathlib.Path,
         typer.Option(metavar="DIR", help="Folder whose disk is measured, for --host disk:DIR (default: current)."),
-    ] = pathlib.Path(),
+    ] = HERE,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Check this installation: versions, devices, memory, threads, disk, and a short training.
@@ -40,13 +42,13 @@ def doctor(
     Exit status: 0 nothing fails; 1 something fails.
     """
     with progress("looking around, and training for two steps"):
-        rates = disk_rates(disk)
-        findings = examine(disk, rates)
+        findings = examine(disk)
         if machine is not None:
-            found = dataclasses.replace(describe_hardware(), call=call_seconds())
-            if isinstance(rates, DiskRates):
-                found = dataclasses.replace(found, disk_read=rates.read, disk_write=rates.write)
-            save_machine(found, machine)
+            measured = dataclasses.replace(describe_hardware(), call=call_seconds())
+            with contextlib.suppress(ConfigError):  # a folder that is in memory: one of the findings
+                rates = measure_disk(disk)
+                measured = dataclasses.replace(measured, disk_read=rates.read, disk_write=rates.write)
+            save_machine(measured, machine)
     failed = any(finding.status == "fail" for finding in findings)
     if json:
         say_json({"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]})

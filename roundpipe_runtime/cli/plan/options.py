@@ -118,8 +118,8 @@ class StepOptions:
             return machine
         if not folder.is_dir():
             raise UserError(
-                f"--host {self.host}: there is no folder {folder} here to measure. Name one, or a profile with the rates "
-                "of its disk: roundpipe doctor --disk DIR --machine FILE"
+                f"--host {self.host}: there is no folder {folder} here to measure. Name one, or a profile with the "
+                "rates of its disk: roundpipe doctor --disk DIR --machine FILE"
             )
         rates = measure_disk(folder)
         return dataclasses.replace(machine, disk_read=rates.read, disk_write=rates.write)

@@ -96,7 +96,14 @@ def train(folder: pathlib.Path, kind: str, devices: int, steps: int, started: Ca
             scheduler.step()
         with open(folder / "losses", "a", encoding="utf-8") as file:
             file.write(f"{step} {loss.item().hex()}\n")
-        save_checkpoint(folder / "checkpoints", pipe, data={"step": step + 1}, keep=2, **parts, is_async=step % 2 == 0 and not is_on_disk)
+        save_checkpoint(
+            folder / "checkpoints",
+            pipe,
+            data={"step": step + 1},
+            keep=2,
+            **parts,
+            is_async=step % 2 == 0 and not is_on_disk,
+        )
     digest = hashlib.sha256()
     for tensor in [*pipe.state_dict().values(), *pipe.optim_parameters()]:
         digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())

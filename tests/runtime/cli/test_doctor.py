@@ -29,10 +29,12 @@ def test_a_failure_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
         Check("disk", "ok", "1 GB free"),
         Check("peft", "warning", "not installed", "pip install peft"),
     ]
-    monkeypatch.setattr(doctor_command, "examine", lambda: findings)
+    monkeypatch.setattr(doctor_command, "examine", lambda disk: findings)
     assert run(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "1 warning"
-    monkeypatch.setattr(doctor_command, "examine", lambda: [*findings, Check("torch", "fail", "old", "pip install")])
+    monkeypatch.setattr(
+        doctor_command, "examine", lambda disk: [*findings, Check("torch", "fail", "old", "pip install")]
+    )
     assert run(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "fail     torch: old\n         -> pip install\n" in out
@@ -41,7 +43,7 @@ def test_a_failure_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
 
 def test_json_has_the_same(capsys, monkeypatch):
     """For a script."""
-    monkeypatch.setattr(doctor_command, "examine", lambda: [Check("torch", "fail", "old", "pip install")])
+    monkeypatch.setattr(doctor_command, "examine", lambda disk: [Check("torch", "fail", "old", "pip install")])
     assert run(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {
         "ok": False,
@@ -53,7 +55,7 @@ def test_json_has_the_same(capsys, monkeypatch):
 def test_long_lines_are_wrapped(capsys, monkeypatch, columns):
     """In the width of the terminal."""
     monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setattr(doctor_command, "examine", lambda: [Check("a", "warning", "long " * 30, "do " * 60)])
+    monkeypatch.setattr(doctor_command, "examine", lambda disk: [Check("a", "warning", "long " * 30, "do " * 60)])
     assert run(["doctor"]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= int(columns)
 
@@ -61,7 +63,7 @@ def test_long_lines_are_wrapped(capsys, monkeypatch, columns):
 def test_rates_are_written_for_plans(tmp_path, capsys, monkeypatch):
     """What the machine has, and what a layer costs its host."""
     here = Hardware(("virtual:0",), "cpu", 1e9, 2e9, None, 10**9, 3e9, {"flops": "measured"})
-    monkeypatch.setattr(doctor_command, "examine", list)
+    monkeypatch.setattr(doctor_command, "examine", lambda disk: [])
     monkeypatch.setattr(doctor_command, "describe_hardware", lambda: here)
     assert run(["doctor", "--machine", str(tmp_path / "here.json")]) == 0
     found = load_machine(tmp_path / "here.json")

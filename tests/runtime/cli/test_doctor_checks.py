@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import math
+import re
 
 import pytest
 import torch
@@ -130,6 +131,16 @@ def test_a_disk_that_is_full_fails(monkeypatch, free, status):
     (finding,) = doctor._disk()
     assert finding.status == status
     assert bool(finding.remedy) is (status != "ok")
+
+
+def test_the_speed_of_a_disk_is_a_finding(folder_on_disk):
+    """What it reads and writes per second; a folder that is none is a warning, as only some trainings need one."""
+    (finding,) = doctor._speed_of_disk(folder_on_disk)
+    assert (finding.status, finding.name) == ("ok", "speed of the disk")
+    assert re.fullmatch(r"it reads [\d.]+ [kMG]B/s and writes [\d.]+ [kMG]B/s", finding.found)
+    assert list(folder_on_disk.iterdir()) == []
+    (finding,) = doctor._speed_of_disk(folder_on_disk / "nowhere")
+    assert (finding.status, "--disk DIR" in finding.remedy) == ("warning", True)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device")

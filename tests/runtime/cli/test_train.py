@@ -491,6 +491,32 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_bits(here, whole, number, sta
     assert same_bits(digest("parts"), whole[1])
 
 
+def test_on_a_disk_the_bits_are_those_of_memory_also_after_a_kill(here, whole, folder_on_disk):
+    """Killed without notice, resumed on a disk again; nothing is left there."""
+    words = ["train", "--model", "conf", "texts", *LONG, "-o", "parts", "--metrics", "parts.jsonl"]
+    words += ["--host", f"disk:{folder_on_disk}"]
+    with start(*words, "--devices", "virtual:1", folder=here) as process:
+        metrics = here / "parts.jsonl"
+        process.wait_for(lambda: metrics.exists() and metrics.read_text().count('"loss"') >= 5)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    assert list(folder_on_disk.iterdir()) == []
+    with start(*words, "--devices", "virtual:2", "--resume", folder=here) as process:
+        assert (process.wait(), process.stderr) == (0, "")
+    assert tiny.metrics_of(here / "parts.jsonl") == whole[0]
+    assert same_bits(digest("parts"), whole[1])
+    assert list(folder_on_disk.iterdir()) == []
+
+
+def test_a_disk_is_for_one_process(here, capsys):
+    """Groups are refused in one line, before the model is read, and so is a place that is none."""
+    arguments = ["train", "--model", "conf", "texts", "-o", "out", *FEW]
+    assert main([*arguments, "--host", "disk:.", "--replicas", "2"]) == 2
+    assert "--host disk:. trains in one process, without groups" in capsys.readouterr().err
+    assert main([*arguments, "--host", "ssd"]) == 2
+    assert "--host is memory or disk:DIR, found 'ssd'" in capsys.readouterr().err
+
+
 def test_on_a_terminal_there_is_a_bar(here):
     """With loss, speed and memory, redrawn in place; lines of a log are for logs."""
     pty = pytest.importorskip("pty", reason="terminals are those of Unix")

@@ -117,6 +117,19 @@ def test_tensors_outlive_the_memory(folder_on_disk):
     assert disk_of(tensor) is None
 
 
+def test_the_last_user_closes_it(folder_on_disk):
+    """Two pipelines of one model have one memory; closing it once more changes nothing."""
+    memory = DiskMemory(folder_on_disk)
+    memory.acquire()
+    memory.acquire()
+    tensor = memory.copy(("a",), torch.ones(3000))
+    memory.close()
+    assert disk_of(tensor) is memory
+    memory.close()
+    assert disk_of(tensor) is None
+    memory.close()
+
+
 def test_a_full_disk_is_one_line(folder_on_disk, monkeypatch):
     """The file grows before anything is written into it: a mapped page without room would be a signal."""
 

@@ -93,7 +93,7 @@ def main() -> None:
     with peaks.during("load"):
         load_checkpoint(options.folder / "checkpoints", pipe, optimizer=optimizer)
     pipe.close()
-    print(json.dumps({"state": BYTES * count, "losses": losses, **peaks.found}))
+    sys.stdout.write(json.dumps({"state": BYTES * count, "losses": losses, **peaks.found}) + "\n")
 
 
 if __name__ == "__main__":

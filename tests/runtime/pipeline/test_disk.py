@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_runtime import (
     CheckpointError,
@@ -151,11 +151,9 @@ def test_a_run_that_fails_changes_nothing(folder_on_disk):
         tokens = torch.arange(24).reshape(6, 4)
         pipe.forward_backward((tokens,), label=tokens, loss_fn=loss_fn)
         before = [p.grad.clone() for p in pipe.optim_parameters()]
-        calls = []
 
-        def fails(outputs, labels, calls=calls):
-            calls.append(None)
-            if len(calls) == 2:
+        def fails(outputs, labels):
+            if labels[0, 0] == 8:
                 raise ValueError("no loss")
             return loss_fn(outputs, labels)
 
@@ -221,10 +219,10 @@ def test_an_optimizer_without_parts_is_refused(folder_on_disk):
 
 def test_several_processes_are_refused(folder_on_disk):
     """Groups have sums of their own, which are in memory."""
-    for options in ({"mesh": init_device_mesh("cpu", (1,))}, {"replicas": 2}):
+    mesh = object.__new__(DeviceMesh)  # it is not asked for anything
+    for options in ({"mesh": mesh}, {"replicas": 2}):
         with pytest.raises(ConfigError, match="trains in one process without groups"):
             RoundPipe(model(), devices="virtual:1", host=f"disk:{folder_on_disk}", **options)
-    torch.distributed.destroy_process_group()
 
 
 def test_nothing_changes_where_the_disk_is_full(folder_on_disk, monkeypatch):
@@ -273,7 +271,8 @@ def test_checkpoints_go_from_either_place_to_either(tmp_path, folder_on_disk, wa
     load_checkpoint(tmp_path / "checkpoints", pipe, optimizer=optimizer)
     if way[1] == "disk":
         moments = [state["exp_avg"] for state in optimizer.state.values() if state["exp_avg"].nbytes >= 4096]
-        assert moments and all(disk_of(moment) is not None for moment in moments)
+        assert moments
+        assert all(disk_of(moment) is not None for moment in moments)
     train(pipe, optimizer, 3, first=3)
     assert_same(all_of(pipe, optimizer), expected)
     pipe.close()

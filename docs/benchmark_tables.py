@@ -28,6 +28,7 @@ def write_benchmarks(folder: Path) -> None:
         ("lengths", _lengths),
         ("size", _size),
         ("kept", _kept),
+        ("experts", _experts),
         ("simulate", _simulate),
         ("dry", _dry),
         ("convergence", _convergence),
@@ -311,6 +312,22 @@ def _kept(data: Mapping[str, Any], _: Path) -> list[str]:
             both(found, "seconds of a step", 1, ".2f"),
         ]
         for name, found in data["cases"].items()
+    ]
+    return ["", *_table(head, rows)]
+
+
+def _experts(data: Mapping[str, Any], _: Path) -> list[str]:
+    head = ["", "tokens", "all, MB", "routed, MB", "share", "seconds, all", "seconds, routed"]
+    rows = [
+        [
+            f"{name}, {case['kind']}",
+            str(case["tokens"]),
+            *(f"{case[way]['bytes uploaded'] / 1e6:,.0f}" for way in ("all", "routed")),
+            f"{case['routed']['bytes uploaded'] / case['all']['bytes uploaded']:.2f}",
+            *(f"{case[way]['seconds of a step']:.3f}" for way in ("all", "routed")),
+        ]
+        for name, cases in data["cases"].items()
+        for case in cases
     ]
     return ["", *_table(head, rows)]
 

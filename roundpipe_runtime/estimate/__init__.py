@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .expert_bytes import expected_share
 from .hardware import Hardware, describe_hardware
 from .layer_footprint import LayerFootprint, measure_layers
 from .machine_file import load_machine, save_machine
@@ -18,6 +19,7 @@ __all__ = [
     "StepPlan",
     "StepSimulation",
     "describe_hardware",
+    "expected_share",
     "load_machine",
     "measure_layers",
     "save_machine",

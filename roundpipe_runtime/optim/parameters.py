@@ -33,7 +33,6 @@ __all__ = ["BufferSlot", "LayerContents", "ParameterSlot", "ParameterStore", "Ta
 _SLICES_AT_ONCE = 2
 
 
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterSlot:
     """Where a layer holds a parameter: ``owner._parameters[name]``."""

@@ -14,7 +14,8 @@ def results(kind, devices, experts):
     model = model_of(kind)
     pipe = pipe_of(model, devices, experts)
     losses = [
-        pipe.forward_backward((x,), label=torch.ones(len(x), 3), loss_fn=squares).item() for x in (*BATCHES, *BATCHES[:3])
+        pipe.forward_backward((x,), label=torch.ones(len(x), 3), loss_fn=squares).item()
+        for x in (*BATCHES, *BATCHES[:3])
     ]
     skipped = pipe.parameter_traffic.skipped
     pipe.close()

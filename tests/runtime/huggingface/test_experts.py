@@ -135,7 +135,9 @@ def test_frozen_experts_with_adapters_elsewhere():
     found = []
     for experts in ("all", "routed"):
         torch.manual_seed(0)
-        model = peft.get_peft_model(mixtral(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0))
+        model = peft.get_peft_model(
+            mixtral(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0)
+        )
         pipe = pipe_of(model, experts)
         loss, bytes_of = runs_of(pipe, tokens(1, 3), 3)
         found.append((loss, gradients(model), bytes_of[-1]))

@@ -74,6 +74,7 @@ class HostMemory:
         optimizer: state of Adam, two numbers per parameter.
         activations: inputs of backward stages, and tensors that are being copied, with the gradients that copies of
             the last stage send each other.
+        reference: weights of a frozen model that the training compares with. Default: 0.
     """
 
     parameters: int
@@ -81,11 +82,13 @@ class HostMemory:
     masters: int
     optimizer: int
     activations: int
+    reference: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.parameters + self.gradients + self.masters + self.optimizer + self.activations
+        trained = self.parameters + self.gradients + self.masters + self.optimizer
+        return trained + self.activations + self.reference
 
 
 def share_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:

@@ -28,7 +28,7 @@ from .kept_bytes import room_to_keep
 from .memory_estimate import DeviceMemory, HostMemory, device_memory
 from .step_plan import StepPlan, stage_loads
 
-__all__ = ["BottleneckFlip", "StepSimulation", "simulate", "stays_on_devices"]
+__all__ = ["BottleneckFlip", "StepSimulation", "machine_of", "simulate", "stays_on_devices"]
 
 
 class BottleneckFlip(NamedTuple):
@@ -163,14 +163,14 @@ def simulate(
         disk = disk_use(plan.host_memory, plan.layers, loads)
         optimizer = optimizer_seconds(plan.host_memory, plan.layers, machine, optimizer)
         loads = on_disk(loads)
-    alone = simulate_schedule(loads, _devices(machine, linked=True), plan.num_microbatch)
+    alone = simulate_schedule(loads, machine_of(machine, linked=True), plan.num_microbatch)
     run, seconds = _next_to_optimizer(plan, loads, machine, alone, is_async, optimizer)
     fixed, per_token = _busy(plan, loads, machine, plan.optimizer_bytes / machine.host_rate, disk)
     return StepSimulation(
         seconds=seconds,
         run=run,
         loads=loads,
-        unhindered=simulate_schedule(loads, _devices(machine, linked=False), plan.num_microbatch),
+        unhindered=simulate_schedule(loads, machine_of(machine, linked=False), plan.num_microbatch),
         optimizer_seconds=optimizer,
         exposed_optimizer=seconds - alone.time,
         device_memory=_memory_of_devices(plan, machine, stays=stays, room=room),
@@ -213,12 +213,12 @@ def _next_to_optimizer(
     run = alone
     if is_async == "exact":
         updated = _with_updates(plan, loads, machine, optimizer)
-        run = simulate_schedule(updated, _devices(machine, linked=True), plan.num_microbatch)
+        run = simulate_schedule(updated, machine_of(machine, linked=True), plan.num_microbatch)
     return run, max(run.time, optimizer)
 
 
-def _devices(machine: Hardware, *, linked: bool) -> Machine:
-    """The devices of a machine, with its links or with ones that take no time."""
+def machine_of(machine: Hardware, *, linked: bool) -> Machine:
+    """Return the devices of a machine, with its links or with ones that take no time."""
     count, overlaps = len(machine.names), not machine.is_virtual
     if not linked:
         return Machine(count, overlaps=overlaps)

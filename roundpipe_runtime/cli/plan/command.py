@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ...estimate.network import NodesEstimate
+    from ...estimate.reference import Reference
     from ...estimate.report import PlanReport
     from ...fine_tune import ModelSource
     from ...huggingface.plan_training import PlannedTraining, SettingsChange
@@ -58,15 +59,16 @@ def plan(
         show("measuring the layers")
         keep = parse_gigabytes(step.keep_parameters, "--keep-parameters")
         report = training.report(**size, last_stage_copies=step.copies, keep_parameters=keep)
+        report, compared = _reference(training, report) if step.reference else (report, None)
         change = _remedy(training, report, size, show)
     several = _nodes(training, report, dtype_named(shared.reduce_dtype))
     found = several(nodes, parse_bits(shared.network, "--network"))
     report = of_node(report, nodes) if nodes > 1 else report
     if what.json:
-        described = as_dict(training, report, change, rows=rows, length=length)
+        described = as_dict(training, report, change, rows=rows, length=length, reference=compared)
         say_json(described if nodes == 1 else {**described, "several": nodes_as_dict(found, several)})
     else:
-        say(write_plan(training, report, change, rows=rows, length=length))
+        say(write_plan(training, report, change, rows=rows, length=length, reference=compared))
         if nodes > 1:
             say("\n" + write_nodes(found, several, rows=step.batch, tokens=report.tokens))
     return CHECK_FAILED if False in (report.fits_devices, report.fits_host) else 0
@@ -116,6 +118,15 @@ def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, s
     return PlannedTraining(
         made, hardware, optim_dtype=dtype_named(step.optim_dtype), large_tables=step.large_tables, host=place
     )
+
+
+def _reference(training: PlannedTraining, report: PlanReport) -> tuple[PlanReport, Reference]:
+    """The plan with a reference of the same size; under adapters, the model without them is one."""
+    from ...estimate.reference import with_reference
+    from ...huggingface.adapters import is_adapted
+
+    tensors = [*training.model.parameters(), *training.model.buffers()]
+    return with_reference(report, tensors, shares_weights=is_adapted(training.model))
 
 
 def _remedy(training: PlannedTraining, report: PlanReport, size: Mapping[str, int], show: Any) -> SettingsChange | None:

@@ -88,6 +88,9 @@ class StepOptions:
         str | None, option("R[,ALPHA[,NAMES]]", "Train LoRA adapters only, as train --lora does.", _STEP)
     ] = None
     quantize: train.Quantize = "none"
+    reference: Annotated[
+        bool, typer.Option(help="Add a frozen reference model, as DPO and GRPO compare with.", rich_help_panel=_STEP)
+    ] = False
     last_stage_copies: Annotated[
         str, option("N", "Number of devices that run the head; auto: as many as make the step faster.", _STEP)
     ] = "1"

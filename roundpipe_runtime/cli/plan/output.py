@@ -18,6 +18,7 @@ from ..quantities import format_count, format_seconds
 
 if TYPE_CHECKING:
     from ...estimate.layer_footprint import LayerFootprint
+    from ...estimate.reference import Reference
     from ...huggingface.plan_training import PlannedTraining, SettingsChange
     from ...schedule.round_robin import Stage
 
@@ -27,7 +28,13 @@ _COLUMNS = 78
 
 
 def as_dict(
-    training: PlannedTraining, report: PlanReport, change: SettingsChange | None, *, rows: int, length: int
+    training: PlannedTraining,
+    report: PlanReport,
+    change: SettingsChange | None,
+    *,
+    rows: int,
+    length: int,
+    reference: Reference | None = None,
 ) -> dict[str, Any]:
     """Return everything for JSON: sizes in bytes, times in seconds, rates per second."""
     return {
@@ -55,6 +62,7 @@ def as_dict(
         "host_memory": {**dataclasses.asdict(report.host_memory), "total": report.host_memory.total},
         "disk": None if report.disk is None else dataclasses.asdict(report.disk),
         "joined_loss": dataclasses.asdict(training.joined_loss(batch=rows, length=length)),
+        "reference": None if reference is None else dataclasses.asdict(reference),
         "tokens_to_hide_transfers": {"forward": report.tokens_forward, "backward": report.tokens_backward},
         "step": {
             "seconds": report.simulation.time,
@@ -79,7 +87,13 @@ def _way_of_tables(layer: LayerFootprint) -> str:
 
 
 def write_plan(
-    training: PlannedTraining, report: PlanReport, change: SettingsChange | None, *, rows: int, length: int
+    training: PlannedTraining,
+    report: PlanReport,
+    change: SettingsChange | None,
+    *,
+    rows: int,
+    length: int,
+    reference: Reference | None = None,
 ) -> str:
     """Return the plan as text."""
     largest = -(-rows // report.num_microbatch)
@@ -97,6 +111,7 @@ def write_plan(
         "",
         *_memory(report),
         *_joined_loss(training.joined_loss(batch=rows, length=length)),
+        *([] if reference is None else _reference(reference)),
         "",
         *_time(report),
         "",
@@ -261,6 +276,7 @@ def _memory(report: PlanReport) -> list[str]:
                 ("master weights", host.masters),
                 ("AdamW", host.optimizer),
                 ("saved activations", host.activations),
+                ("reference model", host.reference),
             ]
         ),
     ]
@@ -271,6 +287,14 @@ def _joined_loss(found: JoinedLoss) -> list[str]:
     return [
         f"A loss of the whole batch: {device} on a device, {host} more on the host",
         "  The first step proves whether the loss adds up over microbatches, or needs it",
+    ]
+
+
+def _reference(found: Reference) -> list[str]:
+    what = f"{format_bytes(found.host_bytes)} of the host" if found.host_bytes else "the model without its adapters"
+    return [
+        f"A reference model: {what}, and a forward of {format_seconds(found.seconds)} before a step",
+        "  Its stages run before those of the step: devices need no more memory",
     ]
 
 
@@ -387,7 +411,7 @@ def _verdict(report: PlanReport, change: SettingsChange | None) -> list[str]:
     else:
         needed = report.host_bytes
         lines.append(f"Host: DOES NOT FIT, {format_bytes(needed)} needed, {format_bytes(hardware.host)} are free")
-        frozen = host.parameters + host.activations
+        frozen = host.parameters + host.activations  # with adapters, a reference is the model without them
         if host.gradients > 0.1 * host.parameters:
             lines.append(f"  With adapters, --lora 8, it needs little more than {format_bytes(frozen)}")
         if host.masters:

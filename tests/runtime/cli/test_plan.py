@@ -360,3 +360,38 @@ def test_a_profile_that_is_none_is_one_line(small, tmp_path, capsys):
     (tmp_path / "shop.json").write_text("{}")
     assert run(["plan", str(small), "--machine", str(tmp_path / "shop.json")]) == 2
     assert "names is missing" in capsys.readouterr().err
+
+
+def test_a_reference_is_part_of_the_plan(short, capsys, monkeypatch):
+    """Its weights count on the host, and its forward, one of three passes, in time; adapters need no second model."""
+    monkeypatch.setattr("roundpipe_runtime.estimate.hardware.host_memory_available", lambda: 10**12)
+    step = ["--memory", "24GiB", "--batch", "12", "--length", "2048", "--json"]
+    plans = {}
+    for name, options in (("without", []), ("with", ["--reference"]), ("adapters", ["--reference", "--lora", "8"])):
+        assert run(["plan", str(short), *CARDS, *step, *options]) == 0
+        plans[name] = json.loads(capsys.readouterr().out)
+    weights = plans["without"]["host_memory"]["parameters"]
+    assert plans["without"]["reference"] is None
+    assert plans["with"]["reference"]["host_bytes"] == weights
+    assert plans["with"]["host_memory"]["total"] == plans["without"]["host_memory"]["total"] + weights
+    assert plans["with"]["device_memory"] == plans["without"]["device_memory"]
+    forward = sum(layer["forward_flops"] for layer in plans["without"]["layers"])
+    computed = forward / 150e12 * 3 / 2  # three microbatches on two devices
+    assert computed < plans["with"]["reference"]["seconds"] < 2 * computed
+    assert plans["adapters"]["reference"]["host_bytes"] == plans["adapters"]["host_memory"]["reference"] == 0
+
+
+def test_a_host_without_room_for_a_reference_is_named(short, capsys, monkeypatch):
+    """It holds the model and all that trains it, and not another one."""
+    monkeypatch.setattr("roundpipe_runtime.estimate.hardware.host_memory_available", lambda: 10**12)
+    options = [*CARDS, "--memory", "24GiB", "--batch", "12", "--length", "2048"]
+    assert run(["plan", str(short), *options, "--json"]) == 0
+    total = json.loads(capsys.readouterr().out)["host_memory"]["total"]
+    monkeypatch.setattr("roundpipe_runtime.estimate.hardware.host_memory_available", lambda: total)
+    assert run(["plan", str(short), *options]) == 0
+    capsys.readouterr()
+    assert run(["plan", str(short), *options, "--reference"]) == 1
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "reference model" in out
+    assert "Host: DOES NOT FIT" in out

@@ -19,6 +19,7 @@ from ...runners.signature import KEY, Signature
 from ..program.flat_program import flat_program, quietly, signature_of
 from ..program.traced import Traced
 from .aotinductor_cache import with_buffers
+from .aotinductor_products import transposed_weights
 from .aotinductor_scans import lift_sizes
 from .aotinductor_sizes import refused_when_empty
 from .aotinductor_tails import whole_tails
@@ -61,6 +62,7 @@ def _signature(traced: Traced, program: ExportedProgram) -> Signature:
 
 
 def _compiled(program: ExportedProgram, signature: Signature, path: pathlib.Path, kept: Sequence[str] = ()) -> None:
+    program = transposed_weights(program)
     lift_sizes(program.graph_module)
     try:
         _compile(program, signature, path, kept)

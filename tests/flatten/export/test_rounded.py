@@ -105,25 +105,29 @@ def _read_out(path, linear):
     return onnxruntime.InferenceSession(path).run(None, {"input": eye.numpy()})[0].T
 
 
-def test_weights_near_steps_from_a_lowest_one_are_stored_in_such_steps(tmp_path):
-    """Weights of 4 bits with a lowest weight, as of Q4_1, moved by a two thousandth: a tenth of a usual step apart."""
+@pytest.mark.parametrize("lowest", [True, False])
+def test_weights_near_sixteen_steps_are_stored_in_parts_of_such_steps(tmp_path, lowest):
+    """Weights of 4 bits with a lowest weight, as of Q4_1, or a zero point, moved by a two thousandth."""
     draw = torch.Generator().manual_seed(0)
     numbers = torch.randint(0, 16, (48, 8, 32), generator=draw).float()
     numbers[..., 0], numbers[..., 1] = 0, 15
-    exact = (numbers * 0.013 - 0.07 - torch.rand(48, 8, 1, generator=draw) * 0.02).reshape(48, 256)
+    below = torch.rand(48, 8, 1, generator=draw) * 15 if lowest else torch.randint(0, 16, (48, 8, 1), generator=draw)
+    exact = ((numbers - below) * 0.013).reshape(48, 256)
     linear = torch.nn.Linear(256, 48, bias=False)
     with torch.no_grad():
         linear.weight.copy_(exact * (1 + (torch.rand(48, 256, generator=draw) - 0.5) * 1e-3))
     found, weight = _read_out(tmp_path / "m.onnx", linear), linear.weight.detach().numpy()
-    usual = numpy.abs(weight).reshape(48, 8, 32).max(2).mean() / 127
-    assert float(numpy.abs(found - weight).max()) < 0.15 * usual
-    _, held = _initializers(tmp_path / "m.onnx")
-    assert [value.dtype for name, value in held.items() if name.endswith("lowest")] == [numpy.float16]
+    usual = numpy.repeat(numpy.abs(weight).reshape(48, 8, 32).max(2) / 127, 32, 1)
+    nearest = numpy.rint(weight / usual) * usual  # steps from zero
+    assert numpy.square(found - weight).mean() < 0.2 * numpy.square(nearest - weight).mean()
+    graph, held = _initializers(tmp_path / "m.onnx")
+    assert [value.dtype for name, value in held.items() if name.endswith("zero_points")] == [numpy.uint8]
+    assert "ReduceSum" not in [node.op_type for node in graph.node]
 
 
 @pytest.mark.parametrize("most", [1.0, 1e6])
 def test_other_weights_are_stored_in_steps_from_zero(tmp_path, most):
-    """Without a lowest weight of each block, which would cost half a bit each; float16 holds none of a million."""
+    """Without a zero point of each block, which would cost a quarter of a bit each."""
     linear = torch.nn.Linear(256, 48, bias=False)
     with torch.no_grad():
         linear.weight.copy_(most * torch.randn(48, 256, generator=torch.Generator().manual_seed(0)))
@@ -131,7 +135,7 @@ def test_other_weights_are_stored_in_steps_from_zero(tmp_path, most):
     step = numpy.repeat(numpy.abs(weight).reshape(48, 8, 32).max(2) / 127, 32, 1)
     assert bool((numpy.abs(found - weight) <= 0.51 * step).all())
     _, held = _initializers(tmp_path / "m.onnx")
-    assert not [name for name in held if name.endswith("lowest")]
+    assert not [name for name in held if name.endswith("zero_points")]
 
 
 def test_a_small_table_stays_as_it_is(tmp_path):

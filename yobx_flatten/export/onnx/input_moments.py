@@ -20,7 +20,7 @@ from ..proof.case import Case, clone
 from ..quantization.from_the_start import from_the_start
 from .file import UnprovenFile
 
-__all__ = ["input_moments"]
+__all__ = ["input_moments", "showing"]
 
 _LEAST = 2**29
 """Bytes of moments that are held at once, if the weights are not larger: a file runs once for each such part."""
@@ -42,7 +42,7 @@ def input_moments(
     for part in _parts(sizes, most):
         found = {name: torch.zeros(sizes[name], sizes[name]) for name in part}
         count = 0
-        with _showing(file, part) as runner:
+        with showing(file, part) as runner:
             for call, read in zip(calls, tokens.split(counts), strict=True):
                 leaves = pytree.tree_leaves((call.args, dict(clone(call.kwargs))))
                 given = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name in runner.ports}
@@ -76,8 +76,8 @@ def _parts(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def _showing(file: UnprovenFile, names: Collection[str]) -> Iterator[OnnxRunner]:
-    """Open the file with values of its graph as further outputs."""
+def showing(file: UnprovenFile, names: Collection[str]) -> Iterator[OnnxRunner]:
+    """Open a file with values of its graph as further outputs."""
     import onnx_ir as ir
 
     model = ir.load(file.path)

@@ -24,6 +24,7 @@ from .quantized_table import gathered, gathers_blocks, share_table
 from .rewrite.repair import attribute
 from .rounded import round_table, round_to_8_bits
 from .rounded_by_text import RoundedMatrices
+from .split_inputs import InputLimits
 from .stored_matrix import StoredMatrix, new_value
 from .weights import unmap
 
@@ -76,6 +77,7 @@ def quantize_graph(
     rounded: RoundedMatrices | None = None,
     *,
     rounds_inputs: bool = True,
+    limits: InputLimits | None = None,
 ) -> QuantizedWeights:
     """Quantize the weights of all projections of a graph in place, one after the other, when they are written.
 
@@ -85,12 +87,13 @@ def quantize_graph(
     # grids: such integers, as far as they were searched for in this graph; `None`, the default, for not yet
     # rounded: matrices that were rounded to 4 bits already; `None`, the default, for none
     # rounds_inputs: whether the inputs of these products are rounded to 8 bits
+    # limits: by which the others are split, and nearly as they are; `None`, the default, for inputs as they are
     grids = Grids() if grids is None else grids
     widths = () if quantization.weights == "keep" else (4, 8)
     found, made = QuantizedWeights(), {width: _Parts(_in_bits(quantization, width)) for width in widths}
     stored: dict[tuple[str, bool], StoredMatrix | None] = {}
     read: dict[str, tuple[Any, bool]] = {}
-    products = Products()
+    products = Products(limits or {})
     nodes = products_of(model, quantization)
     for node, (value, transposed) in nodes:
         key, name = (value.name, transposed), _role_of(node, value)
@@ -105,9 +108,7 @@ def quantize_graph(
                 stored[key] = keep_integers(model.graph, value, rounded[key], transposed=transposed)
                 found.by_text += 1
             elif width in made:
-                has_offsets = node.inputs[0].shape is not None
-                how = made[width], quantization, width
-                stored[key] = _rounded(model.graph, value, transposed, *how, has_offsets=has_offsets)
+                stored[key] = _rounded(model.graph, value, transposed, made[width], quantization, width)
             else:
                 stored[key] = None
             if (matrix := stored[key]) is not None:
@@ -190,10 +191,11 @@ def quantize_model(
     rounded: RoundedMatrices | None = None,
     *,
     rounds_inputs: bool = True,
+    limits: InputLimits | None = None,
 ) -> QuantizedWeights:
     """Quantize the weights of a model, when they are written."""
     # model: an `onnx_ir.Model`; it is changed in place
-    found = quantize_graph(model, quantization, bits, grids, rounded, rounds_inputs=rounds_inputs)
+    found = quantize_graph(model, quantization, bits, grids, rounded, rounds_inputs=rounds_inputs, limits=limits)
     if not found.roles:
         raise InvalidArgumentError(
             f"quantize={quantization.weights!r}: the file of {report.module} multiplies with no weights of "
@@ -297,15 +299,13 @@ def _rounded(
     parts: _Parts,
     quantization: Quantization,
     bits: int,
-    *,
-    has_offsets: bool,
 ) -> StoredMatrix:
     """Round a weight to a matrix of few bits when it is read, to 4 with onnxruntime's own kernel."""
     import onnx_ir as ir
 
     if bits == 8:
         size = _wide_block(quantization, value.const_value, transposed)
-        return round_to_8_bits(graph, value, size, transposed=transposed, has_offsets=has_offsets)
+        return round_to_8_bits(graph, value, size, transposed=transposed)
     tensor, packed, size = value.const_value, 8 // bits, quantization.block_size
     columns, rows = map(int, tensor.shape if transposed else reversed(tensor.shape))
     blocks = -(-rows // size)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Callable
 
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import open_session
@@ -20,14 +21,19 @@ from ..quantization.measure import Texts, measure
 from ..quantization.options import Quantization
 from ..source import Source
 from .file import UnprovenFile
+from .input_limits import input_limits
 from .kept_integers import Grids
 from .quantize import products_of, quantize_model, remark_quantized
 from .rounded_by_text import round_by_text
+from .split_inputs import InputLimits
 
 __all__ = ["quantize_file"]
 
 _NOTICED = 3e-4
 """Divergence, in nats, at which about one greedy token in a hundred differs from the model's."""
+
+_CLOSE = 1e-3
+"""The same for two tokens, which is what inputs in two parts may cost with the rounding of the weights."""
 
 
 def quantize_file(
@@ -44,13 +50,14 @@ def quantize_file(
         rounded = round_by_text(file, model.graph, products_of(model, quantization), quantization, source, grids)
     known: list[Texts] = []
 
-    def try_bits(bits: Bits, *, rounds_inputs: bool) -> Quality:
+    def try_bits(bits: Bits, *, rounds_inputs: bool, limits: InputLimits | None = None) -> Quality:
         trial = UnprovenFile(file.target, file.folder / "trial")
         trial.folder.mkdir()
         try:
             with report.timed("quantize"):
                 model = ir.load(file.path)  # large weights stay in their file, which is mapped
-                quantize_model(model, quantization, report, bits, grids, rounded, rounds_inputs=rounds_inputs)
+                how = {"rounds_inputs": rounds_inputs, "limits": limits}
+                quantize_model(model, quantization, report, bits, grids, rounded, **how)
                 trial.save_model(model)
             with report.timed("measure"):
                 runner = OnnxRunner(open_session(trial.path, caller="export_onnx"), file.path.name)
@@ -61,28 +68,61 @@ def quantize_file(
     bits: Bits = dict.fromkeys(roles, quantization.bits)
     is_kept, asked, quality = quantization.weights == "keep", quantization.activations, None
     rounds_inputs = asked == "int8" or (asked == "auto" and not is_kept)  # where nothing is rounded, nothing is
+    limits: InputLimits = {}
     if source.cases:
         measure_bits = functools.partial(try_bits, rounds_inputs=rounds_inputs)
         bits, quality = (bits, measure_bits(bits)) if is_kept else Budget(roles, quantization.bits, measure_bits).find()
         if rounds_inputs and asked == "auto" and _loss(quality) > _NOTICED:
-            exact = try_bits(bits, rounds_inputs=False)
-            if _loss(quality) > 2 * _loss(exact):
-                report.remark(
-                    "rounding what is multiplied with these weights to 8 bits would cost more than the rounding of the "
-                    f"weights: {_loss(quality):.1e} nats of divergence, not {_loss(exact):.1e}."
-                )
-                quality, rounds_inputs = exact, False
-    if not rounds_inputs and asked == "auto":
+            # in 4 bits float inputs are read by a kernel of their own, which is faster for a prompt
+            limits = _limits(file, quantization, source, report) if quantization.bits == 8 else {}
+            as_is = functools.partial(try_bits, bits, rounds_inputs=False)
+            quality, rounds_inputs, limits = _choose_inputs(quality, limits, as_is, report)
+    if not rounds_inputs and asked == "auto" and not limits:
         report.remark(
             'what is multiplied with these weights is not rounded: a token takes less time with activations="int8" '
             "(--activations int8), and is further from the model's."
         )
     with report.timed("quantize"):
         model = ir.load(file.path)
-        found = quantize_model(model, quantization, report, bits, grids, rounded, rounds_inputs=rounds_inputs)
+        how = {"rounds_inputs": rounds_inputs, "limits": limits}
+        found = quantize_model(model, quantization, report, bits, grids, rounded, **how)
         remark_quantized(found, quantization, report, bits)
         report.onnx_bytes = file.replace_by(model)
     return quality
+
+
+def _limits(file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport) -> InputLimits:
+    """By which inputs of the file are split, found on the file in float."""
+    import onnx_ir as ir
+
+    with report.timed("limits"):
+        model = ir.load(file.path)
+        return input_limits(file, model.graph, products_of(model, quantization), quantization, source)
+
+
+def _choose_inputs(
+    whole: Quality, limits: InputLimits, measured: Callable[..., Quality], report: ExportReport
+) -> tuple[Quality, bool, InputLimits]:
+    """Choose inputs in two parts, or as they are, where rounding them whole costs more than rounding the weights."""
+    # measured: measures the file with inputs that are split by some limits, by none as they are
+    # returned: the quality, whether inputs are rounded whole, and the limits
+    parted = measured(limits=limits) if limits else None
+    if parted is None or _loss(parted) > min(_CLOSE, _loss(whole) / 2):
+        exact = measured(limits={})
+        if _loss(whole) <= 2 * _loss(exact):
+            return whole, True, {}
+        if parted is None or _loss(parted) > 2 * _loss(exact):
+            report.remark(
+                "rounding what is multiplied with these weights to 8 bits would cost more than the rounding of the "
+                f"weights: {_loss(whole):.1e} nats of divergence, not {_loss(exact):.1e}."
+            )
+            return exact, False, {}
+    report.remark(
+        "what is multiplied with these weights is rounded to 8 bits in two parts, small numbers and what is left of "
+        f"large ones: {_loss(parted):.1e} nats of divergence, in one part {_loss(whole):.1e}. As they are, with "
+        'activations="float" (--activations float), a token takes more time.'
+    )
+    return parted, False, limits
 
 
 def _loss(quality: Quality) -> float:

@@ -69,7 +69,8 @@ class Quantization:
             together. ``None``, the default, for ``tokens``; without either, weights are rounded to nearest.
         activations: precision of what is multiplied with these weights. ``"int8"`` rounds it to 8 bits, in blocks;
             ``"float"`` does not, and a token takes up to twice as long. ``"auto"``, the default, does not round where
-            that costs a language model more than the rounding of its weights.
+            that costs a language model more than the rounding of its weights; with weights in 8 bits it rounds small
+            numbers and what is left of large ones, where that is near enough.
 
     Raises:
         InvalidArgumentError: when a value is not one of these.

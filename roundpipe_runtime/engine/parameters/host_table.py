@@ -1,8 +1,8 @@
 """Stand in for a large table that stays on the host: its rows or slices travel when a layer's code computes with them.
 
 The stand-in is a tensor with the shape of the parameter and no memory. What is known to need parts of it only is done
-with these parts (`on_tables`); anything else is done with all of it, which is copied to the device then, as a parameter
-that is no table is before.
+with these parts (`on_tables`); anything else is done with all of it, which is copied to the device then, as every other
+parameter is.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class TableAccess:
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """What gradients end in on the device, beside the stand-in."""
+        """What gradients end in on the device, in addition to the stand-in."""
         return [] if self._whole is None else [self._whole]
 
     # -- down --------------------------------------------------------------------------------------------------------

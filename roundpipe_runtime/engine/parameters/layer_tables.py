@@ -61,6 +61,10 @@ class LayerTables:
         """Tables that code of the layer needed whole: gradients end in these."""
         return [leaf for table in self._tables.values() for leaf in table.leaves]
 
+    def whole_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return the copy of a whole table, ``None`` if no code needed it."""
+        return next(iter(self._tables[parameter].leaves), None)
+
     def hand_over(self, take: Callable[[nn.Parameter, torch.Tensor], bool]) -> None:
         """Offer the sum of each gradient to a function; what it takes is forgotten."""
         for parameter, table in self._tables.items():

@@ -180,9 +180,12 @@ class LayerOnDevice:
 
     def check_parameters(self, source: Callable[[nn.Parameter], torch.Tensor]) -> None:
         """Check that the copies have the numbers of the host: torch counts no write by way of ``tensor.data``."""
-        found = [
-            parameter in self._tables or self._has_numbers_of(parameter, copy, source(parameter))
+        copies = [
+            (self._tables.whole_of(parameter) if parameter in self._tables else copy, parameter)
             for _, _, copy, parameter in self._places
+        ]
+        found = [
+            copy is None or self._has_numbers_of(parameter, copy, source(parameter)) for copy, parameter in copies
         ]
         there = [one for one in found if isinstance(one, torch.Tensor)]
         if there:  # one wait for all

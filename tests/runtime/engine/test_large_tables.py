@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from roundpipe_runtime import ConfigError, RoundPipe, RoundPipeRunConfig
+from roundpipe_runtime import ConfigError, RoundPipe, RoundPipeRunConfig, StageError
 from roundpipe_runtime.optim import tables
 from roundpipe_runtime.optim.parameters import scan
 
@@ -109,6 +109,27 @@ def test_code_that_needs_the_whole_table_gets_it(way):
     torch.testing.assert_close(found, loss.detach())
     for parameter, other in zip(made.parameters(), own.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-10, atol=1e-12)
+    pipe.close()
+
+
+class WritesData(Tied):
+    """Writes its table in a way that torch does not count."""
+
+    def forward(self, x):
+        self.embed.weight.data.mul_(2.0)
+        return super().forward(x)
+
+
+def test_a_write_by_way_of_data_is_found():
+    """What such a write does to the copy of a table would be lost."""
+    pipe = RoundPipe(nn.Sequential(WritesData(), nn.Linear(2, 2)), devices="virtual:1:check")
+    with pytest.raises(StageError, match=r"writes Embedding\.weight in its forward"):
+        pipe.forward_backward(
+            (ids(),),
+            label=torch.ones(7, 30, 2),
+            loss_fn=functional.mse_loss,
+            run_config=RoundPipeRunConfig(num_microbatch=1, loss_reduction="mean"),
+        )
     pipe.close()
 
 

@@ -121,7 +121,7 @@ CONTRACT = {
 OTHERWISE = {("RoundPipe.step", "is_async"): (False, "`step` is asynchronous by default")}
 # What is new stands behind all that is old, and in the table of that page.
 ADDED = {
-    "RoundPipe": ["devices", "mesh", "replicas", "reduce_dtype", "gradient_dtype", "host_weights", "compile"],
+    "RoundPipe": ["devices", "mesh", "replicas", "reduce_dtype", "gradient_dtype", "host_weights", "compile", "host"],
     "wrap_model_to_roundpipe": ["example", "check"],
     "RoundPipeRunConfig": ["loss_reduction", "last_stage_copies", "keep_parameters"],
     "ModelExecutePlan.auto": ["previous", "last_stage_copies", "num_microbatch"],

@@ -14,8 +14,9 @@ from __future__ import annotations
 import collections
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,13 +92,8 @@ class DiskStore(ParameterStore):
                 parameter.data = self.memory.copy(("weight", name), parameter)
                 self.memory.leave([parameter])
 
-    def _host_copy(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        if not _can_move(parameter):
-            return super()._host_copy(parameter, dtype)
-        made = self.memory.copy(("master", id(parameter)), parameter, dtype)
-        self.memory.leave([parameter], written=False)
-        self.memory.leave([made])
-        return made
+    def _copier(self) -> Callable[[nn.Parameter, torch.dtype], torch.Tensor]:
+        return partial(_copy_to, self.memory)
 
     # -- a run -------------------------------------------------------------------------------------------------------
 
@@ -308,6 +304,16 @@ def hold_on_disk(optimizer: Any, target: torch.Tensor) -> None:
             store.memory.leave([tensor for tensor in state.values() if _is_state(tensor)])
             for tensor in loaded:  # mapped from the file of a checkpoint
                 page_out(tensor)
+
+
+def _copy_to(memory: DiskMemory, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of a parameter on a disk; of an empty one in memory."""
+    if not _can_move(parameter):
+        return parameter.detach().to(dtype, copy=True)
+    made = memory.copy(("master", id(parameter)), parameter, dtype)
+    memory.leave([parameter], written=False)
+    memory.leave([made])
+    return made
 
 
 def _on_host(contents: HasParameters) -> list[torch.Tensor]:

@@ -255,9 +255,9 @@ class ParameterStore(InMemory):
         """Add gradients to the buffers, by the name of the parameter."""
         self.add_gradients([{p: gradients[name] for name, p in self.model.named_parameters() if name in gradients}])
 
-    def _host_copy(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        """Return a copy of a parameter, which becomes its master weight."""
-        return parameter.detach().to(dtype, copy=True)
+    def _copier(self) -> Callable[[nn.Parameter, torch.dtype], torch.Tensor]:
+        """Return what makes the copy of a parameter that becomes its master weight; it must not hold the store."""
+        return _copy_in_memory
 
     # -- what stages read while an asynchronous step is under way ----------------------------------------------------
 
@@ -341,9 +341,13 @@ class ParameterStore(InMemory):
             return parameter
         if name not in self._masters:
             dtype, kept = self._dtype(parameter), self.dtype_between(parameter)
-            self._masters[name] = _Master(parameter, dtype, kept, self._host_copy)
+            self._masters[name] = _Master(parameter, dtype, kept, self._copier())
         self._masters[name].wake(parameter)
         return self._masters[name].tensor
+
+
+def _copy_in_memory(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    return parameter.detach().to(dtype, copy=True)
 
 
 class _Master:

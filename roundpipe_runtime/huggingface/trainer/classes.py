@@ -60,6 +60,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
         replicas: number of groups of ``per_device_train_batch_size`` rows that a batch has; group g is trained by
             process g modulo their number, so that the numbers do not depend on how many there are. Default: number of
             processes.
+        host: where the host's part of the training lives, as for :class:`RoundPipe`: ``"memory"``, or ``"disk:DIR"``.
         **options: keyword arguments of a Trainer.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...device.virtual import Device
 from ...optim.parameters import LayerContents, ParameterSlot
-from .partial_table import PartialTable, Runs, reserve_table, runs_of, table_of
+from .partial_table import Runs, TableReader, reserve_table, runs_of, table_of
 from .read_on_demand import ParametersOnDemand
 from .routed import PartialPlan
 from .rows_on_demand import KnownRows, RowsOnDemand, stand_for
@@ -25,7 +25,7 @@ class PartialLayer:
 
     def __init__(self, contents: LayerContents, device: Device, plan: PartialPlan) -> None:
         self._contents, self._device, self._plan = contents, device, plan
-        self._tables: dict[int, tuple[PartialTable, nn.Parameter]] = {}
+        self._tables: dict[int, tuple[TableReader, nn.Parameter]] = {}
         self._known = KnownRows()
         self._stands: dict[int, RowsOnDemand] = {}
 
@@ -45,10 +45,10 @@ class PartialLayer:
     def add(self, parameter: nn.Parameter, copy: nn.Parameter, uploaded: torch.Tensor, source: torch.Tensor) -> None:
         """Take a parameter into account, if not all of it was copied, or what is read of it decides what follows."""
         # copy: what layers compute with, which has the memory of `uploaded`
-        table = table_of(uploaded)
-        if table is None:
+        found = table_of(uploaded)
+        if found is None:
             return
-        table.begin(source)
+        table = TableReader(found, source)
         if id(parameter) not in self._plan.by_rows:  # it was partly copied by an earlier run, and stayed
             table.complete()
         elif not table.is_complete or parameter.requires_grad:
@@ -114,7 +114,6 @@ class PartialLayer:
         """Note what the visit has read, for later runs, and what was not copied."""
         self._plan.note({key: table for key, (table, _) in self._tables.items()})
         for table, _ in self._tables.values():
-            if table.nbytes > table.bytes_present:
-                skip(table.nbytes - table.bytes_present)
+            skip(table.bytes_missing)
         self._tables.clear()
         self._stands.clear()

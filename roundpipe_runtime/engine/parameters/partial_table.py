@@ -14,7 +14,7 @@ import torch
 
 from ...device.virtual import Device
 
-__all__ = ["PartialTable", "Runs", "bytes_present", "reserve_table", "runs_of", "table_of"]
+__all__ = ["PartialTable", "Runs", "TableReader", "bytes_present", "reserve_table", "runs_of", "table_of"]
 
 # Rows that follow each other, as (start, stop).
 Runs: TypeAlias = Sequence[tuple[int, int]]
@@ -39,7 +39,7 @@ def runs_of(rows: Iterable[int]) -> Runs:
 
 
 class PartialTable:
-    """The rows of a parameter that are on a device, and those that a visit has read."""
+    """The rows of a parameter that are on a device. It may stay there from run to run."""
 
     # tensor: memory of the device
     # by_rows: whether rows are read one by one; otherwise the parameter is one row, which is read or not at all
@@ -49,24 +49,46 @@ class PartialTable:
         self._device, self.by_rows, self._count = device, by_rows, count
         # The same memory with a version of its own: what is written was never read. The tensor itself refers to this
         # object, and the other way would keep its memory until a collection.
-        self._memory = self._as_rows(tensor.data)
-        self._source = self._memory
+        self._memory = self.as_rows(tensor.data)
         self._is_poisoned = False
         self._lock = threading.Lock()
         self.rows = len(self._memory)
         self.row_nbytes = tensor.nbytes // max(self.rows, 1)
         self.present: set[int] = set()
+
+    def as_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor with the shape of the parameter as rows that are copied one by one."""
+        return tensor.detach() if self.by_rows else tensor.detach().unsqueeze(0)
+
+    def copy(self, rows: set[int], source: torch.Tensor) -> None:
+        """Copy the rows of the host that are not there yet; what computes next waits for them."""
+        with self._lock:  # another thread may walk over the parameters of the model meanwhile
+            missing = rows - self.present
+            if missing:
+                self._device.copy_rows_in(self._memory, source, runs_of(missing), after_compute=self._is_poisoned)
+                self.present |= missing
+                self._count(len(missing) * self.row_nbytes)
+
+    def poison(self) -> None:
+        """Write NaN into all rows that are not there, for a proof that they are not read."""
+        with torch.no_grad():
+            for start, stop in runs_of(set(range(self.rows)) - self.present):
+                self._memory[start:stop].fill_(float("nan"))
+        self._is_poisoned = True
+
+
+class TableReader:
+    """What one visit of a layer reads of a table, and the tensor of the host that it copies rows from."""
+
+    # Two layers may share a parameter, and so a table that stays: each knows what it has read itself.
+
+    def __init__(self, table: PartialTable, source: torch.Tensor) -> None:
+        self.table = table
+        self.by_rows, self.rows = table.by_rows, table.rows
+        self._source = table.as_rows(source)
         self.read: set[int] = set()
         # Whether an operation read all of it that is not known to read rows.
         self.is_read_as_whole = False
-
-    def _as_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach() if self.by_rows else tensor.detach().unsqueeze(0)
-
-    def begin(self, source: torch.Tensor) -> None:
-        """Begin a visit, with the tensor of the host that rows are copied from."""
-        self._source = self._as_rows(source)
-        self.read, self.is_read_as_whole = set(), False
 
     @property
     def is_read(self) -> bool:
@@ -76,29 +98,28 @@ class PartialTable:
     @property
     def is_complete(self) -> bool:
         """Whether all rows are on the device."""
-        return len(self.present) == self.rows
+        return len(self.table.present) == self.rows
 
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
-        return self.rows * self.row_nbytes
+        return self.rows * self.table.row_nbytes
 
     @property
-    def bytes_present(self) -> int:
-        """Bytes that are on the device."""
-        return len(self.present) * self.row_nbytes
+    def bytes_missing(self) -> int:
+        """Bytes that are not on the device."""
+        return (self.rows - len(self.table.present)) * self.table.row_nbytes
 
     @property
     def bytes_read(self) -> int:
         """Bytes that the visit has read."""
-        return len(self.read) * self.row_nbytes
+        return len(self.read) * self.table.row_nbytes
 
     def fetch(self, rows: Iterable[int]) -> None:
-        """Copy rows that are not there yet; what computes next waits for them."""
+        """Copy rows that are going to be read, as far as they are not there yet."""
         rows = {row for row in rows if 0 <= row < self.rows}
-        with self._lock:  # another thread may walk over the parameters of the model meanwhile
-            self.read |= rows
-            self._copy(rows - self.present)
+        self.read |= rows
+        self.table.copy(rows, self._source)
 
     def fetch_all(self) -> None:
         """Copy all rows, for an operation that may read any of them."""
@@ -107,27 +128,13 @@ class PartialTable:
 
     def complete(self) -> None:
         """Copy all rows, without counting them as read."""
-        with self._lock:
-            self._copy(set(range(self.rows)) - self.present)
-
-    def _copy(self, missing: set[int]) -> None:
-        if missing:
-            self._device.copy_rows_in(self._memory, self._source, runs_of(missing), after_compute=self._is_poisoned)
-            self.present |= missing
-            self._count(len(missing) * self.row_nbytes)
-
-    def poison(self) -> None:
-        """Write NaN into all rows that are not there, for a proof that they are not read."""
-        with torch.no_grad():
-            for start, stop in runs_of(set(range(self.rows)) - self.present):
-                self._memory[start:stop].fill_(float("nan"))
-        self._is_poisoned = True
+        self.table.copy(set(range(self.rows)), self._source)
 
     def present_parts(self, tensor: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the rows that are on the device of two tensors with the shape of the parameter."""
         if not self.by_rows:
-            return [(tensor, source)] if self.present else []
-        return [(tensor[start:stop], source[start:stop]) for start, stop in runs_of(self.present)]
+            return [(tensor, source)] if self.table.present else []
+        return [(tensor[start:stop], source[start:stop]) for start, stop in runs_of(self.table.present)]
 
 
 def reserve_table(source: torch.Tensor, device: Device, *, by_rows: bool, count: Callable[[int], None]) -> torch.Tensor:
@@ -146,4 +153,4 @@ def table_of(tensor: torch.Tensor) -> PartialTable | None:
 def bytes_present(tensor: torch.Tensor) -> int:
     """Return the bytes of a copy that are on the device."""
     table = table_of(tensor)
-    return tensor.nbytes if table is None else table.bytes_present
+    return tensor.nbytes if table is None else len(table.present) * table.row_nbytes

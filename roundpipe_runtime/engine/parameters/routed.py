@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ...optim.parameters import LayerContents
-from .partial_table import PartialTable
+from .partial_table import TableReader
 
 __all__ = ["LEAST_BYTES", "MOST_READ", "NOTHING_PARTIAL", "PartialPlan", "RoutedParameters", "find_groups"]
 
@@ -45,7 +45,7 @@ class PartialPlan:
     # by the identity of a parameter: whether its rows are read one by one, or it is read as a whole or not at all
     by_rows: Mapping[int, bool]
     is_look: bool  # whether products of groups are compared with and without the other rows
-    note: Callable[[Mapping[int, PartialTable]], None]  # function that is given what a visit has read
+    note: Callable[[Mapping[int, TableReader]], None]  # function that is given what a visit has read
 
 
 NOTHING_PARTIAL = PartialPlan({}, False, lambda tables: None)
@@ -100,7 +100,7 @@ class RoutedParameters:
             known = self._found[layer.index] = held, find_groups(layer)
         return known[1]
 
-    def _note(self, tables: Mapping[int, PartialTable], groups: Mapping[int, Group], size: Hashable) -> None:
+    def _note(self, tables: Mapping[int, TableReader], groups: Mapping[int, Group], size: Hashable) -> None:
         read: collections.Counter[Group] = collections.Counter()
         held: collections.Counter[Group] = collections.Counter()
         with self._lock:
@@ -124,7 +124,8 @@ def find_groups(layer: LayerContents) -> dict[str, Members]:
     for slot in layer.slots:
         parameter = slot.parameter
         if times[id(parameter)] == 1:  # one that belongs to two modules is read by both
-            key = f"{names.get(id(slot.owner), '')}{slot.name}", parameter.shape, parameter.dtype
+            place = "*" if isinstance(slot.owner, (nn.ParameterList, nn.ParameterDict)) else slot.name
+            key = f"{names.get(id(slot.owner), '')}{place}", parameter.shape, parameter.dtype
             alike.setdefault(key, []).append(parameter)
     count = collections.Counter(key[0] for key in alike)
     return {

@@ -24,7 +24,7 @@ import torch
 
 from yobx_flatten.private_names.of_torch import grouped_products, pytree
 
-from .partial_table import PartialTable
+from .partial_table import TableReader
 
 __all__ = ["KnownRows", "RowsOnDemand", "stand_for"]
 
@@ -80,7 +80,7 @@ class RowsOnDemand(torch.Tensor):
 
     # what `isinstance(tensor, torch.nn.Parameter)` asks for
     _is_param = True
-    _stands_for: tuple[torch.Tensor, PartialTable, KnownRows, bool]
+    _stands_for: tuple[torch.Tensor, TableReader, KnownRows, bool]
 
     @classmethod
     def __torch_function__(
@@ -89,7 +89,7 @@ class RowsOnDemand(torch.Tensor):
         return _run(func, args, kwargs or {})
 
 
-def stand_for(tensor: torch.Tensor, table: PartialTable, known: KnownRows, *, is_proved: bool) -> RowsOnDemand:
+def stand_for(tensor: torch.Tensor, table: TableReader, known: KnownRows, *, is_proved: bool) -> RowsOnDemand:
     """Return what stands for a parameter on a device, or for a view of it."""
     # is_proved: whether products of groups are compared with and without the other rows
     with torch.no_grad():
@@ -209,9 +209,9 @@ def _is_product(func: Any) -> bool:
 # -- a proof -----------------------------------------------------------------------------------------------------------
 
 
-def _is_equal_without(func: Any, args: Arguments, kwargs: Mapping[str, Any], table: PartialTable) -> bool:
+def _is_equal_without(func: Any, args: Arguments, kwargs: Mapping[str, Any], table: TableReader) -> bool:
     """Whether a product and its backward are the same bits with NaN in all other rows, which are there afterwards."""
-    table.poison()
+    table.table.poison()
     without = _product_alone(func, args, kwargs)
     table.complete()
     return all(torch.equal(one, other) for one, other in zip(without, _product_alone(func, args, kwargs), strict=True))

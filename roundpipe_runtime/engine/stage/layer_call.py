@@ -56,7 +56,7 @@ def call_layer(
             raise
         call.check_repeatable("write its input in place")
         mutates_inputs[call.training] = True
-        call.attempt(as_leaves=False)
+        call.attempt_with_all(as_leaves=False)
     return call
 
 

@@ -5,14 +5,14 @@ import contextlib
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, Timeline, VirtualDevice
 from roundpipe_runtime.engine.parameters import routed
 from roundpipe_runtime.engine.parameters.routed import find_groups
 from roundpipe_runtime.optim.parameters import scan
-from tests.runtime.small import checked_devices
+from tests.runtime.small import checked_devices, without_row_check
 
+F = nn.functional
 WIDTH, EXPERTS = 16, 8
 
 
@@ -72,6 +72,21 @@ class Listed(nn.Module):
         return x + found
 
 
+class Named(Listed):
+    """Experts in a list of parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 4 for _ in range(EXPERTS))
+
+    def forward(self, x):
+        found, ids = x * 0, self.gate(x)
+        for expert in ids.unique().tolist():
+            rows = (ids == expert).any(1).nonzero()[:, 0]
+            found = found.index_add(0, rows, F.linear(x[rows], self.experts[expert]))
+        return x + found
+
+
 class Dense(ByRow):
     """All experts compute, and those that were hit count: a mask hides the others in the forward."""
 
@@ -81,7 +96,7 @@ class Dense(ByRow):
         return x + torch.tanh(torch.where(is_hit[..., None], every, 0).sum(1))
 
 
-KINDS = [ByRow, Gathered, Grouped, Listed]
+KINDS = [ByRow, Gathered, Grouped, Listed, Named]
 
 
 @pytest.fixture(autouse=True)
@@ -137,9 +152,9 @@ def pipe_of(model, devices="virtual:2:check", experts="routed", **options):
     return RoundPipe(model, devices=devices, optim_dtype=dtype, model_run_config=config)
 
 
-def steps_of(model, batches, *, is_async=False, lr=0.05, **options):
+def steps_of(model, batches, *, is_async=False, lr=0.05, tries_rows=True, **options):
     """Losses, and all values after some steps; gradients of the last run; bytes that went up in each run."""
-    pipe = pipe_of(model, **options)
+    pipe = pipe_of(model, **options) if tries_rows else without_row_check(pipe_of(model, **options))
     optimizer = torch.optim.AdamW(pipe.optim_parameters(), lr=lr, weight_decay=0.1)
     losses, uploaded = [], []
     for x in batches:
@@ -237,7 +252,7 @@ def test_frozen_experts_have_no_gradient_and_may_stay(kind):
         model = model_of(kind)
         for parameter in model[1].parameters():
             parameter.requires_grad_(False)
-        kept = {"devices": "virtual:1:check", "keep_parameters": 1.0}
+        kept = {"devices": "virtual:1:check", "keep_parameters": 1.0, "tries_rows": False}
         values, uploaded = steps_of(model, BATCHES + BATCHES[:3], experts=experts, **kept)
         assert all(parameter.grad is None for parameter in model[1].parameters())
         found.append((values, uploaded))
@@ -246,6 +261,33 @@ def test_frozen_experts_have_no_gradient_and_may_stay(kind):
     frozen = sum(parameter.nbytes for parameter in model_of(kind)[1].parameters())
     trained = sum(parameter.nbytes for parameter in model_of(kind).parameters()) - frozen
     assert uploaded[-1] == (trained, 0)  # by then each expert was hit
+
+
+def test_layers_that_share_experts_that_stay_have_the_gradients_of_both():
+    """Two layers with the same parameter, each of which reads other rows; one table of it stays on the device."""
+
+    class Shifted(Passing):
+        def forward(self, x):
+            return torch.cat([(x[:, :2] + 3) % EXPERTS, (x * self.scale)[:, 2:]], 1)
+
+    class Kept(ByRow):
+        def forward(self, x):
+            return torch.cat([x[:, :2], super().forward(x)[:, 2:]], 1)
+
+    found = []
+    for experts in ("all", "routed"):
+        torch.manual_seed(0)
+        layers = [Passing(), Kept(), Shifted(), Kept(), nn.Linear(WIDTH, 3)]
+        layers[3].weight = layers[1].weight
+        model = nn.Sequential(*layers)
+        pipe = without_row_check(pipe_of(model, "virtual:1:check", experts, keep_parameters=1.0))
+        for x in (rows_to(1), rows_to(1), rows_to(2), rows_to(2), rows_to(7)):  # without a step: the table stays
+            pipe.forward_backward((x,), label=torch.ones(len(x), 3), loss_fn=squares)
+        found.append(gradients(model))
+        skipped = pipe.parameter_traffic.skipped
+        pipe.close()
+    assert skipped > 0
+    assert_same(*found)
 
 
 def test_several_copies_of_the_last_stage_have_the_same_bits():
@@ -278,9 +320,8 @@ def test_a_layer_that_no_token_reaches_an_expert_of(kind):
         pipe.zero_grad()
         before = pipe.parameter_traffic.skipped
         pipe.forward_backward((x,), label=torch.ones(4, 3), loss_fn=squares)
-    weights = plain[1].weight.nbytes if kind is not Listed else sum(p.nbytes for p in plain[1].parameters())
-    assert (pipe.parameter_traffic.skipped - before) % weights == 0
-    assert pipe.parameter_traffic.skipped > before
+    weights = sum(parameter.nbytes for parameter in plain[1].parameters())
+    assert (pipe.parameter_traffic.skipped - before) % weights == 0 < pipe.parameter_traffic.skipped - before
     assert_same(gradients(model), gradients(plain))
     pipe.close()
 

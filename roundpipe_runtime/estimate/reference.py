@@ -1,4 +1,4 @@
-"""Estimate what a frozen reference model adds to a training step: weights on the host, and a forward before the step."""
+"""Estimate what a frozen reference model adds to a training step: weights on the host, and a forward before it."""
 
 from __future__ import annotations
 

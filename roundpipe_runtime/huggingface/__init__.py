@@ -6,6 +6,7 @@ from .cutting.activations import PassedTensor, passed_tensors
 from .cutting.cut import Cut, cut
 from .cutting.report import CutReport, Equivalence
 from .errors import BatchStructureError, CutError, CutRefusedWarning
+from .long_rows import LongRows
 from .loss.chunked import chunked_cross_entropy
 from .loss.label_smoothing import SmoothedLoss
 from .quantize import quantize_frozen
@@ -18,6 +19,7 @@ __all__ = [
     "CutRefusedWarning",
     "CutReport",
     "Equivalence",
+    "LongRows",
     "PassedTensor",
     "SmoothedLoss",
     "WrappedModel",

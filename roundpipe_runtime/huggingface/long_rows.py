@@ -6,8 +6,8 @@
     rank 1   tokens T/2 to T    layers, each token by itself ... attention: all tokens, half of the heads ... layers
 
 Each rank has its tokens of all rows, positions that count from the beginning of the row, and as label of its last token
-the first one of the next rank. The loss is a sum over tokens divided by their number in the batch, so the ranks' sums of
-gradients are those of the whole rows.
+the first one of the next rank. The loss is a sum over tokens divided by their number in the batch, so the gradients of
+all ranks add up to those of the whole rows.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class LongRows:
         try:
             self._inner.set_attn_implementation(self._name)  # type: ignore[operator] # as above
             self._prove(model, expected)
-            self._pipeline = wrap_model_to_roundpipe(model, mesh=mesh, **{"example": self.cut(self._example()), **options})
+            self._pipeline = wrap_model_to_roundpipe(
+                model, mesh=mesh, **{"example": self.cut(self._example()), **options}
+            )
             self._check_pipeline(self._pipeline)
         except BaseException:
             self.close()
@@ -115,7 +117,7 @@ class LongRows:
         plan = ModelExecutePlan(stages[:-1], stages[::-1])  # the same one in each process, whatever it has measured
         config = RoundPipeRunConfig(num_microbatch=1, loss_reduction="sum", execute_plan=plan)
         try:
-            return pipeline.forward_backward(input_kwargs={**own, CALL_OPTIONS: _SHARE}, run_config=config)  # type: ignore[no-any-return] # of any loss
+            return pipeline.forward_backward(input_kwargs={**own, CALL_OPTIONS: _SHARE}, run_config=config)
         except BaseException:
             self._exchange.close()
             raise
@@ -125,14 +127,15 @@ class LongRows:
         _check_batch(batch)
         size = self._exchange.size
         tokens, labels = batch["input_ids"], batch["labels"]
-        stated = {"the batch": zlib.crc32(tokens.numpy().tobytes() + labels.numpy().tobytes())}
+        stated = {"the batch": zlib.crc32(torch.cat([tokens, labels]).cpu().numpy().tobytes())}
         if self._pipeline is not None and (error := ranks_disagree(self._pipeline.ranks.exchange(stated))):
             raise error
         following = nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
         counted = int((following != _IGNORED).sum())
         missing = -tokens.shape[1] % size
         tokens, following = (
-            nn.functional.pad(tensor, (0, missing), value=value) for tensor, value in ((tokens, 0), (following, _IGNORED))
+            nn.functional.pad(tensor, (0, missing), value=value)
+            for tensor, value in ((tokens, 0), (following, _IGNORED))
         )
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         own = self._own(following)
@@ -169,16 +172,22 @@ class LongRows:
         total = query.shape[2] * self._exchange.size
         if (window := options.pop("sliding_window", None)) is not None and window < total:
             raise ConfigError(
-                f"{type(module).__name__} sees {window} tokens of a row of {total}: LongRows cuts rows for attention to "
-                "all tokens only. Train rows of such a model with wrap_model_to_roundpipe; they need no more of it."
+                f"{type(module).__name__} sees {window} tokens of a row of {total}: LongRows cuts rows for attention "
+                "to all tokens only. Train rows of such a model with wrap_model_to_roundpipe; they need no more of it."
             )
-        strange = [name for name, given in options.items() if name not in _PASSED_ON and isinstance(given, torch.Tensor)]
+        strange = [
+            name for name, given in options.items() if name not in _PASSED_ON and isinstance(given, torch.Tensor)
+        ]
         if strange or not getattr(module, "is_causal", True) or attention_mask is not None:
             found = ", ".join(strange) or ("a mask" if attention_mask is not None else "tokens that see later ones")
-            raise ConfigError(f"{type(module).__name__} attends with {found}, which LongRows cannot cut over processes.")
-        heads = [self._exchange.to_heads(tensor) for tensor in (query, key, value)]
+            raise ConfigError(
+                f"{type(module).__name__} attends with {found}, which LongRows cannot cut over processes."
+            )
+        queries, keys, values = (self._exchange.to_heads(tensor) for tensor in (query, key, value))
         out = nn.functional.scaled_dot_product_attention(
-            *heads,
+            queries,
+            keys,
+            values,
             dropout_p=options.get("dropout", 0.0),
             is_causal=True,
             scale=options.get("scaling"),
@@ -219,9 +228,9 @@ class LongRows:
             difference = relative_difference(found, wanted)
             if not difference <= 10 * max(tolerance(model), 1e-6):  # losses are in float32
                 raise ConfigError(
-                    f"{type(model).__name__} computes another {name} of rows that are cut along their tokens (it differs "
-                    f"by {difference:.1e}): it mixes tokens in more than its attention, or has a loss of its own. Train it "
-                    "with wrap_model_to_roundpipe."
+                    f"{type(model).__name__} computes another {name} of rows that are cut along their tokens (it "
+                    f"differs by {difference:.1e}): it mixes tokens in more than its attention, or has its own loss. "
+                    "Train it with wrap_model_to_roundpipe."
                 )
 
     def _check_pipeline(self, pipeline: WrappedModel) -> None:
@@ -249,16 +258,16 @@ def _run(model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torc
 def _check_heads(model: nn.Module, size: int) -> None:
     config = text_config(model)
     heads = getattr(config, "num_attention_heads", None)
-    keys = getattr(config, "num_key_value_heads", None) or heads
+    keys = getattr(config, "num_key_value_heads", None) or heads or 0
     if not heads or heads % size or keys % size:
         raise ConfigError(
-            f"{type(model).__name__} has {heads} heads of queries and {keys} of keys and values, which {size} processes "
-            "cannot share. Start as many as divide both."
+            f"{type(model).__name__} has {heads} heads of queries and {keys} of keys and values, which {size} "
+            "processes cannot share. Start as many as divide both."
         )
     if getattr(config, "output_router_logits", False):
         raise ConfigError(
-            f"{type(model).__name__} has a loss of its router that compares all tokens of a batch, which LongRows cuts. "
-            "Leave it out: model.config.output_router_logits = False"
+            f"{type(model).__name__} has a loss of its router that compares all tokens of a batch, which LongRows "
+            "cuts. Leave it out: model.config.output_router_logits = False"
         )
 
 

@@ -1,4 +1,6 @@
-"""The processes that train one model, and all that they exchange. No other file calls a collective.
+"""The processes that train one model, and all that they exchange but tokens of long rows.
+
+No other file than this one and `token_exchange` calls a collective.
 
 Four process groups of gloo, each used by one thread at a time, so that every rank calls in the same order:
 

@@ -49,10 +49,14 @@ class FrozenModelTrainer(PipelineTrainer):
             return self._rp_plain_prepare(model, *args, evaluation_mode=evaluation_mode, **kwargs)
         config = RoundPipeRunConfig(num_microbatch=self._rp_config.num_microbatch)
         with generator_kept():  # the data come in the order they would come in anyway
-            frozen = wrap_model_to_roundpipe(model, devices=self._rp_devices(), model_run_config=config, pin_model="off")
+            frozen = wrap_model_to_roundpipe(
+                model, devices=self._rp_devices(), model_run_config=config, pin_model="off"
+            )
         self._rp_frozen.append(frozen)
         if self.accelerator.mixed_precision == "bf16":
-            frozen.__dict__["forward"] = functools.wraps(frozen.forward, updated=())(self._rp_in_autocast(frozen.forward))
+            frozen.__dict__["forward"] = functools.wraps(frozen.forward, updated=())(
+                self._rp_in_autocast(frozen.forward)
+            )
         return frozen
 
     def _rp_devices(self) -> Any:
@@ -111,7 +115,7 @@ class FrozenModelTrainer(PipelineTrainer):
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Let TRL compute the reference before the first step; a Trainer without this method does not call it."""
         with self._rp_called_through_pipeline():
-            return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc] # a method of TRL's trainers
+            return super()._precompute_ref_logps(*args, **kwargs)
 
     @contextlib.contextmanager
     def _rp_called_through_pipeline(self) -> Iterator[None]:

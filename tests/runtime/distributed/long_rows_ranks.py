@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from roundpipe_runtime import OptimizerCtx
+from roundpipe_runtime import ModelExecutePlan, OptimizerCtx, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe_runtime.huggingface.long_rows import LongRows
+from tests.runtime.device.measuring_device import MeasuringDevice
 from tests.runtime.distributed.faults import raised_by
 from tests.runtime.distributed.trainings import VOCABULARY, lora, model
 
@@ -77,6 +78,28 @@ def in_ranks() -> dict[str, Any]:
     again = trained(model("llama", **heads), batches)
     found["again"] = {"is the same": again == found["llama"]}
     return found
+
+
+def memory() -> list[float]:
+    """Peak memory of the device of this rank, and of one that has whole rows."""
+    warnings.simplefilter("ignore")
+    peaks = []
+    given = batch(1, 768, 1)
+    for is_cut in (True, False):
+        device = MeasuringDevice("virtual:0")
+        own = model("llama", max_position_embeddings=768)()
+        if is_cut:
+            rows = LongRows(own, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), devices=[device])
+            rows.forward_backward(given)
+            rows.close()
+        else:
+            whole = wrap_model_to_roundpipe(own, devices=[device])
+            plan = ModelExecutePlan([range(i, i + 1) for i in range(3)], [range(i, i + 1) for i in (3, 2, 1, 0)])
+            config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan)
+            whole.forward_backward(input_kwargs=given, run_config=config)
+            whole.close()
+        peaks.append(device.footprint.peak)
+    return peaks
 
 
 class Failing(torch.nn.Module):

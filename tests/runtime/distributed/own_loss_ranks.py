@@ -33,7 +33,9 @@ def squared(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.
 class ComparesRows(Trainer):
     """Computes a loss that compares the rows of a process."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         outputs = model(input_ids=inputs["input_ids"])
         scores = outputs.logits[:, -1, 0]
         loss = (scores - scores.mean()).square().sum() + scores.mean()

@@ -33,6 +33,12 @@ def test_each_run_has_the_same_bits(found):
     assert all(rank["again"]["is the same"] for rank in found)
 
 
+def test_each_device_has_its_share_of_the_activations():
+    """Of a long row, whose activations take nearly all of the memory: half with two processes, and little more."""
+    for own, whole in run_ranks(f"{MODULE}:memory", 2, timeout=100):
+        assert 0.45 * whole < own < 0.6 * whole
+
+
 def test_an_error_of_one_process_ends_the_call_of_all():
     """Also of those that wait for its tokens; nothing changed, and the next call is right."""
     ranks = run_ranks(f"{MODULE}:failures", 2, timeout=100)

@@ -59,8 +59,8 @@ that. Recorded in `data/{file}` by `python -m matrix.real_speed`, with {versions
 Our int4 answers as the model does, with its own integers, and the builder's with 66.8 % of its tokens. For that a token
 takes longer: what is multiplied is not rounded to 8 bits, blocks have a lowest weight, and the head has 8 bits. With
 weights in 8 bits, for which onnxruntime has no kernel for numbers in float, it is rounded in two parts, small numbers
-and what is left of large ones: nodes of their own, and for a prompt twice the work. `--activations int8` rounds it whole
-({{doc}}`guide/quantize`).
+and what is left of large ones: nodes of their own, and for a prompt twice the work. `--activations int8` rounds it
+whole ({{doc}}`guide/quantize`).
 
 {rows}
 """

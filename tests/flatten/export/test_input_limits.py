@@ -96,23 +96,22 @@ def _spoiled():
 
 
 def test_a_model_with_large_channels_is_written_with_inputs_in_two_parts(tmp_path):
-    """Its scores are several times nearer than with inputs in one part; the report names both, and what is exact."""
+    """Its scores are several times nearer than with inputs in one part; the report names both."""
     import onnx
 
-    model, reports = _spoiled(), {}
-    tokens = text_of(argparse)[:480].reshape(4, 120)
+    model, losses, kinds = _spoiled(), {}, {}
+    tokens = text_of(argparse)[:160].reshape(2, 80)
     kwargs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
-    for kept in ("auto", "int8", "float"):
-        how = Quantization("int8", tokens=tokens, activations=kept)
-        reports[kept] = export_onnx(model, kwargs=kwargs, path=tmp_path / f"{kept}.onnx", quantize=how).report
-    kinds = {kept: [node.op_type for node in onnx.load(tmp_path / f"{kept}.onnx").graph.node] for kept in reports}
+    for kept in ("int8", "auto"):
+        how, path = Quantization("int8", tokens=tokens, activations=kept), tmp_path / f"{kept}.onnx"
+        report = export_onnx(model, kwargs=kwargs, path=path, cases=[], quantize=how).report
+        kinds[kept] = [node.op_type for node in onnx.load(path).graph.node]
+        losses[kept] = report.quality.text_divergence
     assert kinds["auto"].count("Clip") >= 4  # what norms write; other inputs may stay whole
+    assert not {"Round", "Clip"} & {*kinds["int8"]}
     assert "Round" not in kinds["auto"]
-    assert kinds["float"].count("Round") >= 8
-    assert "Round" not in kinds["int8"]
-    losses = {kept: report.quality.text_divergence for kept, report in reports.items()}
     assert losses["auto"] < 0.5 * losses["int8"]
-    assert [remark for remark in reports["auto"].remarks if "in two parts" in remark]
+    assert [remark for remark in report.remarks if "in two parts" in remark]
 
 
 def _quality(divergence):

@@ -56,8 +56,8 @@ def quantize_file(
         try:
             with report.timed("quantize"):
                 model = ir.load(file.path)  # large weights stay in their file, which is mapped
-                how = {"rounds_inputs": rounds_inputs, "limits": limits}
-                quantize_model(model, quantization, report, bits, grids, rounded, **how)
+                parts = bits, grids, rounded
+                quantize_model(model, quantization, report, *parts, rounds_inputs=rounds_inputs, limits=limits)
                 trial.save_model(model)
             with report.timed("measure"):
                 runner = OnnxRunner(open_session(trial.path, caller="export_onnx"), file.path.name)
@@ -84,8 +84,8 @@ def quantize_file(
         )
     with report.timed("quantize"):
         model = ir.load(file.path)
-        how = {"rounds_inputs": rounds_inputs, "limits": limits}
-        found = quantize_model(model, quantization, report, bits, grids, rounded, **how)
+        parts = bits, grids, rounded
+        found = quantize_model(model, quantization, report, *parts, rounds_inputs=rounds_inputs, limits=limits)
         remark_quantized(found, quantization, report, bits)
         report.onnx_bytes = file.replace_by(model)
     return quality

@@ -1,4 +1,4 @@
-"""Take apart weights that hold several tensors, such as numbers in 4 bits and their scales; rebuild them from copies.
+"""Find the tensors in weights that hold several, such as numbers in 4 bits and their scales; rebuild them from copies.
 
 ::
 
@@ -7,7 +7,7 @@
     state of its module  module.state ──> CB, in the memory of the numbers ──> the copy that is there already
 
 No library is named here: a class is known by ``__tensor_flatten__``, or by tensors in the attributes of a parameter.
-Only what does not train is taken apart; a gradient has no place in integers.
+Only frozen weights are rebuilt; a gradient has no place in integers.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Rebuilding:
         return copy
 
     def state(self, value: Any) -> Any:
-        """Return a copy of what a module keeps; an object that holds no tensor yet is copied as well."""
+        """Return a copy of what a module keeps; so is an object that holds no tensor yet."""
         made = self.value(value)
         opened = _opened(value)
         return opened[1](opened[0]) if made is value and opened is not None else made
@@ -161,7 +161,7 @@ class Rebuilding:
         return self._placed[key]
 
     def _of_wrapper(self, tensor: torch.Tensor) -> torch.Tensor:
-        inner, together = _taken_apart(tensor)
+        inner, together = _flattened(tensor)
         copies = [self.value(one) for one in inner]
         made: torch.Tensor = together(copies)
         if copies and made.device != copies[0].device:
@@ -215,7 +215,7 @@ def memory_of(tensor: torch.Tensor) -> Any:
         return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _taken_apart(tensor: torch.Tensor) -> _Opened:
+def _flattened(tensor: torch.Tensor) -> _Opened:
     names, metadata = tensor.__tensor_flatten__()  # type: ignore[attr-defined] # of wrapper subclasses
     size, stride = tensor.size(), tensor.stride()
 
@@ -237,7 +237,7 @@ def _opened(value: Any) -> _Opened | None:
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         return list(value), lambda new: kind(*new)
     if isinstance(value, torch.Tensor):
-        return _taken_apart(value) if is_wrapper(value) else None
+        return _flattened(value) if is_wrapper(value) else None
     return _opened_object(value, kind)
 
 

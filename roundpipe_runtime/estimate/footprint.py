@@ -144,7 +144,7 @@ def _repeated(shape: torch.Size, groups: int) -> tuple[int, ...]:
 def _product_of_four_bits(args: Any) -> int:
     """A product with a matrix of bitsandbytes, whose shape is an argument."""
     rows, (outputs, _) = args[0], args[2]
-    return 2 * rows.numel() * int(outputs)
+    return 2 * int(rows.numel()) * int(outputs)
 
 
 # Operators of other libraries, which are not imported for it.

@@ -45,6 +45,12 @@ def quantize_frozen(
     Raises:
         ConfigError: there is no such kind, a weight has another shape, or the model has no linear layer in a list.
         MissingDependencyError: bitsandbytes or torchao is not installed.
+
+    >>> model = nn.Sequential(nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)]))
+    >>> quantize_frozen(model, "int2")
+    Traceback (most recent call last):
+        ...
+    roundpipe_runtime.errors.ConfigError: quantize_frozen: kind must be one of nf4, fp4, int8, found 'int2'.
     """
     if kind not in get_args(FewBits):
         raise ConfigError(f"quantize_frozen: kind must be one of {', '.join(get_args(FewBits))}, found {kind!r}.")

@@ -6,13 +6,14 @@ equal, nothing of the host may be left in the copy, and its layer must compute t
 
 from __future__ import annotations
 
+import gc
+import types
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from yobx_flatten import find_unregistered
-from yobx_flatten.diagnose.contents import Layouts
 from yobx_flatten.errors.failures import result_or
 
 from ..device.composite import Rebuilding, is_composite, is_wrapper, parts_of, plain_numbers, states_of
@@ -20,6 +21,8 @@ from ..errors import ConfigError
 from .weights_kept import weights_kept
 
 __all__ = ["check_copyable", "same_numbers"]
+
+_NOT_ENTERED = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
 def check_copyable(model: nn.Module) -> None:
@@ -121,18 +124,19 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _reached(value: object) -> set[int]:
-    """The tensors that an object holds in any way, by identity; modules are not entered."""
-    layouts, found, seen = Layouts(), set(), set()
-    waiting = [value]
+    """The tensors that an object holds in any way, also in slots, by identity; modules and code are not entered."""
+    found: set[int] = set()
+    seen: dict[int, object] = {}
+    waiting: list[object] = [value]
     while waiting:
         one = waiting.pop()
-        if id(one) in seen or isinstance(one, nn.Module):
+        if id(one) in seen or isinstance(one, _NOT_ENTERED):
             continue
-        seen.add(id(one))
+        seen[id(one)] = one
         if isinstance(one, torch.Tensor):
             found.add(id(one))
         else:
-            waiting += [child for _, child in layouts(type(one)).children(one)]
+            waiting += gc.get_referents(one)
     return found
 
 

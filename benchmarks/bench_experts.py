@@ -1,13 +1,13 @@
-"""What the upload of routed experts saves: bytes of a step, beside the upload of all experts.
+"""What the upload of routed experts saves: bytes of a step, next to the upload of all experts.
 
     python benchmarks/bench_experts.py [--width N] [--layers N] [--json FILE]
 
 A Mixtral (2 of 8 experts) and a Qwen3-MoE (4 of 32), each twice: one pipeline uploads the experts that tokens were
 routed to (`upload_experts="routed"`, the default), the other all of them. Both take the same steps by turns, of a
 forward alone and of a training, with few tokens and with many; all numbers that come out are compared bit by bit.
-Routers are not trained, so tokens spread over the experts, which is the worst case. Runs that prove something (the
-first, second, fourth...) are not counted. Seconds are medians of processor time: on a CPU an upload is a copy in its
-memory, so they show what asking for rows costs, and not what is saved on a link.
+Weights are random, and tokens reach fewer experts than with even routing, as the share of bytes shows. Runs that prove
+something (the first, second, fourth...) are not counted. Seconds are medians of processor time: on a CPU an upload is a
+copy in its memory, so they show what asking for rows costs, and not what is saved on a link.
 """
 
 from __future__ import annotations

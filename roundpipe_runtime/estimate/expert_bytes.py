@@ -39,7 +39,7 @@ def unread_bytes(layer: LayerFootprint, tokens: int, num_microbatch: int) -> tup
     if share > MOST_READ:  # all are uploaded, ahead
         return 0.0, 0.0
     unread = (1.0 - share) * layer.expert_bytes
-    # frozen experts have no gradients; where some train, gradients are taken to be as large beside each parameter
+    # frozen experts have no gradients; of those that train they are taken to be in the dtype of the other gradients
     trained = min(layer.trained_bytes, layer.expert_bytes)
     wide = layer.grad_bytes / layer.trained_bytes if layer.trained_bytes else 0.0
     return unread, (1.0 - share) * trained * wide if layer.experts_train else 0.0

@@ -3,7 +3,7 @@ Experts that are uploaded
 =========================
 
 A pipeline uploads the experts of a mixture that a token was routed to. This page runs a small Mixtral with batches of several
-sizes, counts the bytes that went up beside those of all experts, and compares them with what is to be expected of even
+sizes, counts the bytes that went up next to those of all experts, and compares them with what is to be expected of even
 routing.
 """
 

@@ -69,7 +69,7 @@ class RoutedParameters:
         is_look: bool,
     ) -> PartialPlan:
         """Return what a run copies on demand."""
-        # size: what tells runs apart that read another share: kind and size of the inputs
+        # size: kind of the run and size of its inputs, by which runs differ in what they read
         # source: function that returns what a parameter is copied from
         by_rows: dict[int, bool] = {}
         groups: dict[int, Group] = {}

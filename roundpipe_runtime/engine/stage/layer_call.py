@@ -24,7 +24,7 @@ CallKind = Literal["forward", "fused", "recompute"]
 
 _AS_IT_IS = contextlib.nullcontext()
 
-# Errors that a layer raises with all of its parameters too.
+# Errors that a layer also raises with all of its parameters.
 _NOT_OF_THE_LAYER = (RoundPipeError, torch.OutOfMemoryError, MemoryError)
 
 

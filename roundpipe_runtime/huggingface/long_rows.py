@@ -277,7 +277,7 @@ def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
     if missing or strange:
         raise ConfigError(
             f"LongRows takes {', '.join(_TAKEN)}, and this batch "
-            + (f"lacks {', '.join(missing)}." if missing else f"has {', '.join(strange)} as well.")
+            + (f"lacks {', '.join(missing)}." if missing else f"also has {', '.join(strange)}.")
         )
     mask = batch.get("attention_mask")
     if mask is None:

@@ -92,7 +92,7 @@ class UnprovenLossError(LossError):
         super().__init__(
             "The loss of the model is not known to be a mean over rows or labels, so several microbatches would change "
             "it. Compute it of the whole batch, in one process:\n    RoundPipeRunConfig(num_microbatch=1)\n"
-            "A Trainer of several processes that computes its own loss of the rows of each (TRL's) takes one, too:\n"
+            "A Trainer of several processes that computes its own loss of the rows of each (TRL's) also takes one:\n"
             "    RoundPipeTrainer(..., microbatches=1)"
         )
 

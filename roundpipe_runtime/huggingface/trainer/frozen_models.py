@@ -32,7 +32,7 @@ __all__ = ["FrozenModelTrainer"]
 
 
 class FrozenModelTrainer(PipelineTrainer):
-    """A Trainer that runs models which do not learn through pipelines, too."""
+    """A Trainer that also runs models which do not learn through pipelines."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, which hands out pipelines for the models that are only evaluated."""

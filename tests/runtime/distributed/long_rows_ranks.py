@@ -1,4 +1,4 @@
-"""Rows that are cut over processes, next to the plain model with whole rows."""
+"""Rows that are cut over processes, next to the reference model with whole rows."""
 
 import copy
 import warnings
@@ -103,7 +103,7 @@ def memory() -> list[float]:
 
 
 class Failing(torch.nn.Module):
-    """A norm that fails on one rank when it is told to."""
+    """A norm that fails on one rank when it is asked to."""
 
     def __init__(self, norm: torch.nn.Module) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ def as_torchrun_does() -> None:
 
 
 def squared(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A loss that is no sum over rows: the root of a mean."""
+    """A loss that is not a sum over rows: the root of a mean."""
     counts = labels[:, 1:] >= 0
     losses = outputs["logits"].logsumexp(-1)[:, :-1][counts]
     return 2 * losses.square().mean().sqrt()  # the Trainer multiplies it in place

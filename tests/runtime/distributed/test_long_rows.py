@@ -1,4 +1,4 @@
-"""Rows that are cut along their tokens over processes: loss, gradients and weights of the plain model."""
+"""Rows that are cut along their tokens over processes: loss, gradients and weights of the reference model."""
 
 import pytest
 
@@ -62,5 +62,5 @@ def test_what_cannot_be_cut_is_refused_in_one_line():
         assert "one device in each process, found 2" in texts["devices"]
         assert "padded on the left" in texts["left"]
         assert "Labels of padding count" in texts["padding"]
-        assert "has position_ids as well" in texts["positions"]
+        assert "also has position_ids" in texts["positions"]
         assert "sees 8 tokens of a row of 12" in texts["window"]

@@ -41,7 +41,7 @@ def test_more_groups_than_processes_are_refused(found):
 
 
 def test_trainers_of_trl_train_as_with_ddp(tmp_path):
-    """ORPO in microbatches, and DPO, whose head gives a loss that is no sum over them, in one for each process."""
+    """ORPO in microbatches, and DPO, whose head gives a loss that is not a sum over them, in one for each process."""
     pytest.importorskip("trl", reason="these are its trainers")
     pytest.importorskip("peft", reason="the module with these trainings needs it")
     ranks = run_ranks("tests.runtime.distributed.own_loss_ranks:trl_in_ranks", 2, str(tmp_path), timeout=240)

@@ -101,7 +101,7 @@ def test_adapters_that_are_off_are_the_reference(tmp_path):
 
 
 def test_old_log_probabilities_come_from_the_pipeline(tmp_path):
-    """GRPO asks its own model for them before it iterates over completions, which are generated there as well."""
+    """GRPO asks its own model for them before it iterates over completions, which are also generated there."""
     trainer = trained("GRPO", tmp_path, watching("GRPO"), num_iterations=2)
     assert trainer.threads
     assert HOST not in trainer.threads
@@ -161,7 +161,7 @@ def test_sixteen_bits_of_a_reference_are_those_of_the_plain_trainer(tmp_path):
 
 
 def test_the_model_has_its_own_forward_after_a_training_that_failed(tmp_path):
-    """And a copy that is made meanwhile has its own, too: the pipeline has the weights of the model."""
+    """And a copy that is made meanwhile also has its own: the pipeline has the weights of the model."""
     made = {}
 
     class Failing(transformers.TrainerCallback):

@@ -74,7 +74,7 @@ class Rows:
 
 def room_for(total: int) -> int:
     """Return how many tokens a buffer has room for that is made for so many."""
-    # a call attends over all of it, behind a mask, and a buffer that is full is copied
+    # a call attends over all of it, with a mask, and a buffer that is full is copied
     return total + max(32, total // 32)
 
 

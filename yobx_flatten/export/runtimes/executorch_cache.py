@@ -60,7 +60,7 @@ def with_row_buffers(
     last = graph.output_node()
     returned = dict(zip(outputs, last.args[0], strict=True))
     cats = {cat: name for name, to in presents.items() if (cat := joined(nodes[name], returned[to])) is not None}
-    calls = [found for node in graph.nodes if (found := _attention(node, cats, last)) is not None]
+    calls = [call for node in graph.nodes if (call := _attention(node, cats, last)) is not None]
     seen = next((str(sizes[cats[call.key]][2]) for call in calls), None)
     calls = [call for call in calls if str(sizes[cats[call.key]][2]) == str(sizes[cats[call.value]][2]) == seen]
     kept = [name for name in inputs if any(name in (cats[call.key], cats[call.value]) for call in calls)]
@@ -81,12 +81,12 @@ def with_row_buffers(
     graph.eliminate_dead_code()
     graph.set_codegen(torch.fx.graph.CodeGen())
     flat = torch.fx.GraphModule(module, graph)  # without the checks of the inputs that it had
-    given, found = _axes_of_rows(signature, {name: returned[name] for name in others}, str(rows))
-    tensors, shapes = _example(program, kept, signature, given)
+    taken, outgoing = _axes_of_rows(signature, {name: returned[name] for name in others}, str(rows))
+    tensors, shapes = _example(program, kept, signature, taken)
     made = torch.export.export(
         Flat(flat), (tensors,), dynamic_shapes=(shapes,), prefer_deferred_runtime_asserts_over_guards=True
     )
-    return made, Rows(kept, given, found)
+    return made, Rows(kept, taken, outgoing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,12 +107,13 @@ def _attention(node: torch.fx.Node, cats: Mapping[torch.fx.Node, str], last: tor
         return None
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    query, key, value, mask = (given.get(name) for name in names[:4])
+    parts: list[Any] = [given.get(name) for name in names[:4]]
+    query, key, value, mask = parts
     if key not in cats or value not in cats or not isinstance(mask, torch.fx.Node):
         return None
     if any(set(one.users) - {node, last} for one in (key, value)) or given.get("dropout_p") or given.get("is_causal"):
         return None
-    shapes = [one.meta["val"].shape for one in (query, key, value, mask)]
+    shapes = [one.meta["val"].shape for one in parts]
     if len({shape[3] for shape in shapes[:3]}) > 1 or shapes[3][1] != 1 or len(shapes[3]) != 4:
         return None
     scale = given.get("scale")

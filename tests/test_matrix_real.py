@@ -13,6 +13,7 @@ from matrix import real_llama_cpp, real_speed
 from matrix.cases import DifferenceError
 from matrix.real import page_of
 from matrix.real_cases import FORMS, RealTrial, divergence, perplexity
+from matrix.real_sound import FORMS as SOUND_FORMS
 from matrix.real_texts import write_chats
 from matrix.real_training import STEM
 from matrix.real_training_cases import BAR, TASKS
@@ -113,3 +114,14 @@ def test_llama_cpp_is_timed_where_npm_is(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="needs npm"):
         real_llama_cpp.install(tmp_path / "packages")
     assert not (tmp_path / "packages").exists()
+
+
+def test_every_form_of_the_whisper_writes_the_model_s_text():
+    """Equal tokens in float32, and the share that a form in 8 bits promises."""
+    found = json.loads(recorded_file("whisper").read_text(encoding="utf-8"))
+    assert set(found["forms"]) <= set(SOUND_FORMS)
+    assert "float32" in found["forms"]
+    for name, held in found["forms"].items():
+        assert held["tokens"] >= SOUND_FORMS[name].tokens, name
+        assert (held["text"] == found["model"]["text"]) or SOUND_FORMS[name].tokens < 1, name
+    assert found["model"]["compared"] > 20

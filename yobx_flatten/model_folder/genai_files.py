@@ -15,8 +15,6 @@ import pathlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch
-
 from ..errors import InvalidArgumentError
 from ..huggingface.cache_names import CACHE, PRESENT
 from ..recipe.aliases import TransformersModel
@@ -226,7 +224,7 @@ def write_sound_files(folder: pathlib.Path, model: TransformersModel) -> None:
     window = {"n_fft": 400, "frame_length": 400, "hop_length": 160}
     steps = [
         ("audio_decoder", "AudioDecoder", None),
-        ("STFT", "STFTNorm", {**window, "_comment": torch.hann_window(400).tolist()}),
+        ("STFT", "STFTNorm", window),
         (
             "log_mel_spectrogram",
             "LogMelSpectrum",

@@ -30,7 +30,7 @@ FRAMES = 3000
 ALLOWED = "allowed_logits"
 """The scores in which tokens that the configuration suppresses are the least likely ones."""
 
-_LEAST = -1e4  # float16 has it too, and a softmax makes it 0
+_LEAST = -1e4  # float16 also has it, and a softmax makes it 0
 
 
 class SoundEncoderWithKeys(Encoder):

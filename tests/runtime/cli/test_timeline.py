@@ -155,3 +155,18 @@ def test_a_saved_timeline_has_its_time_of_day(tmp_path):
         start = time.perf_counter() - 10
         timeline.records = [Record(0, 0, "a", "forward", start, start + 1, 0)]
     assert timeline.to_chrome_trace()["otherData"]["started"] == pytest.approx(now - 10, abs=1)
+
+
+def test_bytes_of_experts_that_were_not_uploaded_are_stated(tmp_path, capsys):
+    """Of two files with 30 and 20 MB uploaded, and 40 and 10 not; as JSON, and in words."""
+    paths = []
+    for rank, sizes in enumerate([(30_000_000, 40_000_000), (20_000_000, 10_000_000)]):
+        with Timeline() as timeline:
+            timeline.add("forward", 0, 0, "virtual:0", 0.0, 1.0, 0)
+            timeline.add_parameters(*sizes)
+        paths.append(str(tmp_path / f"{rank}.json"))
+        timeline.save(paths[-1])
+    assert run(["timeline", *paths, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == {"uploaded": 50_000_000, "skipped": 50_000_000}
+    assert run(["timeline", *paths]) == 0
+    assert "parameters uploaded: 50 MB of 100 MB, 50 %" in capsys.readouterr().out

@@ -170,12 +170,12 @@ def test_kernels_of_xnnpack_are_left_out_where_they_differ(exported, tmp_path, m
     monkeypatch.setattr(file_options, "require_executorch", lambda caller: None)
     monkeypatch.setattr(runtimes, "write_pte", write)
     monkeypatch.setattr(runtimes._Job, "replay", replayed)
-    report = exported.to_executorch(tmp_path / "step.pte")
+    report = exported.to_executorch(tmp_path / "step.pte", cache="returned")
     assert (tmp_path / "step.pte").read_text(encoding="utf-8") == "portable"
     assert [case.max_difference for case in report.cases] == [1e-6]
     assert report.remarks == ["kernels of xnnpack were left out: the example: it differs by 1.0e-03"]
     with pytest.raises(ReplayError, match="does not do what the eager model does"):
-        exported.to_executorch(tmp_path / "other.pte", backend="xnnpack")
+        exported.to_executorch(tmp_path / "other.pte", backend="xnnpack", cache="returned")
     with pytest.raises(InvalidArgumentError, match="backend must be one of"):
         exported.to_executorch(tmp_path / "other.pte", backend="cuda")
 

@@ -9,6 +9,7 @@ from roundpipe_runtime.cli.app import run
 from roundpipe_runtime.cli.doctor import command as doctor_command
 from roundpipe_runtime.cli.doctor.check import Check
 from roundpipe_runtime.estimate import Hardware, load_machine
+from roundpipe_runtime.estimate.disk_rates import DiskRates
 
 
 def test_every_line_says_how_it_is(capsys, monkeypatch):
@@ -61,12 +62,13 @@ def test_long_lines_are_wrapped(capsys, monkeypatch, columns):
 
 
 def test_rates_are_written_for_plans(tmp_path, capsys, monkeypatch):
-    """What the machine has, and what a layer costs its host."""
+    """What the machine has, its disk among it, and what a layer costs its host."""
     here = Hardware(("virtual:0",), "cpu", 1e9, 2e9, None, 10**9, 3e9, {"flops": "measured"})
     monkeypatch.setattr(doctor_command, "examine", lambda disk: [])
     monkeypatch.setattr(doctor_command, "describe_hardware", lambda: here)
+    monkeypatch.setattr(doctor_command, "measure_disk", lambda folder: DiskRates(5e8, 4e8))
     assert run(["doctor", "--machine", str(tmp_path / "here.json")]) == 0
     found = load_machine(tmp_path / "here.json")
     assert 0 < found.call < 0.1
-    assert dataclasses.replace(found, call=0.0) == here
+    assert dataclasses.replace(found, call=0.0) == dataclasses.replace(here, disk_read=5e8, disk_write=4e8)
     assert "here.json" in capsys.readouterr().out

@@ -144,15 +144,15 @@ def test_a_full_disk_is_one_line(folder_on_disk, monkeypatch):
 
 
 def test_an_error_of_the_disk_is_raised(memory, monkeypatch):
-    """What could not be written is an error of the next wait, not a wrong number."""
+    """What could not be written is an error of this call or the next one, not a wrong number."""
     tensor = memory.copy(("a",), torch.ones(MIB))
 
     def broken(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(pages, "write_out", broken)
-    memory.leave([tensor])
     with pytest.raises(OSError, match="Input/output error"):
+        memory.leave([tensor])
         memory.settle()
     monkeypatch.undo()
 

@@ -18,7 +18,7 @@ __all__ = ["Reference", "with_reference"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reference:
-    """What a reference model adds to a step; its stages run before those of the step, so devices need no more memory."""
+    """What a reference model adds to a step, whose stages run after its own: devices need no more memory for it."""
 
     host_bytes: int  # its weights on the host; 0 where it is the model itself without its adapters
     seconds: float  # its forward

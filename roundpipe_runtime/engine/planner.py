@@ -54,7 +54,7 @@ class Planner:
     ) -> None:
         self._devices = devices
         self._is_host_short = is_host_short
-        limit = stage_limit(self.memory_limit())
+        limit = stage_limit(_limit([device.memory for device in devices]))
         self.rule = rule_for(layers, large_tables, limit, gradient_dtype, is_compiled=is_compiled)
         # apart, as a forward alone may be of another batch, and is not to be compared with a backward
         guessed = guessed_costs(layers, self.rule, gradient_dtype)

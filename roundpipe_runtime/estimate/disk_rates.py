@@ -18,30 +18,14 @@ _MOST = 32  # pieces
 
 
 class DiskRates(NamedTuple):
-    """Rates of a disk.
+    """Rates of a disk."""
 
-    Attributes:
-        read: bytes per second.
-        write: bytes per second.
-    """
-
-    read: float
-    write: float
+    read: float  # bytes per second
+    write: float  # bytes per second
 
 
 def measure_disk(folder: pathlib.Path) -> DiskRates:
-    """Measure the disk of a folder; it takes a second, and up to 1 GB there meanwhile.
-
-    Args:
-        folder: folder on the disk.
-
-    Returns:
-        The rates.
-
-    Raises:
-        ConfigError: the folder does not exist, is in memory, cannot be written, or the disk is full.
-        OSError: the disk cannot be read or written.
-    """
+    """Measure the disk of a folder; it takes a second, and up to 1 GB there meanwhile."""
     memory = DiskMemory(folder.absolute(), together=_PIECE)
     try:
         source = torch.randint(0, 256, (_PIECE,), dtype=torch.uint8)  # a disk may compress zeros

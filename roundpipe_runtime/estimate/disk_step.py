@@ -29,25 +29,15 @@ _AT_HAND = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DiskUse:
-    """What a step has on a disk, and moves there. All sizes are bytes.
+    """What a step has on a disk, and moves there. All sizes are bytes."""
 
-    Attributes:
-        nbytes: size of parameters, gradients, master weights and optimizer state, which are on the disk.
-        resident: size of what is in the memory of the host instead: a few layers, and activations.
-        read_in_run: parameters, for the forward and again for the backward.
-        written_in_run: gradients.
-        read_for_norm: gradients, for the norm to which they are clipped.
-        read_in_step: everything of the parameters that train.
-        written_in_step: the same without gradients.
-    """
-
-    nbytes: int
-    resident: int
-    read_in_run: int
-    written_in_run: int
-    read_for_norm: int
-    read_in_step: int
-    written_in_step: int
+    nbytes: int  # parameters, gradients, master weights and optimizer state, which are on the disk
+    resident: int  # what is in the memory of the host instead: a few layers, and activations
+    read_in_run: int  # parameters, for the forward and again for the backward
+    written_in_run: int  # gradients
+    read_for_norm: int  # gradients, for the norm to which they are clipped
+    read_in_step: int  # everything of the parameters that train
+    written_in_step: int  # the same without gradients
 
 
 def disk_use(host: HostMemory, layers: Sequence[LayerFootprint], loads: Sequence[StageLoad]) -> DiskUse:

@@ -108,7 +108,9 @@ class ModelSource:
         transformers = _transformers()
         home = disk_folder(host)
         if home is not None and self.has_weights and self.folder is not None:
-            kind = transformers.AutoModelForCausalLM._model_mapping[type(self.config)]
+            from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+            kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
             wanted = dtype or _stored_dtype(self.config)
             choice = self.unmatched_weights
             on_disk = loaded_to_disk(self.name, self.config, self.folder, kind, wanted, choice, home)

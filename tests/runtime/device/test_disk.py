@@ -151,9 +151,13 @@ def test_an_error_of_the_disk_is_raised(memory, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(pages, "write_out", broken)
-    with pytest.raises(OSError, match="Input/output error"):
+
+    def left():
         memory.leave([tensor])
         memory.settle()
+
+    with pytest.raises(OSError, match="Input/output error"):
+        left()
     monkeypatch.undo()
 
 

@@ -20,6 +20,7 @@ from ..optim.parameters import LayerContents
 from .layer_graph import other_leaves
 
 __all__ = [
+    "HOST_PARAMETER",
     "Digest",
     "check_leaves",
     "check_repeated",
@@ -106,6 +107,10 @@ def check_repeated(title: str, before: Digest, now: Digest, dtypes: Sequence[tor
     )
 
 
+# Attribute of the copy of a parameter on a device: the parameter.
+HOST_PARAMETER = "_roundpipe_parameter"
+
+
 # -- what gradients end in -------------------------------------------------------------------------------------------
 
 
@@ -124,7 +129,8 @@ def check_leaves(
         if id(leaf) in known or sys.getrefcount(leaf) <= _LOOSE:
             continue
         held = ((slot, other) for other in layers for slot in other.slots)
-        owner = next(((slot.name, other.title) for slot, other in held if slot.parameter is leaf), None)
+        parameter = getattr(leaf, HOST_PARAMETER, leaf)  # the other layer may run meanwhile, with copies in its places
+        owner = next(((slot.name, other.title) for slot, other in held if slot.parameter is parameter), None)
         if owner is not None:
             raise StageError(
                 f"{layer.title} computes with {owner[0]!r} of {owner[1]}. Its gradient would be wrong: the backward of "

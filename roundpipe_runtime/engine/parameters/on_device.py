@@ -20,7 +20,7 @@ from ...errors import StageError
 from ...optim.copyable import same_numbers
 from ...optim.parameters import LayerContents
 from ...optim.weights_kept import weights_kept
-from ..looks import is_compared, watch_escaped
+from ..looks import HOST_PARAMETER, is_compared, watch_escaped
 from ..recompute.layer_traits import traits_of
 from .gradient_memory import GradientMemory
 from .kept import KeptParameters
@@ -140,6 +140,7 @@ class LayerOnDevice:
             copy.__class__ = type(parameter)  # a class of the user's
         copy.__dict__.update(parameter.__dict__)  # attributes that users hang on parameters
         copy.__dict__[_LAYER] = self.title
+        copy.__dict__[HOST_PARAMETER] = parameter
         return copy
 
     def call(self, function: Callable[[], T]) -> T:

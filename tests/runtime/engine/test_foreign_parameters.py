@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, StageError
+from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, StageError, VirtualDevice
+from roundpipe_runtime.engine.looks import check_leaves
+from roundpipe_runtime.engine.parameters.on_device import LayerOnDevice
+from roundpipe_runtime.optim.parameters import scan
 
 
 class Penalised(nn.Linear):
@@ -46,3 +49,17 @@ def test_a_parameter_that_both_layers_have_is_trained():
     pipeline.forward_backward((x,), loss_fn=lambda outputs, _: outputs.sum(), run_config=run)
     assert torch.allclose(model[0].weight.grad, expected, rtol=1e-5)
     pipeline.close()
+
+
+def test_they_are_named_while_the_other_layer_computes():
+    """The weight that is read is then a copy, which stands in the other layer for a call on its device."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Penalised(3, 2))
+    model[2].others = [model[0]]
+    contents = scan(list(model))
+    device = VirtualDevice("one")
+    there = LayerOnDevice(contents[0], device, lambda parameter: parameter)
+    outputs = there.call(lambda: model[2](torch.ones(4, 3)))
+    with pytest.raises(StageError, match=r"layer 2 \(Penalised\) computes with 'weight' of layer 0 \(Linear\)"):
+        check_leaves(contents[2], [outputs], [None], list(model[2].parameters()), contents)
+    there.release()
+    device.close()

@@ -12,7 +12,7 @@ import accelerate
 import torch
 import transformers
 
-from roundpipe_runtime import RoundPipeRunConfig, quantize_frozen, wrap_model_to_roundpipe
+from roundpipe_runtime import RoundPipeRunConfig, VirtualDevice, quantize_frozen, wrap_model_to_roundpipe
 from roundpipe_runtime.fine_tune import Lora, add_lora
 
 
@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--kind", default="nf4", choices=["nf4", "fp4", "int8"])
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--device", type=int, default=900, metavar="MB", help="memory of the device")
     asked = parser.parse_args()
     if importlib.util.find_spec("bitsandbytes") is None:
         print("bitsandbytes is not installed: pip install 'yobx-flatten[quantized]'")
@@ -42,7 +43,8 @@ def main() -> None:
     print(f"quantized to {asked.kind} in {time.process_time() - start:.0f} s of processor time, peak {_peak():.2f} GB")
     model = add_lora(model, Lora(8, 16, ("q_proj", "v_proj"))).train()
     run = RoundPipeRunConfig(num_microbatch=1)
-    pipe = wrap_model_to_roundpipe(model, devices="virtual:1", model_run_config=run, check=False)
+    device = VirtualDevice("small", memory_limit=asked.device * 1_000_000)  # part of the memory of the process, too
+    pipe = wrap_model_to_roundpipe(model, devices=[device], model_run_config=run, check=False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     tokens = torch.randint(5, config.vocab_size, (1, 16), generator=torch.Generator().manual_seed(1))
     for step in range(asked.steps):

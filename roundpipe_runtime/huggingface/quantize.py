@@ -13,6 +13,7 @@ from torch import nn
 from yobx_flatten.errors.dependencies import require
 
 from ..device.composite import is_composite
+from ..device.pages import return_freed
 from ..errors import ConfigError
 from .cutting.layers import candidates
 
@@ -71,6 +72,7 @@ def quantize_frozen(
         made._parameters["bias"] = read.parameter(f"{name}.bias", layer._parameters["bias"])
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, made.train(layer.training))
+        return_freed()  # what one weight took on its way, which is more than what is kept of it
     return model
 
 

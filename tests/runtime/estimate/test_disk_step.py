@@ -1,6 +1,7 @@
 """Steps with their state on a disk: bytes and seconds by hand, and next to a pipeline on a disk of known rates."""
 
 import dataclasses
+import threading
 import time
 
 import pytest
@@ -90,13 +91,16 @@ def test_a_step_takes_as_long_as_simulated(folder_on_disk, monkeypatch):
     """On a disk whose reads and writes take a time that is known, so long that computing counts little."""
     read_rate, write_rate = 4e6, 6e6
     fetch, write_out = pages.fetch, pages.write_out
+    reading, writing = threading.Lock(), threading.Lock()
 
     def slow_fetch(start, end):
-        time.sleep((end - start) / read_rate)
+        with reading:  # two reads at once take the time of both
+            time.sleep((end - start) / read_rate)
         return fetch(start, end)
 
     def slow_write(file, offset, nbytes):
-        time.sleep(nbytes / write_rate)
+        with writing:
+            time.sleep(nbytes / write_rate)
         write_out(file, offset, nbytes)
 
     torch.manual_seed(0)
@@ -122,7 +126,7 @@ def test_a_step_takes_as_long_as_simulated(folder_on_disk, monkeypatch):
     monkeypatch.setattr(pages, "fetch", slow_fetch)
     monkeypatch.setattr(pages, "write_out", slow_write)
     seconds = []
-    for _ in range(2):
+    for _ in range(4):
         start = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - start)

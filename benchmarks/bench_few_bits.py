@@ -43,7 +43,7 @@ def main() -> None:
     print(f"quantized to {asked.kind} in {time.process_time() - start:.0f} s of processor time, peak {_peak():.2f} GB")
     model = add_lora(model, Lora(8, 16, ("q_proj", "v_proj"))).train()
     run = RoundPipeRunConfig(num_microbatch=1)
-    device = VirtualDevice("small", memory_limit=asked.device * 1_000_000)  # part of the memory of the process, too
+    device = VirtualDevice("small", memory_limit=asked.device * 1_000_000)  # also memory of the process
     pipe = wrap_model_to_roundpipe(model, devices=[device], model_run_config=run, check=False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     tokens = torch.randint(5, config.vocab_size, (1, 16), generator=torch.Generator().manual_seed(1))

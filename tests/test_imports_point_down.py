@@ -133,7 +133,8 @@ def test_packages_depend_in_one_direction(module):
     inner = (*inner, ".huggingface.cache_names", ".lazy_names", ".private_names.of_torch", ".recipe.aliases")
     inner = (*inner, ".model_folder.source.configuration", ".model_folder.source.stored_weights")
     inner = (*inner, ".model_folder.source.tokenizer_files")
-    inner = (*inner, ".model_folder.source.find", ".model_folder.source.streamed")  # one way to read one weight
+    # one way to read one weight
+    inner = (*inner, *(f".model_folder.source.{name}" for name in ("classes", "find", "streamed")))
     inner = (*inner, ".files.damage", ".files.document", ".files.flush", ".files.scratch")  # one way to a disk
     public = {f"yobx_flatten{inside}" for inside in ("", *inner)}
     public |= {f"yobx_flatten.{folder}" for folder in yobx_flatten._HOMES}

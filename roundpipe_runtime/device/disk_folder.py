@@ -73,7 +73,7 @@ def full_disk(folder: pathlib.Path, nbytes: int, error: OSError | None = None) -
 
 
 def _file_system(folder: pathlib.Path) -> str:
-    """The kind of a folder's file system; empty where the system does not tell."""
+    """The kind of a folder's file system; empty where the system does not state it."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

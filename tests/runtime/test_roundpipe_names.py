@@ -126,7 +126,7 @@ ADDED = {
         *("large_tables", "host"),
     ],
     "wrap_model_to_roundpipe": ["example", "check"],
-    "RoundPipeRunConfig": ["loss_reduction", "last_stage_copies", "keep_parameters"],
+    "RoundPipeRunConfig": ["loss_reduction", "last_stage_copies", "keep_parameters", "upload_experts"],
     "ModelExecutePlan.auto": ["previous", "last_stage_copies", "num_microbatch"],
 }
 

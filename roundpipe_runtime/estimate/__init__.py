@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .disk_step import DiskUse
 from .expert_bytes import expected_share
 from .hardware import Hardware, describe_hardware
 from .layer_footprint import LayerFootprint, measure_layers
@@ -13,6 +14,7 @@ from .step_simulation import BottleneckFlip, StepSimulation, simulate
 __all__ = [
     "BottleneckFlip",
     "DeviceMemory",
+    "DiskUse",
     "Hardware",
     "HostMemory",
     "LayerFootprint",

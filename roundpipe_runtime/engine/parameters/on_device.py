@@ -185,9 +185,7 @@ class LayerOnDevice:
             (self._tables.whole_of(parameter) if parameter in self._tables else copy, parameter)
             for _, _, copy, parameter in self._places
         ]
-        found = [
-            copy is None or self._has_numbers_of(parameter, copy, source(parameter)) for copy, parameter in copies
-        ]
+        found = [copy is None or self._has_numbers_of(parameter, copy, source(parameter)) for copy, parameter in copies]
         there = [one for one in found if isinstance(one, torch.Tensor)]
         if there:  # one wait for all
             flags, complete = self.device.copy_out(torch.stack(there), last=True, parameter=True)

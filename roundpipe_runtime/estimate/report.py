@@ -101,7 +101,7 @@ class PlanReport:
 
     @property
     def disk(self) -> DiskUse | None:
-        """What is on a disk instead of the memory of the host; ``None`` if nothing is."""
+        """Sizes of the state on a disk; ``None`` if all of it is in the memory of the host."""
         return self.simulated.disk
 
     @property

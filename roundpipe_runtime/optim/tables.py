@@ -49,7 +49,7 @@ def check_large_tables(value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TableRule:
-    """What is a table, for the layers of one model: decided once, by the model and its options."""
+    """Decides which parameters of a model are tables, once, by the model and its options."""
 
     by_rows: bool = False  # whether embeddings send rows
     by_slices: bool = False  # whether products with tables are computed by slices

@@ -227,7 +227,7 @@ def _stages(report: PlanReport) -> list[str]:
 
 
 def _experts(report: PlanReport) -> list[str]:
-    """What is expected to be uploaded of the experts of a mixture; nothing where there are none."""
+    """The line on the expected upload of experts; no line for a model without experts."""
     whole, expected = report.step.expert_bytes
     if not whole:
         return []

@@ -58,6 +58,6 @@ def test_a_weight_that_only_products_and_a_table_read_is_exchanged(module):
 
 
 def test_other_types_stay_as_they_are(module):
-    """What was measured are products in single precision."""
+    """Only products in float32 are exchanged, as only those were measured."""
     _, made = _changed(module.double())
     assert made.state_dict["product.weight"].shape == (5, 6)

@@ -134,7 +134,7 @@ def test_a_disk_that_is_full_fails(monkeypatch, free, status):
 
 
 def test_the_speed_of_a_disk_is_a_finding(folder_on_disk):
-    """What it reads and writes per second; a folder that is none is a warning, as only some trainings need one."""
+    """Its rates are stated; a missing folder is a warning, as only some trainings need one."""
     (finding,) = doctor._speed_of_disk(folder_on_disk)
     assert (finding.status, finding.name) == ("ok", "speed of the disk")
     assert re.fullmatch(r"it reads [\d.]+ [kMG]B/s and writes [\d.]+ [kMG]B/s", finding.found)

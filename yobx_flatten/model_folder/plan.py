@@ -235,11 +235,11 @@ def _with_text(plan: FolderPlan, prompts: tuple[str, ...], file: str | os.PathLi
 
 
 def _with_calibration(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
-    """The plan with what matrices are rounded to 4 bits by: chats, and a text that the file is not measured on."""
+    """The plan with what matrices are rounded by: chats, and a text that the file is not measured on."""
     quantization, form, model = plan.quantization, plan.form, plan.model
     if quantization is None or quantization.tokens is None or quantization.calibration is not None:
         return plan
-    if quantization.bits != 4 or form.runtime != "onnxruntime" or plan.proof == "none":
+    if quantization.weights == "keep" or form.runtime != "onnxruntime" or plan.proof == "none":
         return plan
     tokens, rows = quantization.tokens, form.batch or 1
     more = python_text(model, plan.source, len(tokens) + _ROUNDING)

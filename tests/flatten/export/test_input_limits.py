@@ -140,3 +140,17 @@ def test_inputs_are_as_near_as_the_weights_are_worth(tmp_path, monkeypatch, whol
     kinds = [node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node]
     assert ("Clip" in kinds, "Round" in kinds) == (kind == "parts", kind == "exact")
     assert done.report.quality.divergence == {"parts": parted, "exact": exact, "whole": whole}[kind]
+
+
+def test_weights_stay_in_8_bits_where_only_their_inputs_cost_too_much(tmp_path, monkeypatch):
+    """How inputs are rounded is decided before a matrix is put into full."""
+    import onnx
+
+    measured = iter([_quality(2e-2), _quality(4e-4)])  # perplexities 1.02 and 1.0004 times the model's; 1.01 is allowed
+    monkeypatch.setattr(quantized, "measure", lambda *_, **__: next(measured))
+    monkeypatch.setattr(quantized, "input_limits", lambda *_, **__: {"input": 0.5})
+    layers, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).eval(), torch.randn(3, 64)
+    done = export_onnx(layers, (x,), path=tmp_path / "m.onnx", quantize="int8", cases=[])
+    kinds = [node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node]
+    assert (kinds.count("MatMulNBits"), kinds.count("MatMul")) == (2, 0)
+    assert done.report.quality.divergence == 4e-4

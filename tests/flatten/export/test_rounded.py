@@ -9,6 +9,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 from yobx_flatten import export_onnx
+from yobx_flatten.export.quantization.options import Quantization
 
 
 def _encoder(words=1200, scale=1.0):
@@ -96,45 +97,27 @@ def test_rows_that_are_no_whole_blocks_are_filled(tmp_path):
     assert bool((numpy.abs(found - weight) <= 0.51 * step + 1e-6).all())
 
 
-def _read_out(path, linear):
+def _read_out(path, linear, block_size):
     """The weights that a file multiplies with, by the identity, which rounding to 8 bits keeps."""
     import onnxruntime
 
-    eye = torch.eye(linear.in_features)
-    export_onnx(linear, (eye,), path=path, cases=[], quantize="int8", dynamic_shapes=None)
+    eye, how = torch.eye(linear.in_features), Quantization("int8", block_size=block_size)
+    export_onnx(linear, (eye,), path=path, cases=[], quantize=how, dynamic_shapes=None)
     return onnxruntime.InferenceSession(path).run(None, {"input": eye.numpy()})[0].T
 
 
-@pytest.mark.parametrize("lowest", [True, False])
-def test_weights_near_sixteen_steps_are_stored_in_parts_of_such_steps(tmp_path, lowest):
-    """Weights of 4 bits with a lowest weight, as of Q4_1, or a zero point, moved by a two thousandth."""
-    draw = torch.Generator().manual_seed(0)
-    numbers = torch.randint(0, 16, (48, 8, 32), generator=draw).float()
-    numbers[..., 0], numbers[..., 1] = 0, 15
-    below = torch.rand(48, 8, 1, generator=draw) * 15 if lowest else torch.randint(0, 16, (48, 8, 1), generator=draw)
-    exact = ((numbers - below) * 0.013).reshape(48, 256)
-    linear = torch.nn.Linear(256, 48, bias=False)
-    with torch.no_grad():
-        linear.weight.copy_(exact * (1 + (torch.rand(48, 256, generator=draw) - 0.5) * 1e-3))
-    found, weight = _read_out(tmp_path / "m.onnx", linear), linear.weight.detach().numpy()
-    usual = numpy.repeat(numpy.abs(weight).reshape(48, 8, 32).max(2) / 127, 32, 1)
-    nearest = numpy.rint(weight / usual) * usual  # steps from zero
-    assert numpy.square(found - weight).mean() < 0.2 * numpy.square(nearest - weight).mean()
-    graph, held = _initializers(tmp_path / "m.onnx")
-    assert [value.dtype for name, value in held.items() if name.endswith("zero_points")] == [numpy.uint8]
-    assert "ReduceSum" not in [node.op_type for node in graph.node]
-
-
 @pytest.mark.parametrize("most", [1.0, 1e6])
-def test_other_weights_are_stored_in_steps_from_zero(tmp_path, most):
-    """Without a zero point of each block, which would cost a quarter of a bit each."""
+@pytest.mark.parametrize(("asked", "block"), [(None, 64), (32, 32)])
+def test_weights_are_stored_in_steps_from_zero(tmp_path, most, asked, block):
+    """Of 127 steps for the largest of 64, or of as many as are asked for; no zero points."""
     linear = torch.nn.Linear(256, 48, bias=False)
     with torch.no_grad():
         linear.weight.copy_(most * torch.randn(48, 256, generator=torch.Generator().manual_seed(0)))
-    found, weight = _read_out(tmp_path / "m.onnx", linear), linear.weight.detach().numpy()
-    step = numpy.repeat(numpy.abs(weight).reshape(48, 8, 32).max(2) / 127, 32, 1)
+    found, weight = _read_out(tmp_path / "m.onnx", linear, asked), linear.weight.detach().numpy()
+    step = numpy.repeat(numpy.abs(weight).reshape(48, -1, block).max(2) / 127, block, 1)
     assert bool((numpy.abs(found - weight) <= 0.51 * step).all())
     _, held = _initializers(tmp_path / "m.onnx")
+    assert [value.shape for name, value in held.items() if name.endswith("scales")] == [(48, 256 // block)]
     assert not [name for name in held if name.endswith("zero_points")]
 
 

@@ -1,4 +1,4 @@
-"""Round a matrix to 4 bits so that its products change least, input by input.
+"""Round a matrix to 4 or 8 bits so that its products change least, input by input.
 
 .. code-block:: text
 
@@ -14,6 +14,7 @@ steps, and rounds them again to others, which gives most of the gain away.
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -21,9 +22,7 @@ from .weight_grid import WeightGrid
 
 __all__ = ["round_with_feedback"]
 
-_MOST = 15
-
-_SHRINKS = tuple(1 - 0.025 * step for step in range(14))
+_SHRINKS = {4: tuple(1 - 0.025 * step for step in range(14)), 8: (1.0, 0.97, 0.94)}
 """Parts of a block's range that are tried as its steps: few outliers cut cost less than a coarse step for all."""
 
 _SAMPLE = 64
@@ -33,12 +32,23 @@ _DAMPING = 0.01
 """Part of the mean square of the inputs that is added to each: directions that a text did not show count a little."""
 
 
+_Zero: TypeAlias = Literal["middle", "whole", "lowest"]
+"""What stands for a weight of 0: half of the numbers; a whole number of each block; or each block's lowest weight is
+stored, that number 0 stands for."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Form:
     """How the steps of a block are stored."""
 
-    is_lowest: bool  # whether they count from the lowest weight, instead of from a whole number that stands for 0
+    bits: int
+    zero: _Zero
     scales: torch.dtype
+
+    @property
+    def most(self) -> int:
+        """The largest number."""
+        return int(2**self.bits - 1)
 
     def fit(self, block: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Steps and offsets of blocks of shape (blocks, weights, outputs) by least error, and that error.
@@ -47,17 +57,25 @@ class _Form:
         """
         # costs: what an error of a weight costs, for each of the inputs: of shape (blocks, weights, 1)
         low, high = block.amin(1, keepdim=True), block.amax(1, keepdim=True)
-        if not self.is_lowest:
+        if self.zero != "lowest":
             low, high = low.clamp(max=0), high.clamp(min=0)
         best: list[torch.Tensor] = []
-        for shrink in _SHRINKS:
-            middle, half = (low + high) / 2, (high - low) / 2 * shrink
-            first = middle - half if self.is_lowest else low * shrink
-            scale = self._short(2 * half / _MOST)
-            offset = first.half().float() if self.is_lowest else (-first / scale).round().clamp(0, _MOST)
+        for shrink in _SHRINKS[self.bits]:
+            scale, offset = self._steps(low, high, shrink)
             made = [costs.mul((self.near(block, scale, offset) - block).square()).sum(1, keepdim=True), scale, offset]
             best = [torch.where(made[0] < best[0], *pair) for pair in zip(made, best, strict=True)] if best else made
         return best[1], best[2], best[0]
+
+    def _steps(self, low: torch.Tensor, high: torch.Tensor, shrink: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Steps and offsets for a part of the range between two weights."""
+        middle, half = (low + high) / 2, (high - low) / 2 * shrink
+        if self.zero == "middle":
+            scale = self._short(torch.maximum(-low, high) * shrink / (self.most // 2))
+            return scale, torch.full_like(scale, self.most // 2 + 1)
+        scale = self._short(2 * half / self.most)
+        if self.zero == "lowest":
+            return scale, (middle - half).half().float()
+        return scale, (-low * shrink / scale).round().clamp(0, self.most)
 
     def _short(self, scale: torch.Tensor) -> torch.Tensor:
         scale = scale.to(self.scales).float()
@@ -65,8 +83,8 @@ class _Form:
 
     def numbers(self, weights: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         """The numbers nearest to weights."""
-        steps = (weights - offset) / scale if self.is_lowest else weights / scale + offset
-        return steps.round_().clamp_(0, _MOST)
+        steps = (weights - offset) / scale if self.zero == "lowest" else weights / scale + offset
+        return steps.round_().clamp_(0, self.most)
 
     def near(self, weights: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         """The weights that these numbers stand for."""
@@ -74,20 +92,25 @@ class _Form:
 
     def value(self, numbers: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         """The weights that numbers stand for."""
-        return numbers * scale + offset if self.is_lowest else (numbers - offset) * scale
+        return numbers * scale + offset if self.zero == "lowest" else (numbers - offset) * scale
 
 
 def round_with_feedback(
-    weights: torch.Tensor, moments: torch.Tensor, block_size: int, dtype: torch.dtype = torch.float32
+    weights: torch.Tensor,
+    moments: torch.Tensor,
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+    bits: int = 4,
 ) -> WeightGrid:
     """Round a matrix of shape (inputs, outputs) to blocks of whole steps, each input making up for those before it."""
     # weights: in whole blocks of inputs
     # moments: mean of the products of each two inputs, of shape (inputs, inputs)
     # dtype: the type of the model's weights, which scales are stored in
+    # bits: 4 or 8
     weights, moments = weights.float().clone(), moments.float().clone()
     following = _following(moments)
     costs = following.diagonal().reciprocal().square()
-    form = _form_of(weights, costs, block_size, dtype)
+    form = _form_of(weights, costs, block_size, bits, dtype)
     rows, columns = weights.shape
     numbers = torch.empty(rows, columns, dtype=torch.uint8)
     parts = []
@@ -123,20 +146,24 @@ def _following(moments: torch.Tensor) -> torch.Tensor:
         moments.diagonal().add_(damping)
 
 
-def _form_of(weights: torch.Tensor, costs: torch.Tensor, size: int, dtype: torch.dtype) -> _Form:
-    """Lowest weights where these are worth their bits, else whole numbers."""
+def _form_of(weights: torch.Tensor, costs: torch.Tensor, size: int, bits: int, dtype: torch.dtype) -> _Form:
+    """In 4 bits, lowest weights where these are worth their bits, else whole numbers."""
+    if bits == 8:
+        return _Form(bits, "middle", dtype)
     weights = weights[:, :: -(-weights.shape[1] // _SAMPLE)]
     blocks, each = weights.reshape(-1, size, weights.shape[1]), costs.reshape(-1, size, 1)
-    zero, lowest = _Form(is_lowest=False, scales=dtype), _Form(is_lowest=True, scales=dtype)
-    more = (16 - 4) / size  # bits of each weight: a lowest weight has 16, a zero point has 4
-    errors = [float(form.fit(blocks, each)[2].sum()) for form in (zero, lowest)]
-    return lowest if errors[0] > errors[1] * 4.0**more else zero  # a bit more of each weight is a quarter of the error
+    whole, lowest = _Form(bits, "whole", dtype), _Form(bits, "lowest", dtype)
+    more = (16 - bits) / size  # bits of each weight: a lowest weight has 16, a zero point has 4
+    errors = [float(form.fit(blocks, each)[2].sum()) for form in (whole, lowest)]
+    return lowest if errors[0] > errors[1] * 4.0**more else whole  # a bit more of each weight is a quarter of the error
 
 
 def _grid(form: _Form, numbers: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]], size: int) -> WeightGrid:
     scales, offsets = (torch.stack(one, 1) for one in zip(*parts, strict=True))
     held = numbers.T.reshape(numbers.shape[1], -1, size).contiguous().numpy()
-    steps = scales.to(form.scales).numpy()
-    if form.is_lowest:
-        return WeightGrid(4, held, steps, lowest=offsets.half().numpy())
-    return WeightGrid(4, held, steps, zeros=offsets.to(torch.uint8).numpy())
+    found = WeightGrid(form.bits, held, scales.to(form.scales).numpy())
+    if form.zero == "lowest":
+        return dataclasses.replace(found, lowest=offsets.half().numpy())
+    if form.zero == "whole":
+        return dataclasses.replace(found, zeros=offsets.to(torch.uint8).numpy())
+    return found

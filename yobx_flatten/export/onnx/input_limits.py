@@ -53,7 +53,7 @@ def input_limits(
     for node, (value, transposed) in products:
         x, size = node.inputs[0], int(value.const_value.shape[1 if transposed else 0])
         # what a product in a loop or a branch reads cannot be shown
-        if x.producer() is not None and x.producer().graph is graph and size % quantization.block_size == 0:
+        if x.producer() is not None and x.producer().graph is graph and size % quantization.block_for(8, size) == 0:
             sizes[x.name] = size
     logger.info("reading what %d products multiply", len(sizes), extra=STEP)
     tokens = tokens[:_TEXTS, :_LENGTH]
@@ -74,7 +74,7 @@ def input_limits(
                 return {}
             for name, size in sizes.items():
                 rows[name].append(outputs[name].reshape(-1, size).float())
-    found = {name: _limit(torch.cat(rows.pop(name)), quantization.block_size) for name in sizes}
+    found = {name: _limit(torch.cat(rows.pop(name)), quantization.block_for(8, size)) for name, size in sizes.items()}
     return {name: limit for name, limit in found.items() if limit}
 
 

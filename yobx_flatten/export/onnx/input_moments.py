@@ -2,7 +2,10 @@
 
 .. code-block:: text
 
-    text ──> file ──> x of some products, as further outputs ──> sum of x[i] * x[j] over all tokens
+    text ──> file ──> x of some products, as further outputs ──> sum of x[i] * x[j] / mean(x * x) over all tokens
+
+Each token counts the same. The inputs of the first one are a hundred times as large in many models, and would decide
+alone how the weights are rounded.
 """
 
 from __future__ import annotations
@@ -25,11 +28,14 @@ __all__ = ["input_moments", "showing"]
 _LEAST = 2**29
 """Bytes of moments that are held at once, if the weights are not larger: a file runs once for each such part."""
 
+_SMALLEST = 1e-30
+"""Mean square from which on the inputs of a token have a size: there are tokens with zeros alone."""
+
 
 def input_moments(
     file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield values of a file by name, with the mean product of each two of their last axis, float32.
+    """Yield values of a file by name, with the mean product of each two of their last axis, relative to their size.
 
     None is yielded where the file cannot read the text from its first token.
     """
@@ -55,6 +61,7 @@ def input_moments(
                     return
                 for name in part:
                     rows = outputs[name].reshape(-1, sizes[name]).float()
+                    rows *= rows.square().mean(1, keepdim=True).clamp(min=_SMALLEST).rsqrt()
                     found[name].addmm_(rows.T, rows)
                 count += rows.shape[0]
         for name in part:

@@ -33,9 +33,6 @@ __all__ = ["QuantizedWeights", "products_of", "quantize_graph", "quantize_model"
 _TABLE = 2**16
 """Weights of a table of an embedding from which it is stored in 8 bits; a smaller one is left as it is."""
 
-_WIDE = 64
-"""Weights of a block in 8 bits where others have 4: their error is a hundredth of that of 4 bits, in any block."""
-
 
 @dataclasses.dataclass
 class QuantizedWeights:
@@ -85,7 +82,7 @@ def quantize_graph(
     """
     # bits: bits by role, where these are others than those of the quantization; `None`, the default, for nowhere
     # grids: such integers, as far as they were searched for in this graph; `None`, the default, for not yet
-    # rounded: matrices that were rounded to 4 bits already; `None`, the default, for none
+    # rounded: matrices that were rounded already; `None`, the default, for none
     # rounds_inputs: whether the inputs of these products are rounded to 8 bits
     # limits: by which the others are split, and nearly as they are; `None`, the default, for inputs as they are
     grids = Grids() if grids is None else grids
@@ -104,7 +101,7 @@ def quantize_graph(
             width = quantization.bits if bits is None else bits.get(name, quantization.bits)
             if grid is not None and grid.bits <= width:
                 stored[key] = keep_integers(model.graph, value, grid, transposed=transposed)
-            elif width == 4 and rounded is not None and key in rounded:
+            elif rounded is not None and key in rounded and rounded[key].bits == width:
                 stored[key] = keep_integers(model.graph, value, rounded[key], transposed=transposed)
                 found.by_text += 1
             elif width in made:
@@ -141,7 +138,7 @@ def _let_go(model: Any, value: Any, found: QuantizedWeights) -> None:
 
 def products_of(model: Any, quantization: Quantization) -> list[tuple[Any, tuple[Any, bool]]]:
     """Return the products that are quantized, with their weights, and whether these are transposed."""
-    found = ((node, _weight_of(node, quantization.block_size)) for node in model.graph.all_nodes())
+    found = ((node, _weight_of(node, quantization.least_block)) for node in model.graph.all_nodes())
     return [(node, weight) for node, weight in found if weight]
 
 
@@ -160,13 +157,6 @@ def _quantized_table(
     if matrix is not None:
         found.add(value, matrix, is_kept=is_kept)
     return matrix
-
-
-def _wide_block(quantization: Quantization, tensor: Any, transposed: bool) -> int:
-    """Number of weights that share a scale in 8 bits: more in a file that is to be small, if they are whole blocks."""
-    rows = int(tensor.shape[1 if transposed else 0])
-    is_wider = quantization.bits == 4 and rows % _WIDE == 0
-    return max(_WIDE, quantization.block_size) if is_wider else quantization.block_size
 
 
 def _in_bits(quantization: Quantization, bits: int) -> Quantization:
@@ -199,7 +189,7 @@ def quantize_model(
     if not found.roles:
         raise InvalidArgumentError(
             f"quantize={quantization.weights!r}: the file of {report.module} multiplies with no weights of "
-            f"{quantization.block_size} or more rows and columns. Take a smaller block_size, or leave quantize out."
+            f"{quantization.least_block} or more rows and columns. Take a smaller block_size, or leave quantize out."
         )
     if not found.count and quantization.weights == "keep":
         raise InvalidArgumentError(
@@ -304,9 +294,9 @@ def _rounded(
     import onnx_ir as ir
 
     if bits == 8:
-        size = _wide_block(quantization, value.const_value, transposed)
+        size = quantization.block_for(8, int(value.const_value.shape[1 if transposed else 0]))
         return round_to_8_bits(graph, value, size, transposed=transposed)
-    tensor, packed, size = value.const_value, 8 // bits, quantization.block_size
+    tensor, packed, size = value.const_value, 8 // bits, quantization.least_block
     columns, rows = map(int, tensor.shape if transposed else reversed(tensor.shape))
     blocks = -(-rows // size)
     shapes = [[columns, blocks, size // packed], [columns, blocks], [columns, -(-blocks // packed)]]

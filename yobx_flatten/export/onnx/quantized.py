@@ -69,14 +69,19 @@ def quantize_file(
     is_kept, asked, quality = quantization.weights == "keep", quantization.activations, None
     rounds_inputs = asked == "int8" or (asked == "auto" and not is_kept)  # where nothing is rounded, nothing is
     limits: InputLimits = {}
+    # rounding inputs costs more than rounding weights to 8 bits, and less than rounding them to 4
+    inputs_first = quantization.bits == 8 and not is_kept
     if source.cases:
-        measure_bits = functools.partial(try_bits, rounds_inputs=rounds_inputs)
-        bits, quality = (bits, measure_bits(bits)) if is_kept else Budget(roles, quantization.bits, measure_bits).find()
+        measured = functools.partial(try_bits, rounds_inputs=rounds_inputs)
+        searched = functools.partial(Budget, roles, quantization.bits)
+        bits, quality = (bits, measured(bits)) if is_kept or inputs_first else searched(measured).find()
         if rounds_inputs and asked == "auto" and _loss(quality) > _NOTICED:
             # in 4 bits float inputs are read by a kernel of their own, which is faster for a prompt
             limits = _limits(file, quantization, source, report) if quantization.bits == 8 else {}
             as_is = functools.partial(try_bits, bits, rounds_inputs=False)
             quality, rounds_inputs, limits = _choose_inputs(quality, limits, as_is, report)
+        if inputs_first and not quality.ok:
+            bits, quality = searched(functools.partial(try_bits, rounds_inputs=rounds_inputs, limits=limits)).find()
     if not rounds_inputs and asked == "auto" and not limits:
         report.remark(
             'what is multiplied with these weights is not rounded: a token takes less time with activations="int8" '

@@ -1,4 +1,4 @@
-"""Round the matrices of a file to 4 bits by what they are multiplied with on a text."""
+"""Round the matrices of a file by what they are multiplied with on a text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["RoundedMatrices", "round_by_text"]
 logger = logging.getLogger("yobx_flatten")
 
 RoundedMatrices: TypeAlias = dict[tuple[str, bool], WeightGrid]
-"""Matrices in 4 bits, by the name of the weight and whether it is transposed."""
+"""Matrices in few bits, by the name of the weight and whether it is transposed."""
 
 
 def round_by_text(
@@ -34,7 +34,7 @@ def round_by_text(
     """Round matrices of a file; those of the same inputs together. The block must be open."""
     # products: nodes of the graph with their weights, and whether these are transposed
     tokens = quantization.tokens if quantization.calibration is None else quantization.calibration
-    if tokens is None or not source.cases or quantization.bits != 4:
+    if tokens is None or not source.cases or quantization.weights == "keep":
         return {}
     wanted: dict[str, dict[tuple[str, bool], Any]] = {}
     sizes: dict[str, int] = {}
@@ -42,9 +42,10 @@ def round_by_text(
         x = node.inputs[0]
         size = int(value.const_value.shape[1 if transposed else 0])
         # a product in a loop or a branch cannot be shown, and onnxruntime pads what has no whole blocks with zeros
-        if x.producer() is None or x.producer().graph is not graph or size % quantization.block_size:
+        block_size = quantization.block_for(quantization.bits, size)
+        if x.producer() is None or x.producer().graph is not graph or size % block_size:
             continue
-        if x.shape is None or grids.is_exact(value, 4, transposed=transposed):
+        if x.shape is None or grids.is_exact(value, quantization.bits, transposed=transposed):
             continue
         wanted.setdefault(x.name, {})[value.name, transposed] = value
         sizes[x.name] = size
@@ -54,16 +55,19 @@ def round_by_text(
     logger.info("reading what %d products multiply", len(sizes), extra=STEP)
     calls = text_cases(example.module, example.kwargs, tokens)
     for name, moments in input_moments(file, sizes, calls, example.names, tokens):
-        found |= _rounded(wanted[name], moments, quantization.block_size)
+        found |= _rounded(wanted[name], moments, quantization)
     return found
 
 
-def _rounded(matrices: dict[tuple[str, bool], Any], moments: torch.Tensor, block_size: int) -> RoundedMatrices:
-    found = RoundedMatrices()
+def _rounded(
+    matrices: dict[tuple[str, bool], Any], moments: torch.Tensor, quantization: Quantization
+) -> RoundedMatrices:
+    found, bits = RoundedMatrices(), quantization.bits
+    block_size = quantization.block_for(bits, len(moments))
     for key, value in matrices.items():
         array = value.const_value.numpy()
         weights = torch.from_numpy(numpy.array(array.T if key[1] else array))
         del array
         unmap(value.const_value)
-        found[key] = round_with_feedback(weights, moments, block_size, weights.dtype)
+        found[key] = round_with_feedback(weights, moments, block_size, weights.dtype, bits)
     return found

@@ -44,7 +44,7 @@ def measure(
     """Return how far a file is from the module of a source. The block must be open."""
     # block_size: number of weights that share a scale; `None`, the default, for that of the quantization
     # known: what the model makes of the text, filled by a first call for others; `None`, the default, for one call
-    block_size = quantization.block_size if block_size is None else block_size
+    block_size = quantization.usual_block if block_size is None else block_size
     example, written, distance = source.example, source.traced.written, Distance()
     side = ByName(runner, example.names)
     for case in source.cases:

@@ -8,7 +8,7 @@ import threading
 import time
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -132,7 +132,14 @@ def fails(kind, fault):
     return fault in met.get(kind, {"layer 0", "layer 2", "loss", "argument", "gone"})
 
 
+# Ranks that have failed try their layers once more: in the second call, when news of the first arrive.
+LATE_NEWS = ("whole", {0: "layer 2", 1: "layer 0"}, [0.0, 0.0, 0.0])
+
+
 @settings(max_examples=EXAMPLES, deadline=None)
+@example(size=2, calls=[LATE_NEWS, ("one pass", {}, [0.03, 0.03, 0.0])])
+@example(size=3, calls=[LATE_NEWS, ("kept", {}, [0.03, 0.03, 0.03])])
+@example(size=2, calls=[LATE_NEWS, ("whole", {}, [0.03, 0.03, 0.0])])
 @given(
     size=st.integers(2, 3),
     calls=st.lists(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 from ...device.interrupts import Uninterrupted
@@ -15,71 +15,86 @@ from .errors import StoppedByRankError
 __all__ = ["News"]
 
 
+class _CallNews:
+    """What is known of one call: its run, and why it stops."""
+
+    # run: run that is under way, `None` between two runs
+    # reason: why the call stops, `None` while it goes on
+    # arrived: reasons to stop, and the sums when they are complete
+
+    def __init__(self) -> None:
+        self.run: Run | None = None
+        self.reason: BaseException | None = None
+        self.arrived: queue.SimpleQueue[BaseException | Future[None]] = queue.SimpleQueue()
+
+    def stop(self, reason: BaseException) -> None:
+        """Stop the run, and wake up who waits for the sums."""
+        self.reason = reason
+        run = self.run
+        if run is not None:
+            run.mailbox.fail(reason)
+        self.arrived.put(reason)
+
+    def note_sums(self, summed: Future[None]) -> None:
+        """Wake up who waits for the sums; stop the call if they have failed."""
+        if error := summed.exception():
+            self.stop(error)
+        self.arrived.put(summed)
+
+
 class News:
     """Stops the run that is under way, and wakes up who waits for sums."""
 
     def __init__(self, alarm: Alarm) -> None:
         self._alarm = alarm
-        self._run: Run | None = None
-        self._reason: BaseException | None = None
-        self._arrived: queue.SimpleQueue[BaseException | Future[None]] = queue.SimpleQueue()
+        self._call = _CallNews()
 
     @property
     def reason(self) -> BaseException | None:
         """Why the call that is under way stops; ``None`` while it goes on."""
-        return self._reason
+        return self._call.reason
 
     @contextlib.contextmanager
-    def listening(self, number: Callable[[], int]) -> Iterator[None]:
+    def listening(self, number: int) -> Iterator[None]:
         """Hear the other ranks during a call."""
-        # number: function that returns the number of the call; news of others do not concern it
+        # number: number of the call; news of others do not concern it
+        # Other threads deliver news, and may do so when the next call has begun: each call has an object of its own.
+        call = self._call = _CallNews()
 
         def hear(failed: int | None) -> None:
-            if failed in (None, number()):
-                self._stop(StoppedByRankError("Another rank has failed."))
+            if failed in (None, number):
+                call.stop(StoppedByRankError("Another rank has failed."))
 
-        self._run = self._reason = None
-        self._arrived = queue.SimpleQueue()
         self._alarm.listen(hear)
         try:
             yield
         finally:
             self._alarm.listen(None)
-            self._reason = None
+            self._call = _CallNews()
 
     @contextlib.contextmanager
     def stopping(self, run: Run) -> Iterator[None]:
         """Let news stop a run."""
-        self._run = run
+        call = self._call
+        call.run = run
         try:
-            if self._reason is not None:
-                raise self._reason
+            if call.reason is not None:
+                raise call.reason
             yield
         finally:
-            self._run = None
+            call.run = None
 
     def watch(self, summed: Future[None]) -> Future[None]:
         """Stop the call if the sums fail; return them."""
         with Uninterrupted():
-            summed.add_done_callback(self._when_summed)
+            summed.add_done_callback(self._call.note_sums)
         return summed
 
     def wait(self, summed: Future[None]) -> None:
         """Wait for the sums, or for a reason to stop."""
-        with Uninterrupted(stop=self._arrived.put):
-            found = self._arrived.get()
+        arrived = self._call.arrived
+        with Uninterrupted(stop=arrived.put):
+            found = arrived.get()
             if isinstance(found, BaseException):
                 raise found
             summed.result()
-
-    def _when_summed(self, summed: Future[None]) -> None:
-        if error := summed.exception():
-            self._stop(error)
-        self._arrived.put(summed)
-
-    def _stop(self, reason: BaseException) -> None:
-        self._reason = reason
-        run = self._run
-        if run is not None:
-            run.mailbox.fail(reason)
-        self._arrived.put(reason)

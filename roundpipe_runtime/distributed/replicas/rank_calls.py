@@ -184,7 +184,9 @@ class RankCalls(OneGroup[Engine]):
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
         """Hear the other ranks in the block."""
-        with self.news.listening(lambda: self._number):
+        # The number that `open` will count to. Until then it cuts the batch, and may try layers for seconds, while news
+        # of the call before arrive.
+        with self.news.listening(self._number + 1):
             try:
                 yield
             finally:

@@ -16,10 +16,38 @@ __all__ = ["ThreadRanks", "Wire", "in_threads"]
 SECONDS = 20
 
 
+class _CutError(Exception):
+    """A channel was closed before all ranks had given something."""
+
+
 class _Channel:
+    # What all have given is there for each of them, also where one closes the channel before another has woken up:
+    # sockets deliver what was sent. A barrier of Python fails there.
+
     def __init__(self, size):
-        self.barrier = threading.Barrier(size)
-        self.given = [None] * size
+        self.changed, self.is_cut = threading.Condition(), False
+        self.size, self.given = size, {}
+
+    def exchange(self, rank, value):
+        with self.changed:
+            given = self.given
+            if self.is_cut:
+                raise _CutError
+            given[rank] = value
+            if len(given) == self.size:
+                self.given = {}
+                self.changed.notify_all()
+            elif not self.changed.wait_for(lambda: self.is_cut or len(given) == self.size, SECONDS):
+                self.is_cut = True
+                self.changed.notify_all()
+            if len(given) < self.size:
+                raise _CutError
+            return [given[number] for number in range(self.size)]
+
+    def cut(self):
+        with self.changed:
+            self.is_cut = True
+            self.changed.notify_all()
 
 
 class Wire:
@@ -33,7 +61,7 @@ class Wire:
     def cut(self, *names):
         """Close channels: whoever waits there, or comes later, gets an error."""
         for name in names or self.channels:
-            self.channels[name].barrier.abort()
+            self.channels[name].cut()
 
 
 class ThreadRanks(Ranks):
@@ -46,18 +74,13 @@ class ThreadRanks(Ranks):
             self.alarm = Alarm(wire.store, rank, self.size)
 
     def _all(self, value, name):
-        channel = self._wire.channels[name]
         try:
-            channel.given[self.rank] = value
-            channel.barrier.wait(SECONDS)
-            found = list(channel.given)
-            channel.barrier.wait(SECONDS)
-        except threading.BrokenBarrierError:
+            return self._wire.channels[name].exchange(self.rank, value)
+        except _CutError:
             if name == "step" and self._wire.step_failure is not None:
                 raise rank_failed_in_step(*self._wire.step_failure) from None
             self._wire.cut()
             raise ranks_gone([], "a thread has left") from None
-        return found
 
     def exchange(self, value, channel="control"):
         return self._all(value, channel)

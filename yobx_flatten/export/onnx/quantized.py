@@ -32,7 +32,7 @@ __all__ = ["quantize_file"]
 _NOTICED = 3e-4
 """Divergence, in nats, at which about one greedy token in a hundred differs from the model's."""
 
-_CLOSE = 1e-3
+_CLOSE = 2e-3
 """The same for two tokens, which is what inputs in two parts may cost with the rounding of the weights."""
 
 

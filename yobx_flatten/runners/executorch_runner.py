@@ -160,10 +160,22 @@ def require_executorch(caller: str) -> None:
         ) from error
 
 
-def open_pte(path: pathlib.Path, *, caller: str, failure: type[FlattenError]) -> ExecuTorchRunner:
+def _use_threads(threads: int) -> None:
+    """Have so many threads in the pool of ExecuTorch, which all files of the process share."""
+    library: Any = importlib.import_module("executorch.extension.pybindings._C")
+    if library._threadpool_get_thread_count() != threads:  # a new pool is unsafe while a file runs
+        library._unsafe_reset_threadpool(threads)
+
+
+def open_pte(
+    path: pathlib.Path, *, caller: str, failure: type[FlattenError], threads: int | None = None
+) -> ExecuTorchRunner:
     """Open a file. It is data: ExecuTorch runs operators of its own, and checks the file before it reads it."""
     # failure: class of the error where there is no such file
+    # threads: number of threads of all files in the process; `None`, the default, for what there is
     require_executorch(caller)
+    if threads is not None:
+        _use_threads(threads)
     from executorch.runtime import Runtime, Verification
 
     if not path.is_file():

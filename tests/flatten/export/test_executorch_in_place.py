@@ -1,5 +1,7 @@
 """A cache that files of ExecuTorch write into buffers of their caller: proven, rewound and reordered next to eager."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -214,6 +216,14 @@ def test_rows_with_padding_generate_what_the_model_does(model, folder, options):
     asked = {**_prompt(), "max_new_tokens": 20, **options}
     found = open_generator(folder.path).generate(**asked)
     assert torch.equal(found, model.generate(**asked, do_sample=False))
+
+
+def test_executorch_has_as_many_threads_as_are_asked_for(folder):
+    """Its pool is one for the process; each of its threads would start others, which wait busily."""
+    pool = importlib.import_module("executorch.extension.pybindings._C")
+    for threads in (2, 1):
+        open_generator(folder.path, threads=threads)
+        assert pool._threadpool_get_thread_count() == threads
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ class Form:
 
 
 _FUSED = {"optimize": "onnxruntime"}
-_SIZES = {"bounds": {"batch": 4, "length": 1280}}
+_SIZES = {"bounds": {"batch": 1, "length": 4352}}  # 4,096 tokens in the cache, and an answer
 FORMS: dict[str, Form] = {
     "float32": Form({}, 1.0, 1.0001),
     "float32 fused": Form(_FUSED, 1.0, 1.0001),

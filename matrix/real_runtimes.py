@@ -70,6 +70,7 @@ class Folder:
         """End the process."""
         _open(self._process.stdin).close()
         self._process.wait(60)
+        _open(self._process.stdout).close()
 
     def _answer(self) -> Any:
         for line in _open(self._process.stdout):

@@ -98,7 +98,7 @@ class RealTrial:
             return _genai_scores(self.folder)
         from yobx_flatten import open_model
 
-        opened = open_model(self.folder, trust=True)
+        opened = open_model(self.folder, threads=1, trust=True)  # as `generate`: ExecuTorch has one pool
 
         def scores(tokens: torch.Tensor) -> torch.Tensor:
             found: torch.Tensor = opened(input_ids=tokens[None], attention_mask=torch.ones_like(tokens)[None]).logits

@@ -43,7 +43,8 @@ def open_generator(
 
     Raises:
         InvalidArgumentError: when there is no such runtime.
-        GenerationError: when there is no such folder, or it has no files for the runtime.
+        GenerationError: when there is no such folder, it has no files for the runtime, or files of ExecuTorch are open
+            in another number of threads.
         MissingDependencyError: when the runtime is not installed.
         DamagedFileError: when a file is not the one that was exported.
         UntrustedFileError: when a file holds machine code, and ``trust`` is ``False``.

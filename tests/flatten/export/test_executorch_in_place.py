@@ -21,6 +21,7 @@ from yobx_flatten import (
     DamagedFileError,
     DecodeSizes,
     FlattenError,
+    GenerationError,
     ReplayError,
     decode_inputs,
     export_folder,
@@ -222,8 +223,12 @@ def test_executorch_has_as_many_threads_as_are_asked_for(folder):
     """Its pool is one for the process; each of its threads would start others, which wait busily."""
     pool = importlib.import_module("executorch.extension.pybindings._C")
     for threads in (2, 1):
-        open_generator(folder.path, threads=threads)
+        opened = None  # without an open file the pool can be another
+        opened = open_generator(folder.path, threads=threads)
         assert pool._threadpool_get_thread_count() == threads
+    with pytest.raises(GenerationError, match=r"model\.pte is open in its 1 threads\. Pass threads=2 where the first"):
+        open_generator(folder.path, threads=2)
+    assert opened.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2).shape == (1, 5)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import real_llama_cpp, real_sound, real_speed
+from . import real_llama_cpp, real_runtimes, real_sound, real_speed
 from .command import add_options, check_options, run_list
 from .page import row, rule
 from .real_cases import COLUMNS, FORMS, run_type
@@ -43,6 +43,9 @@ it stopped (`python -m matrix.real --help` lists how to run less); this page is 
 | token | the same for each further token |
 
 {forms}
+OpenVINO, AOTInductor and ExecuTorch were measured later than the other rows, on a busier machine: "float32 fused" took
+309 and 3,047 ms for a first token then, and 39.2 and 34.4 for a further one. "Next to onnxruntime" has them by turns.
+
 "Other weights" are those of the model, each moved by up to a 2000th: its own were integers of 4 and 8 bits, which
 the export finds and keeps, and weights that are no integers have to be rounded. They are still near 16 steps from the
 lowest weight of a block, as those of a model that is trained on from such a file, and int4 finds these steps;
@@ -52,7 +55,7 @@ rows, proves nothing. The first prompt of the ten is answered by the files thems
 {answers}
 {failures}
 {speed}
-{llama_cpp}{sound}
+{runtimes}{llama_cpp}{sound}
 {trainings}"""
 
 # By heading: the column of results, and what is shown of it.
@@ -114,6 +117,7 @@ def page_of(results: Results, file: str, tuned: pathlib.Path | None = None) -> s
         answers="\n".join(answers),
         failures="\n## What fails\n\n" + "\n".join(failed) + "\n" if failed else "",
         speed=real_speed.section_of(times, timed.name),
+        runtimes=real_runtimes.section_of(times, timed.name),
         llama_cpp=real_llama_cpp.section_of(times),
         sound=real_sound.section_of(json.loads(heard.read_text(encoding="utf-8")), heard.name),
         trainings=section_of(Results.read(tuned), tuned.name),

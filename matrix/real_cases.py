@@ -33,7 +33,7 @@ class Form:
 
 
 _FUSED = {"optimize": "onnxruntime"}
-_SIZES = {"bounds": {"batch": 4, "length": 1280}}
+_SIZES = {"bounds": {"batch": 1, "length": 4352}}  # 4,096 tokens in the cache, and an answer
 FORMS: dict[str, Form] = {
     "float32": Form({}, 1.0, 1.0001),
     "float32 fused": Form(_FUSED, 1.0, 1.0001),
@@ -98,7 +98,7 @@ class RealTrial:
             return _genai_scores(self.folder)
         from yobx_flatten import open_model
 
-        opened = open_model(self.folder, trust=True)
+        opened = open_model(self.folder, threads=1, trust=True)  # as `generate`: ExecuTorch has one pool
 
         def scores(tokens: torch.Tensor) -> torch.Tensor:
             found: torch.Tensor = opened(input_ids=tokens[None], attention_mask=torch.ones_like(tokens)[None]).logits

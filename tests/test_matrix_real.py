@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from matrix import real_llama_cpp, real_speed
+from matrix import real_llama_cpp, real_runtimes, real_speed
 from matrix.cases import DifferenceError
 from matrix.real import page_of
 from matrix.real_cases import FORMS, RealTrial, divergence, perplexity
@@ -106,6 +106,29 @@ def test_the_page_has_llama_cpp_next_to_ours_where_it_was_timed():
     assert "|  | token at 128 | prompt of 1,000 |" in shown
     assert "| 9, 12: 0.75 | 50, 100: 0.50 |" in shown
     assert real_llama_cpp.section_of({"pairs": {}}) == ""
+
+
+def test_folders_take_turns_in_processes_of_their_own(tmp_path):
+    """The same folder twice: milliseconds for each number of tokens in the cache, and what was installed there."""
+    export_folder(small_model("llama"), tmp_path / "folder", optimize="onnxruntime")
+    folders = {name: real_runtimes.Folder(tmp_path / "folder") for name in ("one", "other")}
+    found = real_runtimes.measured(folders, [4, 9], rounds=1)
+    for folder in folders.values():
+        assert {"torch", "onnxruntime"} <= folder.versions.keys()
+        folder.close()
+    assert {name: [*times] for name, times in found.items()} == {"one": ["4", "9"], "other": ["4", "9"]}
+
+
+def test_the_page_has_runtimes_next_to_onnxruntime_where_they_were_timed():
+    """Milliseconds of each, divided by onnxruntime's; nothing where they were not timed."""
+    times = {real_runtimes.BASE: {"128": 20.0, "4096": 40.0}, "OpenVINO": {"128": 22.0, "4096": 44.0}}
+    shown = real_runtimes.section_of(
+        {real_runtimes.KEY: {"milliseconds": times, "tokens": 3, "rounds": 8, "versions": {}}}, "speed.json"
+    )
+    assert "|  | token at 128 | token at 4,096 |" in shown
+    assert "| float32 fused | 20 | 40 |" in shown
+    assert "| OpenVINO | 22: 1.10 | 44: 1.10 |" in shown
+    assert real_runtimes.section_of({"pairs": {}}, "speed.json") == ""
 
 
 def test_llama_cpp_is_timed_where_npm_is(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ Temperature = Annotated[float, typer.Option(help="Below 1: likely tokens become 
 TopK = Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens.")]
 TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens with this total probability.")]
 Seed = Annotated[int | None, typer.Option(help="Random seed of sampling.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads of onnxruntime.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads of onnxruntime, OpenVINO or ExecuTorch.")]
 Runtime = Annotated[
     Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
     typer.Option(help="Runtime (default: the folder's). openvino also runs ONNX files."),

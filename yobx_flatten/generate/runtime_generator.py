@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import GenerationError
 from ..runners.devices import Providers, only_for_onnxruntime
 from ..runners.folder_adapters import FolderAdapters
-from ..runners.open import RUNTIMES, check_runtime, open_runner
+from ..runners.open import RUNTIMES, check_runtime, open_runner, thread_options
 from .generator import Generator, Parts
 from .layout import find_parts, folder_of
 from .onnx_generator import OnnxGenerator
@@ -24,6 +24,7 @@ class RuntimeGenerator(Generator):
 
     # settings: special tokens; by default read from `config.json` and `generation_config.json` next to the file
     # trust: whether the caller knows who wrote the files; see `open.open_runner`. `False` by default.
+    # threads: number of threads that one operator can use; see `open.thread_options`
 
     def __init__(
         self,
@@ -32,11 +33,12 @@ class RuntimeGenerator(Generator):
         *,
         settings: GenerationSettings | None = None,
         trust: bool = False,
+        threads: int | None = None,
     ) -> None:
         check_runtime(runtime)
-        found = _find(pathlib.Path(model), runtime)
+        found, options = _find(pathlib.Path(model), runtime), thread_options(runtime, threads)
         parts: dict[str, Any] = {
-            part: open_runner(file, runtime=runtime, trust=trust, caller="open_generator")
+            part: open_runner(file, runtime=runtime, trust=trust, caller="open_generator", **options)
             for part, file in found.items()
         }
         folder = folder_of(found["decoder"])
@@ -54,7 +56,7 @@ def generator_for(
     providers: Providers | None = None,
 ) -> Generator:
     """Open files for generation with the generator of their runtime."""
-    # threads: see `OnnxGenerator`; of onnxruntime only
+    # threads: see `OnnxGenerator`; of onnxruntime, OpenVINO and ExecuTorch
     # pack: see `OnnxGenerator`; of onnxruntime only
     # device: see `OnnxGenerator`; of onnxruntime only
     # providers: see `OnnxGenerator`; of onnxruntime only
@@ -63,7 +65,7 @@ def generator_for(
         return OnnxGenerator(model, threads=threads, pack=pack, device=device, providers=providers)
     if runtime == "torch":
         return ProgramGenerator(model, trust=trust)
-    return RuntimeGenerator(model, runtime, trust=trust)
+    return RuntimeGenerator(model, runtime, trust=trust, threads=threads)
 
 
 def _find(path: pathlib.Path, runtime: str) -> dict[str, pathlib.Path]:

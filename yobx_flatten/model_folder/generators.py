@@ -30,7 +30,8 @@ def open_generator(
         folder: a folder as :func:`export_folder` writes it, or with files of the same names.
         runtime: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"`` or ``"openvino"``, which also takes
             ONNX files; ``None``, the default, for the one that the folder names.
-        threads: number of threads that one operator of onnxruntime can use; ``None`` for its own choice.
+        threads: number of threads that one operator can use in onnxruntime and OpenVINO, and in ExecuTorch all files of
+            the process; ``None`` for their own choice. The others use those of torch: ``torch.set_num_threads``.
         trust: whether the caller knows who wrote the folder. Packages of AOTInductor hold machine code, which runs when
             they are loaded, and are refused without. ``False`` by default.
         device: where onnxruntime computes, ``"cuda"`` or ``"openvino"`` for example; the CPU by default. See
@@ -42,7 +43,8 @@ def open_generator(
 
     Raises:
         InvalidArgumentError: when there is no such runtime.
-        GenerationError: when there is no such folder, or it has no files for the runtime.
+        GenerationError: when there is no such folder, it has no files for the runtime, or files of ExecuTorch are open
+            in another number of threads.
         MissingDependencyError: when the runtime is not installed.
         DamagedFileError: when a file is not the one that was exported.
         UntrustedFileError: when a file holds machine code, and ``trust`` is ``False``.

@@ -16,7 +16,7 @@ from ..errors.dependencies import require
 from ..files.scratch import is_folder
 from ..generate.layout import MANIFEST, located
 from ..runners.devices import Providers, choose_providers, only_for_onnxruntime
-from ..runners.open import RUNTIMES, check_runtime, open_runner
+from ..runners.open import RUNTIMES, check_runtime, open_runner, thread_options
 from .chat import chat_tokenizer, reply
 from .generators import open_generator, runtime_of_folder
 from .manifest import check_digests, read_manifest
@@ -74,7 +74,7 @@ class FolderModel:
             folder: a folder as :func:`export_folder` writes it, or with files of the same names.
             runtime: the library that runs the files; see :func:`open_generator`. ``None``, the default, for the one
                 that the folder names.
-            threads: number of threads that one operator of onnxruntime can use; ``None`` for its own choice.
+            threads: number of threads that one operator can use; see :func:`open_generator`.
             trust: whether the caller knows who wrote the folder; see :func:`open_generator`. ``False`` by default.
             device: where onnxruntime computes; see :func:`open_generator`. The CPU by default.
             providers: execution providers as onnxruntime takes them, in place of ``device``.
@@ -137,7 +137,7 @@ class FolderModel:
         if file is None:
             raise GenerationError(f"{path} holds no model{' or model'.join(RUNTIMES[chosen])} for {chosen}.")
         only_for_onnxruntime(chosen, device, providers)
-        options: dict[str, Any] = {}
+        options = thread_options(chosen, threads)
         if chosen == "onnxruntime":
             options = {"options": _threads(threads), "providers": choose_providers(device, providers)}
         runner = open_runner(file, runtime=chosen, trust=trust, caller=cls.__name__, **options)

@@ -17,6 +17,7 @@ from ..errors.messages import first_line
 from ..files.document import parse_document
 from ..private_names.of_torch import aot_load, has_instructions
 from .checked_runner import CheckedRunner
+from .huge_pages import in_huge_pages
 from .in_place import InPlaceCache
 from .signature import KEY, Signature
 from .tensor_buffers import TensorBuffers
@@ -106,7 +107,7 @@ def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]
             "or know who did."
         )
     # torch raises whatever the loader of shared libraries does
-    with raised_as(lambda error: failure(f"torch cannot load {path}: {first_line(error)}")):
+    with raised_as(lambda error: failure(f"torch cannot load {path}: {first_line(error)}")), in_huge_pages():
         package = aot_load(str(path))
     written = str(metadata.get(IN_PLACE, "")).split(",")
     return AOTInductorRunner(package, signature, path.name, written)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
 import json
 import pathlib
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -85,6 +87,9 @@ class RowBuffers(TensorBuffers):
         return room_for(total)
 
 
+_OPEN: weakref.WeakSet[ExecuTorchRunner] = weakref.WeakSet()
+
+
 class ExecuTorchRunner(CheckedRunner):
     """One file, open; a :class:`.runner.Runner`."""
 
@@ -94,6 +99,7 @@ class ExecuTorchRunner(CheckedRunner):
 
     def __init__(self, program: Any, signature: Signature, name: str, rows: Rows | None = None) -> None:
         super().__init__(signature, name)
+        _OPEN.add(self)
         self._program = program  # owns what the method reads
         self._method = program.load_method(METHOD)
         self._rows = rows
@@ -160,10 +166,30 @@ def require_executorch(caller: str) -> None:
         ) from error
 
 
-def open_pte(path: pathlib.Path, *, caller: str, failure: type[FlattenError]) -> ExecuTorchRunner:
+def _use_threads(threads: int) -> None:
+    """Have so many threads in the pool of ExecuTorch, which all files of the process share."""
+    library: Any = importlib.import_module("executorch.extension.pybindings._C")
+    found = library._threadpool_get_thread_count()
+    if found == threads:
+        return
+    gc.collect()
+    if _OPEN:  # XNNPACK would go on in the pool that is deleted, and end the process
+        raise GenerationError(
+            f"ExecuTorch has one pool for the process, and {next(iter(_OPEN)).name} is open in its {found} threads. "
+            f"Pass threads={threads} where the first file is opened, or open this one in a process of its own."
+        )
+    library._unsafe_reset_threadpool(threads)
+
+
+def open_pte(
+    path: pathlib.Path, *, caller: str, failure: type[FlattenError], threads: int | None = None
+) -> ExecuTorchRunner:
     """Open a file. It is data: ExecuTorch runs operators of its own, and checks the file before it reads it."""
     # failure: class of the error where there is no such file
+    # threads: number of threads of all files in the process; `None`, the default, for what there is
     require_executorch(caller)
+    if threads is not None:
+        _use_threads(threads)
     from executorch.runtime import Runtime, Verification
 
     if not path.is_file():

@@ -16,7 +16,7 @@ from .openvino_runner import open_openvino
 from .program_runner import ProgramRunner, open_program
 from .runner import Runner
 
-__all__ = ["RUNNERS", "RUNTIMES", "check_runtime", "open_runner", "runtime_of"]
+__all__ = ["RUNNERS", "RUNTIMES", "check_runtime", "open_runner", "runtime_of", "thread_options"]
 
 
 def _onnx(path: pathlib.Path, caller: str, failure: type[FlattenError], **options: Any) -> Runner:
@@ -31,12 +31,12 @@ def _package(path: pathlib.Path, caller: str, failure: type[FlattenError], *, tr
     return open_package(path, trust=trust, failure=failure)
 
 
-def _pte(path: pathlib.Path, caller: str, failure: type[FlattenError]) -> Runner:
-    return open_pte(path, caller=caller, failure=failure)
+def _pte(path: pathlib.Path, caller: str, failure: type[FlattenError], *, threads: int | None = None) -> Runner:
+    return open_pte(path, caller=caller, failure=failure, threads=threads)
 
 
-def _openvino(path: pathlib.Path, caller: str, failure: type[FlattenError]) -> Runner:
-    return open_openvino(path, caller=caller, failure=failure)
+def _openvino(path: pathlib.Path, caller: str, failure: type[FlattenError], *, threads: int | None = None) -> Runner:
+    return open_openvino(path, caller=caller, failure=failure, threads=threads)
 
 
 RUNNERS: Mapping[str, Callable[..., Runner]] = {
@@ -62,6 +62,12 @@ def check_runtime(runtime: str) -> None:
     """Refuse a runtime that is not known."""
     if runtime not in RUNTIMES:
         raise InvalidArgumentError(f"There is no runtime {runtime!r}. There are {', '.join(RUNTIMES)}.")
+
+
+def thread_options(runtime: str, threads: int | None) -> dict[str, Any]:
+    """Return the options of :func:`open_runner` by which a runtime other than onnxruntime has so many threads."""
+    # AOTInductor and programs run in the threads of torch, which `torch.set_num_threads` states for the process
+    return {"threads": threads} if runtime in ("openvino", "executorch") and threads is not None else {}
 
 
 def runtime_of(path: pathlib.Path) -> str:
@@ -91,7 +97,7 @@ def open_runner(
     # caller: the function that the user called, for the message where the library is missing
     # failure: class of the error where there is no such file, or it cannot be loaded
     # options: options of the library: for an ONNX file in onnxruntime `options` and `providers`, see
-    # `onnx_session.open_session`
+    # `onnx_session.open_session`; `threads` for OpenVINO and ExecuTorch, see `thread_options`
     file = pathlib.Path(path)
     if runtime is not None:
         check_runtime(runtime)

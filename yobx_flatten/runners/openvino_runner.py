@@ -93,9 +93,12 @@ def read_model(path: pathlib.Path) -> Any:
         return openvino.Core().read_model(str(path))
 
 
-def open_openvino(path: pathlib.Path, *, caller: str, failure: type[FlattenError]) -> OpenVINORunner:
+def open_openvino(
+    path: pathlib.Path, *, caller: str, failure: type[FlattenError], threads: int | None = None
+) -> OpenVINORunner:
     """Open a model. It is data: OpenVINO runs operators of its own."""
     # failure: class of the error where there is no such file, or OpenVINO cannot compile it
+    # threads: number of threads that one operator can use; `None`, the default, for OpenVINO's own choice
     require("openvino", purpose=caller, extra="openvino")
     openvino = import_openvino()
     if not path.is_file():
@@ -104,7 +107,8 @@ def open_openvino(path: pathlib.Path, *, caller: str, failure: type[FlattenError
     signature = _signature(model, path)
     written = "" if path.suffix == ".xml" else ' Files that are written for it are those of target="openvino".'
     with raised_as(lambda error: failure(f"OpenVINO cannot compile {path}: {last_line(error)}{written}")):
-        compiled = openvino.Core().compile_model(model, "CPU", dict(FLOAT32))
+        limit = {} if threads is None else {"INFERENCE_NUM_THREADS": str(threads)}
+        compiled = openvino.Core().compile_model(model, "CPU", {**FLOAT32, **limit})
     return OpenVINORunner(compiled, signature, path.name)
 
 

@@ -1,5 +1,7 @@
 """A cache that files of ExecuTorch write into buffers of their caller: proven, rewound and reordered next to eager."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from yobx_flatten import (
     DamagedFileError,
     DecodeSizes,
     FlattenError,
+    GenerationError,
     ReplayError,
     decode_inputs,
     export_folder,
@@ -214,6 +217,18 @@ def test_rows_with_padding_generate_what_the_model_does(model, folder, options):
     asked = {**_prompt(), "max_new_tokens": 20, **options}
     found = open_generator(folder.path).generate(**asked)
     assert torch.equal(found, model.generate(**asked, do_sample=False))
+
+
+def test_executorch_has_as_many_threads_as_are_asked_for(folder):
+    """Its pool is one for the process; each of its threads would start others, which wait busily."""
+    pool = importlib.import_module("executorch.extension.pybindings._C")
+    for threads in (2, 1):
+        opened = None  # without an open file the pool can be another
+        opened = open_generator(folder.path, threads=threads)
+        assert pool._threadpool_get_thread_count() == threads
+    with pytest.raises(GenerationError, match=r"model\.pte is open in its 1 threads\. Pass threads=2 where the first"):
+        open_generator(folder.path, threads=2)
+    assert opened.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2).shape == (1, 5)
 
 
 @pytest.mark.slow

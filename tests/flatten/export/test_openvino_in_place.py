@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from tests.flatten.export.rewound_rows import assert_rows_go_on_after_a_rewind
-from yobx_flatten import DecodeSizes, decode_inputs, export_folder, export_program, open_generator
+from yobx_flatten import DecodeSizes, decode_inputs, export_folder, export_program, open_generator, open_model
 from yobx_flatten.errors import InvalidArgumentError, ReplayError
 from yobx_flatten.export.runtimes import openvino as writer
 from yobx_flatten.export.runtimes.openvino_cache import copied_states, keep_in_state
@@ -71,6 +71,21 @@ def test_openvino_writes_all_of_it_in_place(folder):
     assert report.in_place == [f"past_key_values.{layer}.{part}" for layer in (0, 1) for part in ("key", "value")]
     assert report.ok
     assert max(case.steps for case in report.cases) == 3
+
+
+def test_all_layers_add_one_mask_of_numbers(folder):
+    """OpenVINO would convert a mask of booleans in each layer, entry by entry."""
+    nodes = read_model(folder.path / "model.xml").get_ops()
+    masks = [node.input(3).get_source_output() for node in nodes if node.get_type_name().endswith("Attention")]
+    assert len(masks) == 2
+    assert masks[0] == masks[1]
+    assert "float32" in str(masks[0].get_element_type())
+
+
+@pytest.mark.parametrize("open_folder", [open_generator, open_model])
+def test_openvino_has_as_many_threads_as_are_asked_for(folder, open_folder):
+    """Where OpenVINO chooses, threads that wait take time of the processor."""
+    assert open_folder(folder.path, threads=1).steps.parts.decoder._compiled.get_property("INFERENCE_NUM_THREADS") == 1
 
 
 @pytest.mark.parametrize(

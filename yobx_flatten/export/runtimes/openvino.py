@@ -18,6 +18,7 @@ from ..onnx.opset import ATTENTION_OPSET
 from ..program.flat_program import signature_of
 from ..program.traced import Traced
 from .openvino_cache import copied_states, keep_in_state
+from .openvino_masks import with_added_masks
 
 __all__ = ["has_growing_cache", "write_openvino", "write_openvino_in_place"]
 
@@ -49,6 +50,7 @@ def write_openvino_in_place(traced: Traced, example: Example, path: pathlib.Path
         kept = keep_in_state(model, presents)
         if not kept:
             raise FlattenError("no output is its input with those of new tokens after it, since layers slide.")
+        with_added_masks(model)
         _save(model, traced, path)
     copied = copied_states(path)
     if copied:

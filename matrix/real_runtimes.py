@@ -1,0 +1,201 @@
+"""Time a token of each runtime's folder next to onnxruntime's: ``python -m matrix.real_runtimes --help``.
+
+Folders are opened as a user opens them, each in a process of its own, since two of the libraries share no process. The
+processes take turns, so that other work on the machine delays all of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.metadata
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import IO, Any
+
+import torch
+
+from .page import row, rule
+from .real_cases import FORMS
+from .real_speed import export_form, written
+from .results import installed_versions
+
+__all__ = ["BASE", "KEY", "Folder", "main", "measured", "section_of"]
+
+KEY = "runtimes"
+"""Entry of the results that `real_speed` also writes."""
+
+BASE = "float32 fused"
+"""The form that the others are compared with."""
+
+_FORMS = ("OpenVINO", "AOTInductor", "ExecuTorch")
+_PAST = (128, 1024, 4096)
+_ROUNDS, _TOKENS = 8, 3
+_SECTION = """## Next to onnxruntime
+
+Milliseconds of the processor, one thread, for one more token with 128, 1,024 and 4,096 tokens in the cache, and the
+ratio to onnxruntime's fused file in float32. Each folder is opened by `open_generator(folder, threads=1, trust=True)`
+in a process of its own; the processes take turns, {tokens} tokens at a time, on two cores shared with other work, and
+medians of {rounds} turns are shown. AOTInductor runs in the threads of torch (`torch.set_num_threads(1)`). ExecuTorch
+is the form of the table above, whose bounds hold 4,352 tokens. Recorded in `data/{file}` by
+`python -m matrix.real_runtimes`, with {versions}.
+
+{rows}
+"""
+
+
+class Folder:
+    """A process that has a folder open."""
+
+    def __init__(self, folder: pathlib.Path, python: str = sys.executable) -> None:
+        command = [python, "-m", "matrix.real_runtimes", "--serve", str(folder)]
+        streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen(command, text=True, **streams)
+        self.versions: dict[str, str] = self._answer()
+
+    def measure(self, past: int, tokens: int) -> list[float]:
+        """Return the milliseconds of so many tokens, which go on after those of the last call with this past."""
+        _open(self._process.stdin).write(f"{json.dumps([past, tokens])}\n")
+        _open(self._process.stdin).flush()
+        times: list[float] = self._answer()
+        return times
+
+    def close(self) -> None:
+        """End the process."""
+        _open(self._process.stdin).close()
+        self._process.wait(60)
+        _open(self._process.stdout).close()
+
+    def _answer(self) -> Any:
+        for line in _open(self._process.stdout):
+            if line.startswith(("{", "[")):  # libraries print other lines
+                return json.loads(line)
+        raise RuntimeError(f"{self._process.args} ended with {self._process.wait(60)} before it answered")
+
+
+def _open(stream: IO[str] | None) -> IO[str]:
+    assert stream is not None
+    return stream
+
+
+def serve(folder: pathlib.Path, requests: IO[str], answers: IO[str]) -> None:
+    """Open a folder, and answer each line of requests with the milliseconds of its tokens."""
+    from yobx_flatten import open_generator
+
+    torch.set_num_threads(1)
+    runner = open_generator(folder, threads=1, trust=True).parts.decoder
+    others = {
+        name: importlib.metadata.version(name) for name in ("openvino", "executorch") if find_spec(name) is not None
+    }
+    answers.write(f"{json.dumps(installed_versions() | others)}\n")
+    answers.flush()
+    held: dict[int, tuple[Mapping[str, Any], int]] = {}
+    for line in requests:
+        past, tokens = json.loads(line)
+        if past not in held:
+            held = {past: (runner.cache(_filled(runner, past)), past)}  # without the cache of the last past
+        cache, seen = held[past]
+        times = []
+        for _ in range(tokens):
+            given = {"input_ids": torch.tensor([[28]]), "attention_mask": torch.ones(1, seen + 1, dtype=torch.int64)}
+            if "position_ids" in runner.ports:
+                given["position_ids"] = torch.tensor([[seen]])
+            start = time.process_time()
+            _, cache = runner.step(given, cache, last_scores=True)
+            times.append((time.process_time() - start) * 1000)
+            seen += 1
+        held[past] = cache, seen
+        answers.write(f"{json.dumps(times)}\n")
+        answers.flush()
+
+
+def _filled(runner: Any, past: int) -> dict[str, torch.Tensor]:
+    """A cache of one row with so many tokens: a prompt of 4,096 would take minutes, and times depend on no value."""
+    draw = torch.Generator().manual_seed(0)
+    ports = [slot.port for slot in runner.slots]
+    size = 64  # of this model; the fused ONNX file does not state it
+    return {port.name: torch.randn(1, port.shape[1], past, port.shape[3] or size, generator=draw) for port in ports}
+
+
+def measured(folders: Mapping[str, Folder], pasts: Sequence[int], rounds: int = _ROUNDS) -> dict[str, dict[str, float]]:
+    """Return milliseconds for each folder and each number of tokens in the cache."""
+    found: dict[str, dict[str, float]] = {name: {} for name in folders}
+    for past in pasts:
+        samples: dict[str, list[float]] = {name: [] for name in folders}
+        for turn in range(1 + rounds):
+            for name, folder in folders.items():
+                times = folder.measure(past, _TOKENS)
+                if turn:  # the first one fills buffers
+                    samples[name].extend(times)
+        for name, times in samples.items():
+            found[name][str(past)] = round(statistics.median(times), 2)
+    return found
+
+
+def section_of(results: Mapping[str, Any], file: str) -> str:
+    """Return the section of the page; empty where nothing is recorded."""
+    held = results.get(KEY)
+    if held is None:
+        return ""
+    base = held["milliseconds"][BASE]
+    lines = [row(["", *(f"token at {int(past):,}" for past in base)]), rule(1 + len(base))]
+    for name, times in held["milliseconds"].items():
+        ratios = ["" if name == BASE else f": {times[past] / base[past]:.2f}" for past in base]
+        lines.append(row([name, *(f"{times[past]:.4g}{ratio}" for past, ratio in zip(base, ratios, strict=True))]))
+    versions = ", ".join(f"{library} {version}" for library, version in held["versions"].items())
+    facts = {"tokens": held["tokens"], "rounds": held["rounds"]}
+    return _SECTION.format(file=file, versions=versions, rows="\n".join(lines), **facts) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    parser = argparse.ArgumentParser("python -m matrix.real_runtimes", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("build/real/forms"), help="exported forms")
+    parser.add_argument("--only", nargs="*", choices=_FORMS, default=[*_FORMS], help="forms, next to onnxruntime's")
+    parser.add_argument("--executorch", default=".venv-executorch/bin/python", help="Python that has ExecuTorch")
+    parser.add_argument(
+        "--serve", type=pathlib.Path, help="time a folder as standard input asks; for its own processes"
+    )
+    version = importlib.metadata.version("transformers")
+    parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path(f"docs/data/speed-{version}.json"))
+    options = parser.parse_args(arguments)
+    if options.serve is not None:
+        serve(options.serve, sys.stdin, sys.stdout)
+        return 0
+    folders: dict[str, Folder] = {}
+    for form in (BASE, *options.only):
+        python = options.executorch if form == "ExecuTorch" else sys.executable
+        place = options.folder / form.replace(" ", "-")
+        _export(form, place, python)
+        folders[form] = Folder(place / "folder", python)
+    milliseconds = measured(folders, _PAST)
+    versions = {name: found for folder in folders.values() for name, found in folder.versions.items()}
+    for folder in folders.values():
+        folder.close()
+    results: dict[str, Any] = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
+    results[KEY] = {"milliseconds": milliseconds, "tokens": _TOKENS, "rounds": _ROUNDS, "versions": versions}
+    options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(f"{milliseconds}\n")
+    return 0
+
+
+def _export(form: str, place: pathlib.Path, python: str) -> None:
+    assert form in FORMS
+    if python == sys.executable:
+        written(place, functools.partial(export_form, form))
+        return
+    code = (
+        "import functools, pathlib, sys; from matrix.real_speed import export_form, written; "
+        "written(pathlib.Path(sys.argv[2]), functools.partial(export_form, sys.argv[1]))"
+    )
+    subprocess.run([python, "-c", code, form, str(place)], check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

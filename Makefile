@@ -215,6 +215,7 @@ real: $(VENV)/.has-test  ## export a model with trained weights in every form, a
 	$(BIN)/python -m matrix.real_model
 	$(BIN)/python -m matrix.real $(MATRIX_ARGS)
 	$(BIN)/python -m matrix.real_speed
+	$(BIN)/python -m matrix.real_loops
 	if test -d .venv-executorch; then $(BIN)/python -m matrix.real_runtimes; fi
 	if command -v npm >/dev/null; then $(BIN)/python -m matrix.real_llama_cpp; fi
 	$(BIN)/python -m matrix.real_sound

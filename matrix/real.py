@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import real_llama_cpp, real_runtimes, real_sound, real_speed
+from . import real_llama_cpp, real_loops, real_runtimes, real_sound, real_speed
 from .command import add_options, check_options, run_list
 from .page import row, rule
 from .real_cases import COLUMNS, FORMS, run_type
@@ -55,7 +55,7 @@ rows, proves nothing. The first prompt of the ten is answered by the files thems
 {answers}
 {failures}
 {speed}
-{runtimes}{llama_cpp}{sound}
+{loops}{runtimes}{llama_cpp}{sound}
 {trainings}"""
 
 # By heading: the column of results, and what is shown of it.
@@ -117,6 +117,7 @@ def page_of(results: Results, file: str, tuned: pathlib.Path | None = None) -> s
         answers="\n".join(answers),
         failures="\n## What fails\n\n" + "\n".join(failed) + "\n" if failed else "",
         speed=real_speed.section_of(times, timed.name),
+        loops=real_loops.section_of(times, timed.name),
         runtimes=real_runtimes.section_of(times, timed.name),
         llama_cpp=real_llama_cpp.section_of(times),
         sound=real_sound.section_of(json.loads(heard.read_text(encoding="utf-8")), heard.name),

@@ -18,7 +18,7 @@ from .real_model import GGUF, MODEL
 from .real_texts import QUESTIONS, text_tokens
 from .worker import be_quiet, run_columns
 
-__all__ = ["COLUMNS", "FORMS", "NEEDS", "RealTrial", "build_peer", "divergence", "perplexity", "run_type"]
+__all__ = ["COLUMNS", "FORMS", "NEEDS", "RealTrial", "build_peer", "divergence", "open_peer", "perplexity", "run_type"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,7 +267,8 @@ def build_peer(source: pathlib.Path, folder: pathlib.Path, precision: str) -> No
     subprocess.run([*builder, *options], check=True, capture_output=True)
 
 
-def _genai(folder: pathlib.Path) -> Any:
+def open_peer(folder: pathlib.Path) -> Any:
+    """Open a folder with onnxruntime-genai, in one thread."""
     import onnxruntime_genai as genai
 
     config = genai.Config(str(folder))
@@ -290,7 +291,7 @@ def _genai_tokens(folder: pathlib.Path, prompt: torch.Tensor, new: int) -> torch
 
 @functools.cache
 def _opened_by_genai(folder: pathlib.Path) -> Any:
-    return _genai(folder)
+    return open_peer(folder)
 
 
 def _genai_scores(folder: pathlib.Path) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -53,8 +53,13 @@ is the form of the table above, whose bounds hold 4,352 tokens. Recorded in `dat
 class Folder:
     """A process that has a folder open."""
 
-    def __init__(self, folder: pathlib.Path, python: str = sys.executable) -> None:
-        command = [python, "-m", "matrix.real_runtimes", "--serve", str(folder)]
+    # python: the interpreter that has its library
+    # module: the module that serves it
+
+    def __init__(
+        self, folder: pathlib.Path, python: str = sys.executable, module: str = "matrix.real_runtimes"
+    ) -> None:
+        command = [python, "-m", module, "--serve", str(folder)]
         streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._process = subprocess.Popen(command, text=True, **streams)
         self.versions: dict[str, str] = self._answer()

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from matrix import real_llama_cpp, real_runtimes, real_speed
+from matrix import real_llama_cpp, real_loops, real_runtimes, real_speed
 from matrix.cases import DifferenceError
 from matrix.real import page_of
 from matrix.real_cases import FORMS, RealTrial, divergence, perplexity
@@ -129,6 +129,26 @@ def test_the_page_has_runtimes_next_to_onnxruntime_where_they_were_timed():
     assert "| float32 fused | 20 | 40 |" in shown
     assert "| OpenVINO | 22: 1.10 | 44: 1.10 |" in shown
     assert real_runtimes.section_of({"pairs": {}}, "speed.json") == ""
+
+
+def test_a_folder_of_genai_is_timed_in_its_own_loop(tmp_path):
+    """Its process answers as those of this package do, after a prompt of so many tokens."""
+    pytest.importorskip("onnxruntime_genai")
+    export_folder(small_model("llama"), tmp_path / "folder", optimize="onnxruntime", layout="genai")
+    folder = real_runtimes.Folder(tmp_path / "folder", module="matrix.real_loops")
+    found = real_runtimes.measured({"genai": folder}, [4, 9], rounds=1)
+    assert {"torch", "onnxruntime"} <= folder.versions.keys()
+    folder.close()
+    assert [*found["genai"]] == ["4", "9"]
+    assert min(found["genai"].values()) > 0
+
+
+def test_the_page_has_both_loops_where_they_were_timed():
+    """Milliseconds of both and their ratio; nothing where they were not timed."""
+    times = [{"128": 10.0, "1024": 20.0, "4096": 40.0}, {"128": 8.0, "1024": 20.0, "4096": 50.0}]
+    shown = real_loops.section_of({real_loops.KEY: {"milliseconds": {"int8": times}, "versions": {}}}, "speed.json")
+    assert "| int8 | 10, 8: 1.25 | 20, 20: 1.00 | 40, 50: 0.80 |" in shown
+    assert real_loops.section_of({"pairs": {}}, "speed.json") == ""
 
 
 def test_llama_cpp_is_timed_where_npm_is(tmp_path, monkeypatch):

@@ -1,7 +1,8 @@
 """Put weights that a library allocates into huge pages, where Linux gives them on request.
 
-A product of one row reads each weight once, and pages of 4 kB end the processor's reading ahead: products of 538 MB of
-weights took 37 ms in them, and 33 in pages of 2 MB. Contents, addresses and size stay as they are.
+A product of one row reads each weight once, and pages of 4 kB end the processor's reading ahead. In AOTInductor
+products of 538 MB of weights took 37 ms in them, and 33 in pages of 2 MB; in onnxruntime a token with 143 MB of weights
+in 8 bits took 14.1 ms, and 10.3. Contents, addresses and size stay as they are.
 """
 
 from __future__ import annotations

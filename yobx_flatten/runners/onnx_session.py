@@ -12,6 +12,7 @@ from ..errors.dependencies import require
 from ..errors.failures import raised_as
 from ..errors.messages import first_line
 from .devices import check_runs_on
+from .huge_pages import in_huge_pages
 
 __all__ = ["has_mapped_weights", "mapped_options", "open_session", "require_onnxruntime", "session_options"]
 
@@ -95,7 +96,7 @@ def open_session(
         raise failure(f"There is no file {shown}.")
     given = model if isinstance(model, bytes) else shown
     # onnxruntime has no base class for its errors
-    with raised_as(lambda error: failure(f"onnxruntime cannot load {shown}: {first_line(error)}")):
+    with raised_as(lambda error: failure(f"onnxruntime cannot load {shown}: {first_line(error)}")), in_huge_pages():
         session = runtime.InferenceSession(given, options or session_options(), providers=list(providers))
     check_runs_on(session, providers, shown, failure)
     return session

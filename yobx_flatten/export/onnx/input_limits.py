@@ -41,7 +41,7 @@ _WORTH = 0.25
 """Part of the error of one part from which on two are not worth their nodes."""
 
 _LITTLE = 1e-4
-"""Squared error of one part, relative to the inputs, up to which two are not. Numbers of one size have a third of it."""
+"""Squared error of one part, relative to the inputs, up to which two are not. Numbers of one size have a third."""
 
 
 def input_limits(

@@ -14,7 +14,6 @@ steps, and rounds them again to others, which gives most of the gain away.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, TypeAlias
 
 import torch
 
@@ -32,17 +31,12 @@ _DAMPING = 0.01
 """Part of the mean square of the inputs that is added to each: directions that a text did not show count a little."""
 
 
-_Zero: TypeAlias = Literal["middle", "whole", "lowest"]
-"""What stands for a weight of 0: half of the numbers; a whole number of each block; or each block's lowest weight is
-stored, that number 0 stands for."""
-
-
 @dataclasses.dataclass(frozen=True)
 class _Form:
     """How the steps of a block are stored."""
 
     bits: int
-    zero: _Zero
+    is_lowest: bool  # whether they count from the lowest weight, instead of from a whole number that stands for 0
     scales: torch.dtype
 
     @property
@@ -57,25 +51,17 @@ class _Form:
         """
         # costs: what an error of a weight costs, for each of the inputs: of shape (blocks, weights, 1)
         low, high = block.amin(1, keepdim=True), block.amax(1, keepdim=True)
-        if self.zero != "lowest":
+        if not self.is_lowest:
             low, high = low.clamp(max=0), high.clamp(min=0)
         best: list[torch.Tensor] = []
         for shrink in _SHRINKS[self.bits]:
-            scale, offset = self._steps(low, high, shrink)
+            middle, half = (low + high) / 2, (high - low) / 2 * shrink
+            first = middle - half if self.is_lowest else low * shrink
+            scale = self._short(2 * half / self.most)
+            offset = first.half().float() if self.is_lowest else (-first / scale).round().clamp(0, self.most)
             made = [costs.mul((self.near(block, scale, offset) - block).square()).sum(1, keepdim=True), scale, offset]
             best = [torch.where(made[0] < best[0], *pair) for pair in zip(made, best, strict=True)] if best else made
         return best[1], best[2], best[0]
-
-    def _steps(self, low: torch.Tensor, high: torch.Tensor, shrink: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Steps and offsets for a part of the range between two weights."""
-        middle, half = (low + high) / 2, (high - low) / 2 * shrink
-        if self.zero == "middle":
-            scale = self._short(torch.maximum(-low, high) * shrink / (self.most // 2))
-            return scale, torch.full_like(scale, self.most // 2 + 1)
-        scale = self._short(2 * half / self.most)
-        if self.zero == "lowest":
-            return scale, (middle - half).half().float()
-        return scale, (-low * shrink / scale).round().clamp(0, self.most)
 
     def _short(self, scale: torch.Tensor) -> torch.Tensor:
         scale = scale.to(self.scales).float()
@@ -83,7 +69,7 @@ class _Form:
 
     def numbers(self, weights: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         """The numbers nearest to weights."""
-        steps = (weights - offset) / scale if self.zero == "lowest" else weights / scale + offset
+        steps = (weights - offset) / scale if self.is_lowest else weights / scale + offset
         return steps.round_().clamp_(0, self.most)
 
     def near(self, weights: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
@@ -92,7 +78,7 @@ class _Form:
 
     def value(self, numbers: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         """The weights that numbers stand for."""
-        return numbers * scale + offset if self.zero == "lowest" else (numbers - offset) * scale
+        return numbers * scale + offset if self.is_lowest else (numbers - offset) * scale
 
 
 def round_with_feedback(
@@ -148,11 +134,11 @@ def _following(moments: torch.Tensor) -> torch.Tensor:
 
 def _form_of(weights: torch.Tensor, costs: torch.Tensor, size: int, bits: int, dtype: torch.dtype) -> _Form:
     """In 4 bits, lowest weights where these are worth their bits, else whole numbers."""
+    whole, lowest = (_Form(bits, is_lowest, dtype) for is_lowest in (False, True))
     if bits == 8:
-        return _Form(bits, "middle", dtype)
+        return whole
     weights = weights[:, :: -(-weights.shape[1] // _SAMPLE)]
     blocks, each = weights.reshape(-1, size, weights.shape[1]), costs.reshape(-1, size, 1)
-    whole, lowest = _Form(bits, "whole", dtype), _Form(bits, "lowest", dtype)
     more = (16 - bits) / size  # bits of each weight: a lowest weight has 16, a zero point has 4
     errors = [float(form.fit(blocks, each)[2].sum()) for form in (whole, lowest)]
     return lowest if errors[0] > errors[1] * 4.0**more else whole  # a bit more of each weight is a quarter of the error
@@ -161,9 +147,7 @@ def _form_of(weights: torch.Tensor, costs: torch.Tensor, size: int, bits: int, d
 def _grid(form: _Form, numbers: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]], size: int) -> WeightGrid:
     scales, offsets = (torch.stack(one, 1) for one in zip(*parts, strict=True))
     held = numbers.T.reshape(numbers.shape[1], -1, size).contiguous().numpy()
-    found = WeightGrid(form.bits, held, scales.to(form.scales).numpy())
-    if form.zero == "lowest":
-        return dataclasses.replace(found, lowest=offsets.half().numpy())
-    if form.zero == "whole":
-        return dataclasses.replace(found, zeros=offsets.to(torch.uint8).numpy())
-    return found
+    steps = scales.to(form.scales).numpy()
+    if form.is_lowest:
+        return WeightGrid(form.bits, held, steps, lowest=offsets.half().numpy())
+    return WeightGrid(form.bits, held, steps, zeros=offsets.to(torch.uint8).numpy())

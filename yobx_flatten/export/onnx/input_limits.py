@@ -1,7 +1,7 @@
 """Find for each input of products up to which size its numbers are small, by a text.
 
-Inputs in two parts have least error there: see `split_inputs`. Where two parts leave much of the error of one, or one
-part has little, no large numbers spoil the others, and one part does: all numbers are small.
+Inputs in two parts have least error there: see `split_inputs`. Where two parts leave much of the error of one, no large
+numbers spoil the others, and one part does: all numbers are small.
 """
 
 from __future__ import annotations
@@ -39,9 +39,6 @@ _PARTS = (0.5, 0.65, 0.8, 0.87, 0.92, 0.95, 0.965, 0.975, 0.985, 0.99, 0.995)
 
 _WORTH = 0.25
 """Part of the error of one part from which on two are not worth their nodes."""
-
-_LITTLE = 1e-4
-"""Squared error of one part, relative to the inputs, up to which two are not. Numbers of one size have a third."""
 
 
 def input_limits(
@@ -88,8 +85,6 @@ def _limit(rows: torch.Tensor, block_size: int) -> float:
     tried = {float(sizes[int(part * (len(sizes) - 1))]) for part in _PARTS} - {0.0}
     # of each token, since those of the first one are a hundred times as large in many models
     whole = _error(rows, block_size).clamp(min=1e-30)
-    if tried and float((whole / rows.square().sum(1).clamp(min=1e-30)).mean()) <= _LITTLE:
-        return math.inf
 
     def error(limit: float) -> float:
         small = rows.clamp(-limit, limit)

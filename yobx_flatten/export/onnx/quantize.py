@@ -50,6 +50,13 @@ class QuantizedWeights:
     kept: dict[int, int] = dataclasses.field(default_factory=dict)
     by_text: int = 0  # number of matrices that were rounded by a text
     tables: int = 0  # number of tables of embeddings that were rounded to 8 bits
+    # number of weights of projections, by how many share a scale
+    blocks: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def block_size(self) -> int:
+        """How many weights share a scale in most projections; 0 where none is stored in fewer bits."""
+        return max(self.blocks, key=self.blocks.__getitem__, default=0)
 
     def add(self, value: Any, matrix: StoredMatrix, *, is_kept: bool) -> None:
         """Count a weight that is stored in fewer bits."""
@@ -110,6 +117,7 @@ def quantize_graph(
                 stored[key] = None
             if (matrix := stored[key]) is not None:
                 found.add(value, matrix, is_kept=grid is not None and grid.bits <= width)
+                found.blocks[matrix.block_size] = found.blocks.get(matrix.block_size, 0) + matrix.rows * matrix.columns
                 read[value.name] = value, transposed
         if (matrix := stored[key]) is not None:
             products.replace(node, matrix, rounds_inputs=rounds_inputs)

@@ -57,11 +57,11 @@ def quantize_file(
             with report.timed("quantize"):
                 model = ir.load(file.path)  # large weights stay in their file, which is mapped
                 parts = bits, grids, rounded
-                quantize_model(model, quantization, report, *parts, rounds_inputs=rounds_inputs, limits=limits)
+                found = quantize_model(model, quantization, report, *parts, rounds_inputs=rounds_inputs, limits=limits)
                 trial.save_model(model)
             with report.timed("measure"):
                 runner = OnnxRunner(open_session(trial.path, caller="export_onnx"), file.path.name)
-                return measure(runner, quantization, source, known=known)
+                return measure(runner, quantization, source, block_size=found.block_size, known=known)
         finally:
             shutil.rmtree(trial.folder)
 

@@ -27,7 +27,8 @@ class Quality:
 
     Attributes:
         weights: type of the stored weights: ``"int8"`` or ``"int4"``.
-        block_size: number of weights that share a scale and a zero point; 0 where all of an output do.
+        block_size: number of weights that share a scale and a zero point, of most projections; 0 where all of an output
+            do.
         positions: number of rows of scores that were compared: one for each token of each call.
         max_difference: largest absolute difference of a score; of any output for a module without scores.
         mean_difference: mean absolute difference of a score.

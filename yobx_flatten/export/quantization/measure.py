@@ -38,13 +38,12 @@ def measure(
     quantization: Quantization,
     source: Source,
     *,
-    block_size: int | None = None,
+    block_size: int,
     known: list[Texts] | None = None,
 ) -> Quality:
     """Return how far a file is from the module of a source. The block must be open."""
-    # block_size: number of weights that share a scale; `None`, the default, for that of the quantization
+    # block_size: number of weights that share a scale, as the quality states it
     # known: what the model makes of the text, filled by a first call for others; `None`, the default, for one call
-    block_size = quantization.usual_block if block_size is None else block_size
     example, written, distance = source.example, source.traced.written, Distance()
     side = ByName(runner, example.names)
     for case in source.cases:

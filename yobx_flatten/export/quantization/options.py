@@ -125,11 +125,6 @@ class Quantization:
         """Number of weights that share a scale where a matrix has no larger blocks."""
         return self.block_size or _BLOCK
 
-    @property
-    def usual_block(self) -> int:
-        """The same in most matrices of a large model."""
-        return self.block_for(self.bits, _WIDE_BLOCK) if self.weights != "keep" else self.least_block
-
     def block_for(self, bits: int, rows: int) -> int:
         """Return how many weights share a scale in one matrix.
 

@@ -205,7 +205,8 @@ def _onnx(job: _Job) -> None:
                 runner = OnnxRunner(open_session(file.path, caller="export_onnx"), file.path.name)
                 # cases of its own: what the model computes in a case is kept
                 own = dataclasses.replace(source, cases=list(map(dataclasses.replace, source.cases)))
-                report.of_adapters[adapter.name] = measure(runner.with_adapter(adapter.matrices), asked, own)
+                with_adapter, blocks = runner.with_adapter(adapter.matrices), report.quality.block_size
+                report.of_adapters[adapter.name] = measure(with_adapter, asked, own, block_size=blocks)
     else:  # no file in float, which nothing would be compared with
         write_proven(file, source, report, options.opset_version, quantization=asked, **how)
 

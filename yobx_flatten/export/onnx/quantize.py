@@ -146,7 +146,7 @@ def _let_go(model: Any, value: Any, found: QuantizedWeights) -> None:
 
 def products_of(model: Any, quantization: Quantization) -> list[tuple[Any, tuple[Any, bool]]]:
     """Return the products that are quantized, with their weights, and whether these are transposed."""
-    found = ((node, _weight_of(node, quantization.least_block)) for node in model.graph.all_nodes())
+    found = ((node, _weight_of(node, quantization.block_size)) for node in model.graph.all_nodes())
     return [(node, weight) for node, weight in found if weight]
 
 
@@ -197,7 +197,7 @@ def quantize_model(
     if not found.roles:
         raise InvalidArgumentError(
             f"quantize={quantization.weights!r}: the file of {report.module} multiplies with no weights of "
-            f"{quantization.least_block} or more rows and columns. Take a smaller block_size, or leave quantize out."
+            f"{quantization.block_size} or more rows and columns. Take a smaller block_size, or leave quantize out."
         )
     if not found.count and quantization.weights == "keep":
         raise InvalidArgumentError(
@@ -304,7 +304,7 @@ def _rounded(
     if bits == 8:
         size = quantization.block_for(8, int(value.const_value.shape[1 if transposed else 0]))
         return round_to_8_bits(graph, value, size, transposed=transposed)
-    tensor, packed, size = value.const_value, 8 // bits, quantization.least_block
+    tensor, packed, size = value.const_value, 8 // bits, quantization.block_size
     columns, rows = map(int, tensor.shape if transposed else reversed(tensor.shape))
     blocks = -(-rows // size)
     shapes = [[columns, blocks, size // packed], [columns, blocks], [columns, -(-blocks // packed)]]

@@ -48,10 +48,8 @@ CHAT_SHARES: Mapping[str, float] = {"int8": 0.9, "int4": 0.65, "keep": 0.9}
 
 _BLOCKS = (16, 32, 64, 128, 256)
 
-_BLOCK = 32
-
 _WIDE_BLOCK = 64
-"""Weights of a block in 8 bits: their error is a hundredth of that of 4 bits, and such a product takes less time."""
+"""Weights of a block in 8 bits where others have 4: their error is a hundredth of that of 4 bits, in any block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +60,9 @@ class Quantization:
         weights: type of the stored weights: ``"int4"``, the default, or ``"int8"``. Weights that are made of integers
             with scales already, as those of a GGUF, are stored as these, without rounding them again, where they have
             as many bits or fewer; ``"keep"`` stores them so, and all others as they are.
-        block_size: number of weights that share a scale and a zero point: 16, 32, 64, 128 or 256; ``None``, the
-            default, for 64 in matrices of 8 bits that have whole blocks of it, and 32 in all others. Larger blocks are
-            further from the model, the file is smaller, and a token takes less time. ExecuTorch has no blocks of 16;
-            OpenVINO and ExecuTorch store int8 with one scale for each output.
+        block_size: number of weights that share a scale and a zero point: 16, 32 (the default), 64, 128 or 256. Larger
+            blocks are further from the model, the file is smaller, and a token takes less time. ExecuTorch has no
+            blocks of 16; OpenVINO and ExecuTorch store int8 with one scale for each output.
         perplexity_ratio: largest perplexity of the file, relative to the model's; ``None``, the default, for 1.01 with
             int8 and 1.1 with int4.
         tokens: a text for the perplexity, int64 of shape (texts, length), without padding. ``None``, the default, for
@@ -86,7 +83,7 @@ class Quantization:
     """
 
     weights: WeightBits = "int4"
-    block_size: int | None = None
+    block_size: int = 32
     perplexity_ratio: float | None = None
     tokens: torch.Tensor | None = None
     activations: Activations = "auto"
@@ -97,7 +94,7 @@ class Quantization:
             raise InvalidArgumentError(
                 f'Quantization: weights must be "int8", "int4" or "keep", found {self.weights!r}.'
             )
-        if self.block_size is not None and self.block_size not in _BLOCKS:
+        if self.block_size not in _BLOCKS:
             raise InvalidArgumentError(
                 f"Quantization: block_size must be one of {', '.join(map(str, _BLOCKS))}, found {self.block_size!r}."
             )
@@ -120,11 +117,6 @@ class Quantization:
         """Most bits of a stored weight."""
         return 4 if self.weights == "int4" else 8
 
-    @property
-    def least_block(self) -> int:
-        """Number of weights that share a scale where a matrix has no larger blocks."""
-        return self.block_size or _BLOCK
-
     def block_for(self, bits: int, rows: int) -> int:
         """Return how many weights share a scale in one matrix.
 
@@ -132,8 +124,8 @@ class Quantization:
             bits: bits of the matrix, 4 or 8.
             rows: number of its inputs.
         """
-        is_wide = self.block_size is None and bits == 8 and rows % _WIDE_BLOCK == 0
-        return _WIDE_BLOCK if is_wide else self.least_block
+        is_wide = bits == 8 and self.bits == 4 and rows % _WIDE_BLOCK == 0
+        return max(_WIDE_BLOCK, self.block_size) if is_wide else self.block_size
 
     @property
     def allowed(self) -> float:
@@ -147,7 +139,7 @@ class Quantization:
             weight: a NumPy array of shape (inputs, outputs), float32 or float16.
         """
         quantizer = _library()
-        config = quantizer.DefaultWeightOnlyQuantConfig(block_size=self.least_block, is_symmetric=False, bits=self.bits)
+        config = quantizer.DefaultWeightOnlyQuantConfig(block_size=self.block_size, is_symmetric=False, bits=self.bits)
         found: tuple[Any, Any, Any] = quantizer.DefaultWeightOnlyQuantizer(config).qbits_block_quant(weight)
         return found
 
@@ -210,7 +202,7 @@ def _check_tool(chosen: Quantization, runtime: str, caller: str) -> None:
         require("nncf", purpose=f"{caller}: {asked} for OpenVINO", extra="nncf")
     elif runtime == "executorch":
         require("torchao", purpose=f"{caller}: {asked} for ExecuTorch", extra="executorch")
-        if chosen.bits == 4 and chosen.least_block % 32:
+        if chosen.bits == 4 and chosen.block_size % 32:
             raise InvalidArgumentError(
                 f"{caller}: XNNPACK has blocks of 32, 64, 128 and 256 weights, found {chosen.block_size}:\n"
                 '    Quantization("int4", block_size=32)'

@@ -37,7 +37,7 @@ __all__ = ["blocks_of", "compress_openvino", "quantized_example"]
 
 def blocks_of(quantization: Quantization) -> int:
     """Return how many weights share a scale: 0 for all of an output, which is how both tools store 8 bits."""
-    return quantization.least_block if quantization.bits == 4 else 0
+    return quantization.block_size if quantization.bits == 4 else 0
 
 
 def compress_openvino(path: pathlib.Path, quantization: Quantization, report: ExportReport) -> None:
@@ -53,7 +53,7 @@ def compress_openvino(path: pathlib.Path, quantization: Quantization, report: Ex
 
     with _nncf() as nncf, tempfile.TemporaryDirectory(dir=path.parent, prefix=".compressed-") as folder:
         mode = nncf.CompressWeightsMode.INT4_ASYM if four else nncf.CompressWeightsMode.INT8_ASYM
-        blocks = {"group_size": quantization.least_block} if four else {}
+        blocks = {"group_size": quantization.block_size} if four else {}
         with raised_as(refused):  # NNCF has errors of several kinds, without a common class
             made = nncf.compress_weights(read_model(path), mode=mode, **blocks)
         compressed = pathlib.Path(folder) / path.name

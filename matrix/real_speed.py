@@ -59,8 +59,8 @@ that. Recorded in `data/{file}` by `python -m matrix.real_speed`, with {versions
 Our int4 answers as the model does, with its own integers, and the builder's with 66.8 % of its tokens. For that a token
 takes longer: what is multiplied is not rounded to 8 bits, blocks have a lowest weight, and the head has 8 bits. With
 weights in 8 bits, for which onnxruntime has no kernel for numbers in float, it is rounded in two parts where there are
-large numbers among small ones: a second row for each token, which costs one token little in blocks of 64, and a
-prompt more. `--activations int8` rounds it whole ({{doc}}`guide/quantize`).
+large numbers among small ones: a second row for each token, which costs one token little, and a prompt half as much
+again. `--activations int8` rounds it whole ({{doc}}`guide/quantize`).
 
 {rows}
 """

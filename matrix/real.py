@@ -43,8 +43,9 @@ it stopped (`python -m matrix.real --help` lists how to run less); this page is 
 | token | the same for each further token |
 
 {forms}
-OpenVINO, AOTInductor and ExecuTorch were measured later than the other rows, on a busier machine: "float32 fused" took
-309 and 3,047 ms for a first token then, and 39.2 and 34.4 for a further one. "Next to onnxruntime" has them by turns.
+"Other weights", OpenVINO, AOTInductor and ExecuTorch were measured later than the other rows, on a busier machine:
+"float32 fused" took 309 and 3,047 ms for a first token then, and 39.2 and 34.4 for a further one. The sections below
+have them by turns.
 
 "Other weights" are those of the model, each moved by up to a 2000th: its own were integers of 4 and 8 bits, which
 the export finds and keeps, and weights that are no integers have to be rounded. They are still near 16 steps from the

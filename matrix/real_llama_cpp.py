@@ -17,12 +17,13 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import Any
 
 from .page import row, rule
 from .real_model import GGUF
 from .real_speed import CALLS, File, export_form, written
 from .results import installed_versions
+from .served import Served
 
 __all__ = ["KEY", "main", "section_of"]
 
@@ -44,38 +45,6 @@ processor ({processor}), as the package `node-llama-cpp` {package} of npm brings
 """
 
 
-class LlamaCpp:
-    """A process of llama.cpp that has a GGUF open."""
-
-    def __init__(self, folder: pathlib.Path, model: pathlib.Path) -> None:
-        command = ["node", str(pathlib.Path(__file__).with_suffix(".mjs")), str(model)]
-        self._process = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.facts: dict[str, str] = self._answer()
-
-    def measure(self, new: int, past: int, repetitions: int) -> list[float]:
-        """Return the milliseconds of calls with so many new tokens after those in the cache."""
-        _open(self._process.stdin).write(f"{json.dumps([new, past, repetitions])}\n")
-        _open(self._process.stdin).flush()
-        times: list[float] = self._answer()
-        return times
-
-    def close(self) -> None:
-        """End the process."""
-        _open(self._process.stdin).close()
-        self._process.wait(60)
-
-    def _answer(self) -> Any:
-        line = _open(self._process.stdout).readline()
-        if not line:
-            raise RuntimeError(f"llama.cpp ended with {self._process.wait(60)} before it answered")
-        return json.loads(line)
-
-
-def _open(stream: IO[str] | None) -> IO[str]:
-    assert stream is not None
-    return stream
-
-
 def install(folder: pathlib.Path) -> None:
     """Install llama.cpp for this processor into a folder, without running scripts of packages."""
     build = _BUILDS.get((platform.system(), platform.machine()))
@@ -88,7 +57,7 @@ def install(folder: pathlib.Path) -> None:
     subprocess.run(["npm", "install", *options], cwd=folder, check=True)
 
 
-def measured(ours: pathlib.Path, llama: LlamaCpp) -> dict[str, list[float]]:
+def measured(ours: pathlib.Path, llama: Served) -> dict[str, list[float]]:
     """Return milliseconds of both by the name of a call of one row."""
     calls = {name: (new, past) for name, (rows, new, past) in CALLS.items() if rows == 1}
     samples: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
@@ -128,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     form = "GGUF fused"
     ours = written(options.folder / form.replace(" ", "-"), functools.partial(export_form, form))
     install(options.npm)
-    llama = LlamaCpp(options.npm, GGUF.resolve())
+    llama = Served(["node", str(pathlib.Path(__file__).with_suffix(".mjs")), str(GGUF.resolve())], options.npm)
     calls = measured(ours, llama)
     llama.close()
     on = [feature.split(" = ")[0].strip() for feature in llama.facts["processor"].split("|") if "= 1" in feature]

@@ -17,7 +17,7 @@ from typing import IO, Any
 from .page import row, rule
 from .real_cases import build_peer, open_peer
 from .real_model import MODEL
-from .real_runtimes import Folder, measured
+from .real_runtimes import measured, opened
 from .real_speed import PAIRS, export_form, written
 from .results import installed_versions
 
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
         ours, theirs = options.folder / form.replace(" ", "-"), options.folder / f"builder-{precision}"
         written(ours, functools.partial(export_form, form))
         written(theirs, functools.partial(_build, precision))
-        folders = {"ours": Folder(ours / "folder"), "theirs": Folder(theirs / "folder", module="matrix.real_loops")}
+        folders = {"ours": opened(ours / "folder"), "theirs": opened(theirs / "folder", module="matrix.real_loops")}
         found = measured(folders, _PAST, _ROUNDS)
         for folder in folders.values():
             folder.close()

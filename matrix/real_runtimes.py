@@ -25,8 +25,9 @@ from .page import row, rule
 from .real_cases import FORMS
 from .real_speed import export_form, written
 from .results import installed_versions
+from .served import Served
 
-__all__ = ["BASE", "KEY", "Folder", "main", "measured", "section_of"]
+__all__ = ["BASE", "KEY", "main", "measured", "opened", "section_of"]
 
 KEY = "runtimes"
 """Entry of the results that `real_speed` also writes."""
@@ -50,43 +51,15 @@ is the form of the table above, whose bounds hold 4,352 tokens. Recorded in `dat
 """
 
 
-class Folder:
-    """A process that has a folder open."""
+def opened(folder: pathlib.Path, python: str = sys.executable, module: str = "matrix.real_runtimes") -> Served:
+    """Open a folder in a process of its own, which answers a number of tokens in the cache, and of further ones.
 
-    # python: the interpreter that has its library
-    # module: the module that serves it
-
-    def __init__(
-        self, folder: pathlib.Path, python: str = sys.executable, module: str = "matrix.real_runtimes"
-    ) -> None:
-        command = [python, "-m", module, "--serve", str(folder)]
-        streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen(command, text=True, **streams)
-        self.versions: dict[str, str] = self._answer()
-
-    def measure(self, past: int, tokens: int) -> list[float]:
-        """Return the milliseconds of so many tokens, which go on after those of the last call with this past."""
-        _open(self._process.stdin).write(f"{json.dumps([past, tokens])}\n")
-        _open(self._process.stdin).flush()
-        times: list[float] = self._answer()
-        return times
-
-    def close(self) -> None:
-        """End the process."""
-        _open(self._process.stdin).close()
-        self._process.wait(60)
-        _open(self._process.stdout).close()
-
-    def _answer(self) -> Any:
-        for line in _open(self._process.stdout):
-            if line.startswith(("{", "[")):  # libraries print other lines
-                return json.loads(line)
-        raise RuntimeError(f"{self._process.args} ended with {self._process.wait(60)} before it answered")
-
-
-def _open(stream: IO[str] | None) -> IO[str]:
-    assert stream is not None
-    return stream
+    Args:
+        folder: where the files are.
+        python: the interpreter that has its library. Default: this one.
+        module: the module that serves it. Default: this one.
+    """
+    return Served([python, "-m", module, "--serve", str(folder)])
 
 
 def serve(folder: pathlib.Path, requests: IO[str], answers: IO[str]) -> None:
@@ -128,7 +101,7 @@ def _filled(runner: Any, past: int) -> dict[str, torch.Tensor]:
     return {port.name: torch.randn(1, port.shape[1], past, port.shape[3] or size, generator=draw) for port in ports}
 
 
-def measured(folders: Mapping[str, Folder], pasts: Sequence[int], rounds: int = _ROUNDS) -> dict[str, dict[str, float]]:
+def measured(folders: Mapping[str, Served], pasts: Sequence[int], rounds: int = _ROUNDS) -> dict[str, dict[str, float]]:
     """Return milliseconds for each folder and each number of tokens in the cache."""
     found: dict[str, dict[str, float]] = {name: {} for name in folders}
     for past in pasts:
@@ -173,14 +146,14 @@ def main(arguments: list[str] | None = None) -> int:
     if options.serve is not None:
         serve(options.serve, sys.stdin, sys.stdout)
         return 0
-    folders: dict[str, Folder] = {}
+    folders: dict[str, Served] = {}
     for form in (BASE, *options.only):
         python = options.executorch if form == "ExecuTorch" else sys.executable
         place = options.folder / form.replace(" ", "-")
         _export(form, place, python)
-        folders[form] = Folder(place / "folder", python)
+        folders[form] = opened(place / "folder", python)
     milliseconds = measured(folders, _PAST)
-    versions = {name: found for folder in folders.values() for name, found in folder.versions.items()}
+    versions = {name: found for folder in folders.values() for name, found in folder.facts.items()}
     for folder in folders.values():
         folder.close()
     results: dict[str, Any] = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}

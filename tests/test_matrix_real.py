@@ -111,10 +111,10 @@ def test_the_page_has_llama_cpp_next_to_ours_where_it_was_timed():
 def test_folders_take_turns_in_processes_of_their_own(tmp_path):
     """The same folder twice: milliseconds for each number of tokens in the cache, and what was installed there."""
     export_folder(small_model("llama"), tmp_path / "folder", optimize="onnxruntime")
-    folders = {name: real_runtimes.Folder(tmp_path / "folder") for name in ("one", "other")}
+    folders = {name: real_runtimes.opened(tmp_path / "folder") for name in ("one", "other")}
     found = real_runtimes.measured(folders, [4, 9], rounds=1)
     for folder in folders.values():
-        assert {"torch", "onnxruntime"} <= folder.versions.keys()
+        assert {"torch", "onnxruntime"} <= folder.facts.keys()
         folder.close()
     assert {name: [*times] for name, times in found.items()} == {"one": ["4", "9"], "other": ["4", "9"]}
 
@@ -135,9 +135,9 @@ def test_a_folder_of_genai_is_timed_in_its_own_loop(tmp_path):
     """Its process answers as those of this package do, after a prompt of so many tokens."""
     pytest.importorskip("onnxruntime_genai")
     export_folder(small_model("llama"), tmp_path / "folder", optimize="onnxruntime", layout="genai")
-    folder = real_runtimes.Folder(tmp_path / "folder", module="matrix.real_loops")
+    folder = real_runtimes.opened(tmp_path / "folder", module="matrix.real_loops")
     found = real_runtimes.measured({"genai": folder}, [4, 9], rounds=1)
-    assert {"torch", "onnxruntime"} <= folder.versions.keys()
+    assert {"torch", "onnxruntime"} <= folder.facts.keys()
     folder.close()
     assert [*found["genai"]] == ["4", "9"]
     assert min(found["genai"].values()) > 0

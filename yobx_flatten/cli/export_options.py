@@ -52,8 +52,10 @@ PerplexityRatio = Annotated[
     typer.Option(help="With --quantize: largest allowed perplexity relative to the model (int8: 1.01, int4: 1.1)."),
 ]
 Activations = Annotated[
-    Literal["auto", "float", "int8"],
-    typer.Option(help="With --quantize: what is multiplied with the weights. int8 is faster; auto: as it costs."),
+    Literal["auto", "float", "int8", "token"],
+    typer.Option(
+        help="With --quantize: what is multiplied with the weights. int8 is faster, token fastest for encoders."
+    ),
 ]
 Calibration = Annotated[
     pathlib.Path | None,

@@ -19,22 +19,24 @@ from ..export.proof.levels import Proof, choose_proof
 from ..export.proof.module_state import undisturbed
 from ..export.proof.report import TOLERANCES, ExportReport
 from ..export.quantization.options import Quantization, WeightBits, choose_quantization
+from ..export.quantization.text_cases import reads_once
 from ..export.room import Adapter
 from ..generate.settings import settings_of
 from ..huggingface.position_switch import rereads_at_switch, switch_of
 from ..recipe.aliases import TransformersModel
-from .chat_prompts import chat_prompts
 from .client_layout import check_layout
 from .genai_files import check_genai
 from .pieces.tasks import GENERATES, SPEAKS, pieces_for, task_of
 from .pieces.text import Piece
-from .quality_text import python_text, read_prompts
-from .rounding_text import answered, in_rows, unanswered
-from .sentence import SentenceModules, read_modules, with_embedding
+from .sentence import SentenceModel, SentenceModules, read_modules, with_embedding
 from .source.classes import without_peft
 from .source.open import OpenedModel
 from .source.switched import read_adapters, rooms_of
 from .targets import FolderFormat, fitting_text
+from .texts.chat_prompts import chat_prompts
+from .texts.encoder_text import encoder_rows, sentence_case
+from .texts.quality_text import python_text, read_prompts
+from .texts.rounding_text import answered, in_rows, unanswered
 
 __all__ = ["Accuracy", "Adapters", "FolderPlan", "plan_folder"]
 
@@ -141,7 +143,7 @@ def plan_folder(
         pieces = with_embedding(pieces, model, modules)
     plan = FolderPlan(form, opened, model, source, dtype, proof, task, pieces, modules, quantization, timed=timed)
     # needs the task and the pieces: texts are in the tokens of the model
-    plan = _with_text(plan, prompts, accuracy.calibration)
+    plan = _with_encoder_text(_with_text(plan, prompts, accuracy.calibration))
     if task == "text-generation":
         switch = switch_of(model.config.get_text_config(decoder=True).to_dict())
         rereads = None if switch is None else rereads_at_switch(model, switch)
@@ -232,6 +234,25 @@ def _with_text(plan: FolderPlan, prompts: tuple[str, ...], file: str | os.PathLi
         chats = chat_prompts(model, plan.source, _CHATS, prompts)
     plan = dataclasses.replace(plan, quantization=quantization, text=text, chats=chats)
     return _with_calibration(plan, prompts)
+
+
+def _with_encoder_text(plan: FolderPlan) -> FolderPlan:
+    """The plan with what the matrices of an encoder are rounded by, and with sentences to compare embeddings on."""
+    quantization, form, model = plan.quantization, plan.form, plan.model
+    is_rounded = quantization is not None and quantization.weights != "keep" and form.runtime == "onnxruntime"
+    if quantization is None or not is_rounded or plan.proof == "none" or len(plan.pieces) > 1:
+        return plan
+    (piece,) = plan.pieces
+    flat = all(isinstance(value, torch.Tensor) and value.dim() == 2 for value in piece.kwargs.values())
+    if not reads_once(piece.kwargs) or not flat or quantization.tokens is not None:
+        return plan
+    rows = encoder_rows(model, plan.source, form.batch or len(piece.kwargs["input_ids"]))
+    if rows is not None and quantization.calibration is None:
+        quantization = dataclasses.replace(quantization, calibration=rows)
+    sentences = sentence_case(model, plan.source, piece.kwargs, form.batch)
+    if sentences is not None and isinstance(piece.module, SentenceModel):
+        piece = dataclasses.replace(piece, cases=[*piece.cases, sentences])
+    return dataclasses.replace(plan, quantization=quantization, pieces=[piece])
 
 
 def _with_calibration(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:

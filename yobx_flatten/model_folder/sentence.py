@@ -21,15 +21,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..errors import ModelSourceError
+from ..export.proof.quality import EMBEDDING
 from ..files.damage import damage_as
 from ..files.document import check_regular, inside, read_document
 from ..recipe.aliases import TransformersModel
 from .pieces.text import Piece
 
-__all__ = ["EMBEDDING", "SentenceModel", "SentenceModules", "copy_modules", "pools", "read_modules", "with_embedding"]
-
-EMBEDDING = "sentence_embedding"
-"""The output that sentence-transformers, and tools for its files, look for."""
+__all__ = ["SentenceModel", "SentenceModules", "copy_modules", "pools", "read_modules", "with_embedding"]
 
 MODULES = "modules.json"
 _LARGEST = 2**30  # bytes of one file

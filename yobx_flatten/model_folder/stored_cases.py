@@ -21,12 +21,12 @@ from ..private_names.of_torch import pytree
 from ..recipe.aliases import TransformersModel
 from ..storage.cases import save_case
 from ..trees.naming import leaf_names, output_names
-from .chat_prompts import CHAT_TOKENS, CHATS
 from .pieces.blockwise_decoder import BlockwiseDecoder
 from .pieces.grid_images import GridVisionEncoder, grid_image
 from .pieces.text import Piece, encoder_input
 from .pieces.tiled_images import TiledVisionEncoder, tiled_image
 from .spoken_case import spoken_case
+from .texts.chat_prompts import CHAT_TOKENS, CHATS
 
 __all__ = [
     "CASES",

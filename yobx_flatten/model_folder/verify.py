@@ -32,10 +32,10 @@ from ..runners.open import open_runner
 from ..runners.runner import Runner
 from ..storage.cases import StoredCase, load_case
 from ..storage.replay import OutputDifference, run_case
-from .chat_prompts import CHATS
 from .manifest import FolderManifest, StoredAdapter, check_digests, read_manifest
 from .pieces.tasks import SPEAKS
 from .spoken_case import difference_of_speech
+from .texts.chat_prompts import CHATS
 from .verify_tokens import TokenCount, count_tokens
 
 __all__ = ["FolderCheck", "FolderReport", "check_adapter", "verify_folder"]

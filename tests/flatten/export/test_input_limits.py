@@ -17,8 +17,8 @@ from tests.flatten.export.trained_model import text_of, trained_model
 from yobx_flatten import DecodeSizes, decode_inputs, export_onnx
 from yobx_flatten.export import Quantization
 from yobx_flatten.export.onnx import quantized
-from yobx_flatten.export.onnx.input_limits import _limit
 from yobx_flatten.export.onnx.quantize import quantize_graph
+from yobx_flatten.export.onnx.rounding.input_limits import _limit
 from yobx_flatten.export.proof.quality import Quality
 
 

@@ -141,5 +141,7 @@ def test_a_language_model_is_nearer_with_inputs_of_full_precision(tmp_path):
 
 
 def test_another_word_is_refused():
-    with pytest.raises(InvalidArgumentError, match='activations must be "auto", "float" or "int8", found \'int4\''):
+    with pytest.raises(
+        InvalidArgumentError, match='activations must be "auto", "float", "int8" or "token", found \'int4\''
+    ):
         Quantization("int8", activations="int4")

@@ -13,8 +13,8 @@ pytest.importorskip("onnxscript")
 from tests.flatten.export.trained_model import trained_model
 from yobx_flatten import OnnxGenerator, export_folder, verify_folder
 from yobx_flatten.generate.settings import GenerationSettings
-from yobx_flatten.model_folder.chat_prompts import CHATS, chat_prompts
 from yobx_flatten.model_folder.source.tiny_models import small_model
+from yobx_flatten.model_folder.texts.chat_prompts import CHATS, chat_prompts
 from yobx_flatten.model_folder.verify_tokens import count_tokens
 from yobx_flatten.storage.cases import StoredCase, load_case
 

@@ -23,7 +23,7 @@ from .products import Products
 from .quantized_table import gathered, gathers_blocks, share_table
 from .rewrite.repair import attribute
 from .rounded import round_table, round_to_8_bits
-from .rounded_by_text import RoundedMatrices
+from .rounding.rounded_by_text import RoundedMatrices
 from .split_inputs import InputLimits
 from .stored_matrix import StoredMatrix, new_value
 from .weights import unmap
@@ -50,7 +50,8 @@ class QuantizedWeights:
     kept: dict[int, int] = dataclasses.field(default_factory=dict)
     by_text: int = 0  # number of matrices that were rounded by a text
     tables: int = 0  # number of tables of embeddings that were rounded to 8 bits
-    # number of weights of projections, by how many share a scale
+    by_token: int = 0  # number of matrices with a scale for each output, and one for each token they multiply
+    # number of weights of projections, by how many share a scale; 0 where all of an output do
     blocks: dict[int, int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -58,13 +59,15 @@ class QuantizedWeights:
         """How many weights share a scale in most projections; 0 where none is stored in fewer bits."""
         return max(self.blocks, key=self.blocks.__getitem__, default=0)
 
-    def add(self, value: Any, matrix: StoredMatrix, *, is_kept: bool) -> None:
+    def add(self, value: Any, nbytes: int, kept_bits: int | None = None) -> None:
         """Count a weight that is stored in fewer bits."""
+        # nbytes: its size with scales and zero points
+        # kept_bits: bits of the integers that it was made of, if it is stored as these; `None`, the default, if not
         self.count += 1
         self.float_bytes += value.const_value.nbytes
-        self.bytes += matrix.nbytes
-        if is_kept:
-            self.kept[matrix.bits] = self.kept.get(matrix.bits, 0) + math.prod(value.const_value.shape)
+        self.bytes += nbytes
+        if kept_bits is not None:
+            self.kept[kept_bits] = self.kept.get(kept_bits, 0) + math.prod(value.const_value.shape)
 
     def add_role(self, name: str, size: int, *, is_last: bool, exact: int) -> None:
         """Count a weight of a role; ``exact`` are the bits of its own integers, 32 without any."""
@@ -82,6 +85,7 @@ def quantize_graph(
     *,
     rounds_inputs: bool = True,
     limits: InputLimits | None = None,
+    found: QuantizedWeights | None = None,
 ) -> QuantizedWeights:
     """Quantize the weights of all projections of a graph in place, one after the other, when they are written.
 
@@ -92,9 +96,11 @@ def quantize_graph(
     # rounded: matrices that were rounded already; `None`, the default, for none
     # rounds_inputs: whether the inputs of these products are rounded to 8 bits
     # limits: by which the others are split, and nearly as they are; `None`, the default, for inputs as they are
+    # found: what was stored in fewer bits already, which is counted on; `None`, the default, for nothing
     grids = Grids() if grids is None else grids
     widths = () if quantization.weights == "keep" else (4, 8)
-    found, made = QuantizedWeights(), {width: _Parts(_in_bits(quantization, width)) for width in widths}
+    found = QuantizedWeights() if found is None else found
+    made = {width: _Parts(_in_bits(quantization, width)) for width in widths}
     stored: dict[tuple[str, bool], StoredMatrix | None] = {}
     read: dict[str, tuple[Any, bool]] = {}
     products = Products(limits or {})
@@ -116,7 +122,7 @@ def quantize_graph(
             else:
                 stored[key] = None
             if (matrix := stored[key]) is not None:
-                found.add(value, matrix, is_kept=grid is not None and grid.bits <= width)
+                found.add(value, matrix.nbytes, grid.bits if grid is not None and grid.bits <= width else None)
                 found.blocks[matrix.block_size] = found.blocks.get(matrix.block_size, 0) + matrix.rows * matrix.columns
                 read[value.name] = value, transposed
         if (matrix := stored[key]) is not None:
@@ -163,12 +169,12 @@ def _quantized_table(
         matrix = round_table(graph, value)
         found.tables += matrix is not None
     if matrix is not None:
-        found.add(value, matrix, is_kept=is_kept)
+        found.add(value, matrix.nbytes, grid.bits if grid is not None and is_kept else None)
     return matrix
 
 
 def _in_bits(quantization: Quantization, bits: int) -> Quantization:
-    return dataclasses.replace(quantization, weights="int4" if bits == 4 else "int8", perplexity_ratio=None)
+    return Quantization("int4" if bits == 4 else "int8", quantization.block_size)
 
 
 def _role_of(node: Any, value: Any) -> str:
@@ -190,11 +196,13 @@ def quantize_model(
     *,
     rounds_inputs: bool = True,
     limits: InputLimits | None = None,
+    found: QuantizedWeights | None = None,
 ) -> QuantizedWeights:
     """Quantize the weights of a model, when they are written."""
     # model: an `onnx_ir.Model`; it is changed in place
-    found = quantize_graph(model, quantization, bits, grids, rounded, rounds_inputs=rounds_inputs, limits=limits)
-    if not found.roles:
+    how: dict[str, Any] = {"rounds_inputs": rounds_inputs, "limits": limits, "found": found}
+    found = quantize_graph(model, quantization, bits, grids, rounded, **how)
+    if not found.roles and not found.by_token:
         raise InvalidArgumentError(
             f"quantize={quantization.weights!r}: the file of {report.module} multiplies with no weights of "
             f"{quantization.block_size} or more rows and columns. Take a smaller block_size, or leave quantize out."
@@ -222,6 +230,11 @@ def remark_quantized(
             f"{found.count} weights are stored in {quantization.weights}{' or more' if more else ''}, "
             f"{found.bytes / 1e6:.2f} MB instead of {found.float_bytes / 1e6:.2f} MB; "
             f"{'norms' if found.tables else 'embeddings and norms'} as they are."
+        )
+    if found.by_token:
+        report.remark(
+            f"{found.by_token} of them have one scale for each output, and what they multiply is rounded to 8 bits "
+            "with one for each token: many tokens take less time."
         )
     if found.by_text:
         report.remark(f"{found.by_text} of them were rounded by a text: each weight makes up for those before it.")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import open_session
@@ -19,18 +20,23 @@ from ..proof.report import ExportReport
 from ..quantization.bit_budget import Bits, Budget
 from ..quantization.measure import Texts, measure
 from ..quantization.options import Quantization
+from ..quantization.text_cases import reads_once
 from ..source import Source
+from .by_token import products_by_token
 from .file import UnprovenFile
-from .input_limits import input_limits
 from .kept_integers import Grids
-from .quantize import products_of, quantize_model, remark_quantized
-from .rounded_by_text import round_by_text
+from .quantize import QuantizedWeights, products_of, quantize_model, remark_quantized
+from .rounding.input_limits import input_limits
+from .rounding.rounded_by_text import round_by_text
 from .split_inputs import InputLimits
 
 __all__ = ["quantize_file"]
 
 _NOTICED = 3e-4
 """Divergence, in nats, at which about one greedy token in a hundred differs from the model's."""
+
+_NEAR = 0.1
+"""Root mean square of the difference of outputs, relative to these, that one scale for each token may cost."""
 
 _CLOSE = 2e-3
 """The same for two tokens, which is what inputs in two parts may cost with the rounding of the weights."""
@@ -44,26 +50,23 @@ def quantize_file(
 
     grids = Grids()
     with report.timed("quantize"):
-        roles = quantize_model(ir.load(file.path), quantization, report, grids=grids).roles
+        model = ir.load(file.path)
+        roles = quantize_model(model, quantization, report, grids=grids).roles
+    if quantization.activations == "token" or (quantization.may_be_by_token and _is_by_token(file, source, grids)):
+        quality, is_enough = _quantize_by_token(file, quantization, source, report)
+        if is_enough:
+            return quality
     with report.timed("round"):
         model = ir.load(file.path)
         rounded = round_by_text(file, model.graph, products_of(model, quantization), quantization, source, grids)
     known: list[Texts] = []
 
     def try_bits(bits: Bits, *, rounds_inputs: bool, limits: InputLimits | None = None) -> Quality:
-        trial = UnprovenFile(file.target, file.folder / "trial")
-        trial.folder.mkdir()
-        try:
-            with report.timed("quantize"):
-                model = ir.load(file.path)  # large weights stay in their file, which is mapped
-                parts = bits, grids, rounded
-                found = quantize_model(model, quantization, report, *parts, rounds_inputs=rounds_inputs, limits=limits)
-                trial.save_model(model)
-            with report.timed("measure"):
-                runner = OnnxRunner(open_session(trial.path, caller="export_onnx"), file.path.name)
-                return measure(runner, quantization, source, block_size=found.block_size, known=known)
-        finally:
-            shutil.rmtree(trial.folder)
+        with report.timed("quantize"):
+            model = ir.load(file.path)  # large weights stay in their file, which is mapped
+            parts = bits, grids, rounded
+            found = quantize_model(model, quantization, report, *parts, rounds_inputs=rounds_inputs, limits=limits)
+        return _measured(model, found, file, quantization, source, report, known)
 
     bits: Bits = dict.fromkeys(roles, quantization.bits)
     is_kept, asked, quality = quantization.weights == "keep", quantization.activations, None
@@ -94,6 +97,64 @@ def quantize_file(
         remark_quantized(found, quantization, report, bits)
         report.onnx_bytes = file.replace_by(model)
     return quality
+
+
+def _is_by_token(file: UnprovenFile, source: Source, grids: Grids) -> bool:
+    """Whether a file reads many tokens at once, with weights in float32 that are no integers already."""
+    import onnx_ir as ir
+
+    if not source.cases or not reads_once(source.example.kwargs):
+        return False
+    weights = [weight for _, weight in products_of(ir.load(file.path), Quantization("int8"))]
+    are_floats = all(value.const_value.dtype.name == "FLOAT" for value, _ in weights)
+    return are_floats and not any(grids.is_exact(value, 8, transposed=turned) for value, turned in weights)
+
+
+def _quantize_by_token(
+    file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport
+) -> tuple[Quality | None, bool]:
+    """Quantize products with a scale for each token and each output, and all others in blocks.
+
+    Return the quality, and whether it is enough; if not, the file is left as it is.
+    """
+    import onnx_ir as ir
+
+    with report.timed("quantize"):
+        model = ir.load(file.path)
+        found = products_by_token(file, model, quantization, source)
+        found = quantize_model(model, quantization, report, found=found)
+    quality = _measured(model, found, file, quantization, source, report, []) if source.cases else None
+    is_asked = quantization.activations == "token"
+    if quality is not None and not is_asked and not (quality.ok and quality.relative_difference <= _NEAR):
+        return quality, False
+    remark_quantized(found, quantization, report)
+    with report.timed("quantize"):
+        report.onnx_bytes = file.replace_by(model)
+    return quality, True
+
+
+def _measured(
+    model: Any,
+    found: QuantizedWeights,
+    file: UnprovenFile,
+    quantization: Quantization,
+    source: Source,
+    report: ExportReport,
+    known: list[Texts],
+) -> Quality:
+    """Write a model to a file of its own, and measure that."""
+    # found: what was stored in fewer bits
+    # known: what the model makes of the text, filled by a first call for others
+    trial = UnprovenFile(file.target, file.folder / "trial")
+    trial.folder.mkdir()
+    try:
+        with report.timed("quantize"):
+            trial.save_model(model)
+        with report.timed("measure"):
+            runner = OnnxRunner(open_session(trial.path, caller="export_onnx"), file.path.name)
+            return measure(runner, quantization, source, block_size=found.block_size, known=known)
+    finally:
+        shutil.rmtree(trial.folder)
 
 
 def _limits(file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport) -> InputLimits:

@@ -27,6 +27,8 @@ def from_the_start(
     """Return the inputs that read all tokens; ``None`` where these are not only tokens, a mask and keys and values."""
     # feeds: inputs by name, with the first token in the cache
     # tokens: the text, int64 of shape (rows, length)
+    if not slots and "input_ids" in feeds and feeds["input_ids"].shape == tokens.shape:  # an encoder reads all at once
+        return dict(feeds)
     found = {slot.port.name: slot.port for slot in slots}
     others = {name for name in feeds if name not in found}
     if "input_ids" not in others or not others <= {"input_ids", "attention_mask", "position_ids"}:

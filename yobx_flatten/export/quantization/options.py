@@ -31,7 +31,7 @@ __all__ = [
 WeightBits = Literal["int8", "int4", "keep"]
 """``"keep"`` rounds nothing: weights that are made of integers with scales are stored as these, others as they are."""
 
-Activations = Literal["auto", "float", "int8"]
+Activations = Literal["auto", "float", "int8", "token"]
 """Precision of what is multiplied with quantised weights."""
 
 PERPLEXITY_RATIOS: Mapping[str, float] = {"int8": 1.01, "int4": 1.1, "keep": 1.01}
@@ -47,6 +47,9 @@ CHAT_SHARES: Mapping[str, float] = {"int8": 0.9, "int4": 0.65, "keep": 0.9}
 """The same for conversations in the template of a tokenizer, which the model was made for."""
 
 _BLOCKS = (16, 32, 64, 128, 256)
+
+_BLOCK = 32
+"""Weights that share a scale by default."""
 
 _WIDE_BLOCK = 64
 """Weights of a block in 8 bits where others have 4: their error is a hundredth of that of 4 bits, in any block."""
@@ -73,7 +76,10 @@ class Quantization:
         activations: precision of what is multiplied with these weights. ``"int8"`` rounds it to 8 bits, in blocks;
             ``"float"`` does not, and a token takes up to twice as long. ``"auto"``, the default, does not round where
             that costs a language model more than the rounding of its weights; with weights in 8 bits it rounds small
-            numbers and what is left of large ones, where that is near enough.
+            numbers and what is left of large ones, where that is near enough. ``"token"``, with int8 and weights in
+            float32, rounds what is multiplied with one scale for each token, and weights with one for each output:
+            the fastest for encoders, which read many tokens at once, and what ``"auto"`` takes for those whose text is
+            known (``calibration``), where it is near enough.
 
     Raises:
         InvalidArgumentError: when a value is not one of these.
@@ -83,7 +89,7 @@ class Quantization:
     """
 
     weights: WeightBits = "int4"
-    block_size: int = 32
+    block_size: int = _BLOCK
     perplexity_ratio: float | None = None
     tokens: torch.Tensor | None = None
     activations: Activations = "auto"
@@ -100,7 +106,17 @@ class Quantization:
             )
         if self.activations not in get_args(Activations):
             raise InvalidArgumentError(
-                f'Quantization: activations must be "auto", "float" or "int8", found {self.activations!r}.'
+                f'Quantization: activations must be "auto", "float", "int8" or "token", found {self.activations!r}.'
+            )
+        if self.activations == "token" and self.weights != "int8":
+            raise InvalidArgumentError(
+                f'Quantization: activations="token" is for weights="int8", found {self.weights!r}. Leave it out, or '
+                'take Quantization("int8", activations="token")'
+            )
+        if self.activations == "token" and self.block_size != _BLOCK:
+            raise InvalidArgumentError(
+                'Quantization: with activations="token" all weights of an output share a scale, found '
+                f"block_size={self.block_size}. Leave one of them out."
             )
         ratio: Any = self.perplexity_ratio
         if ratio is not None and not (isinstance(ratio, (int, float)) and ratio > 1):
@@ -116,6 +132,12 @@ class Quantization:
     def bits(self) -> int:
         """Most bits of a stored weight."""
         return 4 if self.weights == "int4" else 8
+
+    @property
+    def may_be_by_token(self) -> bool:
+        """Whether inputs of products may have one scale for each token, where that is near enough."""
+        is_open = self.activations == "auto" and self.weights == "int8" and self.block_size == _BLOCK
+        return is_open and self.tokens is None and self.calibration is not None
 
     def block_for(self, bits: int, rows: int) -> int:
         """Return how many weights share a scale in one matrix.
@@ -171,6 +193,11 @@ def choose_quantization(
         raise InvalidArgumentError(
             f"{caller}: quantize={chosen.weights!r} takes weights of float32 or float16, and "
             f"{facts.name} has some of {others[0]}. Convert them first: model.float()"
+        )
+    if chosen.activations == "token" and "float16" in facts.matrix_types:
+        raise InvalidArgumentError(
+            f'{caller}: activations="token" takes weights of float32, and {facts.name} has some of float16. Leave it '
+            "out, or convert them first: model.float()"
         )
     if runtime != "onnxruntime":
         _check_tool(chosen, runtime, caller)

@@ -1,20 +1,55 @@
-"""Make the calls that measure the perplexity of an exported model on a text."""
+"""Make the calls in which an exported model reads a text: to measure its perplexity, and to round its matrices by."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...errors import InvalidArgumentError
+from ...huggingface.cache_names import cache_of
 from ...huggingface.cases import DecodeSizes, decode_inputs, why_not_resizable
 from ...huggingface.sliding_decoder import SlidingDecoder
 from ..example.example import Example
 from ..proof.case import Case
 from .options import Quantization
 
-__all__ = ["check_text", "text_cases"]
+__all__ = ["RoundingCalls", "check_text", "reads_once", "rounding_calls", "text_cases"]
+
+_READ = {"input_ids", "attention_mask", "token_type_ids"}
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundingCalls:
+    """Calls that read a text."""
+
+    cases: Sequence[Case]
+    tokens: torch.Tensor  # the text, int64 of shape (texts, length)
+
+
+def reads_once(kwargs: Mapping[str, Any]) -> bool:
+    """Return whether inputs are tokens, read in one call that leaves no cache."""
+    return "input_ids" in kwargs and set(kwargs) <= _READ and cache_of(kwargs) is None
+
+
+def rounding_calls(
+    example: Example, quantization: Quantization, at_most: tuple[int | None, int | None] = (None, None)
+) -> RoundingCalls | None:
+    """Return the calls by which the matrices of a file are rounded; ``None`` without a text."""
+    # at_most: so many texts and tokens of each; `None`, the default, for all
+    tokens = quantization.tokens if quantization.calibration is None else quantization.calibration
+    if tokens is None:
+        return None
+    tokens = tokens[: at_most[0], : at_most[1]]
+    if not reads_once(example.kwargs):
+        return RoundingCalls(text_cases(example.module, example.kwargs, tokens), tokens)
+    cases = []
+    for number, read in enumerate(tokens.split(len(example.kwargs["input_ids"]))):
+        others = {"input_ids": read, "attention_mask": torch.ones_like(read), "token_type_ids": torch.zeros_like(read)}
+        cases.append(Case(f"text {number}", (), {name: others[name] for name in example.kwargs}))
+    return RoundingCalls(cases, tokens)
 
 
 def check_text(example: Example, quantization: Quantization | None) -> None:

@@ -1,4 +1,4 @@
-"""Compute the weights of a checkpoint in 4 or 8 bits from its integers: GPTQ, AWQ and compressed-tensors.
+"""Compute the weights of a checkpoint in 4 or 8 bits from its integers: GPTQ, AWQ, compressed-tensors, torchao.
 
 .. code-block:: text
 
@@ -11,7 +11,7 @@ difference and a product, in float32 exact but for one rounding; :mod:`..export.
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -43,14 +43,14 @@ def packing_of(config: Any, name: str) -> Packing | None:
         return None
     held: Mapping[str, Any] = stated if isinstance(stated, Mapping) else stated.to_dict()
     method = str(held.get("quant_method") or "").lower().rpartition(".")[2]
-    reader = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed}.get(method)
+    reader = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "torchao": _torchao}.get(method)
     found = None if reader is None else reader(held)
     if not isinstance(found, str):
         return found
     raise ModelSourceError(
-        f"{name} is quantised by {method}{found}. Of these, GPTQ in 4 and 8 bits, AWQ in 4 bits (gemm) and "
-        "compressed-tensors in 4 and 8 bits (pack-quantized) are read. Load it with its library, save it in full, and "
-        "name that folder."
+        f"{name} is quantised by {method}{found}. Of these, GPTQ in 4 and 8 bits, AWQ in 4 bits (gemm), "
+        "compressed-tensors in 4 and 8 bits (pack-quantized) and torchao with weights alone (Int8WeightOnlyConfig, "
+        "IntxWeightOnlyConfig) are read. Load it with its library, save it in full, and name that folder."
     )
 
 
@@ -151,3 +151,34 @@ def _compressed(stated: Mapping[str, Any]) -> Packing | str:
 
     names = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"
     return Packing(next(iter(bits)), names, unpack)
+
+
+_OF_TORCHAO = {"Int8WeightOnlyConfig", "IntxWeightOnlyConfig", "FqnToConfig", "ModuleFqnToConfig"}
+"""Its configurations that leave activations as they are, and those that hold others by the names of layers."""
+
+
+def _torchao(stated: Mapping[str, Any]) -> Packing | str:
+    others = sorted(set(_configs(stated.get("quant_type"))) - _OF_TORCHAO)
+    if others or not list(_configs(stated.get("quant_type"))):
+        return f" ({', '.join(others) or 'in a form that its configuration does not name'})"
+
+    def unpack(parts: Tensors, bits: int) -> torch.Tensor:
+        numbers, scales = parts["_weight_qdata"], parts["_weight_scale"].float()
+        if numbers.dtype is not torch.int8 or scales.dim() != 2 or numbers.shape[1] % scales.shape[1]:
+            raise TypeError(f"expected int8 in rows of blocks, found {numbers.dtype} of shape {tuple(numbers.shape)}")
+        zeros = parts.get("_weight_zero_point", torch.zeros_like(scales))
+        blocks = numbers.float().unflatten(1, (scales.shape[1], -1))
+        return ((blocks - zeros.float()[..., None]) * scales[..., None]).flatten(1)
+
+    return Packing(8, ("_weight_qdata", "_weight_scale", "_weight_zero_point"), unpack)
+
+
+def _configs(stated: Any) -> Iterator[str]:
+    """The names of all configurations that one holds."""
+    if not isinstance(stated, Mapping):
+        return
+    name = stated.get("_type")
+    if isinstance(name, str) and name.endswith("Config"):
+        yield name
+    for inner in stated.values():
+        yield from _configs(inner)

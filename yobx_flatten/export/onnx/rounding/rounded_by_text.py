@@ -9,16 +9,16 @@ from typing import Any, TypeAlias
 import numpy
 import torch
 
-from ...errors.log import STEP
-from ..quantization.options import Quantization
-from ..quantization.text_cases import text_cases
-from ..source import Source
+from ....errors.log import STEP
+from ...quantization.options import Quantization
+from ...quantization.text_cases import rounding_calls
+from ...source import Source
+from ..file import UnprovenFile
+from ..kept_integers import Grids
+from ..weight_grid import WeightGrid
+from ..weights import unmap
 from .error_feedback import round_with_feedback
-from .file import UnprovenFile
 from .input_moments import input_moments
-from .kept_integers import Grids
-from .weight_grid import WeightGrid
-from .weights import unmap
 
 __all__ = ["RoundedMatrices", "round_by_text"]
 
@@ -33,8 +33,10 @@ def round_by_text(
 ) -> RoundedMatrices:
     """Round matrices of a file; those of the same inputs together. The block must be open."""
     # products: nodes of the graph with their weights, and whether these are transposed
-    tokens = quantization.tokens if quantization.calibration is None else quantization.calibration
-    if tokens is None or not source.cases or quantization.weights == "keep":
+    if not source.cases or quantization.weights == "keep":
+        return {}
+    calls = rounding_calls(source.example, quantization)
+    if calls is None:
         return {}
     wanted: dict[str, dict[tuple[str, bool], Any]] = {}
     sizes: dict[str, int] = {}
@@ -51,10 +53,9 @@ def round_by_text(
         sizes[x.name] = size
     if not wanted:
         return {}
-    example, found = source.example, RoundedMatrices()
+    found, names = RoundedMatrices(), source.example.names
     logger.info("reading what %d products multiply", len(sizes), extra=STEP)
-    calls = text_cases(example.module, example.kwargs, tokens)
-    for name, moments in input_moments(file, sizes, calls, example.names, tokens):
+    for name, moments in input_moments(file, sizes, calls.cases, names, calls.tokens):
         found |= _rounded(wanted[name], moments, quantization)
     return found
 

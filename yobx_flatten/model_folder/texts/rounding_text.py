@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ..errors.log import STEP
-from ..export.proof.module_state import undisturbed
-from ..recipe.aliases import TransformersModel
+from ...errors.log import STEP
+from ...export.proof.module_state import undisturbed
+from ...recipe.aliases import TransformersModel
 
 __all__ = ["answered", "in_rows", "unanswered"]
 

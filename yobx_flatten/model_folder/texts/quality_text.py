@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ..errors import ModelSourceError
-from ..errors.failures import result_or
-from ..files.document import check_regular
-from ..recipe.aliases import TransformersModel
-from .source.tokenizer_files import open_tokenizer
+from ...errors import ModelSourceError
+from ...errors.failures import result_or
+from ...files.document import check_regular
+from ...recipe.aliases import TransformersModel
+from ..source.tokenizer_files import open_tokenizer
 
-__all__ = ["LENGTH", "python_text", "read_prompts"]
+__all__ = ["LENGTH", "python_source", "python_text", "read_prompts"]
 
 LENGTH = 128
 """Tokens of each row of the text."""
@@ -50,7 +50,7 @@ def python_text(
     # returns: `None` where there is no tokenizer, its tokens are not the model's, or the model has no room for 16
     config = model.config.get_text_config(decoder=True)
     room = getattr(config, "max_position_embeddings", None) or LENGTH
-    tokens = _tokens(source, text or _source())
+    tokens = _tokens(source, text or python_source())
     length = min(LENGTH, room, len(tokens)) if text else min(LENGTH, room)
     rows = min(rows, len(tokens) // length)
     if length < 16 or not rows or max(tokens[: rows * length]) >= config.vocab_size:
@@ -71,7 +71,8 @@ def _tokens(source: pathlib.Path | None, text: str) -> list[int]:
     return result_or(read, lambda error: [])  # each tokenizer has its own errors, and a model without one is exported
 
 
-def _source() -> str:
+def python_source() -> str:
+    """Return the source of modules of Python."""
     texts = []
     for name in _MODULES:
         found = importlib.util.find_spec(name)

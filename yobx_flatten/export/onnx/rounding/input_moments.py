@@ -15,15 +15,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from ...errors import ReplayError
-from ...private_names.of_torch import pytree
-from ...runners.onnx_runner import OnnxRunner
-from ...runners.onnx_session import open_session
-from ..proof.case import Case, clone
-from ..quantization.from_the_start import from_the_start
-from .file import UnprovenFile
+from ....errors import ReplayError
+from ....private_names.of_torch import pytree
+from ....runners.onnx_runner import OnnxRunner
+from ....runners.onnx_session import open_session
+from ...proof.case import Case, clone
+from ...quantization.from_the_start import from_the_start
+from ..file import UnprovenFile
 
-__all__ = ["input_moments", "showing"]
+__all__ = ["input_moments", "read_inputs"]
 
 _LEAST = 2**29
 """Bytes of moments that are held at once, if the weights are not larger: a file runs once for each such part."""
@@ -44,28 +44,41 @@ def input_moments(
     # names: names of the inputs' leaves, in order
     # tokens: the text, int64 of shape (texts, length)
     most = max(_LEAST, sum(one.stat().st_size for one in file.folder.iterdir() if one.is_file()) // 4)
-    counts = [len(call.kwargs["input_ids"]) for call in calls]
     for part in _parts(sizes, most):
         found = {name: torch.zeros(sizes[name], sizes[name]) for name in part}
         count = 0
-        with showing(file, part) as runner:
-            for call, read in zip(calls, tokens.split(counts), strict=True):
-                leaves = pytree.tree_leaves((call.args, dict(clone(call.kwargs))))
-                given = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name in runner.ports}
-                feeds = from_the_start(given, runner.slots, read)
-                if feeds is None:
-                    return
-                try:
-                    outputs = runner.run(feeds)
-                except ReplayError:  # the file takes no empty cache
-                    return
-                for name in part:
-                    rows = outputs[name].reshape(-1, sizes[name]).float()
-                    rows *= rows.square().mean(1, keepdim=True).clamp(min=_SMALLEST).rsqrt()
-                    found[name].addmm_(rows.T, rows)
-                count += rows.shape[0]
+        for read in read_inputs(file, {name: sizes[name] for name in part}, calls, names, tokens):
+            for name, rows in read.items():
+                rows *= rows.square().mean(1, keepdim=True).clamp(min=_SMALLEST).rsqrt()
+                found[name].addmm_(rows.T, rows)
+            count += len(rows)
+        if not count:
+            return
         for name in part:
-            yield name, found.pop(name).div_(max(count, 1))
+            yield name, found.pop(name).div_(count)
+
+
+def read_inputs(
+    file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield values of a file by name, float32 of shape (tokens, size), for one call after the other.
+
+    None is yielded where the file cannot read the text from its first token.
+    """
+    # the parameters are those of `input_moments`
+    counts = [len(call.kwargs["input_ids"]) for call in calls]
+    with _showing(file, sizes) as runner:
+        for call, read in zip(calls, tokens.split(counts), strict=True):
+            leaves = pytree.tree_leaves((call.args, dict(clone(call.kwargs))))
+            given = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name in runner.ports}
+            feeds = from_the_start(given, runner.slots, read)
+            if feeds is None:
+                return
+            try:
+                outputs = runner.run(feeds)
+            except ReplayError:  # the file takes no empty cache
+                return
+            yield {name: outputs[name].reshape(-1, size).float() for name, size in sizes.items()}
 
 
 def _parts(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
@@ -83,7 +96,7 @@ def _parts(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def showing(file: UnprovenFile, names: Collection[str]) -> Iterator[OnnxRunner]:
+def _showing(file: UnprovenFile, names: Collection[str]) -> Iterator[OnnxRunner]:
     """Open a file with values of its graph as further outputs."""
     import onnx_ir as ir
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..errors import ModelSourceError
-from ..errors.failures import result_or
-from ..recipe.aliases import TransformersModel
-from .source.tokenizer_files import open_tokenizer
+from ...errors import ModelSourceError
+from ...errors.failures import result_or
+from ...recipe.aliases import TransformersModel
+from ..source.tokenizer_files import open_tokenizer
 
 __all__ = ["CHATS", "CHAT_TOKENS", "chat_prompts"]
 

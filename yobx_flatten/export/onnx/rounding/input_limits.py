@@ -13,16 +13,13 @@ from typing import Any
 
 import torch
 
-from ...errors import ReplayError
-from ...errors.log import STEP
-from ...private_names.of_torch import pytree
-from ..quantization.from_the_start import from_the_start
-from ..quantization.options import Quantization
-from ..quantization.text_cases import text_cases
-from ..source import Source
-from .file import UnprovenFile
-from .input_moments import showing
-from .split_inputs import InputLimits
+from ....errors.log import STEP
+from ...quantization.options import Quantization
+from ...quantization.text_cases import rounding_calls
+from ...source import Source
+from ..file import UnprovenFile
+from ..split_inputs import InputLimits
+from .input_moments import read_inputs
 
 __all__ = ["input_limits"]
 
@@ -46,8 +43,8 @@ def input_limits(
 ) -> InputLimits:
     """Return the limits of inputs in whole blocks; none where the file reads no text from its first token."""
     # products: nodes of the graph with their weights, and whether these are transposed
-    tokens = quantization.tokens if quantization.calibration is None else quantization.calibration
-    if tokens is None:
+    calls = rounding_calls(source.example, quantization, at_most=(_TEXTS, _LENGTH))
+    if calls is None:
         return {}
     sizes = {}
     for node, (value, transposed) in products:
@@ -56,26 +53,15 @@ def input_limits(
         if x.producer() is not None and x.producer().graph is graph and size % quantization.block_for(8, size) == 0:
             sizes[x.name] = size
     logger.info("reading what %d products multiply", len(sizes), extra=STEP)
-    tokens = tokens[:_TEXTS, :_LENGTH]
     rows: dict[str, list[torch.Tensor]] = {name: [] for name in sizes}
-    example = source.example
-    calls = text_cases(example.module, example.kwargs, tokens)
-    with showing(file, sizes) as runner:
-        counts = [len(call.kwargs["input_ids"]) for call in calls]
-        for call, read in zip(calls, tokens.split(counts), strict=True):
-            leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
-            given = {name: leaf for name, leaf in zip(example.names, leaves, strict=True) if name in runner.ports}
-            feeds = from_the_start(given, runner.slots, read)
-            if feeds is None:
-                return {}
-            try:
-                outputs = runner.run(feeds)
-            except ReplayError:  # the file takes no empty cache
-                return {}
-            for name, size in sizes.items():
-                rows[name].append(outputs[name].reshape(-1, size).float())
-    found = {name: _limit(torch.cat(rows.pop(name)), quantization.block_for(8, size)) for name, size in sizes.items()}
-    return {name: limit for name, limit in found.items() if limit}
+    for read in read_inputs(file, sizes, calls.cases, source.example.names, calls.tokens):
+        for name, found in read.items():
+            rows[name].append(found)
+    if not any(rows.values()):
+        return {}
+    whole = {name: torch.cat(rows.pop(name)) for name in sizes}
+    limits = {name: _limit(found, quantization.block_for(8, sizes[name])) for name, found in whole.items()}
+    return {name: limit for name, limit in limits.items() if limit}
 
 
 def _limit(rows: torch.Tensor, block_size: int) -> float:

@@ -1,4 +1,4 @@
-"""Round a matrix to 4 or 8 bits so that its products change least, input by input.
+"""Round a matrix to few bits so that its products change least, input by input.
 
 .. code-block:: text
 
@@ -17,15 +17,19 @@ import dataclasses
 
 import torch
 
-from .weight_grid import WeightGrid
+from ..weight_grid import WeightGrid
 
 __all__ = ["round_with_feedback"]
 
-_SHRINKS = {4: tuple(1 - 0.025 * step for step in range(14)), 8: (1.0, 0.97, 0.94)}
+_MANY = 1.0, 0.97, 0.94
+_SHRINKS = {4: tuple(1 - 0.025 * step for step in range(14)), 7: _MANY, 8: _MANY}
 """Parts of a block's range that are tried as its steps: few outliers cut cost less than a coarse step for all."""
 
 _SAMPLE = 64
 """Outputs whose weights decide the form of a matrix."""
+
+_CHUNK = 32
+"""Inputs of one block whose errors reach later inputs at once, in one product."""
 
 _DAMPING = 0.01
 """Part of the mean square of the inputs that is added to each: directions that a text did not show count a little."""
@@ -38,6 +42,7 @@ class _Form:
     bits: int
     is_lowest: bool  # whether they count from the lowest weight, instead of from a whole number that stands for 0
     scales: torch.dtype
+    is_even: bool = False  # whether the same whole number stands for 0 in all blocks, in the middle
 
     @property
     def most(self) -> int:
@@ -51,14 +56,22 @@ class _Form:
         """
         # costs: what an error of a weight costs, for each of the inputs: of shape (blocks, weights, 1)
         low, high = block.amin(1, keepdim=True), block.amax(1, keepdim=True)
-        if not self.is_lowest:
+        if self.is_even:
+            high = torch.maximum(-low, high)
+            low = -high
+        elif not self.is_lowest:
             low, high = low.clamp(max=0), high.clamp(min=0)
         best: list[torch.Tensor] = []
         for shrink in _SHRINKS[self.bits]:
             middle, half = (low + high) / 2, (high - low) / 2 * shrink
             first = middle - half if self.is_lowest else low * shrink
             scale = self._short(2 * half / self.most)
-            offset = first.half().float() if self.is_lowest else (-first / scale).round().clamp(0, self.most)
+            if self.is_even:
+                offset = torch.full_like(scale, 2 ** (self.bits - 1))
+            elif self.is_lowest:
+                offset = first.half().float()
+            else:
+                offset = (-first / scale).round().clamp(0, self.most)
             made = [costs.mul((self.near(block, scale, offset) - block).square()).sum(1, keepdim=True), scale, offset]
             best = [torch.where(made[0] < best[0], *pair) for pair in zip(made, best, strict=True)] if best else made
         return best[1], best[2], best[0]
@@ -92,7 +105,7 @@ def round_with_feedback(
     # weights: in whole blocks of inputs
     # moments: mean of the products of each two inputs, of shape (inputs, inputs)
     # dtype: the type of the model's weights, which scales are stored in
-    # bits: 4 or 8
+    # bits: 4 or 8; with 7, the number 64 stands for 0 in all blocks
     weights, moments = weights.float().clone(), moments.float().clone()
     following = _following(moments)
     costs = following.diagonal().reciprocal().square()
@@ -100,18 +113,21 @@ def round_with_feedback(
     rows, columns = weights.shape
     numbers = torch.empty(rows, columns, dtype=torch.uint8)
     parts = []
-    for start in range(0, rows, block_size):
-        end = start + block_size
-        block, errors = weights[start:end], torch.empty(block_size, columns)
-        scale, offset, _ = (found[0, 0] for found in form.fit(block[None], costs[None, start:end, None]))
+    scale = offset = torch.zeros(())
+    for start in range(0, rows, min(_CHUNK, block_size)):
+        if start % block_size == 0:
+            whole = slice(start, start + block_size)
+            scale, offset, _ = (one[0, 0] for one in form.fit(weights[None, whole], costs[None, whole, None]))
+            parts.append((scale, offset))
+        end = min(start + _CHUNK, start - start % block_size + block_size)
+        block, errors = weights[start:end], torch.empty(end - start, columns)
         inside = following[start:end, start:end]
-        for row in range(block_size):
+        for row in range(end - start):
             found = form.numbers(block[row], scale, offset)
             numbers[start + row] = found
             errors[row] = (block[row] - form.value(found, scale, offset)) / inside[row, row]
             block[row + 1 :].addr_(inside[row, row + 1 :], errors[row], alpha=-1)
         weights[end:].addmm_(following[start:end, end:].T, errors, alpha=-1)
-        parts.append((scale, offset))
     return _grid(form, numbers, parts, block_size)
 
 
@@ -134,6 +150,8 @@ def _following(moments: torch.Tensor) -> torch.Tensor:
 
 def _form_of(weights: torch.Tensor, costs: torch.Tensor, size: int, bits: int, dtype: torch.dtype) -> _Form:
     """In 4 bits, lowest weights where these are worth their bits, else whole numbers."""
+    if bits == 7:
+        return _Form(bits, False, dtype, is_even=True)
     whole, lowest = (_Form(bits, is_lowest, dtype) for is_lowest in (False, True))
     if bits == 8:
         return whole
@@ -150,4 +168,4 @@ def _grid(form: _Form, numbers: torch.Tensor, parts: list[tuple[torch.Tensor, to
     steps = scales.to(form.scales).numpy()
     if form.is_lowest:
         return WeightGrid(form.bits, held, steps, lowest=offsets.half().numpy())
-    return WeightGrid(form.bits, held, steps, zeros=offsets.to(torch.uint8).numpy())
+    return WeightGrid(form.bits, held, steps, zeros=None if form.is_even else offsets.to(torch.uint8).numpy())

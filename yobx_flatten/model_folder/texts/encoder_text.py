@@ -33,7 +33,7 @@ _LETTERS = 12
 _SENTENCES = (
     "The ferry leaves the island every morning at seven, unless there is fog.",
     "How much does it cost to send a parcel to Norway?",
-    "She studied the history of trade between China and Venice.",
+    "They studied the history of trade between China and Venice.",
     "Add the flour slowly, and stir until there are no lumps left.",
     "The patient was given antibiotics and recovered within a week.",
     "Interest rates rose by a quarter of a percentage point.",
@@ -44,9 +44,9 @@ _SENTENCES = (
     "Is there a train to the airport after midnight?",
     "The court decided that the contract was not valid.",
     "Penguins keep their eggs warm on their feet.",
-    "He scored twice in the last ten minutes of the match.",
+    "The striker scored twice in the last ten minutes of the match.",
     "The update fixes a bug that closed the application when a file was empty.",
-    "Nobody answered the phone, so we left a message.",
+    "The phone rang twice, and then the line was dead.",
 )
 
 

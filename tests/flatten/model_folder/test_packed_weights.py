@@ -1,4 +1,4 @@
-"""Checkpoints of GPTQ, AWQ and compressed-tensors: their integers, as their formulas state them, and in the files."""
+"""Checkpoints of GPTQ, AWQ, compressed-tensors and torchao: their integers, as their formulas state them, and in the files."""
 
 import copy
 import json
@@ -71,6 +71,22 @@ def _compressed(layer, weight, bits, seed):
     return {f"{layer}.{name}": value.contiguous() for name, value in made.items()}, expected
 
 
+def _torchao(layer, weight, bits, seed):
+    """As `save_pretrained` writes an `IntxUnpackedToInt8Tensor`: numbers around 0, one in each byte."""
+    numbers, zeros, scales, expected = _drawn(*weight.shape, bits, seed)
+    half = 2 ** (bits - 1)
+    made = {
+        "_weight_qdata": (numbers - half).to(torch.int8),
+        "_weight_zero_point": (zeros - half).to(torch.int8),
+        "_weight_scale": scales.float(),
+    }
+    return {f"{layer}.{name}": value.contiguous() for name, value in made.items()}, expected
+
+
+def _of_torchao(kind):
+    return {"default": {"_type": kind, "_version": 2, "_data": {"granularity": {"_type": "PerGroup"}}}}
+
+
 def _stated(method, bits):
     kind = {"num_bits": bits, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP}
     return {
@@ -81,10 +97,11 @@ def _stated(method, bits):
             "format": "pack-quantized",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": kind}},
         },
+        "torchao": {"quant_method": "torchao", "quant_type": _of_torchao("IntxWeightOnlyConfig")},
     }[method]
 
 
-WRITERS = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed}
+WRITERS = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "torchao": _torchao}
 
 
 def _saved(folder, method, bits=4, stated=()):
@@ -113,7 +130,10 @@ def _saved(folder, method, bits=4, stated=()):
     return model
 
 
-@pytest.mark.parametrize(("method", "bits"), [("gptq", 4), ("gptq", 8), ("awq", 4), ("compressed-tensors", 4)])
+@pytest.mark.parametrize(
+    ("method", "bits"),
+    [("gptq", 4), ("gptq", 8), ("awq", 4), ("compressed-tensors", 4), ("torchao", 4), ("torchao", 8)],
+)
 def test_weights_are_those_that_the_integers_stand_for(tmp_path, method, bits):
     """Each is the product of a whole number and a scale, rounded once; nothing is left of the integers."""
     expected = _saved(tmp_path / "held", method, bits)
@@ -167,6 +187,12 @@ def test_inputs_in_another_order_are_read(tmp_path):
         ("awq", {"version": "gemv"}, "is quantised by awq in 4 bits (gemv)"),
         ("compressed-tensors", {"format": "float-quantized"}, "is quantised by compressed-tensors (float-quantized)"),
         ("gptq", {"bits": 8}, "is damaged"),  # its integers are of 4
+        (
+            "torchao",
+            {"quant_type": _of_torchao("Int8DynamicActivationInt8WeightConfig")},
+            "is quantised by torchao (Int8DynamicActivationInt8WeightConfig)",
+        ),
+        ("torchao", {"quant_type": None}, "is quantised by torchao (in a form that its configuration does not name)"),
     ],
 )
 def test_another_form_is_refused_in_one_line(tmp_path, capsys, method, changes, message):

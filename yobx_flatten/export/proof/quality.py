@@ -146,8 +146,8 @@ class Distance:
             self._sums["divergence"] += _divergence(one, other)
             return
         if EMBEDDING in expected:
-            pair = (side[EMBEDDING].detach().double() for side in (expected, found))
-            least = float(torch.nn.functional.cosine_similarity(*pair, dim=-1).min())
+            one, other = (side[EMBEDDING].detach().double() for side in (expected, found))
+            least = float(torch.nn.functional.cosine_similarity(one, other, dim=-1).min())
             self._cosine = least if self._cosine is None else min(self._cosine, least)
         for name, tensor in expected.items():
             if tensor.is_floating_point() and tensor.numel():

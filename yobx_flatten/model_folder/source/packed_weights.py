@@ -168,7 +168,8 @@ def _torchao(stated: Mapping[str, Any]) -> Packing | str:
             raise TypeError(f"expected int8 in rows of blocks, found {numbers.dtype} of shape {tuple(numbers.shape)}")
         zeros = parts.get("_weight_zero_point", torch.zeros_like(scales))
         blocks = numbers.float().unflatten(1, (scales.shape[1], -1))
-        return ((blocks - zeros.float()[..., None]) * scales[..., None]).flatten(1)
+        weights: torch.Tensor = ((blocks - zeros.float()[..., None]) * scales[..., None]).flatten(1)
+        return weights
 
     return Packing(8, ("_weight_qdata", "_weight_scale", "_weight_zero_point"), unpack)
 

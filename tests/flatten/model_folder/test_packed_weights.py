@@ -1,4 +1,4 @@
-"""Checkpoints of GPTQ, AWQ, compressed-tensors and torchao: their integers, as their formulas state them, and in the files."""
+"""Checkpoints of GPTQ, AWQ, compressed-tensors and torchao: their integers, by their formulas and in the files."""
 
 import copy
 import json

@@ -219,6 +219,7 @@ real: $(VENV)/.has-test  ## export a model with trained weights in every form, a
 	if test -d .venv-executorch; then $(BIN)/python -m matrix.real_runtimes; fi
 	if command -v npm >/dev/null; then $(BIN)/python -m matrix.real_llama_cpp; fi
 	$(BIN)/python -m matrix.real_sound
+	$(BIN)/python -m matrix.real_embeddings
 	$(BIN)/python -m matrix.real_training --jobs 1 $(TUNE_ARGS)
 	$(BIN)/python -m matrix.real --page docs/real.md
 

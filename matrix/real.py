@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import real_llama_cpp, real_loops, real_runtimes, real_sound, real_speed
+from . import real_embeddings, real_llama_cpp, real_loops, real_runtimes, real_sound, real_speed
 from .command import add_options, check_options, run_list
 from .page import row, rule
 from .real_cases import COLUMNS, FORMS, run_type
@@ -57,6 +57,7 @@ rows, proves nothing. The first prompt of the ten is answered by the files thems
 {failures}
 {speed}
 {loops}{runtimes}{llama_cpp}{sound}
+{embeddings}
 {trainings}"""
 
 # By heading: the column of results, and what is shown of it.
@@ -94,7 +95,7 @@ def page_of(results: Results, file: str, tuned: pathlib.Path | None = None) -> s
         tuned: the file of the trainings. Default: the recorded one.
     """
     tuned = tuned or recorded_file(STEM)
-    timed, heard = recorded_file("speed"), recorded_file("whisper")
+    timed, heard, embedded = (recorded_file(stem) for stem in ("speed", "whisper", "embeddings"))
     times = json.loads(timed.read_text(encoding="utf-8"))
     names = [name for name in FORMS if name in results.types]
     lines = [row(["form", *_SHOWN]), rule(1 + len(_SHOWN))]
@@ -122,6 +123,7 @@ def page_of(results: Results, file: str, tuned: pathlib.Path | None = None) -> s
         runtimes=real_runtimes.section_of(times, timed.name),
         llama_cpp=real_llama_cpp.section_of(times),
         sound=real_sound.section_of(json.loads(heard.read_text(encoding="utf-8")), heard.name),
+        embeddings=real_embeddings.section_of(json.loads(embedded.read_text(encoding="utf-8")), embedded.name),
         trainings=section_of(Results.read(tuned), tuned.name),
     )
 

@@ -13,6 +13,8 @@ from matrix import real_llama_cpp, real_loops, real_runtimes, real_speed
 from matrix.cases import DifferenceError
 from matrix.real import page_of
 from matrix.real_cases import FORMS, RealTrial, divergence, perplexity
+from matrix.real_embeddings import FORMS as EMBEDDING_FORMS
+from matrix.real_embeddings import sentences
 from matrix.real_sound import FORMS as SOUND_FORMS
 from matrix.real_texts import write_chats
 from matrix.real_training import STEM
@@ -74,6 +76,22 @@ def test_every_training_is_recorded_and_passes():
         for column in ("resumed", "exported"):
             assert columns[column]["ok"] is (True if TASKS[name].chat else None), (name, column)
         assert columns["a tenth"]["trains"] is False
+
+
+def test_every_form_of_the_encoder_is_recorded_near_enough_and_small():
+    """In int8 at most 24 MB, nearer than onnxruntime's own quantizer, and in less time than float32."""
+    forms = json.loads(recorded_file("embeddings").read_text(encoding="utf-8"))["forms"]
+    assert {*EMBEDDING_FORMS} < {*forms}
+    assert all(forms[name]["least"] >= least for name, (_, least) in EMBEDDING_FORMS.items())
+    (dynamic,) = {*forms} - {*EMBEDDING_FORMS}
+    assert forms["int8"]["bytes"] < 24e6
+    assert forms["int8"]["least"] > forms[dynamic]["least"]
+    assert forms["int8"]["all"] < 0.7 * forms["float32"]["all"]
+
+
+def test_the_sentences_are_as_many_as_the_page_states():
+    found = sentences()
+    assert len(found) == len({*found}) == 100
 
 
 def test_conversations_made_of_a_text_have_a_question_and_an_answer(tmp_path):

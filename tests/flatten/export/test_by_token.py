@@ -14,11 +14,12 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 from yobx_flatten import export_folder, export_onnx, verify_folder
-from yobx_flatten.errors import InvalidArgumentError
+from yobx_flatten.errors import InvalidArgumentError, ReplayError
 from yobx_flatten.export import Quantization
 from yobx_flatten.export.onnx import quantized
 from yobx_flatten.export.onnx.by_token import _channels
 from yobx_flatten.export.onnx.rounding.error_feedback import round_with_feedback
+from yobx_flatten.export.proof import quality
 from yobx_flatten.model_folder.source.tiny_models import small_model
 
 BY_TOKEN = Quantization("int8", activations="token")
@@ -153,10 +154,10 @@ def test_a_folder_of_an_encoder_states_the_cosine_of_its_embeddings(tmp_path):
     (tmp_path / "bert").mkdir()
     model = _sentence_model(tmp_path / "bert")
     done = export_folder(tmp_path / "bert", tmp_path / "out", quantize="int8")
-    quality = done.reports["model.onnx"].quality
-    assert quality.block_size == 0
-    assert 0.995 <= quality.cosine < 1
-    assert f"a cosine of {quality.cosine:.5f} or more, allowed 0.995" in str(quality)
+    stated = done.reports["model.onnx"].quality
+    assert stated.block_size == 0
+    assert 0.995 <= stated.cosine < 1
+    assert f"a cosine of {stated.cosine:.5f} or more, allowed 0.995" in str(stated)
     assert "16 sentences" in [case.case for case in done.reports["model.onnx"].cases]
     ids = torch.randint(4, 96, (20, 30), generator=torch.Generator().manual_seed(7))
     mask = torch.ones_like(ids)
@@ -169,7 +170,7 @@ def test_a_folder_of_an_encoder_states_the_cosine_of_its_embeddings(tmp_path):
     assert float((found * _embeddings(model, ids, mask)).sum(1).min()) > 0.99
     verified = verify_folder(tmp_path / "out")
     assert verified.ok
-    assert math.isclose(verified.checks[0].quality.cosine, quality.cosine, abs_tol=1e-4)
+    assert math.isclose(verified.checks[0].quality.cosine, stated.cosine, abs_tol=1e-4)
 
 
 def test_an_encoder_that_loses_too_much_gets_blocks(tmp_path, monkeypatch):
@@ -207,3 +208,32 @@ def test_options_that_exclude_each_other_are_refused(options, message):
 def test_weights_of_float16_are_refused(tmp_path):
     with pytest.raises(InvalidArgumentError, match="takes weights of float32"):
         export_onnx(_layers().half(), (torch.randn(4, 96).half(),), path=tmp_path / "m.onnx", quantize=BY_TOKEN)
+
+
+def test_a_file_that_is_too_far_is_refused_with_what_to_type(tmp_path, monkeypatch):
+    """By a limit that no rounding keeps; nothing is written."""
+    (tmp_path / "bert").mkdir()
+    _sentence_model(tmp_path / "bert")
+    monkeypatch.setattr(quality, "_COSINE", 1.0)
+    with pytest.raises(ReplayError, match=r"Leave activations=\"token\" \(--activations token\) out"):
+        export_folder(tmp_path / "bert", tmp_path / "out", quantize=BY_TOKEN)
+    with pytest.raises(ReplayError, match=r"--dtype float16"):
+        export_folder(tmp_path / "bert", tmp_path / "out", quantize="int8")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["Albert", "Roberta"])
+def test_layers_that_share_weights_or_count_positions_from_two(tmp_path, kind):
+    """All layers of ALBERT multiply with the same matrices; the positions of RoBERTa begin behind its padding."""
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=96, max_position_embeddings=80, **sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        getattr(transformers, f"{kind}Model")(config).save_pretrained(tmp_path / "model")
+    _tokenizer(tmp_path / "model")
+    done = export_folder(tmp_path / "model", tmp_path / "out", quantize="int8")
+    assert done.verified.ok
+    assert done.reports["model.onnx"].quality.block_size == 0
+    assert done.reports["model.onnx"].quality.relative_difference < 0.03

@@ -247,7 +247,7 @@ def remark_quantized(
         others = [role for role in found.roles.values() if bits and bits[role.name] == width > quantization.bits]
         if others:
             report.remark(
-                f"stored in {stored}, since the perplexity asks for it: "
+                f"stored in {stored}, so that the file is near enough to the model: "
                 + ", ".join(f"{role.name} ({role.count} of {role.size / 1e6:.3g} million weights)" for role in others)
             )
     if found.shared:

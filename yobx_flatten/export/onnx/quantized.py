@@ -53,7 +53,7 @@ def quantize_file(
         model = ir.load(file.path)
         roles = quantize_model(model, quantization, report, grids=grids).roles
     if quantization.activations == "token" or (quantization.may_be_by_token and _is_by_token(file, source, grids)):
-        quality, is_enough = _quantize_by_token(file, quantization, source, report)
+        quality, is_enough = _quantize_by_token(file, quantization, source, report, grids)
         if is_enough:
             return quality
     with report.timed("round"):
@@ -111,7 +111,7 @@ def _is_by_token(file: UnprovenFile, source: Source, grids: Grids) -> bool:
 
 
 def _quantize_by_token(
-    file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport
+    file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport, grids: Grids
 ) -> tuple[Quality | None, bool]:
     """Quantize products with a scale for each token and each output, and all others in blocks.
 
@@ -122,7 +122,7 @@ def _quantize_by_token(
     with report.timed("quantize"):
         model = ir.load(file.path)
         found = products_by_token(file, model, quantization, source)
-        found = quantize_model(model, quantization, report, found=found)
+        found = quantize_model(model, quantization, report, grids=grids, found=found)
     quality = _measured(model, found, file, quantization, source, report, []) if source.cases else None
     is_asked = quantization.activations == "token"
     if quality is not None and not is_asked and not (quality.ok and quality.relative_difference <= _NEAR):

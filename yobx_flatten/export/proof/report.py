@@ -23,6 +23,19 @@ TOLERANCES = {"float32": 1e-4, "float64": 1e-4, "float16": 6e-2, "bfloat16": 2e-
 """By type of the weights: half precision rounds at three digits, and a model does so thousands of times."""
 
 
+def _nearer(quality: Quality) -> str:
+    """What to type for a file that is nearer to its model."""
+    if quality.cosine is None:
+        return (
+            "Store more of them:\n"
+            '    quantize="int8", quantize=Quantization("int4", block_size=16), or another perplexity_ratio of it\n'
+            "    --quantize int8, or --perplexity-ratio RATIO on the command line"
+        )
+    if quality.block_size == 0:
+        return 'Leave activations="token" (--activations token) out: blocks with a scale each are nearer.'
+    return 'Leave quantize= (--quantize) out, or take float16:\n    dtype="float16" (--dtype float16)'
+
+
 def tolerance_of(types: Iterable[str]) -> float:
     """Return the largest difference that the coarsest type of a module's weights explains.
 
@@ -136,9 +149,7 @@ class ExportReport(Report):
             of_adapter = f" with the adapter {name!r}" if name and self.quality.ok else ""
             return (
                 f"The exported {self.module}{of_adapter} is further from the eager model than its quantised weights "
-                f"explain ({worst if of_adapter else self.quality}). Store more of them:\n"
-                '    quantize="int8", quantize=Quantization("int4", block_size=16), or another perplexity_ratio of it\n'
-                "    --quantize int8, or --perplexity-ratio RATIO on the command line"
+                f"explain ({worst if of_adapter else self.quality}). {_nearer(self.quality)}"
             )
         failed = self.failed()
         stopped = next((case for case in failed if case.error is not None), None)

@@ -11,16 +11,12 @@ from __future__ import annotations
 import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
-from ...errors import ModelSourceError
-from ...errors.failures import result_or
 from ...export.proof.case import Case
 from ...recipe.aliases import TransformersModel
-from ..source.tokenizer_files import open_tokenizer
-from .quality_text import python_source
+from .quality_text import python_source, tokens_of
 
 __all__ = ["encoder_rows", "sentence_case"]
 
@@ -59,7 +55,10 @@ def encoder_rows(model: TransformersModel, source: pathlib.Path | None, multiple
     length, text = min(_LENGTH, room - 2), python_source()  # some begin to count positions at 2
     size = _LETTERS * length
     pieces = [text[start : start + size] for start in range(0, len(text) - size, size)][:_ROWS]
-    rows = [row for row in _tokens(source, pieces, length) if len(row) == length] if length >= 16 else []
+    if source is None or length < 16:
+        return None
+    read = tokens_of(source, pieces, truncation=True, max_length=length)
+    rows = [row for row in read if len(row) == length]
     rows = rows[: len(rows) // multiple * multiple]
     return torch.tensor(rows) if rows and _are_known(model, rows) else None
 
@@ -72,25 +71,16 @@ def sentence_case(
     # rows: number of sentences; `None` for all
     room = getattr(model.config, "max_position_embeddings", None) or _LENGTH
     texts = itertools.islice(itertools.cycle(_SENTENCES), rows or len(_SENTENCES))
-    found = [torch.tensor(row) for row in _tokens(source, list(texts), min(_LENGTH, room - 2))]
-    if not found or not _are_known(model, [row.tolist() for row in found]):
+    if source is None:
         return None
+    read = tokens_of(source, list(texts), truncation=True, max_length=min(_LENGTH, room - 2))
+    if not read or not _are_known(model, read):
+        return None
+    found = [torch.tensor(row) for row in read]
     ids = torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=model.config.pad_token_id or 0)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in found], batch_first=True)
     inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
     return Case(f"{len(ids)} sentences", (), {name: inputs[name] for name in like})
-
-
-def _tokens(source: pathlib.Path | None, texts: Sequence[str], length: int) -> list[list[int]]:
-    if source is None:
-        return []
-
-    def read() -> list[list[int]]:
-        tokenizer: Any = open_tokenizer(source, failure=ModelSourceError)
-        found: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=length, verbose=False)["input_ids"]
-        return found
-
-    return result_or(read, lambda error: [])  # each tokenizer has its own errors, and a model without one is exported
 
 
 def _are_known(model: TransformersModel, rows: Sequence[Sequence[int]]) -> bool:

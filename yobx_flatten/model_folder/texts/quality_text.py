@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ...files.document import check_regular
 from ...recipe.aliases import TransformersModel
 from ..source.tokenizer_files import open_tokenizer
 
-__all__ = ["LENGTH", "python_source", "python_text", "read_prompts"]
+__all__ = ["LENGTH", "python_source", "python_text", "read_prompts", "tokens_of"]
 
 LENGTH = 128
 """Tokens of each row of the text."""
@@ -50,7 +51,8 @@ def python_text(
     # returns: `None` where there is no tokenizer, its tokens are not the model's, or the model has no room for 16
     config = model.config.get_text_config(decoder=True)
     room = getattr(config, "max_position_embeddings", None) or LENGTH
-    tokens = _tokens(source, text or python_source())
+    found = tokens_of(source, [text or python_source()], add_special_tokens=False)
+    tokens = found[0] if found else []
     length = min(LENGTH, room, len(tokens)) if text else min(LENGTH, room)
     rows = min(rows, len(tokens) // length)
     if length < 16 or not rows or max(tokens[: rows * length]) >= config.vocab_size:
@@ -58,14 +60,18 @@ def python_text(
     return torch.tensor(tokens[: rows * length]).reshape(rows, length)
 
 
-def _tokens(source: pathlib.Path | None, text: str) -> list[int]:
-    def read() -> list[int]:
+def tokens_of(source: pathlib.Path | None, texts: Sequence[str], **options: Any) -> list[list[int]]:
+    """Return texts in the tokens of a folder; none where it has no tokenizer that can be read."""
+    # source: the folder; `None` for a model that reads bytes
+    # options: further arguments of the tokenizer
+
+    def read() -> list[list[int]]:
         from transformers import ByT5Tokenizer
 
         tokenizer: Any = (
             ByT5Tokenizer(extra_ids=0) if source is None else open_tokenizer(source, failure=ModelSourceError)
         )
-        found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        found: list[list[int]] = tokenizer(list(texts), verbose=False, **options)["input_ids"]
         return found
 
     return result_or(read, lambda error: [])  # each tokenizer has its own errors, and a model without one is exported

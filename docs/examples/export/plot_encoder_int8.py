@@ -1,0 +1,86 @@
+"""
+An encoder in 8 bits
+====================
+
+An encoder reads many tokens at once. In int8 each token of what is multiplied has one scale then, and each output of a
+matrix: whole rows of integers are summed. A few channels of trained models are much larger than the others, and would
+decide the scale of their token; so each channel is divided by a number, which a text decides.
+"""
+
+# %%
+# A model with large channels
+# ---------------------------
+#
+# A small BERT with random weights, whose norms make two channels eight times as large, as training does.
+
+import pathlib
+import tempfile
+
+import matplotlib.pyplot as plt
+import onnxruntime
+import torch
+import transformers
+
+from yobx_flatten import export_onnx
+from yobx_flatten.export import Quantization
+
+torch.manual_seed(0)
+config = transformers.BertConfig(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+)
+model = transformers.BertModel(config, add_pooling_layer=False).eval()
+for layer in model.encoder.layer:
+    layer.output.LayerNorm.weight.data[[3, 40]] = 8.0
+
+
+def tokens(rows, length):
+    ids = torch.randint(0, 96, (rows, length))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+# %%
+# Three files
+# -----------
+#
+# In blocks of 32; with a scale for each token; and the same with a text, by which channels are divided and weights
+# rounded. ``export_folder("my-encoder", "out", quantize="int8")`` does the last one, with a text of its own.
+
+folder = pathlib.Path(tempfile.mkdtemp())
+text = tokens(32, 24)["input_ids"]
+forms = {
+    "blocks": Quantization("int8", activations="int8"),
+    "token": Quantization("int8", activations="token"),
+    "token, by a text": Quantization("int8", activations="token", calibration=text),
+}
+for name, quantization in forms.items():
+    path = folder / f"{name}.onnx"
+    exported = export_onnx(model, kwargs=tokens(2, 7), path=path, quantize=quantization)
+    print(f"{name}: {exported.report.quality}")
+
+# %%
+# What rounding costs an embedding
+# --------------------------------
+#
+# The angle between the mean of the hidden states and the model's, for 40 texts that no file has read.
+
+read = tokens(40, 16)
+with torch.no_grad():
+    wanted = model(**read).last_hidden_state.mean(1).double()
+feeds = {name: value.numpy() for name, value in read.items()}
+angles = {}
+for name in forms:
+    session = onnxruntime.InferenceSession(folder / f"{name}.onnx")
+    hidden = torch.from_numpy(session.run(None, feeds)[0])
+    cosine = torch.nn.functional.cosine_similarity(hidden.mean(1).double(), wanted)
+    angles[name] = cosine.clamp(max=1).acos().rad2deg()
+    print(f"{name}: at most {float(angles[name].max()):.3f} degrees")
+
+plt.boxplot(list(angles.values()), tick_labels=list(angles))
+plt.ylabel("angle to the model's embedding, degrees")
+plt.ylim(bottom=0)
+plt.show()

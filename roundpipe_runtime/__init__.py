@@ -89,6 +89,8 @@ _HOMES = (
     "batch.packed",
     "batch.spec",
     "checkpoint",
+    "device.parse",
+    "device.protocol",
     "device.virtual",
     "engine.config",
     "engine.recompute.states",
@@ -135,7 +137,9 @@ if TYPE_CHECKING:  # the same names for a type checker, and none that is misspel
     )
 
     # where it runs
-    from .device.virtual import Device, VirtualDevice, parse_devices
+    from .device.parse import parse_devices
+    from .device.protocol import Device
+    from .device.virtual import VirtualDevice
 
     # configure a call, and which layers form a stage
     from .engine.config import RoundPipeRunConfig

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from .events import Event
-from .virtual import Device, VirtualDevice, parse_devices
+from .parse import parse_devices
+from .protocol import Device
+from .virtual import VirtualDevice
 
 __all__ = [
     "Device",

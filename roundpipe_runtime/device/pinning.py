@@ -14,8 +14,8 @@ from torch import nn
 from ..errors import ConfigError, DeviceError
 from .accelerator import AcceleratorDevice, is_held_elsewhere
 from .composite import all_tensors, is_composite, memory_of, parts_of, plain_numbers, states_of
+from .protocol import Device
 from .slabs import PinnedMemory
-from .virtual import Device
 
 __all__ = ["PinnedModel"]
 

@@ -20,7 +20,7 @@ from yobx_flatten.recipe.aliases import PyTree
 from ..errors import UnregisteredObjectError
 from .block_masks import is_block_mask, leaf_test, parts_of_mask
 from .events import Event
-from .virtual import Device
+from .protocol import Device
 
 __all__ = [
     "HostCopies",

@@ -1,11 +1,4 @@
-"""The device protocol and virtual devices on the CPU, with their own memory, thread and events.
-
-Two implementations of one protocol, so that one scheduler drives both:
-
-- :class:`VirtualDevice` lives on the CPU. Its memory is real copies, its thread is real, its events have passed. It can
-  *check* that no code reads memory after its release, on another device, or before its event.
-- :class:`AcceleratorDevice` is any device of ``torch.accelerator``, with one stream each for parameters, activations,
-  compute and downloads. It is in a file of its own.
+"""Virtual devices on the CPU, with their own memory, thread and events.
 
 Importing this file touches no accelerator and starts no thread.
 """
@@ -16,144 +9,17 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from ..errors import ConfigError, DeviceError, DeviceMemoryError, UseAfterReleaseError
-from .accelerator import AcceleratorDevice
+from ..errors import DeviceMemoryError, UseAfterReleaseError
 from .clock import HOST_CLOCK, Clock
 from .events import NOW, Event
 from .worker import Worker
 
-__all__ = ["AcceleratorDevice", "Device", "DeviceSpec", "HasRoom", "VirtualDevice", "parse_devices"]
-
-
-@runtime_checkable
-class Device(Protocol):
-    """The interface of a device for the scheduler. Tensors from ``copy_in`` and ``allocate`` belong to the device.
-
-    >>> device = VirtualDevice()
-    >>> isinstance(device, Device), device.name
-    (True, 'virtual:0')
-    >>> device.close()
-    """
-
-    name: str
-    torch_device: torch.device
-    worker: Worker
-
-    @property
-    def memory(self) -> int | None:
-        """Bytes of memory of the device; ``None`` if no limit is known."""
-
-    def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Return uninitialised memory of the device with this shape, dtype and layout."""
-
-    def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
-        """Return a copy of a host tensor in the memory of the device; the copy waits for ``ready``.
-
-        Args:
-            tensor: host tensor.
-            ready: event after which the host tensor is complete. Default: it is complete.
-            parameter: whether the copy is large and not urgent, so that it must not delay activations.
-
-        Returns:
-            The copy, on the device.
-        """
-
-    def reserve(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory for a parameter of which :meth:`copy_rows_in` copies some rows."""
-
-    def copy_rows_in(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        runs: Sequence[tuple[int, int]],
-        *,
-        after_compute: bool = False,
-    ) -> None:
-        """Copy rows of a host tensor into reserved memory; what computes next waits for them.
-
-        Args:
-            target: memory of the device.
-            source: host tensor with the same rows.
-            runs: rows to copy, as pairs of a start and a stop.
-            after_compute: whether the computation so far has to end first, because it wrote these rows. Default:
-                nothing did.
-        """
-
-    def copy_rows_out(
-        self, tensor: torch.Tensor, runs: Sequence[tuple[int, int]], target: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Event]:
-        """Return a tensor of the host with some rows of a tensor that is not written any more, and zero elsewhere.
-
-        Args:
-            tensor: tensor of the device.
-            runs: rows to copy, as pairs of a start and a stop.
-            target: host tensor to copy to, which a device may use or not. Default: a new one.
-
-        Returns:
-            The copy and the event after which it is complete.
-        """
-
-    def arrival(self) -> Event:
-        """Return the event after which all copies of parameters given so far are complete."""
-
-    def copy_out(
-        self, tensor: torch.Tensor, *, last: bool = False, parameter: bool = False, target: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Event]:
-        """Return a copy on the host, and the event after which it is complete.
-
-        Args:
-            tensor: tensor of the device.
-            last: whether the caller writes the tensor no more, so that nothing has to wait for the copy.
-            parameter: whether the copy is large and not urgent, so that it must not delay activations.
-            target: host tensor to copy to, which a device may use or not. Default: a new one.
-
-        Returns:
-            The copy and the event.
-        """
-
-    def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Make this device current for the code of a layer, after the copies given so far.
-
-        Args:
-            after: event that stands for the copies of parameters. Default: all of them.
-        """
-
-    def visit(self, nbytes: int = 1) -> contextlib.AbstractContextManager[HasRoom | None]:
-        """Keep a stage on the device, from the copy of its parameters on; wait for room if the host runs ahead.
-
-        Args:
-            nbytes: bytes of the parameters and gradients of the stage. Default: those of any other stage.
-
-        Returns:
-            The context. It gives a function that reports whether there is room for so many bytes of the following stage
-            now, so that it can be uploaded; or ``None``, where nothing is uploaded ahead.
-        """
-
-    def synchronize(self) -> None:
-        """Wait until all copies and computations given so far have ended."""
-
-    def clock(self) -> Clock:
-        """Return the clock by which a run measures the work of this device."""
-
-    def use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Check that these tensors can be read now on this device, if the device checks at all."""
-
-    def release(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Release tensors that will not be read again."""
-
-    def close(self) -> None:
-        """End the thread of the device."""
-
-
-# Reports whether there is room for so many bytes now, next to the stages that are on a device.
-HasRoom: TypeAlias = Callable[[int], bool]
-
-DeviceSpec: TypeAlias = "str | torch.device | Sequence[torch.device | str | Device] | None"
+__all__ = ["VirtualDevice"]
 
 _POISON_INTEGER = 0x5A
 
@@ -397,85 +263,3 @@ def _poison(tensor: torch.Tensor) -> None:
 
 def _drawn(tensor: torch.Tensor) -> str:
     return f"tensor of shape {tuple(tensor.shape)}"
-
-
-# One object, so one thread, per accelerator and process, for as long as a pipeline holds it.
-_ACCELERATORS: weakref.WeakValueDictionary[torch.device, AcceleratorDevice] = weakref.WeakValueDictionary()
-_STREAMS: dict[torch.device, tuple[torch.Stream, ...]] = {}
-
-
-def parse_devices(devices: DeviceSpec = None) -> list[Device]:
-    """Parse an argument ``devices=`` into a list of devices.
-
-    Args:
-        devices: ``"virtual:N"`` for N devices made of the CPU, ``"virtual:N:check"`` for N that check every access; a
-            list of torch devices, or of :class:`Device` objects to share between pipelines; ``None`` for all
-            accelerators of the machine, or two virtual devices where there is none.
-
-    Returns:
-        The devices.
-
-    Raises:
-        ConfigError: the argument describes no device.
-
-    >>> parse_devices("virtual:2")
-    [VirtualDevice('virtual:0'), VirtualDevice('virtual:1')]
-    """
-    if devices is None:
-        devices = _all_accelerators() or "virtual:2"
-    if isinstance(devices, torch.device):
-        return [_accelerator(devices)]
-    if isinstance(devices, str):
-        if not devices.startswith("virtual"):
-            return [_accelerator(devices)]
-        return _virtual(devices)
-    try:
-        named = list(devices)
-    except TypeError as error:
-        raise ConfigError(
-            f"devices={devices!r} names no device. Use 'virtual:2', or a list of torch devices."
-        ) from error
-    found = [_one(device) for device in named]
-    if not found:
-        raise ConfigError("devices=[] names no device. Use 'virtual:2', or a list of torch devices.")
-    names = [device.name for device in found]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"devices={names} names a device twice.")
-    return found
-
-
-def _virtual(text: str) -> list[Device]:
-    _, _, rest = text.partition(":")
-    number, _, option = rest.partition(":")
-    if not number.isdecimal() or int(number) < 1 or option not in ("", "check"):
-        raise ConfigError(f"devices={text!r} names no device. Use 'virtual:N' or 'virtual:N:check', N at least 1.")
-    return [VirtualDevice(f"virtual:{index}", check=option == "check") for index in range(int(number))]
-
-
-def _one(device: torch.device | str | Device) -> Device:
-    return device if isinstance(device, Device) else _accelerator(device)
-
-
-def _accelerator(device: torch.device | str) -> Device:
-    try:
-        device = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"{device!r} names no device. Use 'virtual:2', or a list of torch devices.") from error
-    if device.type in ("cpu", "meta"):
-        raise ConfigError(f"{str(device)!r} is not an accelerator. To run on the CPU, use devices='virtual:2'.")
-    if not torch.accelerator.is_available():
-        raise DeviceError(f"{str(device)!r} was asked for, but torch finds no accelerator here.")
-    index: int | None = device.index  # torch's stubs know no device without one
-    if index is None:
-        device = torch.device(device.type, torch.accelerator.current_device_index())
-    found = _ACCELERATORS.get(device)
-    if found is None or found.worker.is_closed:
-        found = _ACCELERATORS[device] = AcceleratorDevice(device, _STREAMS.get(device, ()))
-        _STREAMS[device] = found.streams
-    return found
-
-
-def _all_accelerators() -> list[torch.device]:
-    kind: Callable[[], torch.device | None] = torch.accelerator.current_accelerator
-    found = kind() if torch.accelerator.is_available() else None
-    return [] if found is None else [torch.device(found.type, i) for i in range(torch.accelerator.device_count())]

@@ -11,7 +11,7 @@ from functools import partial
 
 from ..device.forking import free_after_fork
 from ..device.outcome import Outcome, on_error
-from ..device.virtual import Device
+from ..device.protocol import Device
 from ..device.worker import collect
 from ..errors import DeviceError, StageError
 from ..schedule.round_robin import RoundRobin, Stage

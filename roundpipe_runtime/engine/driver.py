@@ -20,8 +20,8 @@ from ..batch.loss import warn_if_uneven
 from ..batch.splitting import split, split_flat
 from ..device.disk import DiskMemory
 from ..device.pinning import PinnedModel
+from ..device.protocol import Device
 from ..device.transfer import HostValue
-from ..device.virtual import Device
 from ..errors import ConfigError
 from ..optim.tables import LargeTables
 from .autograd import call

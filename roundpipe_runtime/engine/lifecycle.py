@@ -22,8 +22,8 @@ from ..device.disk import DiskMemory
 from ..device.interrupts import Uninterrupted
 from ..device.outcome import on_error
 from ..device.pinning import PinnedModel
+from ..device.protocol import Device
 from ..device.transfer import HostValue
-from ..device.virtual import Device
 from ..optim.disk_store import DiskStore
 from ..optim.parameters import LayerContents, scan
 from ..optim.readiness import ReadinessTable

@@ -11,7 +11,7 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
-from ..device.virtual import Device
+from ..device.protocol import Device
 from ..optim.parameters import scan
 from ..optim.tables import LargeTables, TableRule, needed_bytes, rule_for
 from ..schedule.costs import LayerCost, MeasuredCosts, analytic_cost

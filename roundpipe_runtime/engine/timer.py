@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 from ..device.clock import Clock
-from ..device.virtual import Device
+from ..device.protocol import Device
 from ..schedule.costs import MeasuredCosts
 from ..timeline.record import Timeline
 

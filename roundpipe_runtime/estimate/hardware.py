@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from ..device.accelerator import memory_info
-from ..device.virtual import parse_devices
+from ..device.parse import parse_devices
 from ..errors import ConfigError
 
 __all__ = [

@@ -19,7 +19,8 @@ from typing import Any, TextIO
 
 import torch
 
-from ..device.virtual import AcceleratorDevice, Device
+from ..device.accelerator import AcceleratorDevice
+from ..device.protocol import Device
 
 __all__ = ["EvalRecord", "MetricsFile", "StepRecord", "device_peak", "process_memory", "record_of"]
 

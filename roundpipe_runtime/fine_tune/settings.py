@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from ..device.disk_folder import HOST_IN_MEMORY, check_host
-from ..device.virtual import DeviceSpec
+from ..device.parse import DeviceSpec
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError
 from ..optim.tables import LargeTables, check_large_tables

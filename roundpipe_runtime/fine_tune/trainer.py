@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..device.virtual import AcceleratorDevice
+from ..device.accelerator import AcceleratorDevice
 from ..engine.config import RoundPipeRunConfig
 from ..huggingface.loss.call_options import CALL_OPTIONS, CallOptions
 from ..huggingface.trainer.classes import RoundPipeTrainer

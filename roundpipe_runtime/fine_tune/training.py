@@ -16,7 +16,7 @@ from torch import nn
 from yobx_flatten.errors.dependencies import require
 
 from ..checkpoint import CheckpointError
-from ..device.virtual import parse_devices
+from ..device.parse import parse_devices
 from ..errors import ConfigError
 from ..huggingface.cutting.check import evaluating
 from ..huggingface.wrap import WrappedModel, wrap_model_to_roundpipe

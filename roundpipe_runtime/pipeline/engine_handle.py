@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..device.virtual import Device
+from ..device.protocol import Device
 from ..engine.driver import Engine
 from ..engine.parameters.kept import ParameterTraffic
 from ..schedule.costs import LayerCost

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..device.accelerator import AcceleratorDevice
 from ..device.disk_folder import HOST_IN_MEMORY, disk_folder
-from ..device.virtual import Device, DeviceSpec
+from ..device.parse import DeviceSpec
+from ..device.protocol import Device
 from ..engine.compiled import check_compile_options
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..batch.arguments import check_call, check_loss_fn
 from ..device.disk import memory_for
 from ..device.disk_folder import HOST_IN_MEMORY, disk_folder
+from ..device.parse import DeviceSpec, parse_devices
 from ..device.pinning import PinnedModel
-from ..device.virtual import DeviceSpec, parse_devices
 from ..engine.compiled import CompiledLayers, check_compile_options
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine

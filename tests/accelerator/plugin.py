@@ -16,8 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-from roundpipe_runtime.device import virtual
+from roundpipe_runtime.device import parse
 from roundpipe_runtime.device.accelerator import AcceleratorDevice
+from roundpipe_runtime.device.protocol import Device
 from roundpipe_runtime.estimate.device_rates import measure_device
 from tests.accelerator import late
 from tests.accelerator.exceptions import reason_to_skip
@@ -32,8 +33,8 @@ def _late(count: int) -> list[AcceleratorDevice]:
     return [AcceleratorDevice(torch.device("late", number)) for number in range(count)]
 
 
-def _on_late(text: str) -> list[virtual.Device]:
-    """In the place of ``virtual._virtual``, which parses ``"virtual:N"``."""
+def _on_late(text: str) -> list[Device]:
+    """In the place of ``parse._virtual``, which parses ``"virtual:N"``."""
     return [*_late(len(_virtual(text)))]
 
 
@@ -48,7 +49,7 @@ def _late_devices(count: int) -> Iterator[list[AcceleratorDevice]]:
             device.close()
 
 
-_virtual, virtual._virtual = virtual._virtual, _on_late
+_virtual, parse._virtual = parse._virtual, _on_late
 small.checked_devices = _late_devices
 
 # What the doctor measures takes a second on a device, and minutes where its kernels are those of the CPU.

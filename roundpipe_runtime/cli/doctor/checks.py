@@ -22,7 +22,7 @@ from yobx_flatten.errors.tried_versions import NEWEST_TRIED, untried_versions
 
 from ...device.accelerator import memory_info
 from ...device.generator import generator_kept
-from ...device.virtual import DeviceSpec
+from ...device.parse import DeviceSpec
 from ...engine.config import RoundPipeRunConfig
 from ...errors import ConfigError
 from ...estimate.disk_rates import measure_disk

@@ -13,7 +13,9 @@ from yobx_flatten.model_folder.source.find import MODEL_NAMES
 from yobx_flatten.terminal.failures import UserError
 
 from ...device.disk_folder import HOST_IN_MEMORY, check_host
-from ...device.virtual import Device, VirtualDevice, parse_devices
+from ...device.parse import parse_devices
+from ...device.protocol import Device
+from ...device.virtual import VirtualDevice
 from ...distributed.ranks.torchrun import own_devices
 from ...errors import ConfigError, DeviceError
 from ...fine_tune import Settings, check_curve, check_output

@@ -17,7 +17,7 @@ import torch
 
 from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass
 
-from ...device.virtual import Device
+from ...device.protocol import Device
 from ...errors import DeviceMemoryError
 from ...optim.parameters import LayerContents
 from ...optim.torch_steps import number_of_steps

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from ...device.events import NOW, Event
-from ...device.virtual import Device
+from ...device.protocol import Device
 from ...optim.parameters import LayerContents
 from .gradient_memory import GradientMemory
 from .host_sum import HostSum

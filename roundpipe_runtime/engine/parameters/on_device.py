@@ -15,7 +15,7 @@ from yobx_flatten.private_names.of_torch import NormBase
 from ...device.accelerator import PIECE
 from ...device.composite import Rebuilding, is_composite, plain_numbers
 from ...device.events import Event
-from ...device.virtual import Device
+from ...device.protocol import Device
 from ...errors import StageError
 from ...optim.copyable import same_numbers
 from ...optim.parameters import LayerContents

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...device.virtual import Device
+from ...device.protocol import Device
 from ...optim.parameters import LayerContents, ParameterSlot
 from .partial_table import Runs, TableReader, reserve_table, runs_of, table_of
 from .read_on_demand import ParametersOnDemand

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from ...device.virtual import Device
+from ...device.protocol import Device
 
 __all__ = ["PartialTable", "Runs", "TableReader", "bytes_present", "reserve_table", "runs_of", "table_of"]
 

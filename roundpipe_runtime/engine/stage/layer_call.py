@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from ...batch.steady_draws import SteadyDraws
-from ...device.virtual import Device
+from ...device.protocol import Device
 from ...errors import RoundPipeError, StageError
 from ..layer_graph import Values, enter, is_refused_write
 from ..parameters.on_device import LayerOnDevice

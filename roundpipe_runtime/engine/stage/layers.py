@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 
-from ...device.virtual import Device, HasRoom
+from ...device.protocol import Device, HasRoom
 from ...errors import DeviceMemoryError
 from ...schedule.round_robin import Stage
 from ..parameters.on_device import LayerOnDevice

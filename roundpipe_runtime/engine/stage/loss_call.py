@@ -11,7 +11,7 @@ from torch import nn
 
 from ...batch.averages import count_items
 from ...batch.loss import BackwardTerm
-from ...device.virtual import Device
+from ...device.protocol import Device
 from ..layer_graph import Values, enter, other_leaves
 from ..parameters.on_device import check_not_kept
 from ..recompute.draws import CallDraws

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ...device.protocol import Device
 from ...device.transfer import shapes_of
-from ...device.virtual import Device
 from ...schedule.round_robin import Stage
 from ..run import Run
 

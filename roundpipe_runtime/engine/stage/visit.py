@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from ...device.events import NOW, Event
+from ...device.protocol import Device, HasRoom
 from ...device.transfer import HostCopies, HostValue, TreeStructure, fetch, flatten_value, send
-from ...device.virtual import Device, HasRoom
 from ...device.worker import StoppedRun, add_note_once
 from ...schedule.round_robin import Stage
 from ..collected import Copies

@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
-from ...device.virtual import DeviceSpec
+from ...device.parse import DeviceSpec
 from ...engine.config import RoundPipeRunConfig
 from ...errors import ConfigError
 from ..loss.label_smoothing import SmoothedLoss, is_causal

@@ -20,7 +20,7 @@ from torch import nn
 from yobx_flatten.huggingface.cache_names import cache_of
 
 from ...device.generator import generator_kept
-from ...device.virtual import parse_devices
+from ...device.parse import parse_devices
 from ...distributed.ranks.torchrun import own_devices
 from ...engine.config import RoundPipeRunConfig
 from ...pipeline import RoundPipe

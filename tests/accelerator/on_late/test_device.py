@@ -7,7 +7,7 @@ from torch import nn
 from roundpipe_runtime import RoundPipe
 from roundpipe_runtime.device.accelerator import copy_in_pieces
 from roundpipe_runtime.device.pinning import PinnedModel
-from roundpipe_runtime.device.virtual import Device
+from roundpipe_runtime.device.protocol import Device
 from tests.accelerator import late
 from tests.accelerator.training import late_devices, train
 from tests.runtime.small import same_bits

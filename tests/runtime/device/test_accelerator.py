@@ -9,7 +9,7 @@ from torch import nn
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
 from roundpipe_runtime.device import accelerator
 from roundpipe_runtime.device.accelerator import AcceleratorDevice, copy_in_pieces
-from roundpipe_runtime.device.virtual import parse_devices
+from roundpipe_runtime.device.parse import parse_devices
 from tests.runtime.small import (
     batch,
     cut_plan,

@@ -1,0 +1,148 @@
+"""What the scheduler asks of a device: memory, copies, a thread and events.
+
+Two classes have it, so that one scheduler drives both:
+
+- :class:`VirtualDevice` lives on the CPU. Its memory is real copies, its thread is real, its events have passed. It can
+  *check* that no code reads memory after its release, on another device, or before its event.
+- :class:`AcceleratorDevice` is any device of ``torch.accelerator``, with one stream each for parameters, activations,
+  compute and downloads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+
+from .clock import Clock
+from .events import Event
+from .worker import Worker
+
+__all__ = ["Device", "HasRoom"]
+
+
+@runtime_checkable
+class Device(Protocol):
+    """The interface of a device for the scheduler. Tensors from ``copy_in`` and ``allocate`` belong to the device.
+
+    >>> from roundpipe_runtime import VirtualDevice
+    >>> device = VirtualDevice()
+    >>> isinstance(device, Device), device.name
+    (True, 'virtual:0')
+    >>> device.close()
+    """
+
+    name: str
+    torch_device: torch.device
+    worker: Worker
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes of memory of the device; ``None`` if no limit is known."""
+
+    def allocate(self, like: torch.Tensor) -> torch.Tensor:
+        """Return uninitialised memory of the device with this shape, dtype and layout."""
+
+    def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
+        """Return a copy of a host tensor in the memory of the device; the copy waits for ``ready``.
+
+        Args:
+            tensor: host tensor.
+            ready: event after which the host tensor is complete. Default: it is complete.
+            parameter: whether the copy is large and not urgent, so that it must not delay activations.
+
+        Returns:
+            The copy, on the device.
+        """
+
+    def reserve(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for a parameter of which :meth:`copy_rows_in` copies some rows."""
+
+    def copy_rows_in(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        runs: Sequence[tuple[int, int]],
+        *,
+        after_compute: bool = False,
+    ) -> None:
+        """Copy rows of a host tensor into reserved memory; what computes next waits for them.
+
+        Args:
+            target: memory of the device.
+            source: host tensor with the same rows.
+            runs: rows to copy, as pairs of a start and a stop.
+            after_compute: whether the computation so far has to end first, because it wrote these rows. Default:
+                nothing did.
+        """
+
+    def copy_rows_out(
+        self, tensor: torch.Tensor, runs: Sequence[tuple[int, int]], target: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Event]:
+        """Return a tensor of the host with some rows of a tensor that is not written any more, and zero elsewhere.
+
+        Args:
+            tensor: tensor of the device.
+            runs: rows to copy, as pairs of a start and a stop.
+            target: host tensor to copy to, which a device may use or not. Default: a new one.
+
+        Returns:
+            The copy and the event after which it is complete.
+        """
+
+    def arrival(self) -> Event:
+        """Return the event after which all copies of parameters given so far are complete."""
+
+    def copy_out(
+        self, tensor: torch.Tensor, *, last: bool = False, parameter: bool = False, target: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Event]:
+        """Return a copy on the host, and the event after which it is complete.
+
+        Args:
+            tensor: tensor of the device.
+            last: whether the caller writes the tensor no more, so that nothing has to wait for the copy.
+            parameter: whether the copy is large and not urgent, so that it must not delay activations.
+            target: host tensor to copy to, which a device may use or not. Default: a new one.
+
+        Returns:
+            The copy and the event.
+        """
+
+    def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
+        """Make this device current for the code of a layer, after the copies given so far.
+
+        Args:
+            after: event that stands for the copies of parameters. Default: all of them.
+        """
+
+    def visit(self, nbytes: int = 1) -> contextlib.AbstractContextManager[HasRoom | None]:
+        """Keep a stage on the device, from the copy of its parameters on; wait for room if the host runs ahead.
+
+        Args:
+            nbytes: bytes of the parameters and gradients of the stage. Default: those of any other stage.
+
+        Returns:
+            The context. It gives a function that reports whether there is room for so many bytes of the following stage
+            now, so that it can be uploaded; or ``None``, where nothing is uploaded ahead.
+        """
+
+    def synchronize(self) -> None:
+        """Wait until all copies and computations given so far have ended."""
+
+    def clock(self) -> Clock:
+        """Return the clock by which a run measures the work of this device."""
+
+    def use(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Check that these tensors can be read now on this device, if the device checks at all."""
+
+    def release(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Release tensors that will not be read again."""
+
+    def close(self) -> None:
+        """End the thread of the device."""
+
+
+# Reports whether there is room for so many bytes now, next to the stages that are on a device.
+HasRoom: TypeAlias = Callable[[int], bool]

@@ -22,6 +22,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.flatten.model_folder.words import WORDS, word_tokenizer
 from yobx_flatten import export_folder
+from yobx_flatten.export import Quantization
 
 PAGE = pathlib.Path(__file__).parents[3] / "examples" / "browser"
 SECONDS = 300
@@ -57,6 +58,12 @@ _DEVICES = {
     "wasm": ("--disable-gpu",),
     "webgpu": ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-unsafe-swiftshader"),
 }
+
+
+# Given to `execute_async_script`: the last argument is what to call with the answer.
+_KNOWS_HALF = (
+    "const done = arguments[0];navigator.gpu.requestAdapter().then((found) => done(found.features.has('shader-f16')))"
+)
 
 
 @pytest.fixture(scope="module", params=_DEVICES)
@@ -132,7 +139,7 @@ def encoder(site):
     folder, _ = site
     torch.manual_seed(0)
     model = transformers.BertModel(
-        transformers.BertConfig(vocab_size=len(WORDS), initializer_range=0.5, **SIZES)
+        transformers.BertConfig(vocab_size=len(WORDS), initializer_range=0.1, **SIZES)
     ).eval()
     saved = folder.parent / "encoder"
     model.save_pretrained(saved)
@@ -148,6 +155,8 @@ def encoder(site):
     pooling = {"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
     (saved / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     export_folder(saved, folder / "encoder", layout="transformers.js")
+    by_token = Quantization("int8", activations="token")
+    export_folder(saved, folder / "encoder-int8", layout="transformers.js", quantize=by_token)
     return model, tokenizer
 
 
@@ -164,8 +173,9 @@ def test_a_chat_continues_as_the_model_does(site, browser, llama):
     assert answer(browser, site[1], "llama", text).split() == expected.split()
 
 
-def test_embeddings_are_as_close_as_the_model_s(site, browser, encoder):
-    """Mean over the tokens of each sentence, of other lengths."""
+@pytest.mark.parametrize(("name", "close"), [("encoder", 2e-4), ("encoder-int8", 0.05)])
+def test_embeddings_are_as_close_as_the_model_s(site, browser, encoder, name, close):
+    """Mean over the tokens of each sentence, of other lengths; int8 has one scale for each token."""
     model, tokenizer = encoder
     lines = ["word1 word2 word3", "word4", "word1 word2 word3 word50 word51"]
     given = tokenizer(lines, padding=True, return_tensors="pt")
@@ -173,8 +183,8 @@ def test_embeddings_are_as_close_as_the_model_s(site, browser, encoder):
         hidden = model(given["input_ids"], attention_mask=given["attention_mask"])[0]
     weights = given["attention_mask"][..., None]
     means = torch.nn.functional.normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1)
-    shown = [line.split()[0] for line in answer(browser, site[1], "encoder", "\n".join(lines)).splitlines()]
-    assert [float(value) for value in shown] == pytest.approx((means[1:] @ means[0]).tolist(), abs=2e-4)
+    shown = [line.split()[0] for line in answer(browser, site[1], name, "\n".join(lines)).splitlines()]
+    assert [float(value) for value in shown] == pytest.approx((means[1:] @ means[0]).tolist(), abs=close)
 
 
 def test_a_folder_that_is_not_there_is_named(site, browser):
@@ -189,6 +199,11 @@ def test_a_folder_that_is_not_there_is_named(site, browser):
 def test_a_model_with_trained_weights_answers(site, browser):
     """BROWSER_MODEL is the path of a folder that was exported with this layout."""
     folder, address = site
+    half = (
+        json.loads((pathlib.Path(os.environ["BROWSER_MODEL"]) / "yobx_flatten.json").read_text())["dtype"] == "float16"
+    )
+    if half and browser.computes_on == "webgpu" and not browser.execute_async_script(_KNOWS_HALF):
+        pytest.skip("this adapter of WebGPU has no float16")
     if not (folder / "smollm2").exists():
         (folder / "smollm2").symlink_to(os.path.abspath(os.environ["BROWSER_MODEL"]))
     assert "Paris" in answer(browser, address, "smollm2", "What is the capital of France?")

@@ -27,6 +27,9 @@ _LARGEST = 0.5
 _AGREED = 0.95
 """Share of greedy tokens from which on more bits are not noticed."""
 
+_TOGETHER = 64
+"""Positions whose scores are in float32, and in nats, at once: those of a text are as large as a model."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
@@ -163,7 +166,7 @@ class Distance:
     def add_text_scores(self, model: torch.Tensor, file: torch.Tensor) -> None:
         """Compare scores for a text, of shape (texts, length, vocabulary)."""
         self._scored += model[..., 0].numel()
-        self._sums["text divergence"] += _divergence(model.detach().float(), file.detach().float())
+        self._sums["text divergence"] += _divergence(model.detach(), file.detach())
 
     def quality(self, weights: str, block_size: int, allowed: float) -> Quality:
         """Return what was found."""
@@ -210,15 +213,19 @@ class Distance:
 
 def _divergence(model: torch.Tensor, file: torch.Tensor) -> float:
     """The sum over all positions of the divergence of two distributions."""
-    chances = model.log_softmax(-1), file.log_softmax(-1)
-    apart = torch.nn.functional.kl_div(chances[1], chances[0], log_target=True, reduction="none").sum(-1)
-    return float(apart.clamp(min=0).sum())
+    total = 0.0
+    for one, other in zip(*(side.flatten(0, -2).split(_TOGETHER) for side in (model, file)), strict=True):
+        chances = one.float().log_softmax(-1), other.float().log_softmax(-1)
+        apart = torch.nn.functional.kl_div(chances[1], chances[0], log_target=True, reduction="none").sum(-1)
+        total += float(apart.clamp(min=0).sum())
+    return total
 
 
 def text_losses(scores: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return ``losses`` in nats and the ``greedy`` token for each token of a text but the first."""
     # scores: scores of shape (texts, length, vocabulary)
     # tokens: the text, int64 of shape (texts, length)
-    scores, following = scores[:, :-1].detach().float(), tokens[:, 1:]
-    losses = torch.nn.functional.cross_entropy(scores.transpose(1, 2), following, reduction="none")
-    return {"losses": losses, "greedy": scores.argmax(-1)}
+    scores, following = scores[:, :-1].detach(), tokens[:, 1:]
+    parts = zip(scores.flatten(0, 1).split(_TOGETHER), following.flatten().split(_TOGETHER), strict=True)
+    losses = [torch.nn.functional.cross_entropy(one.float(), token, reduction="none") for one, token in parts]
+    return {"losses": torch.cat(losses).view_as(following), "greedy": scores.argmax(-1)}

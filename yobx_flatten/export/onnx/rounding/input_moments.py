@@ -18,7 +18,7 @@ import torch
 from ....errors import ReplayError
 from ....private_names.of_torch import pytree
 from ....runners.onnx_runner import OnnxRunner
-from ....runners.onnx_session import open_session
+from ....runners.onnx_session import mapped_options, open_session
 from ...proof.case import Case, clone
 from ...quantization.from_the_start import from_the_start
 from ..file import UnprovenFile
@@ -107,6 +107,6 @@ def _showing(file: UnprovenFile, names: Collection[str]) -> Iterator[OnnxRunner]
     path = file.path.with_name(f"shown-{file.path.name}")  # next to its weights, which it reads
     try:
         ir.save(model, path)
-        yield OnnxRunner(open_session(path, caller="export_onnx"), file.path.name)
+        yield OnnxRunner(open_session(path, caller="export_onnx", options=mapped_options(path)), file.path.name)
     finally:
         path.unlink(missing_ok=True)

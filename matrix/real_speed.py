@@ -62,7 +62,7 @@ Our int4 answers as the model does, with its own integers, and the builder's wit
 takes longer: what is multiplied is not rounded to 8 bits, blocks have a lowest weight, and the head has 8 bits. With
 weights in 8 bits, for which onnxruntime has no kernel for numbers in float, it is rounded in two parts where there are
 large numbers among small ones: a second row for each token, which costs one token little, and a prompt half as much
-again. `--activations int8` rounds it whole ({{doc}}`guide/quantize`).
+again. `--activations int8` rounds it whole, as the builder does ({{doc}}`guide/quantize`): the last two rows.
 
 {rows}
 """

@@ -69,7 +69,8 @@ def keep_integers(graph: Any, value: Any, grid: WeightGrid, *, transposed: bool)
         offsets = block_offsets(graph, held[-1], held[1], grid.middle)
     nbytes = sum(one.const_value.nbytes for one in held)
     columns, blocks, size = grid.numbers.shape
-    return StoredMatrix(grid.bits, size, blocks * size, columns, parts, nbytes, offsets, is_half)
+    has_large = blocks * size > int(value.const_value.shape[1 if transposed else 0])
+    return StoredMatrix(grid.bits, size, blocks * size, columns, parts, nbytes, offsets, is_half, has_large)
 
 
 def cast_value(graph: Any, value: Any, dtype: Any) -> Any:

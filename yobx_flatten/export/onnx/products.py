@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .split_inputs import InputLimits, SplitInputs
+from .split_inputs import InputSplits, SplitInputs
 from .stored_matrix import StoredMatrix, plus, reshaped
 
 __all__ = ["Products"]
@@ -26,9 +26,9 @@ the first, a token takes a third longer in 4 bits, and 15 times as long in 8 bit
 class Products:
     """Replaces products of a graph, in its order; those of the same inputs share the sums of their blocks."""
 
-    def __init__(self, limits: InputLimits) -> None:
+    def __init__(self, splits: InputSplits) -> None:
         self._sums: dict[tuple[Any, int, bool], Any] = {}
-        self._inputs = SplitInputs(limits)
+        self._inputs = SplitInputs(splits)
 
     def replace(self, node: Any, stored: StoredMatrix, *, rounds_inputs: bool) -> None:
         """Replace a ``MatMul`` or ``Gemm`` by a product with a matrix of few bits."""
@@ -41,7 +41,7 @@ class Products:
         is_split = stored.bits == 8 and not rounds_inputs and not self._inputs.is_whole(x)
         made, rows = self._inputs.split(node.graph, x, len(x.shape), stored) if is_split else ([], x)
         product = ir.node("MatMulNBits", [rows, *stored.parts], sizes, domain="com.microsoft", name=node.name)
-        made += [product, *(self._inputs.joined(product.outputs[0]) if is_split else [])]
+        made += [product, *(self._inputs.joined(product.outputs[0]) if is_split and not stored.has_large else [])]
         found = made[-1].outputs[0]
         if stored.offsets is not None:
             turned = ir.node("Transpose", [stored.offsets], {"perm": [1, 0]})

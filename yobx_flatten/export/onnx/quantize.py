@@ -24,7 +24,7 @@ from .quantized_table import gathered, gathers_blocks, share_table
 from .rewrite.repair import attribute
 from .rounded import round_table, round_to_8_bits
 from .rounding.rounded_by_text import RoundedMatrices
-from .split_inputs import InputLimits
+from .split_inputs import InputSplits
 from .stored_matrix import StoredMatrix, new_value
 from .weights import unmap
 
@@ -84,7 +84,7 @@ def quantize_graph(
     rounded: RoundedMatrices | None = None,
     *,
     rounds_inputs: bool = True,
-    limits: InputLimits | None = None,
+    splits: InputSplits | None = None,
     found: QuantizedWeights | None = None,
 ) -> QuantizedWeights:
     """Quantize the weights of all projections of a graph in place, one after the other, when they are written.
@@ -95,7 +95,7 @@ def quantize_graph(
     # grids: such integers, as far as they were searched for in this graph; `None`, the default, for not yet
     # rounded: matrices that were rounded already; `None`, the default, for none
     # rounds_inputs: whether the inputs of these products are rounded to 8 bits
-    # limits: by which the others are split, and nearly as they are; `None`, the default, for inputs as they are
+    # splits: by which the others are split, and nearly as they are; `None`, the default, for inputs as they are
     # found: what was stored in fewer bits already, which is counted on; `None`, the default, for nothing
     grids = Grids() if grids is None else grids
     widths = () if quantization.weights == "keep" else (4, 8)
@@ -103,7 +103,7 @@ def quantize_graph(
     made = {width: _Parts(_in_bits(quantization, width)) for width in widths}
     stored: dict[tuple[str, bool], StoredMatrix | None] = {}
     read: dict[str, tuple[Any, bool]] = {}
-    products = Products(limits or {})
+    products = Products(splits or {})
     nodes = products_of(model, quantization)
     for node, (value, transposed) in nodes:
         key, name = (value.name, transposed), _role_of(node, value)
@@ -195,12 +195,12 @@ def quantize_model(
     rounded: RoundedMatrices | None = None,
     *,
     rounds_inputs: bool = True,
-    limits: InputLimits | None = None,
+    splits: InputSplits | None = None,
     found: QuantizedWeights | None = None,
 ) -> QuantizedWeights:
     """Quantize the weights of a model, when they are written."""
     # model: an `onnx_ir.Model`; it is changed in place
-    how: dict[str, Any] = {"rounds_inputs": rounds_inputs, "limits": limits, "found": found}
+    how: dict[str, Any] = {"rounds_inputs": rounds_inputs, "splits": splits, "found": found}
     found = quantize_graph(model, quantization, bits, grids, rounded, **how)
     if not found.roles and not found.by_token:
         raise InvalidArgumentError(

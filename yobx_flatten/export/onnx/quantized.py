@@ -26,9 +26,9 @@ from .by_token import products_by_token
 from .file import UnprovenFile
 from .kept_integers import Grids
 from .quantize import QuantizedWeights, products_of, quantize_model, remark_quantized
-from .rounding.input_limits import input_limits
-from .rounding.rounded_by_text import round_by_text
-from .split_inputs import InputLimits
+from .rounding.input_splits import input_splits
+from .rounding.rounded_by_text import RoundedMatrices, round_by_text
+from .split_inputs import InputSplits
 
 __all__ = ["quantize_file"]
 
@@ -60,18 +60,19 @@ def quantize_file(
         model = ir.load(file.path)
         rounded = round_by_text(file, model.graph, products_of(model, quantization), quantization, source, grids)
     known: list[Texts] = []
+    large: RoundedMatrices = {}  # those with rows for large channels of split inputs
 
-    def try_bits(bits: Bits, *, rounds_inputs: bool, limits: InputLimits | None = None) -> Quality:
+    def try_bits(bits: Bits, *, rounds_inputs: bool, splits: InputSplits | None = None) -> Quality:
         with report.timed("quantize"):
             model = ir.load(file.path)  # large weights stay in their file, which is mapped
-            parts = bits, grids, rounded
-            found = quantize_model(model, quantization, report, *parts, rounds_inputs=rounds_inputs, limits=limits)
+            parts = bits, grids, rounded | (large if splits else {})
+            found = quantize_model(model, quantization, report, *parts, rounds_inputs=rounds_inputs, splits=splits)
         return _measured(model, found, file, quantization, source, report, known)
 
     bits: Bits = dict.fromkeys(roles, quantization.bits)
     is_kept, asked, quality = quantization.weights == "keep", quantization.activations, None
     rounds_inputs = asked == "int8" or (asked == "auto" and not is_kept)  # where nothing is rounded, nothing is
-    limits: InputLimits = {}
+    splits: InputSplits = {}
     # rounding inputs costs more than rounding weights to 8 bits, and less than rounding them to 4
     inputs_first = quantization.bits == 8 and not is_kept
     if source.cases:
@@ -80,20 +81,25 @@ def quantize_file(
         bits, quality = (bits, measured(bits)) if is_kept or inputs_first else searched(measured).find()
         if rounds_inputs and asked == "auto" and _loss(quality) > _NOTICED:
             # in 4 bits float inputs are read by a kernel of their own, which is faster for a prompt
-            limits = _limits(file, quantization, source, report) if quantization.bits == 8 else {}
+            splits = _splits(file, quantization, source, report) if quantization.bits == 8 else {}
+            if splits:
+                with report.timed("round"):
+                    model = ir.load(file.path)
+                    products = products_of(model, quantization)
+                    large = round_by_text(file, model.graph, products, quantization, source, grids, splits)
             as_is = functools.partial(try_bits, bits, rounds_inputs=False)
-            quality, rounds_inputs, limits = _choose_inputs(quality, limits, as_is, report)
+            quality, rounds_inputs, splits = _choose_inputs(quality, splits, as_is, report)
         if inputs_first and not quality.ok:
-            bits, quality = searched(functools.partial(try_bits, rounds_inputs=rounds_inputs, limits=limits)).find()
-    if not rounds_inputs and asked == "auto" and not limits:
+            bits, quality = searched(functools.partial(try_bits, rounds_inputs=rounds_inputs, splits=splits)).find()
+    if not rounds_inputs and asked == "auto" and not splits:
         report.remark(
             'what is multiplied with these weights is not rounded: a token takes less time with activations="int8" '
             "(--activations int8), and is further from the model's."
         )
     with report.timed("quantize"):
         model = ir.load(file.path)
-        parts = bits, grids, rounded
-        found = quantize_model(model, quantization, report, *parts, rounds_inputs=rounds_inputs, limits=limits)
+        parts = bits, grids, rounded | (large if splits else {})
+        found = quantize_model(model, quantization, report, *parts, rounds_inputs=rounds_inputs, splits=splits)
         remark_quantized(found, quantization, report, bits)
         report.onnx_bytes = file.replace_by(model)
     return quality
@@ -157,24 +163,24 @@ def _measured(
         shutil.rmtree(trial.folder)
 
 
-def _limits(file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport) -> InputLimits:
+def _splits(file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport) -> InputSplits:
     """By which inputs of the file are split, found on the file in float."""
     import onnx_ir as ir
 
-    with report.timed("limits"):
+    with report.timed("splits"):
         model = ir.load(file.path)
-        return input_limits(file, model.graph, products_of(model, quantization), quantization, source)
+        return input_splits(file, model.graph, products_of(model, quantization), quantization, source)
 
 
 def _choose_inputs(
-    whole: Quality, limits: InputLimits, measured: Callable[..., Quality], report: ExportReport
-) -> tuple[Quality, bool, InputLimits]:
+    whole: Quality, splits: InputSplits, measured: Callable[..., Quality], report: ExportReport
+) -> tuple[Quality, bool, InputSplits]:
     """Choose inputs in two parts, or as they are, where rounding them whole costs more than rounding the weights."""
-    # measured: measures the file with inputs that are split by some limits, by none as they are
-    # returned: the quality, whether inputs are rounded whole, and the limits
-    parted = measured(limits=limits) if limits else None
+    # measured: measures the file with inputs that are split by some splits, by none as they are
+    # returned: the quality, whether inputs are rounded whole, and the splits
+    parted = measured(splits=splits) if splits else None
     if parted is None or _loss(parted) > min(_CLOSE, _loss(whole) / 2):
-        exact = measured(limits={})
+        exact = measured(splits={})
         if _loss(whole) <= 2 * _loss(exact):
             return whole, True, {}
         if parted is None or _loss(parted) > 2 * _loss(exact):
@@ -188,7 +194,7 @@ def _choose_inputs(
         f"large ones: {_loss(parted):.1e} nats of divergence, in one part {_loss(whole):.1e}. As they are, with "
         'activations="float" (--activations float), a token takes more time.'
     )
-    return parted, False, limits
+    return parted, False, splits
 
 
 def _loss(quality: Quality) -> float:

@@ -14,48 +14,93 @@ rows of one product, which reads each weight once, and takes hardly longer than 
     x ──┬── Clip ──┬────────── small ──┬── Concat ── MatMulNBits ── Split ── Add ──> y
         └── minus ─┴── rest of large ──┘
 
-With a limit for what is small (`input_limits`), three nodes do: a block whose largest number is ten times as large as
+With a limit for what is small (`input_splits`), three nodes do: a block whose largest number is ten times as large as
 the others is rounded at the size of these, and what is left of the large one, alone in its block, is exact.
+
+.. code-block:: text
+
+    x ──┬── large channels / step ── Round ──┬── Gather ── Pad ──┐
+        └────────────── minus ───────────────┴───── small ───────┴── Concat ── MatMulNBits ──> y
+                                                                     W, and its rows of these channels, times the step
+
+Two rows take twice the time for many tokens. Where the same channels are large whatever the token, as after a norm, a
+block of further columns does. It holds whole steps of these channels, up to 127, and the number 127, which meets zeros:
+so onnxruntime's scale of the block is 1, and it passes as it is.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
-from .stored_matrix import StoredMatrix, reshaped
+import numpy
+import torch
+
+from .stored_matrix import StoredMatrix, new_value, reshaped
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["InputLimits", "SplitInputs"]
+__all__ = ["InputSplit", "InputSplits", "SplitInputs"]
 
-InputLimits: TypeAlias = Mapping[str, float]
-"""By the name of a value of the graph: up to which size its numbers are small; infinite where it stays in one part."""
+
+@dataclasses.dataclass(frozen=True)
+class InputSplit:
+    """How an input is split."""
+
+    limit: float  # up to which size its numbers are small; infinite where it stays in one part
+    # channels that are large whatever the token, one less than a block has; none where two rows are nearer
+    channels: list[int] = dataclasses.field(default_factory=list)
+    step: float = 0.0  # of these channels
+
+    def apart(self, x: torch.Tensor) -> torch.Tensor:
+        """Return inputs of shape (tokens, size) with whole steps of large channels, and a zero, before the rest."""
+        large = x[:, self.channels].div(self.step).round().clamp(-_STEPS, _STEPS) * self.step
+        found = torch.cat([large, torch.zeros(len(x), 1), x], 1)
+        found[:, len(self.channels) + 1 :][:, self.channels] -= large
+        return found
+
+    def rows(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return a matrix of shape (size, outputs) with the rows that these meet."""
+        return torch.cat([weights[self.channels], torch.zeros_like(weights[:1]), weights])
+
+
+InputSplits: TypeAlias = Mapping[str, InputSplit]
+"""How inputs are split, by the name of a value of the graph."""
 
 _LEAST = 1e-30  # added to scales, since a block of zeros has none
+
+_STEPS = 127  # of the largest number of a block
 
 
 class SplitInputs:
     """Splits inputs of products; those of the same inputs in the same blocks share the nodes."""
 
-    def __init__(self, limits: InputLimits) -> None:
-        # limits: none for an input that is split as it is rounded
-        self._limits = limits
-        self._known: dict[tuple[ir.Graph, ir.Value, int], ir.Value] = {}
+    def __init__(self, splits: InputSplits) -> None:
+        # splits: none for an input that is split as it is rounded
+        self._splits = splits
+        self._known: dict[tuple[ir.Graph, ir.Value, int, bool], ir.Value] = {}
 
     def is_whole(self, x: ir.Value) -> bool:
         """Whether inputs are rounded in one part."""
-        return self._limits.get(str(x.name)) == math.inf
+        split = self._splits.get(str(x.name))
+        return split is not None and split.limit == math.inf
 
     def split(self, graph: ir.Graph, x: ir.Value, rank: int, stored: StoredMatrix) -> tuple[list[ir.Node], ir.Value]:
-        """Return the nodes that are new, and both parts of the inputs, one after the other on the first axis."""
-        key = graph, x, stored.block_size
+        """Return the nodes that are new, and both parts of the inputs.
+
+        Parts follow each other on the last axis where the matrix has rows for that, else on the first one.
+        """
+        key = graph, x, stored.block_size, stored.has_large
         if key in self._known:
             return [], self._known[key]
-        limit = self._limits.get(str(x.name))
-        made = _by_blocks(x, rank, stored) if limit is None else _by_limit(x, limit)
+        split = self._splits.get(str(x.name))
+        if split is None:
+            made = _by_blocks(x, rank, stored)
+        else:
+            made = _by_channels(graph, x, split, stored) if stored.has_large else _by_limit(x, split.limit)
         self._known[key] = made[-1].outputs[0]
         return made, self._known[key]
 
@@ -76,6 +121,31 @@ def _by_limit(x: ir.Value, limit: float) -> list[ir.Node]:
     small = ir.node("Clip", [x, *(end.outputs[0] for end in ends)])
     rest = ir.node("Sub", [x, small.outputs[0]])
     return [*ends, small, rest, ir.node("Concat", [small.outputs[0], rest.outputs[0]], {"axis": 0})]
+
+
+def _by_channels(graph: ir.Graph, x: ir.Value, split: InputSplit, stored: StoredMatrix) -> list[ir.Node]:
+    """What is left of all channels, and whole steps of large ones in a block of their own."""
+    import onnx_ir as ir
+
+    channels = numpy.array(split.channels)
+    steps = numpy.zeros(stored.rows - stored.block_size, numpy.float32)
+    steps[channels] = 1 / split.step
+    large = new_value(graph, f"{x.name}_large", ir.tensor(channels))
+    per_unit = new_value(graph, f"{x.name}_per_step", ir.tensor(steps))
+    given = {"step": split.step, "most": float(_STEPS), "room": [0, 1], "last": [-1]}
+    constants = [
+        ir.node("Constant", [], {"value_ints" if isinstance(value, list) else "value_float": value})
+        for value in given.values()
+    ]
+    step, most, room, last = (node.outputs[0] for node in constants)
+    units = ir.node("Mul", [x, per_unit])
+    whole = ir.node("Round", [units.outputs[0]])
+    taken = ir.node("Mul", [whole.outputs[0], step])
+    small = ir.node("Sub", [x, taken.outputs[0]])
+    columns = ir.node("Gather", [whole.outputs[0], large], {"axis": -1})
+    block = ir.node("Pad", [columns.outputs[0], room, most, last])
+    both = ir.node("Concat", [small.outputs[0], block.outputs[0]], {"axis": -1})
+    return [*constants, units, whole, taken, small, columns, block, both]
 
 
 def _by_blocks(x: ir.Value, rank: int, stored: StoredMatrix) -> list[ir.Node]:

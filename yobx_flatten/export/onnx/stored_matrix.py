@@ -22,6 +22,7 @@ class StoredMatrix:
     # what is added to the weights of each block, float32 of shape (columns, blocks); `None` for nothing
     offsets: Any = None
     is_half: bool = False  # whether it multiplies numbers of float16
+    has_large: bool = False  # whether its last block are further rows for large channels, see `.split_inputs`
 
     @property
     def blocks(self) -> int:

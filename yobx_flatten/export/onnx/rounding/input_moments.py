@@ -22,6 +22,7 @@ from ....runners.onnx_session import mapped_options, open_session
 from ...proof.case import Case, clone
 from ...quantization.from_the_start import from_the_start
 from ..file import UnprovenFile
+from ..split_inputs import InputSplits
 
 __all__ = ["input_moments", "read_inputs"]
 
@@ -33,7 +34,12 @@ _SMALLEST = 1e-30
 
 
 def input_moments(
-    file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
+    file: UnprovenFile,
+    sizes: Mapping[str, int],
+    calls: Sequence[Case],
+    names: Sequence[str],
+    tokens: torch.Tensor,
+    splits: InputSplits | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield values of a file by name, with the mean product of each two of their last axis, relative to their size.
 
@@ -43,13 +49,16 @@ def input_moments(
     # calls: calls that read the text, its first token in the cache
     # names: names of the inputs' leaves, in order
     # tokens: the text, int64 of shape (texts, length)
+    # splits: for the moments of values whose large channels are apart, in front; `None`, the default, as they are
+    wide = {name: size + (0 if splits is None else len(splits[name].channels) + 1) for name, size in sizes.items()}
     most = max(_LEAST, sum(one.stat().st_size for one in file.folder.iterdir() if one.is_file()) // 4)
-    for part in _parts(sizes, most):
-        found = {name: torch.zeros(sizes[name], sizes[name]) for name in part}
+    for part in _parts(wide, most):
+        found = {name: torch.zeros(wide[name], wide[name]) for name in part}
         count = 0
         for read in read_inputs(file, {name: sizes[name] for name in part}, calls, names, tokens):
             for name, rows in read.items():
-                rows *= rows.square().mean(1, keepdim=True).clamp(min=_SMALLEST).rsqrt()
+                each = rows.square().mean(1, keepdim=True).clamp(min=_SMALLEST).rsqrt()
+                rows = (rows if splits is None else splits[name].apart(rows)) * each
                 found[name].addmm_(rows.T, rows)
             count += len(rows)
         if not count:

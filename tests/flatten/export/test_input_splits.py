@@ -1,4 +1,4 @@
-"""Inputs in two parts, small numbers and the rest of large ones: nearer the weights' product than in one part."""
+"""Inputs in two parts, as two rows or with columns for large channels: nearer the weights' product than in one part."""
 
 import argparse
 import copy
@@ -18,7 +18,11 @@ from yobx_flatten import DecodeSizes, decode_inputs, export_onnx
 from yobx_flatten.export import Quantization
 from yobx_flatten.export.onnx import quantized
 from yobx_flatten.export.onnx.quantize import quantize_graph
-from yobx_flatten.export.onnx.rounding.input_limits import _limit
+from yobx_flatten.export.onnx.rounding import input_splits
+from yobx_flatten.export.onnx.rounding.error_feedback import round_with_feedback
+from yobx_flatten.export.onnx.rounding.input_splits import _split
+from yobx_flatten.export.onnx.rounding.rounded_by_text import _large_last
+from yobx_flatten.export.onnx.split_inputs import InputSplit
 from yobx_flatten.export.proof.quality import Quality
 
 
@@ -52,8 +56,8 @@ def test_a_limit_brings_back_what_large_channels_cost_the_others(tmp_path):
         linear.weight.copy_((numbers * 0.001).reshape(40, 128))
     wanted = (x.double() @ linear.weight.T.double() + linear.bias).detach().numpy()
     whole, _ = _product(tmp_path / "whole.onnx", linear, x)
-    limit = _limit(_with_outliers(seed=2), 32)
-    parted, graph = _product(tmp_path / "parts.onnx", linear, x, rounds_inputs=False, limits={"input": limit})
+    split = _split(_with_outliers(seed=2), 32)
+    parted, graph = _product(tmp_path / "parts.onnx", linear, x, rounds_inputs=False, splits={"input": split})
     assert [node.op_type for node in graph].count("Clip") == 1
     assert numpy.square(parted - wanted).mean() < 0.1 * numpy.square(whole - wanted).mean()
     exact, graph = _product(tmp_path / "exact.onnx", linear, x, rounds_inputs=False)
@@ -65,19 +69,89 @@ def test_a_limit_is_above_the_small_channels_and_below_the_large_ones():
     """One token whose numbers are a thousand times as large decides nothing; where all are 0 there is no limit."""
     x = _with_outliers()
     x[0] *= 1000
-    assert 1 < _limit(x, 32) < 60
-    assert _limit(torch.zeros(5, 64), 32) == 0
+    assert 1 < _split(x, 32).limit < 60
+    assert _split(torch.zeros(5, 64), 32) is None
 
 
 def test_inputs_without_large_numbers_stay_in_one_part(tmp_path):
     """Of numbers of one size two parts leave a third of the error, for five operators."""
     x = torch.rand(48, 128, generator=torch.Generator().manual_seed(0)) + 0.5
-    assert _limit(x, 32) == math.inf
+    assert _split(x, 32) == InputSplit(math.inf)
     linear = torch.nn.Linear(128, 40).eval()
     whole, _ = _product(tmp_path / "whole.onnx", linear, x)
-    found, graph = _product(tmp_path / "m.onnx", linear, x, rounds_inputs=False, limits={"input": math.inf})
+    found, graph = _product(tmp_path / "m.onnx", linear, x, rounds_inputs=False, splits={"input": InputSplit(math.inf)})
     assert [node.op_type for node in graph] == ["MatMulNBits", "Add"]
     assert numpy.array_equal(found, whole)
+
+
+def _with_large_channels(rows=64, width=288, seed=0):
+    """Numbers around 1, and the same 31 channels of up to fifty times the size in each row."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, width, generator=draw)
+    x[:, 4::9][:, :31] *= torch.linspace(10, 50, 31)
+    return x
+
+
+def test_large_channels_are_found_where_they_are_the_same_for_all_tokens():
+    """Where each token has others, two rows are nearer; a small input would have an eighth more weights, or more."""
+    split = _split(_with_large_channels(), 32)
+    assert sorted(split.channels) == list(range(4, 283, 9))
+    assert split.step == pytest.approx(float(_with_large_channels().abs().max()) / 127)
+    draw = torch.Generator().manual_seed(3)
+    moving = torch.randn(64, 288, generator=draw)
+    moving[torch.arange(64)[:, None], torch.rand(64, 288, generator=draw).argsort(1)[:, :9]] *= 50
+    assert 0 < _split(moving, 32).limit < math.inf
+    assert not _split(moving, 32).channels
+    assert not _split(_with_large_channels()[:, :224], 32).channels
+
+
+def test_large_channels_apart_are_the_same_product():
+    """Whole steps times the rows again, and what is left; also of a token that is larger than those of the text."""
+    x, split = _with_large_channels(), _split(_with_large_channels(), 32)
+    x[5] *= 3
+    weights = torch.randn(288, 40, generator=torch.Generator().manual_seed(1))
+    apart = split.apart(x)
+    steps = apart[:, :32] / split.step
+    assert torch.allclose(steps, steps.round(), atol=1e-4)
+    assert steps.abs().max() < 127.5
+    wanted = x.double() @ weights.double()
+    assert torch.allclose(apart.double() @ split.rows(weights).double(), wanted, rtol=1e-5, atol=1e-3)
+
+
+def _rounded(inputs, weights):
+    """Weights of shape (inputs, outputs) in 8 bits, by inputs of a text."""
+    each = inputs / inputs.square().mean(1, keepdim=True).sqrt()
+    return round_with_feedback(weights, each.T @ each / len(each), 32, bits=8)
+
+
+def test_a_block_of_columns_is_as_near_as_two_rows(tmp_path):
+    """In onnxruntime, next to the product of float64 with the weights of the file."""
+    draw = torch.Generator().manual_seed(1)
+    text, x = _with_large_channels(), _with_large_channels(seed=2)
+    linear = torch.nn.Linear(288, 40, bias=False).eval()
+    with torch.no_grad():
+        linear.weight.copy_(torch.randn(40, 288, generator=draw) * 0.05)
+    split, weights = _split(text, 32), linear.weight.detach().T
+    whole = _rounded(text, weights)
+    large = _large_last(_rounded(split.apart(text), split.rows(weights)), split.step)
+    apart = split.apart(x)
+    read = {"one": (x, whole), "rows": (x, whole), "columns": (apart.roll(-32, 1), large)}
+    read["columns"][0][:, -32:] /= split.step
+    forms = {
+        "one": {},
+        "rows": {"rounds_inputs": False, "splits": {"input": InputSplit(split.limit)}},
+        "columns": {"rounds_inputs": False, "splits": {"input": split}},
+    }
+    errors, nodes = {}, {}
+    for name, options in forms.items():
+        inputs, grid = read[name]
+        found, graph = _product(tmp_path / f"{name}.onnx", linear, x, rounded={("weight", True): grid}, **options)
+        wanted = inputs.double().numpy() @ grid.weights().T.astype(float)
+        errors[name], nodes[name] = numpy.square(found - wanted).mean(), [node.op_type for node in graph]
+    assert {name: "Clip" in kinds for name, kinds in nodes.items()} == {"one": False, "rows": True, "columns": False}
+    assert nodes["columns"].count("MatMulNBits") == nodes["columns"].count("Pad") == 1
+    assert errors["columns"] < 2 * errors["rows"]
+    assert errors["columns"] < 0.05 * errors["one"]
 
 
 def _spoiled():
@@ -107,11 +181,36 @@ def test_a_model_with_large_channels_is_written_with_inputs_in_two_parts(tmp_pat
         report = export_onnx(model, kwargs=kwargs, path=path, cases=[], quantize=how).report
         kinds[kept] = [node.op_type for node in onnx.load(path).graph.node]
         losses[kept] = report.quality.text_divergence
-    assert kinds["auto"].count("Clip") >= 4  # what norms write; other inputs may stay whole
-    assert not {"Round", "Clip"} & {*kinds["int8"]}
-    assert "Round" not in kinds["auto"]
+    split = [kinds["auto"].count(kind) - kinds["int8"].count(kind) for kind in ("Clip", "Round", "Concat")]
+    assert split[0] + split[1] == split[2] >= 4  # what norms write; other inputs may stay whole
+    assert not {"Round", "Clip", "Abs"} & {*kinds["int8"]}
+    assert "Abs" not in kinds["auto"]  # the exact rest of each number, for inputs without a text
     assert losses["auto"] < 0.5 * losses["int8"]
     assert [remark for remark in report.remarks if "in two parts" in remark]
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_large_channels_of_a_model_get_columns(tmp_path, monkeypatch, is_tied):
+    """As near as two rows; a tied head has none, since the embedding reads its matrix."""
+    import onnx
+
+    model, losses = _spoiled(), {}
+    if is_tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    tokens = text_of(argparse)[:160].reshape(2, 80)
+    kwargs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
+    for name, blocks in (("rows", 100), ("columns", 2)):  # from how many blocks on
+        monkeypatch.setattr(input_splits, "_BLOCKS", blocks)
+        path, how = tmp_path / f"{name}.onnx", Quantization("int8", tokens=tokens)
+        report = export_onnx(model, kwargs=kwargs, path=path, cases=[], quantize=how).report
+        kinds = [node.op_type for node in onnx.load(path).graph.node]
+        assert kinds.count("Round") >= 4 if name == "columns" else "Round" not in kinds
+        losses[name] = report.quality.text_divergence
+        head = [node for node in onnx.load(path).graph.node if node.op_type == "MatMulNBits"][-1]
+        sizes = {one.name: one.i for one in head.attribute}
+        assert sizes["N"] == model.config.vocab_size
+        assert sizes["K"] == (160 if name == "columns" and not is_tied else 128)
+    assert losses["columns"] < 2 * losses["rows"]
 
 
 def _quality(divergence):
@@ -134,7 +233,7 @@ def test_inputs_are_as_near_as_the_weights_are_worth(tmp_path, monkeypatch, whol
 
     measured = iter([_quality(one) for one in (whole, parted, exact) if one is not None])
     monkeypatch.setattr(quantized, "measure", lambda *_, **__: next(measured))
-    monkeypatch.setattr(quantized, "input_limits", lambda *_, **__: {"input": 0.5})
+    monkeypatch.setattr(quantized, "input_splits", lambda *_, **__: {"input": InputSplit(0.5)})
     linear, x = torch.nn.Linear(64, 64).eval(), torch.randn(3, 64)
     done = export_onnx(linear, (x,), path=tmp_path / "m.onnx", quantize="int8", cases=[])
     assert next(measured, None) is None
@@ -149,7 +248,7 @@ def test_weights_stay_in_8_bits_where_only_their_inputs_cost_too_much(tmp_path, 
 
     measured = iter([_quality(2e-2), _quality(4e-4)])  # perplexities 1.02 and 1.0004 times the model's; 1.01 is allowed
     monkeypatch.setattr(quantized, "measure", lambda *_, **__: next(measured))
-    monkeypatch.setattr(quantized, "input_limits", lambda *_, **__: {"input": 0.5})
+    monkeypatch.setattr(quantized, "input_splits", lambda *_, **__: {"input": InputSplit(0.5)})
     layers, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).eval(), torch.randn(3, 64)
     done = export_onnx(layers, (x,), path=tmp_path / "m.onnx", quantize="int8", cases=[])
     kinds = [node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node]

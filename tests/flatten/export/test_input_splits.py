@@ -17,11 +17,11 @@ from tests.flatten.export.trained_model import text_of, trained_model
 from yobx_flatten import DecodeSizes, decode_inputs, export_onnx
 from yobx_flatten.export import Quantization
 from yobx_flatten.export.onnx import quantized
-from yobx_flatten.export.onnx.quantize import quantize_graph
+from yobx_flatten.export.onnx.quantize import products_of, quantize_graph
 from yobx_flatten.export.onnx.rounding import input_splits
 from yobx_flatten.export.onnx.rounding.error_feedback import round_with_feedback
 from yobx_flatten.export.onnx.rounding.input_splits import _split
-from yobx_flatten.export.onnx.rounding.rounded_by_text import _large_last
+from yobx_flatten.export.onnx.rounding.rounded_by_text import _large_last, _takes_large
 from yobx_flatten.export.onnx.split_inputs import InputSplit
 from yobx_flatten.export.proof.quality import Quality
 
@@ -189,14 +189,14 @@ def test_a_model_with_large_channels_is_written_with_inputs_in_two_parts(tmp_pat
     assert [remark for remark in report.remarks if "in two parts" in remark]
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_large_channels_of_a_model_get_columns(tmp_path, monkeypatch, is_tied):
-    """As near as two rows; a tied head has none, since the embedding reads its matrix."""
+def test_large_channels_of_a_model_get_columns(tmp_path, monkeypatch):
+    """As near as two rows; the head's product also gets them, with a block of inputs more."""
     import onnx
 
     model, losses = _spoiled(), {}
-    if is_tied:
-        model.lm_head.weight = model.model.embed_tokens.weight
+    with torch.no_grad():
+        model.model.norm.weight[3::32] *= 100
+        model.lm_head.weight[:, 3::32] /= 100
     tokens = text_of(argparse)[:160].reshape(2, 80)
     kwargs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
     for name, blocks in (("rows", 100), ("columns", 2)):  # from how many blocks on
@@ -209,8 +209,33 @@ def test_large_channels_of_a_model_get_columns(tmp_path, monkeypatch, is_tied):
         head = [node for node in onnx.load(path).graph.node if node.op_type == "MatMulNBits"][-1]
         sizes = {one.name: one.i for one in head.attribute}
         assert sizes["N"] == model.config.vocab_size
-        assert sizes["K"] == (160 if name == "columns" and not is_tied else 128)
+        assert sizes["K"] == (160 if name == "columns" else 128)
     assert losses["columns"] < 2 * losses["rows"]
+
+
+class _Tied(torch.nn.Module):
+    """An embedding, and a product with its table or a matrix of its own."""
+
+    def __init__(self, is_tied):
+        super().__init__()
+        self.table, self.other = torch.nn.Embedding(300, 288), torch.nn.Linear(288, 300, bias=False)
+        if is_tied:
+            self.other.weight = self.table.weight
+
+    def forward(self, tokens):
+        """Scores for the next token."""
+        return self.other(self.table(tokens).tanh())
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_table_that_an_embedding_reads_has_no_further_rows(tmp_path, is_tied):
+    """Its rows are what a token is."""
+    export_onnx(_Tied(is_tied).eval(), (torch.arange(6)[None],), path=tmp_path / "m.onnx", cases=[])
+    ((node, (value, _)),) = products_of(ir.load(tmp_path / "m.onnx"), Quantization("int8"))
+    x = node.inputs[0]
+    splits = {x.name: InputSplit(0.5, list(range(31)), 0.1)}
+    assert _takes_large(x, value, splits) is not is_tied
+    assert not _takes_large(x, value, {x.name: InputSplit(0.5)})
 
 
 def _quality(divergence):

@@ -33,8 +33,8 @@ PAIRS = {
     "int8, other weights": ("other weights int8 fused", "int8"),
     "int4": ("int4 fused", "int4"),
     "int4, other weights": ("other weights int4 fused", "int4"),
-    "int8, other weights, activations int8": ("other weights int8 fused, activations int8", "int8"),
-    "int4, activations int8": ("int4 fused, activations int8", "int4"),
+    "int8, other weights, activations int8": ("other weights int8 fused rounded inputs", "int8"),
+    "int4, activations int8": ("int4 fused rounded inputs", "int4"),
 }
 """By name: the form of this package, and the precision of the builder."""
 

@@ -95,7 +95,7 @@ def quantize_graph(
     # grids: such integers, as far as they were searched for in this graph; `None`, the default, for not yet
     # rounded: matrices that were rounded already; `None`, the default, for none
     # rounds_inputs: whether the inputs of these products are rounded to 8 bits
-    # splits: by which the others are split, and nearly as they are; `None`, the default, for inputs as they are
+    # splits: how the others are split, and nearly as they are; `None`, the default, for inputs as they are
     # found: what was stored in fewer bits already, which is counted on; `None`, the default, for nothing
     grids = Grids() if grids is None else grids
     widths = () if quantization.weights == "keep" else (4, 8)

@@ -164,7 +164,7 @@ def _measured(
 
 
 def _splits(file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport) -> InputSplits:
-    """By which inputs of the file are split, found on the file in float."""
+    """How inputs of the file are split, found on the file in float."""
     import onnx_ir as ir
 
     with report.timed("splits"):
@@ -176,8 +176,8 @@ def _choose_inputs(
     whole: Quality, splits: InputSplits, measured: Callable[..., Quality], report: ExportReport
 ) -> tuple[Quality, bool, InputSplits]:
     """Choose inputs in two parts, or as they are, where rounding them whole costs more than rounding the weights."""
-    # measured: measures the file with inputs that are split by some splits, by none as they are
-    # returned: the quality, whether inputs are rounded whole, and the splits
+    # measured: measures the file with inputs that are split so, or with none as they are
+    # returned: the quality, whether inputs are rounded whole, and how they are split
     parted = measured(splits=splits) if splits else None
     if parted is None or _loss(parted) > min(_CLOSE, _loss(whole) / 2):
         exact = measured(splits={})

@@ -59,10 +59,11 @@ two cores shared with other work. A token is measured with 128, 1,024 and 4,096 
 that. Recorded in `data/{file}` by `python -m matrix.real_speed`, with {versions}.
 
 Our int4 answers as the model does, with its own integers, and the builder's with 66.8 % of its tokens. For that a token
-takes longer: what is multiplied is not rounded to 8 bits, blocks have a lowest weight, and the head has 8 bits. With
-weights in 8 bits, for which onnxruntime has no kernel for numbers in float, it is rounded in two parts where there are
-large numbers among small ones: a second row for each token, which costs one token little, and a prompt half as much
-again. `--activations int8` rounds it whole, as the builder does ({{doc}}`guide/quantize`): the last two rows.
+takes longer: what is multiplied is not rounded to 8 bits, blocks have a lowest weight, and the head has 8 bits. Our
+int8 has the same integers, and the builder's rounds them again. Other weights in 8 bits have no kernel for numbers in
+float in onnxruntime, so these are rounded in two parts: channels that are large after a norm have a block of columns,
+and other large numbers a second row. `--activations int8` rounds what is multiplied whole, as the builder does
+({{doc}}`guide/quantize`): the last two rows.
 
 {rows}
 """

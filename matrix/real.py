@@ -43,6 +43,10 @@ it stopped (`python -m matrix.real --help` lists how to run less); this page is 
 | token | the same for each further token |
 
 {forms}
+The speed of the machine changes from day to day: OpenVINO, AOTInductor and ExecuTorch were measured on another one than
+the other rows, on which "float32 fused" took 309 and 3,047 ms for a first token, and 39.2 and 34.4 for a further one.
+The sections below have files by turns.
+
 Most memory counts the pages of files: of the 1.7 GB of float32, 1.2 are libraries, and weights in the checkpoint and in
 the file that was written, which Linux takes back where memory is short; 0.5 belong to the process.
 
@@ -50,8 +54,9 @@ the file that was written, which Linux takes back where memory is short; 0.5 bel
 the export finds and keeps, and weights that are no integers have to be rounded. They are still near 16 steps from the
 lowest weight of a block, as those of a model that is trained on from such a file, and int4 finds these steps;
 {{doc}}`guide/quantize` states what weights that are near no steps cost. With `--activations int8` what is multiplied is
-rounded to 8 bits as well: less time, and other tokens where two scores are close, such as those of the first answer
-below. The builder of onnxruntime-genai, in the last rows, proves nothing. The first prompt of the ten is answered by the files themselves:
+also rounded to 8 bits: less time, and other tokens where two scores are close, such as those of the first answer
+below. The builder of onnxruntime-genai, in the last rows, proves nothing. The first prompt of the ten is answered by the
+files themselves:
 
 {answers}
 {failures}

@@ -97,7 +97,7 @@ def _rounded(
 
 
 def _large_last(grid: WeightGrid, step: float) -> WeightGrid:
-    """Put the first block behind the others, for inputs that are counted in steps."""
+    """Put the first block after the others, for inputs that are counted in steps."""
     scales = grid.scales.copy()
     scales[:, 0] *= step
     parts = (None if part is None else numpy.roll(part, -1, 1) for part in (grid.numbers, scales, grid.zeros))

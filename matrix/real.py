@@ -55,8 +55,8 @@ the export finds and keeps, and weights that are no integers have to be rounded.
 lowest weight of a block, as those of a model that is trained on from such a file, and int4 finds these steps;
 {{doc}}`guide/quantize` states what weights that are near no steps cost. With `--activations int8` what is multiplied is
 also rounded to 8 bits: less time, and other tokens where two scores are close, such as those of the first answer
-below. The builder of onnxruntime-genai, in the last rows, proves nothing. The first prompt of the ten is answered by the
-files themselves:
+below. The builder of onnxruntime-genai, in the last rows, proves nothing. The first prompt of the ten is answered by
+the files themselves:
 
 {answers}
 {failures}

@@ -113,7 +113,7 @@ def test_large_channels_apart_are_the_same_product():
     apart = split.apart(x)
     steps = apart[:, :32] / split.step
     assert torch.allclose(steps, steps.round(), atol=1e-4)
-    assert steps.abs().max() < 127.5
+    assert steps[:5].abs().max() < 127.5 < steps[5].abs().max()
     wanted = x.double() @ weights.double()
     assert torch.allclose(apart.double() @ split.rows(weights).double(), wanted, rtol=1e-5, atol=1e-3)
 
@@ -125,9 +125,10 @@ def _rounded(inputs, weights):
 
 
 def test_a_block_of_columns_is_as_near_as_two_rows(tmp_path):
-    """In onnxruntime, next to the product of float64 with the weights of the file."""
+    """In onnxruntime, next to the product of float64 with the weights of the file, and for a token above the text's."""
     draw = torch.Generator().manual_seed(1)
     text, x = _with_large_channels(), _with_large_channels(seed=2)
+    x[0] *= 3
     linear = torch.nn.Linear(288, 40, bias=False).eval()
     with torch.no_grad():
         linear.weight.copy_(torch.randn(40, 288, generator=draw) * 0.05)
@@ -147,11 +148,13 @@ def test_a_block_of_columns_is_as_near_as_two_rows(tmp_path):
         inputs, grid = read[name]
         found, graph = _product(tmp_path / f"{name}.onnx", linear, x, rounded={("weight", True): grid}, **options)
         wanted = inputs.double().numpy() @ grid.weights().T.astype(float)
-        errors[name], nodes[name] = numpy.square(found - wanted).mean(), [node.op_type for node in graph]
+        errors[name], nodes[name] = numpy.square(found - wanted).mean(1), [node.op_type for node in graph]
     assert {name: "Clip" in kinds for name, kinds in nodes.items()} == {"one": False, "rows": True, "columns": False}
     assert nodes["columns"].count("MatMulNBits") == nodes["columns"].count("Pad") == 1
-    assert errors["columns"] < 2 * errors["rows"]
-    assert errors["columns"] < 0.05 * errors["one"]
+    usual = {name: error[1:].mean() for name, error in errors.items()}
+    assert usual["columns"] < 2 * usual["rows"]
+    assert usual["columns"] < 0.05 * usual["one"]
+    assert errors["columns"][0] < errors["one"][0]
 
 
 def _spoiled():

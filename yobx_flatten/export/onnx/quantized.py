@@ -62,11 +62,15 @@ def quantize_file(
     known: list[Texts] = []
     large: RoundedMatrices = {}  # those with rows for large channels of split inputs
 
-    def try_bits(bits: Bits, *, rounds_inputs: bool, splits: InputSplits | None = None) -> Quality:
+    def quantized(bits: Bits, *, rounds_inputs: bool, splits: InputSplits | None) -> tuple[Any, QuantizedWeights]:
         with report.timed("quantize"):
             model = ir.load(file.path)  # large weights stay in their file, which is mapped
             parts = bits, grids, rounded | (large if splits else {})
-            found = quantize_model(model, quantization, report, *parts, rounds_inputs=rounds_inputs, splits=splits)
+            how: dict[str, Any] = {"rounds_inputs": rounds_inputs, "splits": splits}
+            return model, quantize_model(model, quantization, report, *parts, **how)
+
+    def try_bits(bits: Bits, *, rounds_inputs: bool, splits: InputSplits | None = None) -> Quality:
+        model, found = quantized(bits, rounds_inputs=rounds_inputs, splits=splits)
         return _measured(model, found, file, quantization, source, report, known)
 
     bits: Bits = dict.fromkeys(roles, quantization.bits)
@@ -82,7 +86,7 @@ def quantize_file(
         if rounds_inputs and asked == "auto" and _loss(quality) > _NOTICED:
             # in 4 bits float inputs are read by a kernel of their own, which is faster for a prompt
             splits = _splits(file, quantization, source, report) if quantization.bits == 8 else {}
-            if splits:
+            if splits:  # in other blocks, and by moments of other inputs, than those that are read whole
                 with report.timed("round"):
                     model = ir.load(file.path)
                     products = products_of(model, quantization)
@@ -96,11 +100,9 @@ def quantize_file(
             'what is multiplied with these weights is not rounded: a token takes less time with activations="int8" '
             "(--activations int8), and is further from the model's."
         )
+    model, found = quantized(bits, rounds_inputs=rounds_inputs, splits=splits)
+    remark_quantized(found, quantization, report, bits)
     with report.timed("quantize"):
-        model = ir.load(file.path)
-        parts = bits, grids, rounded | (large if splits else {})
-        found = quantize_model(model, quantization, report, *parts, rounds_inputs=rounds_inputs, splits=splits)
-        remark_quantized(found, quantization, report, bits)
         report.onnx_bytes = file.replace_by(model)
     return quality
 

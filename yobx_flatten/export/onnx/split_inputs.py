@@ -23,9 +23,10 @@ the others is rounded at the size of these, and what is left of the large one, a
         └────────────── minus ───────────────┴───── small ───────┴── Concat ── MatMulNBits ──> y
                                                                      W, and its rows of these channels, times the step
 
-Two rows take twice the time for many tokens. Where the same channels are large whatever the token, as after a norm, a
-block of further columns does. It holds whole steps of these channels, up to 127, and the number 127, which meets zeros:
-so onnxruntime's scale of the block is 1, and it passes as it is.
+Two rows take twice the time for many tokens. Where the same channels are large whatever the token, as after a norm, one
+block of columns more is enough. It holds these channels in whole steps, and the number 127, whose weights are 0. A step
+is a 127th of the largest number on a text, so onnxruntime's scale of the block is 1, and whole numbers stay as they
+are. A token with a larger number has a larger scale, and only its own block is rounded more coarsely.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class InputSplit:
 
     def apart(self, x: torch.Tensor) -> torch.Tensor:
         """Return inputs of shape (tokens, size) with whole steps of large channels, and a zero, before the rest."""
-        large = x[:, self.channels].div(self.step).round().clamp(-_STEPS, _STEPS) * self.step
+        large = x[:, self.channels].div(self.step).round() * self.step
         found = torch.cat([large, torch.zeros(len(x), 1), x], 1)
         found[:, len(self.channels) + 1 :][:, self.channels] -= large
         return found
@@ -124,7 +125,7 @@ def _by_limit(x: ir.Value, limit: float) -> list[ir.Node]:
 
 
 def _by_channels(graph: ir.Graph, x: ir.Value, split: InputSplit, stored: StoredMatrix) -> list[ir.Node]:
-    """What is left of all channels, and whole steps of large ones in a block of their own."""
+    """Take whole steps out of the large channels, and put them into a block of columns of their own."""
     import onnx_ir as ir
 
     channels = numpy.array(split.channels)

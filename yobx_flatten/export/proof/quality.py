@@ -28,7 +28,7 @@ _AGREED = 0.95
 """Share of greedy tokens from which on more bits are not noticed."""
 
 _TOGETHER = 64
-"""Positions whose scores are in float32, and in nats, at once: those of a text are as large as a model."""
+"""Positions whose scores are in float32, and in nats, at once: 1,000 take 200 MB in a vocabulary of 50,000."""
 
 
 @dataclasses.dataclass(frozen=True)

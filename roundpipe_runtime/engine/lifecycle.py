@@ -34,6 +34,7 @@ from ..schedule.plan import RunType
 from ..schedule.round_robin import Stage, stages_within
 from ..timeline.record import current_timeline
 from .autograd import check_not_transformed
+from .caller_state import CallerState
 from .compiled import NOT_COMPILED, CompiledLayers
 from .config import RoundPipeRunConfig
 from .dispatch import Dispatch
@@ -48,7 +49,7 @@ from .planner import Planner
 from .progress import PipelineProgress
 from .recompute.draws import Draws, run_base
 from .run import Run
-from .run_spec import RunSpec, captured_autocast
+from .run_spec import RunSpec
 from .timer import Timer
 
 __all__ = ["RunLifecycle"]
@@ -169,7 +170,7 @@ class RunLifecycle:
         # its error otherwise, also after the cause is gone.
         self.steps.resume()
         contents = self._read_layers()
-        spec = dataclasses.replace(self._spec(kind, config, contents, len(rows), span), **of_spec)
+        spec = dataclasses.replace(self._spec(kind, config, contents, len(rows), span, of_spec.get("loss_fn")), **of_spec)
         moves = self.groups.moves_generators
         draws = Draws(spec.base_seed or run_base(), spec.tag, in_order=len(rows) == 1, moves=moves)
         looks = spec.trial is None and is_due(self._count(kind))
@@ -219,6 +220,7 @@ class RunLifecycle:
         contents: list[LayerContents],
         num_microbatch: int,
         span: range | None,
+        loss_fn: object,
     ) -> RunSpec:
         """Return what a run is asked to do, without the seed of its draws."""
         copies = config.last_stage_copies or 1
@@ -228,7 +230,7 @@ class RunLifecycle:
         if contents and contents[-1].trains_tables:  # their gradients are summed on the host, in one order
             most_copies = 1
         span = range(len(self.layers)) if span is None else span
-        # Autocast belongs to the thread of the caller. Labels and losses may also stay on the CPU.
+        # Labels and losses may also stay on the CPU.
         kinds = sorted({"cpu"} | {device.torch_device.type for device in self.devices})
         # Trials, evaluation and generation have other sizes, and caches: each would be compiled for them.
         compiled = self._compiled if config.requires_grad else NOT_COMPILED
@@ -243,7 +245,7 @@ class RunLifecycle:
             preserve_rng_state=config.preserve_rng_state is not False,
             base_seed=0,
             tag=self.tag,
-            autocast=captured_autocast(kinds),
+            caller=CallerState.captured(kinds, [*self.layers, loss_fn]),
             # In a run that goes backward later, the caller may change parameters in between.
             stays=kind == "fused" and self.planner.fits(),
             one_thread=not compiled.is_empty or self.planner.prefers_one_thread(kind),

@@ -14,12 +14,13 @@ from ..device.transfer import HostValue
 from ..optim.parameters import LayerContents
 from ..schedule.plan import RunType
 from ..schedule.round_robin import Stage
+from .caller_state import CallerState
 from .compiled import NOT_COMPILED, CompiledLayers
 from .loss_check import LossCheck
 from .parameters.on_device import Gradients
 from .recompute.states import call_seed
 
-__all__ = ["RunSpec", "Trial", "captured_autocast"]
+__all__ = ["RunSpec", "Trial"]
 
 Trial: TypeAlias = Literal["parts", "others"]
 
@@ -37,7 +38,7 @@ class RunSpec:
     preserve_rng_state: bool  # whether a recomputed forward draws the same random numbers
     base_seed: int  # base of the seeds of layer calls
     tag: str  # name that distinguishes pipelines that run at the same time
-    autocast: Sequence[dict[str, Any]]  # autocast modes of the caller, as arguments for `torch.autocast`
+    caller: CallerState  # what the caller has set for its thread, such as autocast
     labels: Sequence[HostValue] = ()  # labels of each microbatch of a fused run. Default: none.
     # loss function of a fused run. Default: the outputs are the loss.
     loss_fn: Callable[[Any, Any], Any] = lambda outputs, labels: outputs
@@ -114,17 +115,3 @@ class RunSpec:
     def _seeds(self) -> dict[tuple[int, int], int]:
         """Seeds of the calls so far: a recomputation has the one of its forward."""
         return {}
-
-
-def captured_autocast(device_types: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the caller's autocast modes, as arguments for ``torch.autocast`` in another thread."""
-    return [
-        {
-            "device_type": kind,
-            "dtype": torch.get_autocast_dtype(kind),
-            "enabled": torch.is_autocast_enabled(kind),
-            "cache_enabled": torch.is_autocast_cache_enabled(),
-        }
-        for kind in device_types
-        if torch.is_autocast_enabled(kind)
-    ]

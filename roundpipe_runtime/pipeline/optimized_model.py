@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from ..optim.bound_step import bound_now
 from ..optim.step import in_optimizer_ctx
 from .engine_handle import EngineHandle
 
@@ -105,9 +106,11 @@ class OptimizedModel(EngineHandle):
         if isinstance(is_async, str):
             if is_async != "exact":
                 raise ConfigError(f'is_async must be True, False or "exact", found {is_async!r}.')
-            self._rp_engine.step_exact(lambda: step_fn(*args, **kwargs))
+            bound = bound_now(step_fn)
+            self._rp_engine.step_exact(lambda: bound(*args, **kwargs))
         elif is_async:
-            steps.start(lambda: step_fn(*args, **kwargs))
+            bound = bound_now(step_fn)
+            steps.start(lambda: bound(*args, **kwargs))
         else:
             steps.run(lambda: step_fn(*args, **kwargs))
 

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from torch.export.dynamic_shapes import _DimHint as DimHint
     from torch.nn.modules.batchnorm import _NormBase as NormBase
     from torch.optim.optimizer import _global_optimizer_post_hooks as optimizer_post_hooks
+    from torch.overrides import _get_current_function_mode_stack as function_modes
+    from torch.overrides import _pop_mode as pop_function_mode
+    from torch.overrides import _push_mode as push_function_mode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
     from torch.utils._python_dispatch import _pop_mode as pop_mode
     from torch.utils._python_dispatch import _push_mode as push_mode
     from torch.utils._sympy.functions import FloorDiv, Max, Min
@@ -69,8 +73,10 @@ __all__ = [
     "default_store",
     "dict_flatten_with_keys",
     "dispatch_depth",
+    "dispatch_modes",
     "dynamo_config",
     "enable_python_dispatcher",
+    "function_modes",
     "functorch",
     "fx_config",
     "fx_pytree",
@@ -87,7 +93,9 @@ __all__ = [
     "operator_names",
     "operators_with_kernel",
     "optimizer_post_hooks",
+    "pop_function_mode",
     "pop_mode",
+    "push_function_mode",
     "push_mode",
     "pytree",
     "register_python_node",
@@ -236,6 +244,7 @@ def aot_load(path: str) -> Any:
 # -- names that come when they are used --------------------------------------------------------------------------------
 
 _FAKE, _DISPATCH = "torch._subclasses.fake_tensor", "torch.utils._python_dispatch"
+_OVERRIDES, _ENTERED = "torch.overrides", "nothing: modes are only entered and left"
 _NAMES = {
     "DispatchKey": Private("torch._C", "DispatchKey", "run the steps of the attention in a trace, more slowly"),
     "DimHint": Private("torch.export.dynamic_shapes", "_DimHint", "type(torch.export.Dim.AUTO)"),
@@ -265,6 +274,10 @@ _NAMES = {
     "optimizer_post_hooks": Private(
         "torch.optim.optimizer", "_global_optimizer_post_hooks", "no hooks of all optimizers on steps by layers"
     ),
+    "dispatch_modes": Private(_DISPATCH, "_get_current_dispatch_mode_stack", _ENTERED),
+    "function_modes": Private(_OVERRIDES, "_get_current_function_mode_stack", _ENTERED),
+    "pop_function_mode": Private(_OVERRIDES, "_pop_mode", "TorchFunctionMode as a context manager"),
+    "push_function_mode": Private(_OVERRIDES, "_push_mode", "TorchFunctionMode as a context manager"),
     "pop_mode": Private(_DISPATCH, "_pop_mode", "TorchDispatchMode as a context manager"),
     "push_mode": Private(_DISPATCH, "_push_mode", "TorchDispatchMode as a context manager"),
     "decompositions": Private("torch._decomp", "decomposition_table", "the default table of run_decompositions"),

@@ -84,7 +84,7 @@ class Visit:
         # where nothing is uploaded ahead
         self.layers.has_room = has_room
         self.layers.is_measured = self.run.timer.measures(self.device)
-        self._is_bare = not (self.layers.is_measured or self.spec.autocast)
+        self._is_bare = not (self.layers.is_measured or self.spec.caller)
         try:
             with torch.set_grad_enabled(self.spec.requires_grad):
                 self._run_all()
@@ -174,7 +174,8 @@ class Visit:
         place.layer, place.doing, place.tensors = graph.layer, "backward", graph.exits
         self.generator.cpu_state = None
         resident = self.layers.here[graph.layer]
-        with self.device.computing(resident.ready), self.layers.measure("backward", microbatch, graph.layer):
+        measured = self.layers.measure("backward", microbatch, graph.layer)
+        with self.device.computing(resident.ready), measured, self._modes():
             results = self._back_here(resident, graph, gradients)
         place.tensors = None
         self._drop_graph(graph)
@@ -220,7 +221,7 @@ class Visit:
             loss = MicrobatchLoss(self.run, self.device, microbatch, values, self.generator)
             loss.compute(labels)
         self.generator.cpu_state = None
-        with self.device.computing(), self.layers.measure("backward", microbatch):
+        with self.device.computing(), self.layers.measure("backward", microbatch), self._modes():
             return loss.back()
 
     # -- one layer ---------------------------------------------------------------------------------------------------
@@ -301,14 +302,8 @@ class Visit:
         return result, structure, exits, results
 
     def _modes(self) -> contextlib.AbstractContextManager[Any]:
-        """The caller's autocast modes, in this thread."""
-        if not self.spec.autocast:
-            return _NO_MODES
-        with contextlib.ExitStack() as stack:
-            # A thread does not inherit the modes of the thread that started it.
-            for mode in self.spec.autocast:
-                stack.enter_context(torch.autocast(**mode))
-            return stack.pop_all()
+        """What the caller has set for its thread, in this one."""
+        return self.spec.caller.entered() if self.spec.caller else _NO_MODES
 
     # -- what comes and what goes ------------------------------------------------------------------------------------
 

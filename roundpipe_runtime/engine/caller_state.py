@@ -1,0 +1,164 @@
+"""What the caller's thread sets around a call, for the threads that run layers: autocast, torch modes, thread locals.
+
+A context variable reaches the threads of devices by itself. ``torch.autocast``, a ``TorchFunctionMode``, a
+``TorchDispatchMode`` and a ``threading.local`` do not: plain layers would see them, so layers in a pipeline do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from yobx_flatten.private_names.of_torch import (
+    dispatch_modes,
+    function_modes,
+    pop_function_mode,
+    pop_mode,
+    push_function_mode,
+    push_mode,
+)
+
+# Calls from function to function that are followed in search of a thread local.
+_DEPTH = 4
+
+# Packages that keep thread locals to themselves.
+_LIBRARIES = frozenset({"torch", *sys.stdlib_module_names})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallerState:
+    """What the caller of a pipeline has set for its own thread."""
+
+    autocast: Sequence[dict[str, Any]] = ()  # arguments for `torch.autocast`
+    functions: Sequence[Any] = ()  # torch function modes, the outermost first
+    dispatch: Sequence[Any] = ()  # torch dispatch modes, the outermost first
+    values: Sequence[tuple[threading.local, dict[str, Any]]] = ()  # thread locals that layers read, and their values
+
+    @classmethod
+    def captured(cls, device_types: Sequence[str], code: Iterable[object]) -> CallerState:
+        """Return the state of this thread, for layers and a loss function that run elsewhere."""
+        autocast = [
+            {
+                "device_type": kind,
+                "dtype": torch.get_autocast_dtype(kind),
+                "enabled": torch.is_autocast_enabled(kind),
+                "cache_enabled": torch.is_autocast_cache_enabled(),
+            }
+            for kind in device_types
+            if torch.is_autocast_enabled(kind)
+        ]
+        values = [(one, dict(vars(one))) for one in {local: None for part in code for local in _locals_of(part)}]
+        return cls(autocast, function_modes(), dispatch_modes(), [(one, found) for one, found in values if found])
+
+    def __bool__(self) -> bool:
+        return bool(self.autocast or self.functions or self.dispatch or self.values)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Have the caller's state in this thread during the block."""
+        with contextlib.ExitStack() as stack:
+            for local, found in self.values:
+                stack.enter_context(_set(local, found))
+            for mode in self.autocast:
+                stack.enter_context(torch.autocast(**mode))
+            for one in self.functions:  # not by `with`: a mode that counts would begin anew
+                push_function_mode(one)
+                stack.callback(pop_function_mode)
+            for one in self.dispatch:
+                push_mode(one)
+                stack.callback(pop_mode)
+            yield
+
+
+@contextlib.contextmanager
+def _set(local: threading.local, found: dict[str, Any]) -> Iterator[None]:
+    own = vars(local)
+    before = dict(own)
+    own.update(found)
+    try:
+        yield
+    finally:
+        own.clear()
+        own.update(before)
+
+
+_OF_CLASSES: weakref.WeakKeyDictionary[type, tuple[threading.local, ...]] = weakref.WeakKeyDictionary()
+
+
+def _locals_of(code: object) -> list[threading.local]:
+    """Return the thread locals that the code of a layer or a loss function names."""
+    found = []
+    for part in code.modules() if isinstance(code, nn.Module) else [code]:
+        kind = type(part)
+        if kind not in _OF_CLASSES:
+            functions = [f for one in kind.__mro__ if _is_own(one.__module__) for f in vars(one).values()]
+            _OF_CLASSES[kind] = tuple(_named([f for f in functions if inspect.isfunction(f)]))
+        found += _OF_CLASSES[kind]
+        found += [value for value in getattr(part, "__dict__", {}).values() if isinstance(value, threading.local)]
+        if not isinstance(part, nn.Module):
+            found += _named([_function_of(part)])
+        elif "forward" in vars(part):
+            found += _named([_function_of(part.forward)])
+    return found
+
+
+def _function_of(value: object) -> object:
+    while isinstance(value, functools.partial):
+        value = value.func
+    return getattr(value, "__func__", value)
+
+
+def _is_own(module: str | None) -> bool:
+    return (module or "").partition(".")[0] not in _LIBRARIES
+
+
+def _named(functions: Sequence[object]) -> list[threading.local]:
+    """The thread locals among the names of functions, and of the functions that they name."""
+    found: dict[threading.local, None] = {}
+    seen: set[types.CodeType] = set()
+    waiting = [(function, 0) for function in functions]
+    while waiting:
+        function, depth = waiting.pop()
+        if not isinstance(function, types.FunctionType) or function.__code__ in seen or depth > _DEPTH:
+            continue
+        seen.add(function.__code__)
+        for value in _values_of(function):
+            if isinstance(value, threading.local):
+                found[value] = None
+            elif isinstance(value, types.FunctionType) and _is_own(value.__module__):
+                waiting.append((value, depth + 1))
+            elif not isinstance(value, type | types.ModuleType | types.FunctionType):
+                held = [one for one in getattr(value, "__dict__", {}).values() if isinstance(one, threading.local)]
+                found |= dict.fromkeys(held)
+                if _is_own(type(value).__module__):
+                    waiting += [(one, depth + 1) for one in vars(type(value)).values()]
+    return list(found)
+
+
+def _values_of(function: types.FunctionType) -> Iterator[Any]:
+    """Yield what a function reads by name: its closure, its defaults, globals, and attributes of modules."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a name that has no value yet
+            yield cell.cell_contents
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    codes = [function.__code__]
+    for code in codes:  # grows by functions that are made within
+        codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
+        for name in code.co_names:
+            value = function.__globals__.get(name)
+            if isinstance(value, types.ModuleType) and _is_own(value.__name__):
+                yield from (vars(value)[one] for one in code.co_names if one in vars(value))
+            elif value is not None:
+                yield value

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from ..core.contents import Layouts
 from ..errors.failures import result_or
 from ..errors.messages import format_bytes
 from ..private_names.of_torch import get_node_type, pytree
 from ..recipe.aliases import PyTree
 from ..trees.walk import children_of, class_name, format_entry
-from .contents import Layouts
 from .opaque import Unregistered, find_unregistered, format_count
 
 __all__ = ["Drawing", "DrawingRow", "explain"]

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from ..core.contents import Layouts
 from ..errors import FlattenError
 from ..errors.failures import result_or
 from ..errors.tried_versions import possible_cause
 from ..recipe.aliases import DynamicShapes
 from ..trees.walk import class_name, torch_leaves
-from .contents import Layouts
 from .explanation import Explanation, Failure, Row
 from .places import place_of
 from .program_errors import PROGRAM_ROWS, explain_guards

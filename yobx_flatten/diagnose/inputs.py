@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 
+from ..core.contents import Layouts
 from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError
 from ..recipe.aliases import DynamicShapes
 from ..trace.hook import EXPORT_HOOK
@@ -21,7 +22,6 @@ from ..trees.shapes import check_dynamic_shapes
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
 from ..trees.walk import class_name, torch_leaves
 from ..trees.weights import about_devices, check_not_offloaded, on_other_devices
-from .contents import Layouts
 from .opaque import find_unregistered
 from .remedies import remedy_for
 from .varying import Axis, varying_axes

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..core.contents import Layouts
 from ..errors.messages import format_bytes
 from ..recipe.aliases import PyTree
 from ..trees.walk import class_name, torch_leaves
-from .contents import Layouts
 from .remedies import Remedy, registers_what_is_inside, remedy_for
 from .tensors_inside import Holder, holders_in
 

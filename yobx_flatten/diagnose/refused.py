@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..core.contents import Layouts
 from ..errors import NotRegisteredError
 from ..trees.walk import class_name, torch_leaves
-from .contents import Layouts
 from .remedies import remedy_for
 
 __all__ = ["explain_leaf"]

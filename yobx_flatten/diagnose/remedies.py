@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import torch
 
+from ..core.contents import Layouts, is_known_base
 from ..errors import InvalidRegistrationError
 from ..recipe.codegen import builtin_base
 from ..recipe.contract import is_constant_class
 from ..recipe.fields import functions_of
 from ..recipe.mappings import is_mapping
 from ..registry.claims import REGISTRY
-from .contents import Layouts, is_known_base
 
 __all__ = ["Remedy", "registers_what_is_inside", "remedy_for"]
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..core.contents import Layouts, size_in_bytes
 from ..private_names.of_torch import get_node_type, pytree
-from .contents import Layouts, size_in_bytes
 
 __all__ = ["Holder", "holders_in"]
 

@@ -101,6 +101,7 @@ __all__ = [
     "register_python_node",
     "scan",
     "serialised_node",
+    "set_version",
     "spec_protocols",
     "storage_use_count",
     "tensor_use_count",
@@ -190,6 +191,13 @@ def transforms_are_active() -> bool:
     """Return whether ``torch.func`` transforms the code that runs. Gone: ``False``, and torch itself refuses."""
     active = getattr(torch._C, "_are_functorch_transforms_active", None)
     return False if active is None else bool(active())
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set how often a tensor counts as written, after its values were put back. Gone: it counts every write."""
+    setter = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+    if setter is not None:
+        setter((tensor,), (version,))
 
 
 # -- operators -------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.contents import Layouts
 from ..declare.scopes import options_in_use, register_flattening_functions
-from ..diagnose.contents import Layouts
 from ..diagnose.opaque import find_unregistered
 from ..errors import NotRegisteredError
 from ..private_names.of_torch import pytree

@@ -5,27 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ..core.contents import format_key
 from ..errors import describe_class
 from ..errors.failures import noted_on_failure
 from ..private_names.of_torch import get_node_type, pytree
 from ..recipe.aliases import PyTree
 
 __all__ = [
-    "NUMBERS",
     "Children",
     "Place",
     "children_of",
     "class_name",
     "format_entry",
-    "format_key",
     "format_path",
     "torch_children",
     "torch_leaves",
     "walk",
 ]
-
-# Built-in types whose ``repr`` runs no code of a user.
-NUMBERS = (bool, int, float, complex, str, bytes, bytearray, type(None), type(...), range)
 
 _MODULE: Callable[[type], str] = type.__dict__["__module__"].__get__
 _QUALNAME: Callable[[type], str] = type.__dict__["__qualname__"].__get__
@@ -121,22 +117,6 @@ def format_entry(key: object) -> str:
     if isinstance(key, pytree.MappingKey):
         return f"[{format_key(key.key)}]"
     return str(key)
-
-
-def format_key(key: object) -> str:
-    """Spell the key of a dict; an object whose ``__repr__`` is its own business by its class.
-
-    >>> from collections import OrderedDict
-    >>> format_key("a"), format_key((1, "b")), format_key(OrderedDict())
-    ("'a'", "(1, 'b')", '<OrderedDict>')
-    """
-    if any(type(key) is kind for kind in NUMBERS):
-        return repr(key)
-    if type(key) is tuple:
-        inner = [format_key(item) for item in key]
-        return f"({', '.join(inner)}{',' if len(inner) == 1 else ''})"
-    cls: Any = key if issubclass(type(key), type) else type(key)  # not isinstance, which may run code of the key
-    return f"<{_QUALNAME(cls)}>"
 
 
 def class_name(cls: type) -> str:

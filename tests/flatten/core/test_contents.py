@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from yobx_flatten.diagnose.contents import Layouts, size_in_bytes
+from yobx_flatten.core.contents import Layouts, size_in_bytes
 from yobx_flatten.trees.walk import class_name, format_key
 
 X = torch.zeros(2, 3)
@@ -148,4 +148,4 @@ def test_a_tensor_that_knows_no_size_counts_nothing():
 def test_names_of_classes():
     """Built-in ones without their module."""
     assert class_name(int) == "int"
-    assert class_name(Plain) == "tests.flatten.diagnose.test_contents.Plain"
+    assert class_name(Plain) == "tests.flatten.core.test_contents.Plain"

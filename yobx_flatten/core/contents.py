@@ -27,9 +27,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..private_names.of_torch import DisableTorchFunctionSubclass
-from ..trees.walk import NUMBERS, format_key
 
-__all__ = ["Layout", "Layouts", "is_known_base", "size_in_bytes"]
+__all__ = ["NUMBERS", "Layout", "Layouts", "format_key", "is_known_base", "size_in_bytes"]
+
+# Built-in types whose ``repr`` runs no code of a user.
+NUMBERS = (bool, int, float, complex, str, bytes, bytearray, type(None), type(...), range)
 
 _mro: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 _namespace: Callable[[type], Any] = type.__dict__["__dict__"].__get__
@@ -186,3 +188,19 @@ def _format_attribute(name: object) -> str:
 def _loaded(module: str, name: str) -> Any:
     """A class of a library, if the library is imported."""
     return getattr(sys.modules.get(module), name, None)
+
+
+def format_key(key: object) -> str:
+    """Spell the key of a dict; an object whose ``__repr__`` is its own business by its class.
+
+    >>> from collections import OrderedDict
+    >>> format_key("a"), format_key((1, "b")), format_key(OrderedDict())
+    ("'a'", "(1, 'b')", '<OrderedDict>')
+    """
+    if any(type(key) is kind for kind in NUMBERS):
+        return repr(key)
+    if type(key) is tuple:
+        inner = [format_key(item) for item in key]
+        return f"({', '.join(inner)}{',' if len(inner) == 1 else ''})"
+    cls: Any = key if issubclass(type(key), type) else type(key)  # not isinstance, which may run code of the key
+    return f"<{_QUALNAME(cls)}>"

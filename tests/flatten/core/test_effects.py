@@ -1,0 +1,400 @@
+"""What a call changes beside what it returns, found and undone."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from yobx_flatten.core.effects import Snapshot, undisturbed
+
+HISTORY: list[float] = []
+COUNT = 0
+
+
+class Slotted:
+    __slots__ = ("total", "unset")
+
+    def __init__(self):
+        self.total = 0
+
+
+@dataclasses.dataclass
+class State:
+    keys: torch.Tensor
+    seen: list = dataclasses.field(default_factory=list)
+    extra: dict = dataclasses.field(default_factory=dict)
+
+
+class Counting(nn.Module):
+    instances = 0
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Linear(2, 2), nn.BatchNorm1d(2)])
+        self.queue = torch.zeros(3)
+        self.recent = collections.deque(maxlen=2)
+
+
+def _state():
+    return State(torch.zeros(2, 3))
+
+
+def in_place(state):
+    state.keys[0, 0] = 1.0
+
+
+def through_a_view(state):
+    state.keys[:, 1].add_(1)
+
+
+def through_numpy(state):
+    state.keys.numpy()[0, 2] = 4.0
+
+
+def longer(state):
+    state.keys = torch.cat([state.keys, torch.ones(2, 1)], 1)
+
+
+def other(state):
+    state.keys = torch.ones(5)
+
+
+def of_other_memory(state):
+    state.keys.data = torch.full((2, 3), 2.0)
+
+
+def list_grows(state):
+    state.seen.append(1)
+
+
+def dict_gets_a_key(state):
+    state.extra["a"] = torch.ones(1)
+
+
+def attribute_is_set(state):
+    state.more = 3
+
+
+def attribute_is_removed(state):
+    del state.extra
+
+
+@pytest.mark.parametrize(
+    ("act", "expected"),
+    [
+        (in_place, {"state.keys": "written"}),
+        (through_a_view, {"state.keys": "written"}),
+        (longer, {"state.keys": "grown"}),
+        (other, {"state.keys": "replaced"}),
+        (of_other_memory, {"state.keys": "written"}),
+        (list_grows, {"state.seen": "grown"}),
+        (dict_gets_a_key, {"state.extra['a']": "set"}),
+        (attribute_is_set, {"state.more": "set"}),
+        (attribute_is_removed, {"state.extra": "removed"}),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_a_change_has_its_key_path(act, expected):
+    """Each kind of change is named once, at its place."""
+    state = _state()
+    before = Snapshot.of(state=state)
+    assert not before.changes()
+    act(state)
+    assert before.changes() == expected
+
+
+def test_a_write_without_a_version_is_seen_where_values_are_compared():
+    """Arrays of NumPy and ``.data`` share memory and leave no version."""
+    for act in (through_numpy, lambda state: state.keys.data.add_(1)):
+        state = _state()
+        by_version, by_value = Snapshot.of(state=state), Snapshot.of(state=state, values=True)
+        act(state)
+        assert not by_version.changes()
+        assert by_value.changes() == {"state.keys": "written"}
+
+
+def test_the_objects_before_and_after_are_known():
+    """An effect says which tensor stood where before, and which does now."""
+    state = _state()
+    first, before = state.keys, Snapshot.of(state=state)
+    longer(state)
+    one, now = before.changes().objects["state.keys"]
+    assert one is first
+    assert now is state.keys
+
+
+def test_a_read_changes_nothing():
+    """A forward in evaluation mode, with a cache that is only read, has no effects."""
+    model, state = Counting().eval(), _state()
+    before = Snapshot.of(model=model, state=state, values=True)
+    with torch.no_grad():
+        model.inner[1](model.inner[0](state.keys[:, :2]))
+    assert before.changes() == {}
+    assert before.is_complete
+
+
+def test_state_of_a_module_is_named_as_users_name_it():
+    """Buffers, parameters and attributes of submodules have the path that Python takes."""
+    model = Counting().train()
+    before = Snapshot.of(model=model)
+    model.inner[1](torch.randn(4, 2))
+    model.inner[0].weight = nn.Parameter(torch.ones(2, 2))
+    model.queue = model.queue + 1
+    model.recent.append(1)
+    found = before.changes()
+    assert found == {
+        "model.inner[1].running_mean": "written",
+        "model.inner[1].running_var": "written",
+        "model.inner[1].num_batches_tracked": "written",
+        "model.inner[0].weight": "replaced",
+        "model.queue": "replaced",
+        "model.recent": "grown",
+    }
+
+
+def test_gradients_are_effects():
+    """A backward inside of a call leaves gradients, and says so."""
+    layer = nn.Linear(2, 1)
+    before = Snapshot.of(layer=layer)
+    layer(torch.ones(1, 2)).sum().backward()
+    assert before.changes() == {"layer.weight.grad": "set", "layer.bias.grad": "set"}
+    again = Snapshot.of(layer=layer)
+    layer(torch.ones(1, 2)).sum().backward()
+    assert again.changes() == {"layer.weight.grad": "written", "layer.bias.grad": "written"}
+
+
+def _counting_loss():
+    count, losses = 0, []
+
+    def loss(value):
+        nonlocal count
+        count += 1
+        losses.append(value)
+        loss.last = value
+
+    return loss
+
+
+def _of_globals(value):
+    global COUNT
+    COUNT += 1
+    HISTORY.append(value)
+
+
+class Loss:
+    calls = 0
+
+    def __init__(self):
+        self.slots = Slotted()
+
+    def __call__(self, value):
+        Loss.calls += 1
+        self.slots.total += value
+
+    def method(self, value):
+        self(value)
+
+
+def _with_default(value, seen=[]):  # noqa: B006 # the state that is looked for
+    seen.append(value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (_counting_loss(), {"loss.count": "replaced", "loss.losses": "grown", "loss.last": "set"}),
+        (_of_globals, {"COUNT": "replaced", "HISTORY": "grown"}),
+        (Loss(), {"Loss.calls": "replaced", "loss.slots.total": "replaced"}),
+        (Loss().method, {"Loss.calls": "replaced", "loss.slots.total": "replaced"}),
+        (_with_default, {"loss[0]": "grown"}),
+    ],
+    ids=["closure", "globals", "class", "method", "default"],
+)
+def test_python_state_of_a_function_is_seen_and_undone(loss, expected):
+    """Closures, globals, class attributes, slots and defaults: all that a loss may count in."""
+    with undisturbed(loss=loss) as before:
+        loss(2.0)
+        assert before.changes() == expected
+    assert before.changes() == {}
+
+
+def test_generators_of_random_numbers_are_state():
+    """Whoever draws moves a generator; afterwards it stands where it stood."""
+    held = {"torch": torch.Generator(), "python": random.Random(1), "numpy": np.random.default_rng(1)}
+    first = copy.deepcopy(held["numpy"]).random(), copy.deepcopy(held["python"]).random()
+    with undisturbed(held=held) as before:
+        torch.rand(1, generator=held["torch"])
+        held["python"].random()
+        held["numpy"].random()
+        assert set(before.changes().values()) == {"written"}
+        assert len(before.changes()) == 3
+    assert (held["numpy"].random(), held["python"].random()) == first
+
+
+def test_the_process_draws_as_if_nothing_was_called():
+    """A block leaves the generators of the process alone, and draws the same with the same seed."""
+    torch.manual_seed(3)
+    expected = torch.rand(2), np.random.RandomState, random.getstate()
+    torch.manual_seed(3)
+    drawn = []
+    for _ in range(2):
+        with undisturbed(seed=5):
+            drawn.append(torch.rand(2))
+            random.random()
+    assert torch.equal(*drawn)
+    assert torch.equal(torch.rand(2), expected[0])
+    assert random.getstate() == expected[2]
+
+
+ACTS = [in_place, through_a_view, through_numpy, longer, other, of_other_memory, list_grows, dict_gets_a_key]
+
+
+@pytest.mark.parametrize("act", [*ACTS, attribute_is_set, attribute_is_removed], ids=lambda act: act.__name__)
+def test_everything_is_as_it_was(act):
+    """The same objects with the same values and versions, also after an exception half-way."""
+    state = _state()
+    tensor, version = state.keys, state.keys._version
+    held = dict(vars(state))
+
+    def call():
+        with undisturbed(state=state):
+            act(state)
+            raise KeyError("half-way")
+
+    with pytest.raises(KeyError, match="half-way"):
+        call()
+    assert vars(state) == held or all(vars(state)[name] is value for name, value in held.items())
+    assert list(vars(state)) == list(held)
+    assert state.keys is tensor
+    assert torch.equal(tensor, torch.zeros(2, 3))
+    assert tensor._version == version
+    assert state.seen == []
+    assert state.extra == {}
+
+
+def test_training_of_a_module_is_undone():
+    """Buffers, replaced parameters, modes and hooks of a module are as they were."""
+    model = Counting().train()
+    stored, hooks = copy.deepcopy(model.state_dict()), dict(model._forward_hooks)
+    weight = model.inner[0].weight
+    with undisturbed(model=model):
+        model.inner[1](torch.randn(4, 2))
+        model.inner[0].weight = nn.Parameter(torch.ones(2, 2))
+        model.register_forward_hook(lambda *args: None)
+        model.eval()
+        model.inner.append(nn.Linear(1, 1))
+    assert model.training
+    assert len(model.inner) == 2
+    assert model.inner[0].weight is weight
+    assert dict(model._forward_hooks) == hooks
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, stored[name]), name
+
+
+def test_a_parameter_that_is_named_is_copied():
+    """Parameters are shared, but for those of which the caller knows that they are written."""
+    layer = nn.Linear(2, 2)
+    stored = layer.weight.detach().clone()
+    with undisturbed(layer=layer, parameters=["layer.weight"]), torch.no_grad():
+        layer.weight.zero_()
+    assert torch.equal(layer.weight, stored)
+
+
+def test_a_graph_that_saved_a_tensor_still_runs_backward():
+    """Values that were put back are what autograd has saved, and their versions say so."""
+    weight = torch.ones(2, requires_grad=True)
+    state = State(torch.ones(2))
+    out = (weight * state.keys).sum()
+    with undisturbed(state=state):
+        state.keys.zero_()
+    out.backward()
+    assert torch.equal(weight.grad, torch.ones(2))
+
+
+def test_views_and_expanded_tensors_are_restored():
+    """Memory is restored as a whole, so tensors that share elements agree afterwards."""
+    base = torch.arange(6.0)
+    held = {"base": base, "view": base[2:4], "wide": torch.zeros(1).expand(3)}
+    with undisturbed(held=held) as before:
+        held["view"].fill_(-1)
+        assert before.changes() == {"held['base']": "written", "held['view']": "written"}
+    assert torch.equal(base, torch.arange(6.0))
+    assert base[2:4].data_ptr() == held["view"].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.bfloat16, torch.complex64, torch.float8_e4m3fn])
+def test_each_dtype_is_seen_and_restored(dtype):
+    """Bits are compared, so no dtype needs arithmetic."""
+    tensor = torch.zeros(4).to(dtype)
+    bits = tensor.view(torch.uint8).clone()
+    with undisturbed(tensor=tensor) as before:
+        tensor.view(torch.uint8).fill_(1)
+        assert before.changes() == {"tensor": "written"}
+    assert torch.equal(tensor.view(torch.uint8), bits)
+
+
+def test_tensors_of_inference_mode_have_no_version():
+    """Their values are compared, and put back."""
+    with torch.inference_mode():
+        tensor = torch.zeros(3)
+    with undisturbed(tensor=tensor) as before:
+        with torch.inference_mode():
+            tensor.add_(1)
+        assert before.changes() == {"tensor": "written"}
+    assert torch.equal(tensor, torch.zeros(3))
+
+
+def test_arrays_are_seen_and_restored():
+    """An array of NumPy has no version at all."""
+    array = np.zeros(3)
+    with undisturbed(array=array) as before:
+        array[1] = 2
+        assert before.changes() == {"array": "written"}
+    assert array.tolist() == [0, 0, 0]
+
+
+def test_objects_that_hold_each_other_end():
+    """A circle is walked once."""
+    one, two = {}, []
+    one["two"], one["self"] = two, one
+    two.append(one)
+    before = Snapshot.of(one=one)
+    two.append(1)
+    assert before.changes() == {"one['two']": "grown"}
+
+
+def test_rows_of_a_data_set_are_compared_and_not_entered():
+    """A list of a million numbers costs no walk through all of them."""
+    rows = list(range(1_000_000))
+    before = Snapshot.of(rows=rows)
+    rows.append(1)
+    assert before.changes() == {"rows": "grown"}
+
+
+def test_locks_and_files_are_left_alone(tmp_path):
+    """What Python cannot copy is no obstacle."""
+    held = {"lock": threading.Lock(), "file": (tmp_path / "a").open("w"), "list": []}
+    with held["file"], undisturbed(held=held):
+        held["list"].append(1)
+    assert held["list"] == []
+
+
+def test_defaultdict_and_ordered_dict_keep_their_order():
+    """Containers are restored by their own class."""
+    held = {"a": collections.OrderedDict(x=1, y=2), "b": collections.defaultdict(list, k=[1]), "c": {3, 4}}
+    with undisturbed(held=held):
+        held["a"].move_to_end("x")
+        held["b"]["new"].append(1)
+        held["c"].add(5)
+    assert list(held["a"]) == ["x", "y"]
+    assert dict(held["b"]) == {"k": [1]}
+    assert held["b"].default_factory is list
+    assert held["c"] == {3, 4}

@@ -1,0 +1,645 @@
+"""Find what a call changed beside what it returned, and undo it.
+
+A call has outputs and *effects*: a tensor written in place, a list that got longer, an attribute that was set, a
+variable of a closure that was bound anew. :class:`Snapshot` notes, before the call, which object is where; it copies
+nothing::
+
+    before = Snapshot.of(args=args, module=module, loss_fn=loss_fn)
+    result = module(*args)
+    before.changes()      {"args[0]": "written", "module.seen": "grown", "loss_fn.count": "replaced"}
+
+:func:`undisturbed` takes the same walk, with copies of what can be written, and leaves everything as it was.
+
+The walk enters what a call can reach: containers, attributes and slots, modules, partials and bound methods, variables
+that a function closes over, its defaults, and what code outside of installed libraries reads of its globals and
+classes. It reads objects as Python keeps them (see `contents`), so it runs no code of a user. Each object has one
+place, the first on the way from the roots, breadth first.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import functools
+import itertools
+import random
+import sys
+import sysconfig
+import types
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+
+from ..errors.failures import result_or
+from ..private_names.of_torch import set_version
+from .contents import NUMBERS, Layout, Layouts, format_key
+
+__all__ = ["Effect", "Effects", "Snapshot", "undisturbed"]
+
+Effect: TypeAlias = Literal["written", "replaced", "grown", "set", "removed"]
+
+# A container of more items is compared by the identity of its items, which are not entered: rows of a data set.
+_MANY_ITEMS = 10_000
+
+# No call is worth a walk through more objects: whoever holds a trainer holds everything.
+_MANY_OBJECTS = 200_000
+
+_PLAIN = (*NUMBERS, torch.dtype, torch.device, torch.layout)
+
+
+class Effects(dict[str, Effect]):
+    """What a call changed, by key path; empty, so false, where it changed nothing.
+
+    ``objects`` has, by the same key paths, the object before and the object after the call; for ``"written"``, where
+    both are the same tensor, ``"grown"`` containers and removed or new entries, ``None`` stands for what is not there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objects: dict[str, tuple[Any, Any]] = {}
+
+    def note(self, path: str, effect: Effect, before: object, after: object) -> None:
+        """Add an effect; the first of a place stays."""
+        if path not in self:
+            self[path] = effect
+            self.objects[path] = before, after
+
+    def __str__(self) -> str:
+        return ", ".join(f"{path} ({effect})" for path, effect in self.items())
+
+
+class Snapshot:
+    """Which object was where before a call: identities, versions and storages; no copies.
+
+    ``is_complete`` is false where the walk ended before it had seen everything.
+    """
+
+    def __init__(self, holders: list[_Holder], contents: list[_Content], is_complete: bool) -> None:
+        self._holders, self._contents, self.is_complete = holders, contents, is_complete
+
+    @classmethod
+    def of(cls, *, values: bool = False, **roots: object) -> Snapshot:
+        """Note what some objects hold; each keyword is the name of one in the key paths of :meth:`changes`."""
+        # values: compare values of tensors too, and not only their versions: writes through `.data` and through arrays
+        # of NumPy leave no other trace. Reads all tensors twice. Values of buffers are always compared, as the
+        # statistics of a batch norm are written without a version.
+        walk = _Walk(values)
+        walk.enter(roots)
+        return cls(walk.holders, walk.contents, walk.is_complete)
+
+    def changes(self) -> Effects:
+        """Compare with what is there now."""
+        found = Effects()
+        for holder in self._holders:
+            holder.compare(found)
+        for content in self._contents:
+            content.compare(found)
+        return found
+
+    def restore(self) -> None:
+        """Put back what was there: entries of all holders, and the values of which there are copies."""
+        for holder in self._holders:
+            holder.restore()
+        for content in self._contents:
+            content.restore()
+
+    def keep_values(self, parameters: Collection[str]) -> None:
+        """Copy what can be written in place: all but parameters, of which those that are named."""
+        copied: dict[object, Any] = {}  # one copy of a storage that several tensors share
+        for content in self._contents:
+            if not isinstance(content.obj, torch.nn.Parameter) or content.path in parameters:
+                content.keep(copied)
+
+
+@contextlib.contextmanager
+def undisturbed(*, seed: int | None = None, parameters: Collection[str] = (), **roots: object) -> Iterator[Snapshot]:
+    """Call something in the block: what it changes in the roots is afterwards as it was, also after an exception.
+
+    The same objects are in the same places, with the same values and versions. So are the generators of random numbers
+    of torch, NumPy and Python. Results that share memory with a root change with it: take copies of them inside.
+    """
+    # seed: what torch's random numbers begin with in the block; by default the block draws what comes next
+    # parameters: key paths of parameters that the call writes to. Others are shared, as they are large and hardly any
+    # call writes to them; they keep what was written.
+    # returns: a context manager; inside, the snapshot from before the block
+    before = Snapshot.of(values=False, **roots)
+    before.keep_values(parameters)
+    with _generators_restored(seed), contextlib.ExitStack() as stack:
+        stack.callback(before.restore)
+        yield before
+
+
+# -- the walk --------------------------------------------------------------------------------------------------------
+
+
+class _Walk:
+    def __init__(self, values: bool) -> None:
+        self.holders: list[_Holder] = []
+        self.contents: list[_Content] = []
+        self.is_complete = True
+        self._values, self._layouts = values, Layouts()
+        self._seen: set[int] = set()
+        self._buffers: set[int] = set()
+        self._readers: dict[type, _Readers | None] = {}
+        self._waiting: collections.deque[tuple[str, Any]] = collections.deque()
+
+    def enter(self, roots: Mapping[str, object]) -> None:
+        self._waiting.extend(roots.items())
+        while self._waiting:
+            path, obj = self._waiting.popleft()
+            if type(obj) in _PLAIN_TYPES or id(obj) in self._seen:
+                continue
+            if len(self._seen) >= _MANY_OBJECTS:
+                self.is_complete = False
+                break
+            self._seen.add(id(obj))
+            self._visit(path, obj)
+
+    def _visit(self, path: str, obj: Any) -> None:
+        kind = type(obj)
+        if (way := _BUILT_IN.get(kind)) is not None:
+            self._hold(path, obj, way)
+        elif kind is types.FunctionType:
+            self._visit_function(path, obj)
+        elif kind is types.MethodType:
+            self._waiting += [(path, obj.__func__), (path, obj.__self__)]
+        elif issubclass(kind, type):
+            self._visit_class(obj)
+        elif (content := self._content(path, obj)) is not None:
+            self.contents.append(content)
+            if content.grad is not None:
+                self._waiting.append((f"{path}.grad", content.grad))
+        else:
+            self._visit_object(path, obj, self._layouts(kind))
+
+    def _content(self, path: str, obj: Any) -> _Content | None:
+        kind = type(obj)
+        if kind not in self._readers:
+            self._readers[kind] = _readers(kind)
+        readers = self._readers[kind]
+        if readers is None:
+            return None
+        if issubclass(kind, torch.Tensor) and (self._values or id(obj) in self._buffers or obj.is_inference()):
+            readers = _mark_of_tensor, _bits
+        return _Content(path, obj, *readers)
+
+    def _visit_object(self, path: str, obj: Any, layout: Layout) -> None:
+        if layout.is_closed:
+            return
+        if layout.attributes is not None:
+            held = layout.attributes(obj)
+            if issubclass(type(obj), torch.nn.Module):
+                # named as users name them, so not as entries of these three attributes
+                children = [held[name] for name in ("_parameters", "_buffers", "_modules") if name in held]
+                self._seen.update(map(id, children))
+                self._buffers.update(map(id, held.get("_buffers", {}).values()))
+                for one in children:
+                    self._hold(path, one, _CHILDREN)
+            self._hold(path, held, _ATTRIBUTES)
+        if layout.slots:
+            self._hold(path, obj, _Slots(layout.slots))
+        if layout.items is not None:
+            way = next((way for base, way in _BUILT_IN.items() if issubclass(type(obj), base)), None)
+            if way is not None:
+                self._hold(path, obj, way)
+            elif len(obj) <= _MANY_ITEMS:  # a tuple or a frozenset, which cannot change
+                self._waiting += [(path + key, value) for key, value in layout.items(obj)]
+        if _is_own_code(type(obj).__module__):
+            self._waiting.append((type(obj).__qualname__, type(obj)))
+
+    def _visit_function(self, path: str, function: types.FunctionType) -> None:
+        code = function.__code__
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self._waiting.append((f"{path}.{name}", cell))
+        self._waiting += [(path, one) for one in (function.__defaults__, function.__kwdefaults__) if one]
+        self._hold(path, function.__dict__, _ATTRIBUTES)
+        if _is_own_code(function.__module__):
+            names = [name for name in _global_names(code) if name in function.__globals__]
+            self._hold("", function.__globals__, _Globals(tuple(names)))
+
+    def _visit_class(self, cls: type) -> None:
+        if _is_own_code(cls.__module__):
+            self._hold(cls.__qualname__, cls, _CLASS)
+            functions = [getattr(one, "__func__", one) for one in vars(cls).values()]
+            self._waiting += [(f.__qualname__, f) for f in functions if type(f) is types.FunctionType]
+
+    def _hold(self, path: str, owner: Any, way: _Way) -> None:
+        before = way.read(owner)
+        self.holders.append(_Holder(path, owner, way, before))
+        if before and len(before) <= _MANY_ITEMS:
+            for key, value in before.items():
+                if type(value) not in _PLAIN_TYPES:
+                    self._waiting.append((path + way.spell(key), value))
+
+
+def _is_own_code(module: object) -> bool:
+    """Whether a module is a user's: its globals and classes can hold what a call changes."""
+    return isinstance(module, str) and (module == "__main__" or _is_outside_of_libraries(module))
+
+
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OURS = {"yobx_flatten", "roundpipe_runtime"}
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_outside_of_libraries(module: str) -> bool:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    top = module.partition(".")[0]
+    if not isinstance(file, str) or top in _OURS or top in sys.stdlib_module_names:
+        return False
+    return not file.startswith(_LIBRARIES) and "site-packages" not in file and "dist-packages" not in file
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The names that a function and the functions in it may read of their module."""
+    inner = [_global_names(one) for one in code.co_consts if isinstance(one, types.CodeType)]
+    return tuple(dict.fromkeys([*code.co_names, *itertools.chain.from_iterable(inner)]))
+
+
+# -- what holds objects ------------------------------------------------------------------------------------------------
+
+
+class _Way:
+    """How one kind of holder is read and written: a dict."""
+
+    def read(self, owner: Any) -> dict[Any, Any]:
+        return dict.copy(owner)
+
+    def write(self, owner: Any, before: Mapping[Any, Any]) -> None:
+        dict.clear(owner)
+        dict.update(owner, before)
+
+    def spell(self, key: Any) -> str:
+        return f"[{format_key(key)}]"
+
+
+class _Ordered(_Way):
+    """An ``OrderedDict``, which keeps its order apart from the dict that it is."""
+
+    def read(self, owner: Any) -> dict[Any, Any]:
+        return dict(collections.OrderedDict.items(owner)) if owner else {}
+
+    def write(self, owner: Any, before: Mapping[Any, Any]) -> None:
+        collections.OrderedDict.clear(owner)
+        for key, value in before.items():
+            collections.OrderedDict.__setitem__(owner, key, value)
+
+
+class _Attributes(_Way):
+    """The ``__dict__`` of an object."""
+
+    def spell(self, key: Any) -> str:
+        return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{format_key(key)}]"
+
+
+class _Children(_Attributes):
+    """Parameters, buffers or submodules of a module, where they are not attributes: those of a list have numbers."""
+
+    def spell(self, key: Any) -> str:
+        return f"[{key}]" if isinstance(key, str) and key.isdigit() else super().spell(key)
+
+
+class _Sequence(_Way):
+    """A list or a deque."""
+
+    def read(self, owner: Any) -> dict[Any, Any]:
+        return dict(enumerate((list if isinstance(owner, list) else collections.deque).__iter__(owner)))
+
+    def write(self, owner: Any, before: Mapping[Any, Any]) -> None:
+        kind: Any = list if isinstance(owner, list) else collections.deque  # not the methods of a subclass
+        kind.clear(owner)
+        kind.extend(owner, before.values())
+
+
+class _Set(_Way):
+    def read(self, owner: Any) -> dict[Any, Any]:
+        return {id(item): item for item in set.__iter__(owner)}
+
+    def write(self, owner: Any, before: Mapping[Any, Any]) -> None:
+        set.clear(owner)
+        set.update(owner, before.values())
+
+    def spell(self, key: Any) -> str:
+        return "{...}"
+
+
+class _Cell(_Way):
+    """A variable that a function closes over; one that is not bound yet is empty."""
+
+    def read(self, owner: Any) -> dict[Any, Any]:
+        try:
+            return {"": owner.cell_contents}
+        except ValueError:
+            return {}
+
+    def write(self, owner: Any, before: Mapping[Any, Any]) -> None:
+        if before:
+            owner.cell_contents = before[""]
+        elif self.read(owner):
+            del owner.cell_contents
+
+    def spell(self, key: Any) -> str:
+        return ""
+
+
+class _Slots(_Way):
+    def __init__(self, slots: Iterable[tuple[str, Callable[[Any], Any]]]) -> None:
+        self._slots = tuple(slots)
+
+    def read(self, owner: Any) -> dict[Any, Any]:
+        found = {}
+        for name, read in self._slots:
+            with contextlib.suppress(AttributeError):  # never set
+                found[name] = read(owner)
+        return found
+
+    def write(self, owner: Any, before: Mapping[Any, Any]) -> None:
+        now = self.read(owner)
+        for name, read in self._slots:
+            descriptor: Any = read.__self__  # type: ignore[attr-defined] # of the slot
+            if name in before and now.get(name, owner) is not before[name]:
+                descriptor.__set__(owner, before[name])
+            elif name in now and name not in before:
+                descriptor.__delete__(owner)
+
+    def spell(self, key: Any) -> str:
+        return f".{key}"
+
+
+class _Globals(_Way):
+    """What a function reads of its module."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+
+    def read(self, owner: Any) -> dict[Any, Any]:
+        return {name: owner[name] for name in self._names if name in owner and not _is_module(owner[name])}
+
+    def write(self, owner: Any, before: Mapping[Any, Any]) -> None:
+        for name, value in before.items():
+            owner[name] = value
+
+    def spell(self, key: Any) -> str:
+        return str(key)
+
+
+class _ClassAttributes(_Way):
+    """The data among the attributes of a class."""
+
+    def read(self, owner: Any) -> dict[Any, Any]:
+        return {name: value for name, value in vars(owner).items() if not name.startswith("__") and _is_data(value)}
+
+    def write(self, owner: Any, before: Mapping[Any, Any]) -> None:
+        now = self.read(owner)
+        for name in now.keys() - before.keys():
+            type.__delattr__(owner, name)
+        for name, value in before.items():
+            if now.get(name, owner) is not value:
+                type.__setattr__(owner, name, value)
+
+    def spell(self, key: Any) -> str:
+        return f".{key}"
+
+
+_ATTRIBUTES, _CHILDREN, _CELL, _CLASS = _Attributes(), _Children(), _Cell(), _ClassAttributes()
+_BUILT_IN: dict[type, _Way] = {
+    collections.OrderedDict: _Ordered(),  # before the class that it is derived from
+    dict: _Way(),
+    list: _Sequence(),
+    collections.deque: _Sequence(),
+    set: _Set(),
+    types.CellType: _CELL,
+}
+_PLAIN_TYPES = frozenset(_PLAIN)
+
+
+def _is_module(value: object) -> bool:
+    return isinstance(value, types.ModuleType)
+
+
+def _is_data(value: object) -> bool:
+    kind = type(value)
+    return not (issubclass(kind, (types.FunctionType, type, staticmethod, classmethod)) or hasattr(kind, "__get__"))
+
+
+class _Holder(NamedTuple):
+    """An object that holds others, and what it held."""
+
+    path: str
+    owner: Any
+    way: _Way
+    before: dict[Any, Any]
+
+    def compare(self, found: Effects) -> None:
+        after = self.way.read(self.owner)
+        before = self.before
+        if before.keys() == after.keys() and all(map(_is_same, before.values(), after.values())):
+            return
+        if isinstance(self.way, _Sequence) and len(before) != len(after):
+            common = all(map(_is_same, before.values(), after.values()))
+            effect: Effect = "removed" if len(after) < len(before) else "grown" if common else "replaced"
+            found.note(self.path, effect, None, self.owner)
+        elif isinstance(self.way, _Set):
+            found.note(self.path, "grown" if before.keys() <= after.keys() else "removed", None, self.owner)
+        else:
+            for key in {**before, **after}:
+                self._compare_entry(key, after, found)
+
+    def _compare_entry(self, key: Any, after: Mapping[Any, Any], found: Effects) -> None:
+        path = self.path + self.way.spell(key)
+        if key not in after:
+            found.note(path, "removed", self.before[key], None)
+        elif key not in self.before:
+            found.note(path, "set", None, after[key])
+        elif not _is_same(self.before[key], after[key]):
+            one, other = self.before[key], after[key]
+            effect: Effect = "set" if one is None else "grown" if _is_longer(one, other) else "replaced"
+            found.note(path, effect, one, other)
+
+    def restore(self) -> None:
+        after = self.way.read(self.owner)
+        same = len(after) == len(self.before) and all(
+            key == other and value is now
+            for (key, value), (other, now) in zip(self.before.items(), after.items(), strict=True)
+        )
+        if not same:
+            self.way.write(self.owner, self.before)
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether an entry holds the same object, or an equal value that is nobody's own."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if type(one) in _PLAIN_TYPES:
+        return one == other or (one != one and other != other)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, types.MethodType) and isinstance(other, types.MethodType):
+        return one.__self__ is other.__self__ and one.__func__ is other.__func__
+    return False
+
+
+def _is_longer(one: object, other: object) -> bool:
+    """Whether a tensor stands for one that was shorter along one axis: a cache that grew."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)) or one.dim() != other.dim():
+        return False
+    differ = [(a, b) for a, b in zip(one.shape, other.shape, strict=True) if a != b]
+    return len(differ) == 1 and differ[0][1] > differ[0][0]
+
+
+# -- what has values -------------------------------------------------------------------------------------------------
+
+
+# What changes with each write that leaves a trace, and the values themselves.
+_Readers: TypeAlias = tuple[Callable[[Any], object], Callable[[Any], object]]
+
+
+class _Content:
+    """A tensor, an array or a generator of random numbers, whose values a call can write in place."""
+
+    def __init__(self, path: str, obj: Any, mark: Callable[[Any], object], digest: Callable[[Any], object]) -> None:
+        self.path, self.obj, self._mark, self._digest = path, obj, mark, digest
+        self._before, self._values = mark(obj), digest(obj)
+        is_leaf = isinstance(obj, torch.Tensor) and obj.requires_grad and obj.is_leaf
+        self.grad = obj.grad if is_leaf else None
+        self._restore: Callable[[], object] | None = None
+
+    def compare(self, found: Effects) -> None:
+        if self._mark(self.obj) != self._before or self._digest(self.obj) != self._values:
+            found.note(self.path, "written", self.obj, self.obj)
+        if isinstance(self.obj, torch.Tensor) and self.obj.requires_grad and self.obj.is_leaf:
+            now = self.obj.grad
+            if now is not self.grad:
+                effect: Effect = "set" if self.grad is None else "removed" if now is None else "replaced"
+                found.note(f"{self.path}.grad", effect, self.grad, now)
+
+    def keep(self, copied: dict[object, Any]) -> None:
+        self._restore = result_or(
+            lambda: _restoring(self.obj, self._before, self.grad, copied),
+            lambda error: None,  # a tensor without memory of its own, such as one of a trace
+        )
+
+    def restore(self) -> None:
+        if self._restore is not None:
+            self._restore()
+
+
+def _readers(kind: type) -> _Readers | None:
+    """What is read of the instances of a class to see whether values changed; None for what has none of its own."""
+    if issubclass(kind, torch.Tensor):
+        return _mark_of_tensor, _nothing
+    if issubclass(kind, torch.Generator):
+        return _nothing, lambda one: bytes(one.get_state().tolist())
+    if issubclass(kind, random.Random):
+        return _nothing, lambda one: hash(one.getstate())
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if issubclass(kind, numpy.ndarray):
+        return _nothing, _bits_of_array
+    if issubclass(kind, (numpy.random.Generator, numpy.random.RandomState)):
+        return _nothing, lambda one: repr(_numpy_state(one))
+    return None
+
+
+def _nothing(obj: object) -> object:
+    return None
+
+
+def _mark_of_tensor(tensor: torch.Tensor) -> object:
+    """What is another after each write that torch knows of, and after another memory was put in its place."""
+    version = None if tensor.is_inference() else tensor._version
+    place = result_or(lambda: _place(tensor), lambda error: None)
+    return version, tensor.shape, tensor.dtype, tensor.requires_grad, place
+
+
+def _place(tensor: torch.Tensor) -> object:
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride()
+
+
+def _bits(tensor: torch.Tensor) -> object:
+    def read() -> object:
+        flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        return zlib.crc32(ctypes.string_at(flat.data_ptr(), flat.nbytes)) if flat.nbytes else 0
+
+    return result_or(read, lambda error: None)  # no values: a fake tensor, or a layout without memory
+
+
+def _bits_of_array(array: Any) -> object:
+    return None if array.dtype.hasobject else zlib.crc32(array.tobytes())
+
+
+def _numpy_state(generator: Any) -> Any:
+    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+
+
+def _restoring(obj: Any, mark: Any, grad: torch.Tensor | None, copied: dict[object, Any]) -> Callable[[], object]:
+    """Copy the values of an object, and return what writes them back."""
+    if isinstance(obj, torch.Tensor):
+        return _restoring_tensor(obj, mark, grad, copied)
+    if isinstance(obj, torch.Generator):
+        return functools.partial(obj.set_state, obj.get_state())
+    if isinstance(obj, random.Random):
+        return functools.partial(obj.setstate, obj.getstate())
+    if hasattr(obj, "bit_generator"):
+        return functools.partial(setattr, obj.bit_generator, "state", obj.bit_generator.state)
+    if hasattr(obj, "set_state"):
+        return functools.partial(obj.set_state, obj.get_state())
+    values = obj.copy()
+    return lambda: obj.__setitem__(..., values) if obj.flags.writeable else None
+
+
+def _restoring_tensor(
+    tensor: torch.Tensor, mark: Any, grad: torch.Tensor | None, copied: dict[object, Any]
+) -> Callable[[], object]:
+    # The memory as a whole: so views of each other, and elements that share a place, are as they were.
+    storage, alias = tensor.untyped_storage(), tensor.detach()
+    if (key := (storage.data_ptr(), storage.nbytes())) not in copied:
+        copied[key] = storage.clone()
+    values, requires_grad, version = copied[key], tensor.requires_grad, mark[0]
+
+    def restore() -> None:
+        with torch.inference_mode(tensor.is_inference()):
+            if result_or(lambda: _place(tensor), lambda error: None) != mark[-1] or tensor.shape != mark[1]:
+                tensor.data = alias
+            if storage.nbytes() != values.nbytes():
+                storage.resize_(values.nbytes())
+            if not torch.equal(_bytes_of(storage), _bytes_of(values)):  # memory of a file may not be written to
+                storage.copy_(values)
+            if tensor.is_leaf and tensor.requires_grad is not requires_grad:
+                tensor.requires_grad_(requires_grad)
+            if tensor.is_leaf and requires_grad and tensor.grad is not grad:
+                tensor.grad = grad
+        if version is not None and tensor._version != version:
+            set_version(tensor, version)
+
+    return restore
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+@contextlib.contextmanager
+def _generators_restored(seed: int | None) -> Iterator[None]:
+    """Leave the generators of torch, Python and NumPy as they were found; begin with a seed, if there is one."""
+    numpy = sys.modules.get("numpy.random")
+    state, of_numpy = random.getstate(), None if numpy is None else numpy.get_state()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            if seed is not None:
+                torch.default_generator.manual_seed(seed)
+                if devices:
+                    torch.cuda.manual_seed_all(seed)
+            yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.set_state(of_numpy)

@@ -44,7 +44,7 @@ Effect: TypeAlias = Literal["written", "replaced", "grown", "set", "removed"]
 # A container of more items is compared by the identity of its items, which are not entered: rows of a data set.
 _MANY_ITEMS = 10_000
 
-# No call is worth a walk through more objects: whoever holds a trainer holds everything.
+# The walk ends here: an object that holds a trainer holds everything.
 _MANY_OBJECTS = 200_000
 
 _PLAIN = (*NUMBERS, torch.dtype, torch.device, torch.layout)
@@ -471,7 +471,7 @@ class _Holder(NamedTuple):
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Whether an entry holds the same object, or an equal value that is nobody's own."""
+    """Whether an entry holds the same object, or an equal plain value."""
     if one is other:
         return True
     if type(one) is not type(other):

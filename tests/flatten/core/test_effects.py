@@ -227,7 +227,7 @@ def test_python_state_of_a_function_is_seen_and_undone(loss, expected):
 
 
 def test_generators_of_random_numbers_are_state():
-    """Whoever draws moves a generator; afterwards it stands where it stood."""
+    """A draw moves a generator; afterwards it is where it was."""
     held = {"torch": torch.Generator(), "python": random.Random(1), "numpy": np.random.default_rng(1)}
     first = copy.deepcopy(held["numpy"]).random(), copy.deepcopy(held["python"]).random()
     with undisturbed(held=held) as before:

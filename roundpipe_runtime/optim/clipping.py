@@ -1,4 +1,8 @@
-"""Refuse torch's gradient clipping where copies hold the gradients: it would clip nothing and return 0."""
+"""Refuse what looks for gradients at parameters, where copies have them: it would do nothing.
+
+torch's clipping would return 0, and an optimizer made of ``model.parameters()`` would change no weight. Both are
+checked where they are called, whoever made them.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from yobx_flatten.private_names.of_torch import clipping_functions
 
 from ..errors import ConfigError
 
-__all__ = ["HasMasters", "check_clipped", "watch_clipping"]
+__all__ = ["HasMasters", "check_clipped", "watch_originals"]
 
 
 class HasMasters(Protocol):
@@ -30,17 +35,18 @@ class HasMasters(Protocol):
 _STORES: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def watch_clipping(store: HasMasters) -> None:
-    """Refuse, from now on, to clip gradients of parameters that are in the copies of this store."""
+def watch_originals(store: HasMasters) -> None:
+    """Refuse, from now on, to clip or to step parameters whose gradients are in the copies of this store."""
     _STORES.add(store)
     _install()
 
 
 @functools.cache
 def _install() -> None:
-    """Check what torch's functions are given. Once per process, as torch has no hooks of its own for it."""
+    """Check what torch's functions and optimizers are given, once per process."""
     for owner, name in clipping_functions():
         setattr(owner, name, _checked(getattr(owner, name)))
+    register_optimizer_step_pre_hook(_check_stepped)
 
 
 def _checked(clip: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,13 +61,33 @@ def _checked(clip: Callable[..., Any]) -> Callable[..., Any]:
 
 def check_clipped(parameters: Iterable[torch.Tensor]) -> None:
     """Check that the gradients of these parameters are where torch looks for them."""
-    without = [one for one in parameters if isinstance(one, nn.Parameter) and one.grad is None]
-    for store in list(_STORES) if without else ():
+    without, dtype = _originals(parameters)
+    if any(without):
+        raise ConfigError(
+            f"{sum(without)} parameters of the model are to be clipped, whose gradients are in their copies of {dtype} "
+            "(optim_dtype). Nothing would be clipped. Clip these:\n"
+            "    torch.nn.utils.clip_grad_norm_(model.optim_parameters(), ...)"
+        )
+
+
+def _check_stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    without, dtype = _originals(parameter for group in optimizer.param_groups for parameter in group["params"])
+    if without and all(without):  # after `synchronize`, parameters have gradients too
+        kind = type(optimizer).__name__
+        raise ConfigError(
+            f"{kind} holds {len(without)} parameters of the model, whose gradients are in their copies of {dtype} "
+            "(optim_dtype). It would change nothing. Make it of these:\n"
+            f"    optimizer = {kind}(model.optim_parameters(), ...)\n"
+            "In create_optimizer of a Trainer they are self.pipeline.optim_parameters()."
+        )
+
+
+def _originals(parameters: Iterable[torch.Tensor]) -> tuple[list[bool], torch.dtype | None]:
+    """Of these, the parameters whose gradient a copy has: whether they have none, and the dtype of the copies."""
+    given = [one for one in parameters if isinstance(one, nn.Parameter)]
+    for store in list(_STORES) if any(one.grad is None for one in given) else ():
         dtypes = store.dtypes_of_masters()
-        held = [parameter for parameter in without if id(parameter) in dtypes]
+        held = [parameter for parameter in given if id(parameter) in dtypes]
         if held and store.has_master_gradients():
-            raise ConfigError(
-                f"{len(held)} parameters of the model are to be clipped, whose gradients are in their copies of "
-                f"{dtypes[id(held[0])]} (optim_dtype). Nothing would be clipped. Clip these:\n"
-                "    torch.nn.utils.clip_grad_norm_(model.optim_parameters(), ...)"
-            )
+            return [one.grad is None for one in held], dtypes[id(held[0])]
+    return [], None

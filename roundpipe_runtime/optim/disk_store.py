@@ -48,6 +48,8 @@ class DiskStore(ParameterStore):
 
     # layers: layers of the model
 
+    has_numbers_at_hand = False  # a few numbers of each parameter are a page of the disk each
+
     def __init__(
         self, model: nn.Module, memory: DiskMemory, layers: Sequence[nn.Module], optim_dtype: torch.dtype | None = None
     ) -> None:
@@ -248,6 +250,8 @@ class DiskStore(ParameterStore):
         stepped = (self.note_published() or stepped) and not self._has_stepped
         self._has_stepped = False
         self._move()
+        if not stepped:
+            self.adopt()
         for name, parameter in self._with_master():
             master = self._masters[name]
             is_left = master.agrees(parameter) and not stepped

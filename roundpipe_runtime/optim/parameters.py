@@ -3,8 +3,8 @@
 The user's own ``nn.Parameter`` is the host copy, and its ``grad`` is the gradient buffer, unless the optimizer
 works in another dtype. Then there is a *master weight* of that dtype: gradients are added to it, the
 optimizer updates it, and :meth:`ParameterStore.publish` rounds it into the parameter. A change of the parameter
-itself (``load_state_dict``, an in-place edit) takes precedence: its version counter shows it, and the master weight is
-read from it again. The master weight of a frozen parameter takes no memory until the parameter is trainable.
+itself (``load_state_dict``, an in-place edit, ``.data``) takes precedence: its mark shows it (:mod:`.marks`), and the
+master weight is read from it again. That of a frozen parameter takes no memory until the parameter is trainable.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -23,11 +24,15 @@ from ..device.composite import StateSlot, parts_of, states_of
 from ..device.forking import free_after_fork
 from ..device.slabs import PinnedMemory
 from ..errors import StageError
-from .clipping import watch_clipping
+from .clipping import watch_originals
+from .marks import Mark
 from .places import InMemory
 from .torch_steps import dtype_of_gradient, install, number_of_steps
 
 __all__ = ["BufferSlot", "LayerContents", "ParameterSlot", "ParameterStore", "Table", "is_watched", "scan"]
+
+# Whether a parameter was written, and torch has counted it.
+Change: TypeAlias = Literal["none", "counted", "uncounted"]
 
 # Slices of a table that are on a device at once: the one that computes, and the one that comes or goes.
 _SLICES_AT_ONCE = 2
@@ -159,6 +164,9 @@ class ParameterStore(InMemory):
     # kept_dtype: dtype of the gradients of master weights between a run and the step, set before there are any.
     # Default: that of the master weight.
 
+    # whether the numbers of parameters are at hand at any time, to see writes by way of `data`
+    has_numbers_at_hand = True
+
     def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None = None) -> None:
         self.model = model
         self.optim_dtype = optim_dtype
@@ -166,9 +174,11 @@ class ParameterStore(InMemory):
         self._masters: dict[str, _Master] = {}
         self._shadows: dict[int, torch.Tensor] = {}
         self._before: list[tuple[str, nn.Parameter]] = []
+        self._looks = 0
+        self._is_written_by_data = False
         install()
         if optim_dtype is not None:
-            watch_clipping(self)
+            watch_originals(self)
         self._steps = number_of_steps()
 
     def named(self, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
@@ -221,6 +231,8 @@ class ParameterStore(InMemory):
         """Make parameters and master weights agree: a changed parameter wins, otherwise its master weight."""
         # stepped: whether the optimizer has just run. One of torch's that has run since the last time is known.
         stepped = self.note_published() or stepped
+        if not stepped:
+            self.adopt()
         for name, parameter in self._with_master():
             self._masters[name].agree(parameter, stepped=stepped)
 
@@ -230,9 +242,23 @@ class ParameterStore(InMemory):
         return self._steps != before
 
     def adopt(self) -> None:
-        """Read master weights again where the parameter was changed."""
-        for name, parameter in self._with_master():
-            self._masters[name].adopt(parameter)
+        """Read master weights again where the parameter was changed.
+
+        Writes by way of ``data`` are seen by a few numbers of each parameter; by all of them at the first, second,
+        fourth, eighth... look, and at each one once such a write was seen.
+        """
+        is_ahead = self._steps != number_of_steps()  # a step was not rounded into the parameters yet
+        compares_all = not is_ahead and (self._is_written_by_data or self._looks & (self._looks - 1) == 0)
+        self._looks += not is_ahead
+        if self._adopt(compares_all=compares_all) and not is_ahead and not self._is_written_by_data:
+            self._is_written_by_data = True
+            self._adopt(compares_all=True)
+
+    def _adopt(self, *, compares_all: bool) -> bool:
+        """Read master weights of changed parameters; report whether torch had not counted a write."""
+        compares_all &= self.has_numbers_at_hand
+        changes = [self._masters[name].adopt(p, compares_all=compares_all) for name, p in self._with_master()]
+        return "uncounted" in changes
 
     def show_gradients(self) -> None:
         """Copy the gradients of master weights to their parameters, in the dtype of the parameters."""
@@ -341,7 +367,9 @@ class ParameterStore(InMemory):
             return parameter
         if name not in self._masters:
             dtype, kept = self._dtype(parameter), self.dtype_between(parameter)
-            self._masters[name] = _Master(parameter, dtype, kept, self._copier())
+            self._masters[name] = _Master(
+                parameter, dtype, kept, self._copier(), has_numbers_at_hand=self.has_numbers_at_hand
+            )
         self._masters[name].wake(parameter)
         return self._masters[name].tensor
 
@@ -368,14 +396,17 @@ class _Master:
         dtype: torch.dtype,
         kept: torch.dtype,
         copy: Callable[[nn.Parameter, torch.dtype], torch.Tensor],
+        *,
+        has_numbers_at_hand: bool,
     ) -> None:
         self._copy = copy
+        self._has_numbers_at_hand = has_numbers_at_hand
         nothing = torch.full((), float("nan"), dtype=dtype, device=parameter.device).expand(parameter.shape)
         self.tensor = nn.Parameter(nothing, requires_grad=False)
         if kept != dtype:
             self.tensor.grad_dtype = kept
         self.is_filled = False
-        self._agreed = self._versions(parameter)
+        self._note(parameter)
         self.wake(parameter)
 
     def wake(self, parameter: nn.Parameter) -> None:
@@ -388,35 +419,44 @@ class _Master:
     def _fill(self, parameter: nn.Parameter) -> None:
         self.tensor.data = self._copy(parameter, self.tensor.dtype)
         self.is_filled = True
-        self._agreed = self._versions(parameter)
+        self._note(parameter)
 
     def agrees(self, parameter: nn.Parameter) -> bool:
-        return not self.is_filled or self._versions(parameter) == self._agreed
+        return not self.is_filled or (self._change(parameter) == "none" and self.tensor._version == self._version)
 
     def agree(self, parameter: nn.Parameter, *, stepped: bool) -> None:
         self.wake(parameter)
-        if not self.is_filled or self.adopt(parameter):
+        if not self.is_filled or (stepped and self.adopt(parameter) != "none"):
             return
-        if stepped or self._versions(parameter) != self._agreed:
+        if stepped or self.tensor._version != self._version:
             with torch.no_grad():
                 parameter.copy_(self.tensor)
-            self._agreed = self._versions(parameter)
+            self._note(parameter)
 
-    def adopt(self, parameter: nn.Parameter) -> bool:
-        if not self.is_filled or self._versions(parameter)[0] == self._agreed[0]:
-            return False
-        self.set(parameter, parameter)
-        return True
+    def adopt(self, parameter: nn.Parameter, *, compares_all: bool = False) -> Change:
+        change = self._change(parameter) if self.is_filled else "none"
+        if change == "none" and compares_all and self.is_filled and self.tensor._version == self._version:
+            change = "none" if torch.equal(self.tensor.detach().to(parameter.dtype), parameter) else "uncounted"
+        if change != "none":
+            self.set(parameter, parameter)
+        return change
+
+    def _change(self, parameter: nn.Parameter) -> Change:
+        if self._mark.is_counted(parameter):
+            return "counted"
+        return "none" if self._mark.has_numbers(parameter) else "uncounted"
 
     def set(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         if not self.is_filled:
             self._fill(parameter)
         with torch.no_grad():
             self.tensor.copy_(value)
-        self._agreed = self._versions(parameter)
+        self._note(parameter)
 
-    def _versions(self, parameter: nn.Parameter) -> tuple[tuple[int, int], int]:
-        return (id(parameter), parameter._version), self.tensor._version
+    def _note(self, parameter: nn.Parameter) -> None:
+        """Note that both agree."""
+        self._mark = Mark.of(parameter, with_numbers=self._has_numbers_at_hand)
+        self._version = self.tensor._version
 
 
 def _accumulate(target: nn.Parameter, gradient: torch.Tensor) -> None:

@@ -17,20 +17,19 @@ import contextvars
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..device.forking import free_after_fork
 from ..device.interrupts import Uninterrupted, error_of, is_done, wait_for
 from ..device.outcome import noting, on_error
 from ..device.worker import Worker
-from ..errors import ConfigError, RoundPipeWarning, StageError, warn
+from ..errors import RoundPipeWarning, StageError, warn
 from .layer_steps import LayerSteps
 from .parameters import LayerContents, ParameterStore
 from .readiness import ReadinessTable
@@ -95,7 +94,7 @@ class StepRunner:
         """Run a step now, in this thread; the next run sees the new parameters."""
         self.synchronize()
         self._store.adopt()
-        _in_ctx(self._store, step)
+        _in_ctx(step)
         self._store.publish(stepped=True)
 
     def start(self, step: Callable[[], Any]) -> None:
@@ -105,7 +104,7 @@ class StepRunner:
         self._store.freeze()
         with Uninterrupted():
             self._unpublished = True
-            self._update = self._worker.submit(_in_ctx, self._store, step)
+            self._update = self._worker.submit(_in_ctx, step)
 
     def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:
         """Run a step layer by layer, next to the run that follows, which waits for each layer."""
@@ -123,7 +122,7 @@ class StepRunner:
         steps = LayerSteps(self._store, self._table, self._scan(), self._expected)
         with Uninterrupted(), on_error(self._not_begun):
             self._ahead = steps
-            self._update = self._worker.submit(_in_ctx, self._store, partial(steps.run, step))
+            self._update = self._worker.submit(_in_ctx, partial(steps.run, step))
         return steps
 
     def _not_begun(self, error: BaseException) -> None:
@@ -283,33 +282,9 @@ class StepRunner:
                     self._table.write(contents.index, version, partial(self._store.refresh, contents.parameters()))
 
 
-def _in_ctx(store: ParameterStore, step: Callable[[], Any]) -> None:
-    with OptimizerCtx(), _trained_parameters(store):
+def _in_ctx(step: Callable[[], Any]) -> None:
+    with OptimizerCtx():
         step()
-
-
-@contextlib.contextmanager
-def _trained_parameters(store: ParameterStore) -> Iterator[None]:
-    """A block in which no optimizer steps parameters whose gradients are in master weights: it would do nothing."""
-    dtypes = store.dtypes_of_masters()
-    if not dtypes:
-        yield
-        return
-
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in dtypes]
-        if held and all(parameter.grad is None for parameter in held):
-            raise ConfigError(
-                f"{type(optimizer).__name__} holds {len(held)} parameters of the model, whose gradients are in their "
-                f"copies of {dtypes[id(held[0])]} (optim_dtype). It would change nothing. Make it of these:\n"
-                f"    optimizer = {type(optimizer).__name__}(model.optim_parameters(), ...)"
-            )
-
-    hook = register_optimizer_step_pre_hook(check)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 _LOG = logging.getLogger("roundpipe_runtime")

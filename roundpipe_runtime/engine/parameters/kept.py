@@ -10,23 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 
-from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass
-
 from ...device.protocol import Device
 from ...errors import DeviceMemoryError
+from ...optim.marks import Mark, is_plain
 from ...optim.parameters import LayerContents
 from ...optim.torch_steps import number_of_steps
 from .partial_table import bytes_present
 
 __all__ = ["KeptParameters", "ParameterTraffic"]
-
-# Numbers of a parameter that are compared before a run.
-_SAMPLE = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,10 +51,7 @@ class _Copy:
 
     tensor: torch.Tensor
     own_version: int
-    source: weakref.ref[torch.Tensor]
-    version: int
-    address: int
-    sample: torch.Tensor
+    mark: Mark
     # Steps of optimizers before the copy, and the version that its run read. Fused steps count no version of a tensor.
     steps: int
     run_version: int
@@ -70,9 +62,8 @@ class _Copy:
         # It may be frozen again when this is asked next, after a step.
         self.was_trained |= parameter.requires_grad
         return (
-            self.source() is source
-            and self.version == source._version
-            and self.address == source.data_ptr()
+            not self.mark.is_counted(source)
+            and self.mark.address == source.data_ptr()
             and self.own_version == self.tensor._version
             and not (self.was_trained and (self.steps, self.run_version) != (number_of_steps(), run_version))
         )
@@ -116,7 +107,7 @@ class KeptParameters:
         found = {id(part): part for layer in contents for part in layer.parts() if id(part) not in layer.tables}
         chosen, left = set(), nbytes
         for parameter in sorted(found.values(), key=lambda one: one.requires_grad):  # the order of layers otherwise
-            if parameter.nbytes <= left and _can_stay(parameter):
+            if parameter.nbytes <= left and is_plain(parameter):
                 chosen.add(id(parameter))
                 left -= parameter.nbytes
         self._chosen = frozenset(chosen)
@@ -125,7 +116,7 @@ class KeptParameters:
                 if key in chosen:
                     copy, now = copies[key], source(found[key])
                     # torch counts no write by way of `tensor.data`: such as that of PEFT when it merges an adapter.
-                    if copy.is_of(found[key], now, version) and torch.equal(copy.sample, _sample_of(now)):
+                    if copy.is_of(found[key], now, version) and copy.mark.has_numbers(now):
                         continue
                 del copies[key]
 
@@ -161,10 +152,7 @@ class KeptParameters:
                 copies[key] = _Copy(
                     tensor=tensor,
                     own_version=tensor._version,
-                    source=weakref.ref(source),
-                    version=source._version,
-                    address=source.data_ptr(),
-                    sample=_sample_of(source).clone(),
+                    mark=Mark.of(source),
                     steps=number_of_steps(),
                     run_version=version,
                     was_trained=parameter.requires_grad,
@@ -181,17 +169,3 @@ class KeptParameters:
         """Release all copies."""
         for copies in self._copies.values():
             copies.clear()
-
-
-def _can_stay(parameter: torch.Tensor) -> bool:
-    """Whether writes of a parameter are seen: of a tensor that is made of others, those have the numbers."""
-    is_plain = parameter.layout == torch.strided and not is_traceable_wrapper_subclass(parameter)
-    return is_plain and not parameter.is_inference()  # such a tensor has no version
-
-
-def _sample_of(source: torch.Tensor) -> torch.Tensor:
-    """Some numbers of a tensor, spread over its memory, without a copy."""
-    flat = source.detach()
-    size = min(source.numel(), flat.untyped_storage().nbytes() // flat.element_size() - flat.storage_offset())
-    step = max(1, size // _SAMPLE)
-    return flat.as_strided((min(_SAMPLE, size // step),), (step,))

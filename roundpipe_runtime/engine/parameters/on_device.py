@@ -160,6 +160,9 @@ class LayerOnDevice:
                 keeping = weights_kept(self.contents.module) if self._has_few_bits else contextlib.nullcontext()
                 with keeping, self._partial.standing():
                     result = function()
+                replaced = [owner._parameters.get(name) is not copy for owner, name, copy, _ in self._places]
+                if any(replaced):
+                    raise self._wrote_parameter(replaced, "replaces")
                 if versions and versions != (now := [copy._version for _, _, copy, _ in self._places]):
                     raise self._wrote_parameter([one != other for one, other in zip(versions, now, strict=True)])
                 return result
@@ -221,14 +224,14 @@ class LayerOnDevice:
                 flags.append(same_numbers(own, again))
         return torch.stack(flags).all() if flags else True
 
-    def _wrote_parameter(self, written: Sequence[bool]) -> StageError:
+    def _wrote_parameter(self, written: Sequence[bool], how: str = "writes") -> StageError:
         names = {
             f"{type(slot.owner).__name__}.{slot.name}"
             for slot, is_written in zip(self.contents.slots, written, strict=True)
             if is_written
         }
         return StageError(
-            f"{self.title} writes {', '.join(sorted(names))} in its forward. A layer runs on copies of its parameters, "
+            f"{self.title} {how} {', '.join(sorted(names))} in its forward. A layer runs on copies of its parameters, "
             "so what it writes into them is lost. Make it a buffer, which is kept, or write it between two steps:\n"
             "    model.step(step_fn); model.synchronize(); write(parameter)"
         )

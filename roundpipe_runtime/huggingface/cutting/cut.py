@@ -29,7 +29,7 @@ from .stub import copy_with_stubs, structure_around, sync
 __all__ = ["Cut", "cut", "pieces_of", "whole"]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class Cut:
     """A model in pieces that a pipeline can run one after the other.
 
@@ -54,6 +54,9 @@ class Cut:
     report: CutReport
     layers: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
     _structure: dict[str, tuple[type, object]] | None = None
+
+    def __repr__(self) -> str:
+        return f"Cut of {self.report}"
 
     def sync(self) -> None:
         """Update the pieces from the model: mode, parameters, attributes, and modules that PEFT put in."""

@@ -67,6 +67,9 @@ class Phase(nn.Module):
             return run()
         return run_with_options(self.copy, run, state.options, rows_of_call(*state.call))
 
+    def __repr__(self) -> str:  # modules of the copy may lack parameters that another phase has
+        return f"Phase {self.number} of {type(self.copy).__name__}"
+
     @property
     def _rp_runs_again(self) -> CutPlan:
         """What lets all phases write the buffers that the model's own code writes: each runs it from its start."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import Trainer
 
 from yobx_flatten.errors.failures import raised_as
 
 from ...engine.compiled import check_compile_options
 from ...errors import ConfigError
-from ...pipeline import RoundPipe
 
-__all__ = ["check_arguments", "check_kernels", "check_optimizer", "check_precision", "compile_options"]
+__all__ = ["check_arguments", "check_kernels", "check_overrides", "check_precision", "compile_options"]
 
 # Smaller parameters than 4,096 numbers have moments in 32 bits, also with optimizers of 8 bits.
 _WITH_8_BITS = 8192
@@ -97,15 +98,27 @@ def check_precision(precision: str) -> None:
         )
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, pipeline: RoundPipe) -> None:
-    """Check that the parameters of an optimizer get gradients."""
-    # pipeline: pipeline, with or without an `optim_dtype`
-    own = {id(parameter) for parameter in pipeline.optim_parameters()}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if held and not any(id(parameter) in own for parameter in held):
-        raise ConfigError(
-            "The optimizer has none of the parameters that get gradients. With optim_dtype these are copies, which "
-            "the pipeline makes. Wrap the model first, and make the optimizer of it:\n"
-            "    model = wrap_model_to_roundpipe(model, optim_dtype=...)\n"
-            "    optimizer = torch.optim.AdamW(model.optim_parameters())"
-        )
+def check_overrides(kind: type[Trainer]) -> None:
+    """Check that a class that is combined with RoundPipeTrainer overrides nothing that a pipeline does otherwise."""
+    mro = kind.__mro__[: kind.__mro__.index(Trainer)]
+    own = [base for base in mro if base.__module__.startswith("roundpipe_runtime.")]
+    replaced = {
+        name
+        for base in own
+        for name, value in vars(base).items()
+        if isinstance(value, types.FunctionType) and hasattr(Trainer, name) and "__class__" not in _free_names(value)
+    }
+    for base in mro[mro.index(own[-1]) + 1 :]:
+        hidden = sorted(replaced.intersection(vars(base))) if not base.__module__.startswith("transformers.") else []
+        if hidden:
+            names = ", ".join(f"{base.__name__}.{name}" for name in hidden)
+            raise ConfigError(
+                f"{kind.__name__}: {names} would never be called, as a pipeline does that in another way, in a class "
+                f"that comes before. Derive it from the Trainer of the pipeline, if it is to be called instead:\n"
+                f"    class {base.__name__}(RoundPipeTrainer): ..."
+            )
+
+
+def _free_names(function: types.FunctionType) -> tuple[str, ...]:
+    """Names that a function has from around it: ``__class__`` is among them if it calls ``super()``."""
+    return function.__code__.co_freevars

@@ -28,6 +28,7 @@ from ...errors import ConfigError
 from ..loss.label_smoothing import SmoothedLoss, is_causal
 from ..loss.weights import has_labels, own_loss
 from ..wrap import WrappedModel
+from .arguments import check_overrides
 from .frozen_models import FrozenModelTrainer
 from .group_trainer import GroupTrainer
 from .saving_trainer import SavingTrainer
@@ -85,6 +86,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
         host: str | None = None,
         **options: Any,
     ) -> None:
+        check_overrides(type(self))
         given = {
             "devices": devices,
             "optim_dtype": optim_dtype,
@@ -140,7 +142,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
 
         The model's own loss is computed stage by stage, also with label smoothing. A ``compute_loss`` of a subclass
         and a ``compute_loss_func`` are given the joined output of the batch; their gradient goes back through the
-        pipeline.
+        pipeline. So does that of a ``training_step`` of a class after this one: ``class Own(RoundPipeTrainer, Mine)``.
 
         Args:
             model: pipeline.

@@ -49,9 +49,10 @@ class GroupTrainer(PipelineTrainer):
         return loader_of_groups(loader, self.pipeline, self._rp_global_batch(), seed)
 
     def _rp_has_other_loss(self) -> bool:
-        """Whether a subclass or a function computes the loss of a batch, from the joined output of a process's rows."""
-        own = getattr(self.compute_loss, "__func__", None) is Trainer.compute_loss
-        return not own or self.compute_loss_func is not None
+        """Whether other code computes the loss or the step of a batch, from the joined output of a process's rows."""
+        # A step that comes after this class, of `class Own(RoundPipeTrainer, Mine)`, calls that of a Trainer.
+        methods = ("compute_loss", self.compute_loss), ("training_step", super().training_step)
+        return self.compute_loss_func is not None or not all(_is_of_trainer(*method) for method in methods)
 
     @contextlib.contextmanager
     def _rp_failing_together(self) -> Iterator[None]:
@@ -99,3 +100,8 @@ class GroupTrainer(PipelineTrainer):
         return super().evaluation_loop(
             CheckedLoader(dataloader, ranks) if ranks.size > 1 else dataloader, *args, **kwargs
         )
+
+
+def _is_of_trainer(name: str, method: Any) -> bool:
+    function = getattr(method, "__func__", None)
+    return function is getattr(Trainer, name) and function.__module__.startswith("transformers.")

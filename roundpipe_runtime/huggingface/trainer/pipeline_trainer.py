@@ -18,7 +18,7 @@ from ...engine.config import RoundPipeRunConfig
 from ...optim.step import OptimizerCtx
 from ..errors import CutError
 from ..wrap import WrappedModel, wrap_model_to_roundpipe
-from .arguments import check_arguments, check_kernels, check_optimizer, check_precision, compile_options
+from .arguments import check_arguments, check_kernels, check_precision, compile_options
 from .checkpoints import CheckpointingTrainer
 
 __all__ = ["PipelineTrainer"]
@@ -159,7 +159,6 @@ class PipelineTrainer(CheckpointingTrainer):
                 made: torch.optim.Optimizer = super().create_optimizer()
         finally:
             self.model = own
-        check_optimizer(made, pipeline)
         if type(made).__module__.startswith("bitsandbytes"):
             given = getattr(self, "optimizer_cls_and_kwargs", None)
             kind, options = given or self.get_optimizer_cls_and_kwargs(self.args, own)

@@ -277,6 +277,40 @@ def test_a_parameter_written_in_a_forward_is_refused(pipe, write, classic, numbe
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
 
 
+class Codes(nn.Module):
+    """A codebook of moving averages, as VQ-VAEs have it: in training its forward makes new parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Embedding(3, 4)
+
+    def forward(self, x):
+        if self.training:
+            self.codes.weight = nn.Parameter(0.9 * self.codes.weight.detach() + 0.1 * x.detach()[:1])
+        return x + self.codes.weight.detach().sum()
+
+
+class Swapped(nn.Linear):
+    """A layer that takes its bias away."""
+
+    def forward(self, x):
+        self.register_parameter("bias", None)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("layer", "name"), [(Codes, r"Embedding\.weight"), (lambda: Swapped(4, 4), r"Swapped\.bias")])
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_parameters_that_a_layer_replaces_are_refused(layer, name, with_gradients):
+    """They would be lost with the copies of the layer; the layer keeps its own."""
+    model = nn.Sequential(nn.Linear(4, 4), layer(), nn.Linear(4, 4))
+    before = list(model.named_parameters())
+    pipe = RoundPipe(model, devices="virtual:2", model_run_config=RoundPipeRunConfig(num_microbatch=1))
+    with torch.set_grad_enabled(with_gradients), pytest.raises(StageError, match=rf"replaces {name} in its forward"):
+        pipe(torch.ones(4, 4))
+    assert [(name, id(one)) for name, one in model.named_parameters()] == [(name, id(one)) for name, one in before]
+    pipe.close()
+
+
 @pytest.mark.parametrize("write", [clamp, replace, count])
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_parameter_written_in_an_evaluation_is_refused(pipe, write, number):

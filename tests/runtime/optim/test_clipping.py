@@ -1,4 +1,4 @@
-"""Clipping of parameters whose gradients are in their copies is refused; other clipping is torch's own."""
+"""Clipping and steps of parameters whose gradients are in their copies are refused; others are torch's own."""
 
 import copy
 
@@ -53,6 +53,25 @@ def test_other_models_are_clipped_as_ever(trained):
     clip_grad_value_(plain.parameters(), 1e-3)
     assert max(parameter.grad.abs().max() for parameter in plain.parameters()) <= 1e-3
     assert clip_grad_norm_(nn.Parameter(torch.ones(2)), 1.0).item() == 0.0
+
+
+@pytest.mark.parametrize("caller", ["script", "step"])
+@pytest.mark.parametrize("groups", ["one", "each", "with another model"])
+def test_an_optimizer_of_parameters_without_gradients_is_refused(trained, caller, groups):
+    """Whoever calls its step, whatever its groups are: it would change nothing."""
+    plain, model, pipe = trained
+    given = list(model.parameters())
+    if groups == "each":
+        given = [{"params": [parameter], "lr": 0.1 + number} for number, parameter in enumerate(given)]
+    if groups == "with another model":
+        given += plain.parameters()
+    optimizer = torch.optim.SGD(given, lr=0.1)
+    with pytest.raises(ConfigError, match=r"SGD holds 4 parameters .*\n.*SGD\(model\.optim_parameters\(\)"):
+        optimizer.step() if caller == "script" else pipe.step(optimizer.step)
+    pipe.synchronize()  # after which the parameters have gradients themselves
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
 
 
 def test_before_a_backward_there_is_nothing_to_refuse():

@@ -97,6 +97,65 @@ def test_a_parameter_that_somebody_changed_wins_over_its_master():
     assert torch.equal(masters["weight"], torch.full((2, 2), 4.0))
 
 
+def _by_vector(parameter):
+    nn.utils.vector_to_parameters(torch.arange(parameter.numel(), dtype=parameter.dtype), [parameter])
+
+
+def _by_copy(parameter):
+    parameter.data.copy_(torch.full_like(parameter, 0.25))
+
+
+def _by_memory(parameter):
+    parameter.data = torch.full_like(parameter, 0.25)
+
+
+def _by_mask(parameter):
+    parameter.data.mul_(torch.arange(parameter.numel()).reshape(parameter.shape) % 2)
+
+
+def _by_row(parameter):
+    parameter.data[17] = 0.0
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("write", [_by_vector, _by_copy, _by_memory, _by_mask, _by_row])
+def test_a_write_that_torch_does_not_count_wins_over_the_master(write, stepped):
+    """Averages of weights, a rollback, a mask, one row of a table: by ``data`` or with other memory, at each step."""
+    model = nn.Linear(40, 300, bias=False).to(torch.bfloat16)
+    store = ParameterStore(model, torch.float32)
+    ((_, master),) = store.named()
+    optimizer = torch.optim.SGD([master], lr=0.5)
+    for number in range(5):
+        if stepped:
+            store.add_gradients([{model.weight: torch.full((300, 40), 1.0 + number)}])
+            optimizer.step()
+            optimizer.zero_grad()
+            store.publish()
+        write(model.weight)
+        expected = model.weight.detach().clone()
+        store.adopt()
+        store.publish()
+        assert torch.equal(model.weight, expected)
+        assert torch.equal(master.detach(), expected.float())
+
+
+def test_a_master_keeps_its_bits_where_the_parameter_was_not_written():
+    """A parameter with other memory and the same numbers, as pinned memory has, was not written."""
+    model = nn.Linear(3, 3, bias=False).to(torch.bfloat16)
+    store = ParameterStore(model, torch.float32)
+    ((_, master),) = store.named()
+    with torch.no_grad():
+        master.add_(1e-5)  # less than bfloat16 has
+    store.publish()
+    finer = master.detach().clone()
+    assert not torch.equal(finer, model.weight.float())
+    for _ in range(4):
+        model.weight.data = model.weight.detach().clone()
+        store.adopt()
+        store.publish()
+    assert torch.equal(master.detach(), finer)
+
+
 def test_frozen_copies_stay_until_they_are_refreshed():
     """Between freeze and refresh stages read what the parameters were; after thaw, the parameters."""
     model = nn.Linear(2, 2)

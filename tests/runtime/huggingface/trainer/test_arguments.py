@@ -47,21 +47,48 @@ def test_processes_without_a_backend_of_the_host_are_refused(tmp_path, monkeypat
         check_arguments(args)
 
 
-def test_optimizer_of_parameters_without_gradients_is_refused(tmp_path):
-    """With ``optim_dtype`` an optimizer of ``model.parameters()`` would never change anything."""
+class Layerwise:
+    """Makes the optimizer of the model's parameters, as scripts do for rates by layer."""
+
+    def create_optimizer(self, model=None):
+        groups = [{"params": [p], "lr": 0.1 / (1 + n)} for n, p in enumerate(self.model.parameters())]
+        self.optimizer = torch.optim.SGD(groups)
+        return self.optimizer
+
+
+@pytest.mark.parametrize("how", ["optimizers=", "before", "behind", "derived"])
+def test_optimizer_of_parameters_without_gradients(tmp_path, how):
+    """With ``optim_dtype`` one of ``model.parameters()`` would never change anything: refused, or given the copies."""
     model = make_model("gpt2").to(torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ours = make_trainer(
-        "gpt2",
-        arguments(tmp_path, 1),
-        RoundPipeTrainer,
-        model=model,
-        optim_dtype=torch.float32,
-        optimizers=(optimizer, None),
-    )
-    with pytest.raises(ConfigError, match=r"AdamW\(model.optim_parameters\(\)\)"):
+    options, kind = {"optim_dtype": torch.float32}, RoundPipeTrainer
+    if how == "optimizers=":
+        options["optimizers"] = (torch.optim.SGD(model.parameters(), lr=0.1), None)
+    elif how == "before":
+        kind = type("Own", (Layerwise, RoundPipeTrainer), {})
+    elif how == "derived":
+        kind = type("Own", (RoundPipeTrainer,), dict(vars(Layerwise)))
+    else:  # `self.model` is the pipeline there, whose parameters are those to train
+        kind = type("Own", (RoundPipeTrainer, type("Mine", (Layerwise, Trainer), {})), {})
+    before = model.transformer.h[0].mlp.c_fc.weight.detach().clone()
+    ours = make_trainer("gpt2", arguments(tmp_path, 1), kind, model=model, **options)
+    if how == "behind":
         ours.train()
+        assert not torch.equal(model.transformer.h[0].mlp.c_fc.weight, before)
+    else:
+        with pytest.raises(ConfigError, match=r"SGD holds \d+ parameters .*\n.*SGD\(model.optim_parameters\(\)"):
+            ours.train()
     ours.pipeline.close()
+
+
+@pytest.mark.parametrize("name", ["_prepare_input", "_wrap_model", "autocast_smart_context_manager"])
+def test_methods_that_would_never_be_called_are_refused(tmp_path, name):
+    """A class that is combined with the Trainer of the pipeline, and overrides what that does in another way."""
+    mine = type("Mine", (Trainer,), {name: lambda self, *args, **kwargs: getattr(Trainer, name)(self, *args, **kwargs)})
+    own = type("Own", (RoundPipeTrainer, mine), {})
+    with pytest.raises(ConfigError, match=rf"Own: Mine\.{name} would never be called.*\n    class Mine\(RoundPipeTr"):
+        make_trainer("gpt2", arguments(tmp_path, 1), own)
+    derived = type("Own", (type("Mine", (RoundPipeTrainer,), dict(vars(mine))),), {})
+    make_trainer("gpt2", arguments(tmp_path, 1), derived)
 
 
 class HostOptimizer(torch.optim.SGD):

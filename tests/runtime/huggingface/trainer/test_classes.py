@@ -1,6 +1,7 @@
 """Tests of roundpipe_runtime.huggingface.trainer.classes: a run of the Trainer, and the same run of the plain one."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -237,6 +238,46 @@ def test_loss_of_a_subclass(trainers, tmp_path):
         trainer = trainers("gpt2", arguments(tmp_path, 3), kind=type("Own", (Mean, base), {}))
         trainer.train()
         pair.append(trainer)
+    assert_same_curves(*pair)
+
+
+def _with_first_token(step, model, inputs, num_items_in_batch=None):
+    """A step that changes what the model reads."""
+    first = torch.tensor([0])
+    return step(model, {**inputs, "input_ids": inputs["input_ids"].index_fill(1, first, 7)}, num_items_in_batch)
+
+
+class FirstTokens(Trainer):
+    """A Trainer whose steps change what the model reads."""
+
+    def training_step(self, *args, **kwargs):
+        return _with_first_token(super().training_step, *args, **kwargs)
+
+
+class FirstTokensOfPipelines(RoundPipeTrainer):
+    """The same of a Trainer of pipelines."""
+
+    def training_step(self, *args, **kwargs):
+        return _with_first_token(super().training_step, *args, **kwargs)
+
+
+class Behind(RoundPipeTrainer, FirstTokens):
+    """Combined, as the guide has it."""
+
+
+class FurtherBehind(RoundPipeTrainer, type("Other", (FirstTokens,), {})):
+    """With a class between both."""
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("kind", [Behind, FurtherBehind, FirstTokensOfPipelines, RoundPipeTrainer])
+def test_step_of_a_subclass(trainers, tmp_path, name, kind):
+    """A ``training_step`` is called, wherever it stands: mixed in, derived, or set on the object."""
+    pair = [trainers(name, arguments(tmp_path / one.__name__, 3), kind=one) for one in (FirstTokens, kind)]
+    if kind is RoundPipeTrainer:
+        pair[1].training_step = functools.partial(_with_first_token, pair[1].training_step)
+    for trainer in pair:
+        trainer.train()
     assert_same_curves(*pair)
 
 

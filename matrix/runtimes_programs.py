@@ -114,7 +114,7 @@ def _worst(report: Any) -> str:
 
 def _moved(runner: Any, source: Any, case: Any) -> int:
     """Run a case with its inputs in other places of memory; return how many were moved."""
-    from yobx_flatten.diagnose.compare import largest_difference
+    from yobx_flatten.core.compare import largest_difference
 
     count, expected = 0, _logits(source, case.kwargs)
     for inputs in strided(_tensors(runner, source, case.kwargs)):

@@ -170,7 +170,9 @@ class RunLifecycle:
         # its error otherwise, also after the cause is gone.
         self.steps.resume()
         contents = self._read_layers()
-        spec = dataclasses.replace(self._spec(kind, config, contents, len(rows), span, of_spec.get("loss_fn")), **of_spec)
+        spec = dataclasses.replace(
+            self._spec(kind, config, contents, len(rows), span, of_spec.get("loss_fn")), **of_spec
+        )
         moves = self.groups.moves_generators
         draws = Draws(spec.base_seed or run_base(), spec.tag, in_order=len(rows) == 1, moves=moves)
         looks = spec.trial is None and is_due(self._count(kind))

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from yobx_flatten.core.compare import relative_difference, tolerance
 from yobx_flatten.recipe.aliases import Kwargs
 
 from ..distributed.ranks.errors import ranks_disagree
@@ -32,7 +33,7 @@ from ..errors import ConfigError
 from ..schedule.plan import ModelExecutePlan
 from .adapters import model_inside
 from .configuration import text_config
-from .cutting.check import evaluating, relative_difference, tolerance
+from .cutting.check import evaluating
 from .loss.call_options import CALL_OPTIONS, CallOptions
 from .wrap import WrappedModel, wrap_model_to_roundpipe
 
@@ -225,8 +226,8 @@ class LongRows:
         total = self._exchange.swap(share).sum()
         pairs = (("logits", logits.double(), own.double()), ("loss", total, expected[1].double()))
         for name, found, wanted in pairs:
-            difference = relative_difference(found, wanted)
-            if not difference <= 10 * max(tolerance(model), 1e-6):  # losses are in float32
+            difference = relative_difference(wanted, found)
+            if not difference <= tolerance("gradients", *(p.dtype for p in model.parameters())):
                 raise ConfigError(
                     f"{type(model).__name__} computes another {name} of rows that are cut along their tokens (it "
                     f"differs by {difference:.1e}): it mixes tokens in more than its attention, or has its own loss. "

@@ -1,4 +1,4 @@
-"""Find what a call changed beside what it returned, and undo it.
+"""Find what a call changed in addition to what it returned, and undo it.
 
 A call has outputs and *effects*: a tensor written in place, a list that got longer, an attribute that was set, a
 variable of a closure that was bound anew. :class:`Snapshot` notes, before the call, which object is where; it copies
@@ -83,8 +83,8 @@ class Snapshot:
     @classmethod
     def of(cls, *, values: bool = False, **roots: object) -> Snapshot:
         """Note what some objects hold; each keyword is the name of one in the key paths of :meth:`changes`."""
-        # values: compare values of tensors too, and not only their versions: writes through `.data` and through arrays
-        # of NumPy leave no other trace. Reads all tensors twice. Values of buffers are always compared, as the
+        # values: compare the values of all tensors, and not only their versions: writes through `.data` and through
+        # arrays of NumPy leave no other trace. Reads all tensors twice. Values of buffers are always compared, as the
         # statistics of a batch norm are written without a version.
         walk = _Walk(values)
         walk.enter(roots)

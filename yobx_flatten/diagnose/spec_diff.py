@@ -6,17 +6,20 @@ import ast
 import collections
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+import torch
 from torch.export import ExportedProgram
 
-from ..errors import InvalidArgumentError, describe_class
+from ..core.compare import describe_leaf, largest_difference
+from ..errors import InvalidArgumentError, ReplayError, describe_class
+from ..errors.tried_versions import without_cause
 from ..private_names.of_torch import pytree
-from ..recipe.aliases import Static
+from ..recipe.aliases import PyTree, Static
 from ..recipe.fields import is_mapping_like
 
-__all__ = ["Difference", "compare_spec_texts", "compare_specs"]
+__all__ = ["Difference", "compare_outputs", "compare_spec_texts", "compare_specs"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -235,3 +238,27 @@ def _is_call(view: _View) -> bool:
     """Return whether a structure is that of a program's inputs: a tuple of positional ones, a dict of the others."""
     classes = [child.cls for child in view.children.values()]
     return view.cls == "tuple" and classes == ["tuple", "dict"]
+
+
+def compare_outputs(expected: PyTree, found: PyTree, names: Sequence[str]) -> dict[str, float]:
+    """Compare nested outputs: their structure with all classes and static parts, then leaf by leaf."""
+    # returns: by name, the largest difference; nothing for text, `None` and other leaves that are not numbers, where
+    # they are equal
+    leaves, spec = pytree.tree_flatten(expected)
+    other_leaves, other_spec = pytree.tree_flatten(found)
+    if spec != other_spec:
+        places = compare_specs(spec, other_spec, name="output", names=("expected", "found"))
+        first = " ".join(str(places[0]).split()) if places else f"expected {spec}, found {other_spec}"
+        raise ReplayError(f"the outputs have another structure: {first}")
+    differences = {}
+    for name, one, other in zip(names, leaves, other_leaves, strict=True):
+        try:
+            kinds = [torch.Tensor if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in (one, other)]
+            if kinds[0] is not kinds[1]:
+                raise ReplayError(f"expected {describe_leaf(one)}, found {describe_leaf(other)}")
+            difference = largest_difference(one, other)
+        except ReplayError as error:
+            raise ReplayError(f"output {name!r}: {without_cause(error)}") from None
+        if isinstance(one, (torch.Tensor, bool, int, float, complex)):
+            differences[name] = difference
+    return differences

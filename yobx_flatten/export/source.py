@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from ..core.compare import tolerance
 from ..errors import FlattenError
 from ..errors.log import STEP
 from ..errors.messages import first_line
@@ -26,7 +27,7 @@ from .proof.case import Case, check_cases
 from .proof.exported_call import Nested
 from .proof.levels import Proof, choose_proof, sampled
 from .proof.replay import CaseResult, Side, replay
-from .proof.report import ExportReport, tolerance_of
+from .proof.report import ExportReport
 from .proof.yardstick import Yardstick
 from .room import Adapter
 
@@ -59,7 +60,7 @@ class Allowed:
         """Return what was asked for; by default what the type of the weights explains."""
         if asked is not None:
             return Allowed(asked)
-        return Allowed(tolerance_of(facts.types), facts.is_in_half, facts.kernel_types == ("float32",))
+        return Allowed(tolerance("file", *facts.types), facts.is_in_half, facts.kernel_types == ("float32",))
 
     def measure(self, report: ExportReport, example: Example, traced: Traced, known: Yardstick | None = None) -> None:
         """Let a report allow what the type of the weights costs, or note why that cannot be measured."""

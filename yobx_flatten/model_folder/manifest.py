@@ -9,9 +9,9 @@ import math
 import pathlib
 from collections.abc import Iterable, Mapping
 
+from ..core.compare import WEIGHT_TYPES, tolerance
 from ..errors import DamagedFileError, ForeignFileError
 from ..export.proof.quality import Quality
-from ..export.proof.report import TOLERANCES
 from ..files.document import inside, read_document
 from ..generate.layout import MANIFEST
 from ..runners.open import RUNTIMES
@@ -111,12 +111,12 @@ def read_manifest(folder: pathlib.Path) -> FolderManifest:
     if read_document(path, _Version, failure=DamagedFileError).format_version > _VERSION:
         raise ForeignFileError(f"{path} was written by a newer version:\n    pip install --upgrade yobx-flatten")
     found = read_document(path, FolderManifest, failure=DamagedFileError)
-    if found.runtime not in RUNTIMES or found.dtype not in TOLERANCES:
+    if found.runtime not in RUNTIMES or found.dtype not in WEIGHT_TYPES:
         raise DamagedFileError(f"{path} is damaged: no folder is for {found.runtime!r} in {found.dtype!r}.")
     # an author who states more than that would have every folder verified
-    if not 0 <= found.tolerance <= TOLERANCES[found.dtype]:
+    if not 0 <= found.tolerance <= tolerance("file", found.dtype):
         raise DamagedFileError(
-            f"{path} states the tolerance {found.tolerance}; that of {found.dtype} is {TOLERANCES[found.dtype]}."
+            f"{path} states the tolerance {found.tolerance}; that of {found.dtype} is {tolerance('file', found.dtype)}."
         )
     if not all(0 <= one < math.inf for outputs in found.tolerances.values() for one in outputs.values()):
         raise DamagedFileError(f"{path} states a tolerance that is not a number of 0 or more.")

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..core.compare import WEIGHT_TYPES
 from ..errors import InvalidArgumentError
 from ..export.free_space import check_room
 from ..export.model_facts import ModelFacts
@@ -17,7 +18,7 @@ from ..export.onnx.kept_integers import holds_integers
 from ..export.onnx.kernels import has_kernels
 from ..export.proof.levels import Proof, choose_proof
 from ..export.proof.module_state import undisturbed
-from ..export.proof.report import TOLERANCES, ExportReport
+from ..export.proof.report import ExportReport
 from ..export.quantization.options import Quantization, WeightBits, choose_quantization
 from ..export.quantization.text_cases import reads_once
 from ..export.room import Adapter
@@ -183,7 +184,7 @@ def _check_model(model: TransformersModel, form: FolderFormat, dtype: str, proof
     """Refuse a model whose files could not be proven, or could not generate as it does."""
     if form.largest is not None:
         form.largest.check_positions(model)
-    if dtype not in TOLERANCES or (form.name == "onnx" and proof != "none" and not has_kernels(dtype)):
+    if dtype not in WEIGHT_TYPES or (form.name == "onnx" and proof != "none" and not has_kernels(dtype)):
         raise InvalidArgumentError(
             f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Take float32 or float16, or to='program'; "
             'or proof="none" for files of another provider, unproven.'

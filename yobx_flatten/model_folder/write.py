@@ -16,13 +16,14 @@ import pathlib
 from collections.abc import Mapping
 from typing import Literal
 
+from ..core.compare import tolerance
 from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
 from ..errors.dependencies import is_installed
 from ..errors.log import STEP
 from ..export.model_facts import ModelFacts
 from ..export.onnx.rewrite.group_query_attention import shared_inputs
 from ..export.proof.levels import Proof, sampled
-from ..export.proof.report import TOLERANCES, ExportReport
+from ..export.proof.report import ExportReport
 from ..export.quantization.options import Quantization, WeightBits
 from ..export.room import leave_room
 from ..files.scratch import publish_folder, scratch_for, settle
@@ -306,7 +307,7 @@ def _described(plan: FolderPlan, made: _Made) -> FolderManifest:
         task=plan.task,
         format=form.name,
         dtype=plan.dtype,
-        tolerance=TOLERANCES[plan.dtype],
+        tolerance=tolerance("file", plan.dtype),
         files=names,
         cases=made.cases,
         versions={name: importlib.metadata.version(name) for name in _LIBRARIES if is_installed(name)},

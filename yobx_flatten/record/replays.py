@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from ..diagnose.compare import compare_outputs, shares_of_nan
+from ..core.compare import shares_of_nan
 from ..diagnose.report import Report
-from ..diagnose.spec_diff import compare_specs
+from ..diagnose.spec_diff import compare_outputs, compare_specs
 from ..errors import SpecMismatchError
 from ..errors.failures import result_or
 from ..errors.messages import table

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..diagnose.compare import is_text
+from ..core.compare import is_text
 from ..errors import ReplayError
 from .elements import ELEMENTS
 

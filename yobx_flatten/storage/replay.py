@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..diagnose.compare import largest_difference, share_of_nan
+from ..core.compare import largest_difference, share_of_nan
 from ..diagnose.report import Report
 from ..errors import InvalidArgumentError, ReplayError, describe_class
 from ..errors.messages import table

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from yobx_flatten import leaves
+from yobx_flatten.core.compare import tolerance
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ...device.events import Event
@@ -29,13 +30,7 @@ __all__ = [
     "engine_on_host",
     "evaluating",
     "objective",
-    "relative_difference",
-    "tolerance",
 ]
-
-# The factor between the tolerances of gradients and outputs: gradients of a parameter that is used several times are
-# summed in another order than in the reference model.
-_SUMS = 10
 
 
 def check_equivalence(
@@ -66,12 +61,12 @@ def check_equivalence(
         if apart > worst:
             worst, name = apart, key
     result = Equivalence(worst_output, worst, name, len(plain.digests))
-    limit = tolerance(model)
-    if not (worst_output <= limit and worst <= _SUMS * limit):
+    limit, of_gradients = (tolerance(kind, *(p.dtype for p in model.parameters())) for kind in ("layers", "gradients"))
+    if not (worst_output <= limit and worst <= of_gradients):
         raise CutError(
             "values",
             f"cut, outputs differ by {worst_output:.1e} and gradients by {worst:.1e} ({name or 'none'}); at most "
-            f"{limit:.0e} and {_SUMS * limit:.0e} are rounding",
+            f"{limit:.0e} and {of_gradients:.0e} are rounding",
         )
     return result
 
@@ -95,20 +90,6 @@ class _Host(VirtualDevice):
 
 def _uncut(args: Any, kwargs: Any, num_microbatch: int) -> tuple[list[Any], list[Any]]:
     return [args], [kwargs]
-
-
-def tolerance(model: nn.Module) -> float:
-    """Return the largest relative error that counts as rounding, for the dtypes of a model's parameters."""
-    floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
-    coarsest = max((torch.finfo(dtype).eps for dtype in set(floats)), default=1e-7)
-    return max(1e-6, 8 * coarsest) if coarsest < 1e-6 else 4 * coarsest
-
-
-def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return how far two tensors are apart, relative to the second; elements that are NaN in both are equal."""
-    found, expected = (torch.where(expected.isnan() & found.isnan(), 0.0, one) for one in (found, expected))
-    difference: float = (found - expected).norm().item() / max(expected.norm().item(), 1e-30)
-    return difference
 
 
 def objective(outputs: PyTree, labels: Any) -> torch.Tensor:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.core.compare import relative_difference, tolerance
 from yobx_flatten.errors.failures import result_or
 from yobx_flatten.huggingface.cache_names import cache_of, name_in
 from yobx_flatten.private_names.of_torch import pytree
@@ -28,7 +29,7 @@ from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..adapters import model_inside
 from ..cutting.capture import is_cache
-from ..cutting.check import evaluating, relative_difference, tolerance
+from ..cutting.check import evaluating
 from ..cutting.cut import Cut, cut
 from ..errors import CutError
 from .generation import forward_of, with_own_forwards
@@ -141,8 +142,8 @@ def _difference(
         found, expected = (
             _first_tensor(run(**call, **more)) for run, more in zip((forward, model.forward), held, strict=True)
         )
-        difference = relative_difference(found, expected)
-        if not difference <= 10 * tolerance(model):
+        difference = relative_difference(expected, found)
+        if not difference <= tolerance("gradients", *(p.dtype for p in model.parameters())):
             return f"through the pipeline, its output differs by {difference:.1e}"
     return None
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.core.compare import relative_difference, tolerance
 from yobx_flatten.errors.failures import result_or
 
 from ..adapters import model_inside
 from ..configuration import text_config
 from ..cutting.caches import cache_argument, home
-from ..cutting.check import evaluating, relative_difference, tolerance
+from ..cutting.check import evaluating
 from ..cutting.cut import Cut
 from ..cutting.replaced_functions import OtherForward
 
@@ -93,7 +94,7 @@ def _difference(model: nn.Module, forward: Callable[..., Any], cache: Any) -> st
         found, expected = (
             run(**call, **{name: held}).logits[:, -1].double() for run, held in zip(runs, caches, strict=True)
         )
-        difference = relative_difference(found, expected)
-        if not difference <= 10 * tolerance(model):
+        difference = relative_difference(expected, found)
+        if not difference <= tolerance("gradients", *(p.dtype for p in model.parameters())):
             return f"with a cache, logits through the pipeline differ by {difference:.1e}"
     return None

@@ -7,7 +7,7 @@ import torch
 
 from tests.flatten.export.answers import Answers
 from yobx_flatten import Case, ReplayError, StoredCase, export_onnx, export_program, record_calls, replay_case
-from yobx_flatten.diagnose.compare import share_of_nan
+from yobx_flatten.core.compare import share_of_nan
 
 NAN = float("nan")
 

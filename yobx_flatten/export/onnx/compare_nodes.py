@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
+from ...core.compare import compare
 from ...errors import DamagedFileError
 from ...files.damage import damage_as
 from ...runners.one_by_one import row_by_row
@@ -32,9 +33,6 @@ __all__ = ["Compared", "NodeDifference", "compare_nodes"]
 
 _AT_A_TIME = 200
 """Values that a run returns: they are in memory together."""
-
-_ROUNDINGS = 64
-"""Both files run the same kernels, so that right values differ by less than so many roundings of the largest one."""
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)')
 
@@ -139,15 +137,10 @@ def _difference(found: Any, expected: Any) -> tuple[tuple[int, ...], str, str] |
         return None  # text, which no node of a model computes
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return (), f"{found.dtype} of shape {tuple(found.shape)}", f"{expected.dtype} of shape {tuple(expected.shape)}"
-    if not found.numel() or torch.equal(found, expected):
+    if compare(expected, found, "kernels"):
         return None
     one, other = found.double(), expected.double()
-    apart = (one - other).abs()
-    apart = torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, apart).nan_to_num(torch.inf)
-    finite = other[other.isfinite()].abs()
-    rounding = torch.finfo(found.dtype).eps if found.dtype.is_floating_point else 0.0
-    if float(apart.max()) <= _ROUNDINGS * rounding * (float(finite.max()) if finite.numel() else 0.0):
-        return None
+    apart = torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, (one - other).abs()).nan_to_num(torch.inf)
     index = tuple(int(part) for part in numpy.unravel_index(int(apart.argmax()), apart.shape))
     return index, f"{one[index]:.6g}", f"{other[index]:.6g}"
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...core.compare import compare
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
 from ...runners.relations import Expression, holds, names_in
@@ -25,7 +26,6 @@ from ..proof.module_state import seeded, undisturbed
 __all__ = ["OtherSizes"]
 
 _TRIES = 3
-_CLOSE = 1e-3  # of numbers that differ by the order of additions only
 _REFUSALS = (RuntimeError, ValueError, LookupError, TypeError, AssertionError, AttributeError, ArithmeticError)
 
 
@@ -69,7 +69,9 @@ class OtherSizes:
         except _REFUSALS:
             return False
         expected, returned = pytree.tree_leaves(wanted), pytree.tree_leaves(found)
-        return len(expected) == len(returned) and all(map(_equal, expected, returned))
+        return len(expected) == len(returned) and all(
+            compare(one, other, "sums") for one, other in zip(expected, returned, strict=True)
+        )
 
 
 def _sizes_of(example: Example, signature: Signature) -> dict[str, int] | None:
@@ -93,12 +95,6 @@ def _breaking(relation: Expression, sizes: Mapping[str, int]) -> Iterator[dict[s
                 count += 1
                 if count == _TRIES:
                     return
-
-
-def _equal(one: object, other: object) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return bool(one == other)
-    return one.shape == other.shape and torch.allclose(one.double(), other.double(), _CLOSE, _CLOSE, equal_nan=True)
 
 
 def _resized(

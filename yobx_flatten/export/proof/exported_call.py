@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ...diagnose.compare import compare_outputs, largest_difference
+from ...core.compare import largest_difference
+from ...diagnose.spec_diff import compare_outputs
 from ...errors import ReplayError
 from ...errors.tried_versions import without_cause
 from ...huggingface.cache_names import PRESENT, cache_of

@@ -17,7 +17,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from ...diagnose.compare import largest_difference
+from ...core.compare import largest_difference
 from ...errors import FlattenError
 from ...errors.messages import first_line
 from ...private_names.of_torch import pytree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...diagnose.compare import largest_difference
+from ...core.compare import largest_difference
 from ...errors import ReplayError
 from ...private_names.of_torch import pytree
 from ...runners.onnx_runner import OnnxRunner

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ...diagnose.compare import shares_of_nan
+from ...core.compare import shares_of_nan
 from ...errors import ReplayError
 from ...errors.failures import result_or
 from ...errors.tried_versions import without_cause

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from ...diagnose.report import Report
 from ...errors.failures import result_or
@@ -17,10 +17,7 @@ from .quality import Quality
 from .replay import CaseResult
 from .yardstick import Yardstick
 
-__all__ = ["TOLERANCES", "ExportReport", "tolerance_of"]
-
-TOLERANCES = {"float32": 1e-4, "float64": 1e-4, "float16": 6e-2, "bfloat16": 2e-1}
-"""By type of the weights: half precision rounds at three digits, and a model does so thousands of times."""
+__all__ = ["ExportReport"]
 
 
 def _nearer(quality: Quality) -> str:
@@ -34,15 +31,6 @@ def _nearer(quality: Quality) -> str:
     if quality.block_size == 0:
         return 'Leave activations="token" (--activations token) out: blocks with a scale each are nearer.'
     return 'Leave quantize= (--quantize) out, or take float16:\n    dtype="float16" (--dtype float16)'
-
-
-def tolerance_of(types: Iterable[str]) -> float:
-    """Return the largest difference that the coarsest type of a module's weights explains.
-
-    >>> tolerance_of(["float32"]), tolerance_of(["float32", "float16"])
-    (0.0001, 0.06)
-    """
-    return max((TOLERANCES.get(name, 1e-4) for name in types), default=1e-4)
 
 
 @dataclasses.dataclass

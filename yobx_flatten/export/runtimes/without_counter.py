@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...diagnose.compare import largest_difference
+from ...core.compare import largest_difference
 from ...huggingface.cache_names import CACHE, cache_of
 from ...huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
 from ..example.example import Example, make_example

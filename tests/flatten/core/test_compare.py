@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from yobx_flatten import ReplayError
-from yobx_flatten.diagnose.compare import compare_outputs, largest_difference
+from yobx_flatten.core.compare import compare, largest_difference, tolerance
+from yobx_flatten.diagnose.spec_diff import compare_outputs
 
 NAN, INF = math.nan, math.inf
 T = torch.tensor
@@ -120,3 +121,34 @@ def test_outputs_are_of_one_structure_and_of_the_same_kinds(expected, found, mes
         return
     with pytest.raises(ReplayError, match=message):
         compare_outputs(expected, found, names)
+
+
+@pytest.mark.parametrize("kind", ["file", "layers", "gradients", "sums", "kernels"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_rounding_of_a_dtype_passes_and_twice_as_much_does_not(kind, dtype):
+    """Numbers that one rounding moved are the same for each kind of comparison; numbers that are doubled are not."""
+    expected = torch.linspace(0.5, 1.5, 64, dtype=torch.float64).to(dtype)
+    rounded = (expected.double() * (1 + torch.finfo(dtype).eps)).to(dtype)
+    assert not torch.equal(rounded, expected)
+    assert compare(expected, rounded, kind)
+    found = compare(expected, (expected.double() * 2).to(dtype), kind)
+    assert not found
+    assert found.difference > found.allowed
+
+
+def test_rounding_depends_on_the_coarsest_dtype():
+    """1e-6 for layers in 32 bits and more, 3 % in bfloat16; gradients are added up in another order."""
+    assert tolerance("layers", torch.float32) == tolerance("layers", torch.float64) == tolerance("layers") == 1e-6
+    assert tolerance("layers", torch.float32, torch.bfloat16) == pytest.approx(4 * 2**-7)
+    assert tolerance("gradients", torch.float32) == pytest.approx(1e-5)
+    assert tolerance("file", torch.int64, "bfloat16", "float16") == 0.2
+
+
+@pytest.mark.parametrize("kind", ["layers", "sums", "kernels"])
+def test_numbers_that_are_not_finite_are_equal_only_to_themselves(kind):
+    """NaN is NaN, an infinity has a sign; a shape that differs is infinitely far."""
+    expected = torch.tensor([1.0, torch.nan])
+    assert compare(expected, expected.clone(), kind)
+    assert not compare(expected, torch.tensor([1.0, 2.0]), kind)
+    assert not compare(torch.tensor([torch.inf]), torch.tensor([-torch.inf]), kind)
+    assert compare(expected, torch.ones(3), kind).difference == torch.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import enum
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -207,8 +208,9 @@ def _classes(inputs: Mapping[str, Any], leaves: list[tuple[str, Any]]) -> Iterat
                 explained.add(unregistered.path)
                 yield Finding("error", unregistered.path, str(unregistered).split("\n")[0], unregistered.remedy, _CLASS)
     layouts = Layouts()
+    taken = (torch.Tensor, *_TAKEN, *([enum.Enum] if EXPORT_HOOK.active else []))  # the block hands over their names
     for path, leaf in leaves:
-        if path in explained or issubclass(type(leaf), (torch.Tensor, *_TAKEN)):
+        if path in explained or issubclass(type(leaf), taken):
             continue
         if layouts(type(leaf)).is_tensor:
             message = f"{path} is a {class_name(type(leaf))}; torch.export takes tensors of torch. Pass one instead:"

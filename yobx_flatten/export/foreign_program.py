@@ -20,6 +20,7 @@ from ..diagnose.spec_diff import compare_specs
 from ..errors import InvalidArgumentError, SpecMismatchError, describe_class
 from ..huggingface.cache_names import name_in
 from ..private_names.of_torch import pytree
+from ..trace.constant_inputs import with_members
 from ..trace.program_inputs import traced_inputs
 from ..trees.arguments import check_arguments
 from ..trees.naming import leaf_names
@@ -117,6 +118,7 @@ def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
             "    with register_flattening_functions(patch_transformers=True):\n"
             "        exported = DynamoExporter().export(model, inputs, config)"
         )
+    args, kwargs = with_members(args, kwargs, getattr(program, "enum_members", {}))
     no_data = has_no_data(module, pytree.tree_leaves((args, kwargs)), {})
     if not no_data:
         # a program keeps the counter of all layers of a cache as one tensor; rebuilt, each layer has its own number

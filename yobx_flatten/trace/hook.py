@@ -30,6 +30,7 @@ from ..registry.locking import LOCK
 from ..registry.patches import AttributePatch, ImportedPatch
 from .adapted_shapes import adapted_shapes
 from .compiled_packages import called_contiguous, remembering_strides
+from .constant_inputs import enums_as_texts, members_in_forward
 from .dynamic_specs import refuse_specs_of_keys
 from .nested_kwargs import check_nested_kwargs
 from .onnx_operators import TRANSLATIONS, Translation, add_translation
@@ -157,6 +158,7 @@ class ExportHook:
                         dynamic_shapes = support.named_for(mod.forward, dynamic_shapes)
                 check_nested_kwargs(original, mod, kwargs, dynamic_shapes)
                 refuse_specs_of_keys(mod, args, kwargs, dynamic_shapes, REGISTRY.recipe_in_force)
+            args, kwargs, members = enums_as_texts(args, kwargs)
             dynamic_shapes = adapted_shapes(mod, args, kwargs, dynamic_shapes, REGISTRY.recipe_in_force)
             args, kwargs = _without_slices(args), _without_slices(kwargs)
             with contextlib.ExitStack() as stack:
@@ -164,10 +166,14 @@ class ExportHook:
                 if dynamic_shapes is not None and sizes_differ(args, kwargs):
                     stack.enter_context(fake_tensor_cache_off())
                 stack.enter_context(PLAIN_ATTENTION)
+                if isinstance(mod, torch.nn.Module):
+                    stack.enter_context(members_in_forward(mod, list(kwargs or {}), members))
                 for support in supports:
                     args, kwargs = support.prepare(args), support.prepare(kwargs)
                     stack.enter_context(support.traceable())
-                return concise(original(mod, args, kwargs, dynamic_shapes, *more, **options))
+                program: Any = concise(original(mod, args, kwargs, dynamic_shapes, *more, **options))
+                program.enum_members = members  # in this process: a stored program holds their texts
+                return program
 
         return _export
 

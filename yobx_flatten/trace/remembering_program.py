@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from ..errors import NotRegisteredError
 from ..private_names.of_torch import pytree
 from ..registry.claims import REGISTRY
-from .ignored_inputs import refusal_of_ignored_inputs
+from .constant_inputs import checking_constants
 from .integer_inputs import with_integers
 from .supports import open_supports
 from .trace_settings import FEW_TENSORS, PLAIN_ATTENTION, fake_tensor_cache_off
@@ -30,15 +30,9 @@ class _RememberingProgram(ExportedProgram):
         classes = _classes_of(self)
         require_registered(classes, "This program")  # torch reads its guards' paths off the inputs here, wrongly then
         module = super().module(*args, **kwargs)
-        refuse = refusal_of_ignored_inputs(self)
-        if refuse is not None:
-            module.register_forward_pre_hook(refuse, prepend=True, with_kwargs=True)
-        integers = with_integers(self)
-        if integers is not None:
-            module.register_forward_pre_hook(integers, prepend=True, with_kwargs=True)
-        renamed = _renaming(self)
-        if renamed is not None:
-            module.register_forward_pre_hook(renamed, prepend=True, with_kwargs=True)
+        for hook in (checking_constants(self), with_integers(self), _renaming(self)):  # the last one runs first
+            if hook is not None:
+                module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         if classes:
             module.register_forward_pre_hook(functools.partial(_require_before_call, classes), prepend=True)
         return module

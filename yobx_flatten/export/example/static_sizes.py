@@ -1,17 +1,21 @@
-"""Refuse a traced size in the static part of an output: the program would always return the example's."""
+"""The static parts of inputs and outputs: a program always has those of its example."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import enum
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
 from ...errors import StaticDataError
+from ...huggingface.cache_names import is_cache
 from ...private_names.of_torch import pytree
+from ...recipe.aliases import PyTree
+from ...trees.node import key_name, node_of
 
-__all__ = ["check_static_parts"]
+__all__ = ["check_static_parts", "static_constants"]
 
 
 def check_static_parts(program: ExportedProgram) -> None:
@@ -42,3 +46,18 @@ def _within(value: object, place: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from _within(item, f"{place}[{key!r}]")
+
+
+def static_constants(tree: PyTree, name: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the numbers, texts and enums that objects of registered classes among the inputs hold as static data."""
+    node = None if is_cache(tree) else node_of(tree)  # what is static in a cache is how it is made
+    if node is None:
+        return
+    names = [f"{name}.{key_name(key)}" if name else key_name(key) for key in node.keys]
+    if node.recipe is not None and not isinstance(tree, Mapping):
+        children = {key_name(key) for key in node.keys}
+        for attribute, value in getattr(tree, "__dict__", {}).items():
+            if attribute not in children and isinstance(value, (bool, int, float, str, enum.Enum)):
+                yield f"{name}.{attribute}", value
+    for below, child in zip(names, node.children, strict=True):
+        yield from static_constants(child, below)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, OutputSpec
 
 from ...errors import FlattenError, InvalidArgumentError, ReplayError
 from ...errors.messages import first_line
@@ -21,6 +22,7 @@ from ...huggingface.layer_weights import Reader
 from ...private_names.of_torch import OpOverload
 from ...runners.onnx_session import open_session
 from ..program.decompositions import decompose_untranslated
+from ..program.flat_program import flat_program
 from .axes import name_axes
 from .rewrite.attention import fuse_attention
 from .rewrite.group_query_attention import share_cache
@@ -156,6 +158,8 @@ def _example_sizes(program: ExportedProgram) -> dict[str, int]:
 
 def _decomposed_where_needed(program: ExportedProgram) -> ExportedProgram:
     """The program with a shorter way to its decompositions, which the exporter asks for."""
+    if any(spec.arg.value is not None for spec in program.graph_signature.output_specs if _is_constant(spec)):
+        program = flat_program(program)  # the exporter takes no numbers and texts among the outputs
     kind = type(program)
 
     class Shortened(kind):  # type: ignore[valid-type, misc] # the class that the hook gave the program
@@ -166,6 +170,10 @@ def _decomposed_where_needed(program: ExportedProgram) -> ExportedProgram:
     shortened = copy.copy(program)
     shortened.__class__ = Shortened
     return shortened
+
+
+def _is_constant(spec: OutputSpec) -> bool:
+    return isinstance(spec.arg, ConstantArgument)
 
 
 class UnprovenFile:

@@ -36,7 +36,7 @@ def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> Non
 
     def sides(adapter: Adapter | None = None) -> Sequence[Side]:
         used = runners if adapter is None else [one.with_adapter(adapter.matrices) for one in runners]
-        return [ByName(one, example.names, traced.complex_outputs) for one in used]
+        return [ByName(one, example.names, traced.complex_outputs, traced.constant_outputs) for one in used]
 
     def load() -> Sequence[Side]:
         # the module can also be in memory

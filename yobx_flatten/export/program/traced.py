@@ -26,6 +26,7 @@ from ...huggingface.cache_names import CACHE
 from ...huggingface.layer_weights import Reader, offloaded_readers, streamed_readers
 from ...private_names.of_torch import pytree
 from ...runners.ports import check_cache_outputs
+from ...trace.constant_inputs import text_of
 from ...trees.naming import output_names
 from ...trees.walk import torch_leaves
 from ...trees.weights import about_devices, on_other_devices
@@ -33,7 +34,7 @@ from ..example.example import Example
 from ..example.forward_kwargs import check_all_read, named_in_forward, swallowed_names
 from ..example.size_relations import asserts_values, largest_sizes, unasserted_sizes
 from ..example.stated_sizes import asserted_in_forward
-from ..example.static_sizes import check_static_parts
+from ..example.static_sizes import check_static_parts, static_constants
 from ..proof.case import clone
 from ..proof.module_state import draws_random_numbers, own_attributes, own_written_state, undisturbed, written_state
 from .fake_weights import fake_weights
@@ -64,6 +65,10 @@ class Traced:
     fixed: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
     # sizes that the model's code bounds, and the caller does not
     largest: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
+    # numbers, texts and enums of the inputs that it holds, and of the static parts of their classes; as text, by name
+    constants: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # the same among the outputs, as they are
+    constant_outputs: Mapping[str, object] = dataclasses.field(default_factory=dict)
     # whether it asserts equalities of numbers that values decide, which files have no assertions for
     asserts_values: bool = False
 
@@ -89,6 +94,18 @@ class Traced:
             found.append(
                 f"forward writes to {', '.join(self.written)}: the program has its own, which it keeps from call to "
                 "call; the module's are as they were."
+            )
+        if self.constants:
+            values = [f"{name}={value}" for name, value in self.constants.items()]
+            found.append(
+                f"{', '.join(values)} {'is' if len(values) == 1 else 'are'} fixed in the file, and in the program: for "
+                "another value, export again with it."
+            )
+        returned = [f"{name}={text_of(value)}" for name, value in self.constant_outputs.items() if value is not None]
+        if returned:
+            found.append(
+                f"{', '.join(returned)} {'is a constant' if len(returned) == 1 else 'are constants'}: the program "
+                "returns what the example's call returned, and a file returns tensors alone."
             )
         if self.drawing:
             found.append(f"random numbers are drawn ({', '.join(self.drawing)}): model and program had the same seed.")
@@ -191,13 +208,19 @@ def described(program: ExportedProgram, example: Example) -> Traced:
     written, drawing = written_state(program), draws_random_numbers(program)
     own_written_state(program, written)
     outputs = [spec for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
-    names = _in_graph(output_names(_returned(program), example.names), outputs)
-    inputs, readers = _in_graph(example.names, _user_inputs(program)), streamed_readers(module)
+    returned = output_names(_returned(program), example.names)
+    names, fixed_outputs = _in_graph(returned, outputs)
+    inputs, fixed_inputs = _in_graph(example.names, _user_inputs(program))
+    given = dict(zip(example.names, pytree.tree_leaves(example.inputs), strict=True))
+    constants = {name: text_of(given[name]) for name, value in fixed_inputs.items() if value is not None}
+    constants |= {name: text_of(value) for name, value in static_constants(example.inputs)}
+    readers = streamed_readers(module)
     unasserted = _unasserted(program, example.names)
     types = _types(program, outputs)
     largest = {} if example.bounds is not None else _largest(program, example)
     sizes: dict[str, Any] = {"unasserted": unasserted, "largest": largest, "asserts_values": asserts_values(program)}
-    return Traced(program, inputs, names, types, written, drawing, readers, **sizes)
+    fixed = {"constants": constants, "constant_outputs": fixed_outputs}
+    return Traced(program, inputs, names, types, written, drawing, readers, **sizes, **fixed)
 
 
 class _WithoutGraphs(io.TextIOBase):
@@ -264,11 +287,13 @@ def _returned(program: ExportedProgram) -> Any:
     return pytree.tree_unflatten(leaves, program.call_spec.out_spec)
 
 
-def _in_graph(names: Sequence[str], specs: Sequence[Any]) -> list[str]:
-    """The names of the leaves that are inputs or outputs of the graph; numbers and None are part of the program."""
+def _in_graph(names: Sequence[str], specs: Sequence[Any]) -> tuple[list[str], dict[str, Any]]:
+    """The names of the leaves that are inputs or outputs of the graph, and the constants of the program by name."""
     if len(names) != len(specs):
         raise FlattenError(f"{len(names)} leaves {names} for {len(specs)} arguments of the program.")
-    return [name for name, spec in zip(names, specs, strict=True) if not isinstance(spec.arg, ConstantArgument)]
+    rows = list(zip(names, specs, strict=True))
+    constants = {name: spec.arg.value for name, spec in rows if isinstance(spec.arg, ConstantArgument)}
+    return [name for name, _ in rows if name not in constants], constants
 
 
 def _by_argument(inputs: Mapping[str, Any], specs: Sequence[Any]) -> dict[str, list[str]]:

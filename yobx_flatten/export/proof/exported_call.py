@@ -72,12 +72,20 @@ class ByName:
 
     # input_leaves: the names of all leaves of the module's inputs, in order
     # pairs: outputs that are complex numbers in the module; none by default
+    # constants: outputs that the program holds, and the file does not return; none by default
 
     keeps_state = False
 
-    def __init__(self, runner: Runner, input_leaves: Sequence[str], pairs: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        input_leaves: Sequence[str],
+        pairs: Collection[str] = (),
+        constants: Mapping[str, object] | None = None,
+    ) -> None:
         self.runtime: str = runner.runtime
         self._runner, self._input_leaves, self._pairs = runner, input_leaves, pairs
+        self._constants = constants or {}
 
     def from_the_start(self) -> contextlib.AbstractContextManager[object]:
         """Run a case inside: a file keeps nothing."""
@@ -96,13 +104,18 @@ class ByName:
     def compare(
         self, eager: PyTree, outputs: Mapping[str, Any], names: Sequence[str], padding: Padding
     ) -> dict[str, float]:
-        """Compare the outputs; what is not a tensor is part of the file, and not an output."""
+        """Compare the outputs; what is not a tensor is a constant of the program, and not an output."""
         shown = {name: padding.blank(name, value) for name, value in outputs.items()}
         differences = {}
         for name, value in zip(names, pytree.tree_leaves(eager), strict=True):
             if name not in shown:
                 if isinstance(value, torch.Tensor):
                     raise ReplayError(f"output {name!r}: it is missing")
+                if name in self._constants and self._constants[name] != value:
+                    raise ReplayError(
+                        f"output {name!r}: the module returns {value!r}, which was {self._constants[name]!r} in the "
+                        "example and is a constant of the program. Return a tensor."
+                    )
                 continue
             try:
                 differences[name] = largest_difference(value, shown[name])
@@ -127,8 +140,8 @@ class InPlace(ByName):
     _written: InPlaceCache | None = None
     _goes_on = False
 
-    def __init__(self, runner: CheckedRunner, input_leaves: Sequence[str], pairs: Collection[str] = ()) -> None:
-        super().__init__(runner, input_leaves, pairs)
+    def __init__(self, runner: CheckedRunner, *names: Any) -> None:
+        super().__init__(runner, *names)
         self._steps = runner
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -122,10 +122,10 @@ class _Job:
         def load() -> Sequence[Side]:
             runner = open_runner(self.file.path, runtime=runtime, caller="export", failure=ReplayError, trust=trust)
             pairs = source.traced.complex_outputs if runtime == "openvino" else []
-            names = source.example.names
+            names, constants = source.example.names, source.traced.constant_outputs
             if isinstance(runner, CheckedRunner) and runner.in_place:
-                return [InPlace(runner, names, pairs)]
-            return [ByName(runner, names, pairs)]
+                return [InPlace(runner, names, pairs, constants)]
+            return [ByName(runner, names, pairs, constants)]
 
         replay_file(load, dataclasses.replace(source, cases=[*source.cases, *more]), report)
 

@@ -44,6 +44,7 @@ from .loss_check import LossChecks
 from .one_group import OneGroup
 from .parameters.gradient_memory import GradientMemory
 from .parameters.kept import KeptParameters
+from .parameters.parametrized import setting_nothing_to_itself
 from .parameters.routed import NOTHING_PARTIAL, PartialPlan, RoutedParameters
 from .planner import Planner
 from .progress import PipelineProgress
@@ -275,7 +276,7 @@ class RunLifecycle:
         run.version = run.table.hold_latest()
         before = self.kept.traffic
         try:
-            with on_error(partial(self._drop, run)):
+            with on_error(partial(self._drop, run)), setting_nothing_to_itself():
                 self.dispatch.run(run, stages)
                 self.store.wait_landed()
         finally:

@@ -62,6 +62,7 @@ __all__ = [
     "aot_compile",
     "aot_load",
     "backend_options",
+    "cached_parametrizations",
     "check_valid_to_preserve",
     "clipping_functions",
     "combine_args",
@@ -102,6 +103,7 @@ __all__ = [
     "scan",
     "serialised_node",
     "set_version",
+    "setter_of_parametrizations",
     "spec_protocols",
     "storage_use_count",
     "tensor_use_count",
@@ -191,6 +193,17 @@ def transforms_are_active() -> bool:
     """Return whether ``torch.func`` transforms the code that runs. Gone: ``False``, and torch itself refuses."""
     active = getattr(torch._C, "_are_functorch_transforms_active", None)
     return False if active is None else bool(active())
+
+
+def setter_of_parametrizations() -> tuple[Any, str]:
+    """Return where the function stands that gives a parametrized parameter its numbers. Gone: each use is a write."""
+    return importlib.import_module("torch.nn.utils.parametrize"), "_maybe_set"
+
+
+def cached_parametrizations() -> dict[tuple[int, str], torch.Tensor]:
+    """Return what ``torch.nn.utils.parametrize.cached`` keeps now, by module. Gone: nothing to forget."""
+    found: dict[tuple[int, str], torch.Tensor] = getattr(torch.nn.utils.parametrize, "_cache", {})
+    return found
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:

@@ -25,6 +25,7 @@ from ..recompute.layer_traits import traits_of
 from .gradient_memory import GradientMemory
 from .kept import KeptParameters
 from .layer_tables import LayerTables
+from .parametrized import forget_parametrized
 from .partial_layer import PartialLayer
 from .routed import NOTHING_PARTIAL, PartialPlan
 
@@ -157,6 +158,7 @@ class LayerOnDevice:
                         buffer.owner._buffers[buffer.name] = self._buffers[number]
                 for slot, state in zip(states, self._states, strict=True):
                     slot.owner.__dict__[slot.name] = state
+                forget_parametrized(self.contents.module)
                 keeping = weights_kept(self.contents.module) if self._has_few_bits else contextlib.nullcontext()
                 with keeping, self._partial.standing():
                     result = function()
@@ -167,6 +169,7 @@ class LayerOnDevice:
                     raise self._wrote_parameter([one != other for one, other in zip(versions, now, strict=True)])
                 return result
             finally:
+                forget_parametrized(self.contents.module)
                 if buffers:
                     for number, buffer in enumerate(buffers):
                         found = buffer.owner._buffers.get(buffer.name)

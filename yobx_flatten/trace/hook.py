@@ -3,6 +3,7 @@
 * Dimensions that happen to be equal in the example stay apart (duck shapes off), and slices are made whole.
 * Model libraries put their traceable versions in place (see :mod:`yobx_flatten.huggingface.tracing.support`).
 * ``torch.onnx.export`` knows a few operators more (see :mod:`yobx_flatten.trace.onnx_operators`).
+* ``torch.nn.TransformerEncoder`` returns zeros at padding, as it does outside of a trace.
 * A package of AOTInductor gets the strides that it was compiled for (see :mod:`yobx_flatten.trace.compiled_packages`).
 * A program remembers which classes it takes and returns. Called where they are not registered it states it; torch alone
   ends in ``KeyError: <class ...>``. It also refuses what stands where the example had ``None``.
@@ -27,7 +28,7 @@ from ..private_names.of_torch import pytree, spec_protocols
 from ..recipe.aliases import DynamicShapes, PyTree
 from ..registry.claims import REGISTRY
 from ..registry.locking import LOCK
-from ..registry.patches import AttributePatch, ImportedPatch
+from ..registry.patches import AttributePatch, ImportedPatch, TracePatch, tracing_here
 from .adapted_shapes import adapted_shapes
 from .compiled_packages import called_contiguous, remembering_strides
 from .constant_inputs import enums_as_texts, members_in_forward
@@ -35,6 +36,7 @@ from .dynamic_specs import refuse_specs_of_keys
 from .nested_kwargs import check_nested_kwargs
 from .onnx_operators import TRANSLATIONS, Translation, add_translation
 from .onnx_registry import filled_registry, remembering_decompositions
+from .padded_encoder import with_zeros_at_padding
 from .remembering_program import concise, remembering
 from .stored_programs import importing_classes, remembering_expressions, remembering_hints
 from .supports import OPEN, TraceSupport, open_supports
@@ -71,6 +73,7 @@ class ExportHook:
             ),
         ]
         self._on_program = AttributePatch(ExportedProgram, "__init__", remembering(ExportedProgram.__init__))
+        self._encoder = TracePatch(torch.nn.TransformerEncoder, "forward", with_zeros_at_padding)
         self._on_load = [
             AttributePatch(spec_protocols, number, protocol._replace(json_to_treespec=self._importing(protocol)))
             for number, protocol in spec_protocols.items()
@@ -90,7 +93,7 @@ class ExportHook:
             OPEN.append(support)
             if len(OPEN) > 1:
                 return
-            for patch in (self._on_program, *self._on_load):
+            for patch in (self._on_program, self._encoder, *self._on_load):
                 patch.acquire()
             _LOADER_LOG.addFilter(_is_sound)
         for imported in self._on_import:
@@ -104,7 +107,7 @@ class ExportHook:
             OPEN.remove(support)
             if OPEN:
                 return
-            for patch in (self._on_program, *self._on_load):
+            for patch in (self._on_program, self._encoder, *self._on_load):
                 patch.release()
             _LOADER_LOG.removeFilter(_is_sound)
             for imported in self._on_import:
@@ -162,6 +165,7 @@ class ExportHook:
             dynamic_shapes = adapted_shapes(mod, args, kwargs, dynamic_shapes, REGISTRY.recipe_in_force)
             args, kwargs = _without_slices(args), _without_slices(kwargs)
             with contextlib.ExitStack() as stack:
+                stack.enter_context(tracing_here())
                 stack.enter_context(duck_shapes_off())
                 if dynamic_shapes is not None and sizes_differ(args, kwargs):
                     stack.enter_context(fake_tensor_cache_off())

@@ -3,9 +3,11 @@
 * ``unsqueeze`` of complex numbers (rotary embeddings of Llama 4 and DeepSeek V2).
 * ``_is_all_true`` (the checks of ProphetNet).
 * ``sort(stable=True)`` (the blocks that Qwen 4 chooses).
-* ``scaled_dot_product_attention`` from opset 23 on, which the exporter refuses where one head of keys serves all
-  queries without an error (Falcon), or with other than four axes.
+* ``scaled_dot_product_attention``: one operator from opset 23 on. The exporter refuses it where one head of keys serves
+  all queries without an error (Falcon), or with other than four axes, and spells it out wrongly where a query sees
+  nothing.
 * ``erf_inv`` (``Normal.icdf``, Gemma 3n's sparse activations): a polynomial, exact to the last digits of float32.
+* What is wrong at some values, or not known: :mod:`.onnx_repairs`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..recipe.aliases import OnnxValue
+from .onnx_repairs import REPAIRS, plain_attention
 
 __all__ = ["ERFINV_CENTRE", "ERFINV_TAIL", "TRANSLATIONS", "Translation", "add_translation"]
 
@@ -110,10 +113,26 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> OnnxValue:
+    """Attention in one operator; where it does not take the arguments, in several."""
     from onnxscript import opset23 as op
 
     if dropout_p == 0 and _is_one_operator(query, key, value, enable_gqa):
         return op.Attention(query, key, value, attn_mask, scale=scale, is_causal=int(is_causal))[0]
+    return _attention_spelt_out(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _attention_spelt_out(
+    query: OnnxValue,
+    key: OnnxValue,
+    value: OnnxValue,
+    attn_mask: OnnxValue | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> OnnxValue:
+    if dropout_p == 0:
+        return plain_attention(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
 
     return aten_scaled_dot_product_attention(
@@ -127,13 +146,17 @@ def _is_one_operator(query: OnnxValue, key: OnnxValue, value: OnnxValue, enable_
     if any(shape is None or len(shape) != 4 for shape in shapes):
         return False
     rows, heads = ([shape[axis] for shape in shapes] for axis in (0, 1))
-    if rows[0] != rows[1] or rows[1] != rows[2] or not all(isinstance(count, int) for count in heads):
+    if rows[0] != rows[1] or rows[1] != rows[2]:
+        return False
+    if not all(isinstance(count, int) for count in heads):
         return False
     one_for_each = heads[0] == heads[1] or heads[1] == 1  # a single head is broadcast, whatever enable_gqa is
     return heads[1] == heads[2] and heads[0] % heads[1] == 0 and (enable_gqa or one_for_each)
 
 
 TRANSLATIONS = (
+    *(Translation(operator, function) for operator, function in REPAIRS.items()),
+    Translation(torch.ops.aten.scaled_dot_product_attention.default, _attention_spelt_out),
     Translation(torch.ops.aten.scaled_dot_product_attention.default, _attention, opset=23),
     Translation(torch.ops.aten.unsqueeze.default, _unsqueeze, is_complex=True),
     Translation(torch.ops.aten._is_all_true.default, _is_all_true),

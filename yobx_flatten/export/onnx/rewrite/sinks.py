@@ -61,8 +61,10 @@ def _matched(softmax: ir.Node) -> _Matched | None:
         return None
     joined = input_of(softmax, 0)
     less = producer(joined, "Sub")  # the largest score: for the range of numbers, the softmax is the same
-    if less is not None and producer(less.inputs[1], "ReduceMax") is not None:
-        joined = input_of(less, 0)
+    if less is not None:
+        of_numbers = producer(less.inputs[1], "Where")  # NaN where one of them is
+        if producer(less.inputs[1] if of_numbers is None else of_numbers.inputs[2], "ReduceMax") is not None:
+            joined = input_of(less, 0)
     both = producer(joined, "Concat")
     if both is None or len(both.inputs) != 2:
         return None

@@ -1,0 +1,197 @@
+"""Operators that torch's ONNX exporter translates wrongly at some values, or not at all: the file is as eager."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+from yobx_flatten import export_onnx, register_flattening_functions
+
+onnxruntime = pytest.importorskip("onnxruntime")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")]
+
+INF, NAN = math.inf, math.nan
+# each with each, so that every pair of signs, zeros and infinities is there
+EDGES = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.3, -2.5, 1e-30, -1e-30, 1e30, -1e30, INF, -INF])
+FIRST, SECOND = (part.flatten() for part in torch.meshgrid(EDGES, EDGES, indexing="ij"))
+
+
+class OfPairs(torch.nn.Module):
+    """Operators of two numbers."""
+
+    def forward(self, x, y):
+        signs = torch.signbit(x), torch.copysign(x, y), torch.copysign(x, -2.0)
+        return torch.atan2(x, y), torch.hypot(x, y), torch.fmax(x, y), torch.fmin(x, y), *signs
+
+
+class Clamped(torch.nn.Module):
+    """Operators of one number that have an end, or a tail."""
+
+    def forward(self, x):
+        sided = x.clamp(min=-1.0), x.clamp(max=0.5), x.clamp_min(0.25), x.clamp(-2.0, 2.0)
+        return functional.logsigmoid(x), torch.remainder(x, 0.3), torch.remainder(x, -2.0), *sided
+
+
+class Running(torch.nn.Module):
+    """Operators along an axis whose result at a place is of all before."""
+
+    def forward(self, x):
+        most, least = x.cummax(-1), x.cummin(0)
+        return x.cumprod(-1), x.logcumsumexp(-1), x.cumprod(0), *most, *least
+
+
+class Extremes(torch.nn.Module):
+    """The largest and smallest numbers, and their places."""
+
+    def forward(self, x):
+        places = x.argmax(-1), x.argmin(0, keepdim=True), torch.argmax(x)
+        return *x.max(-1), *x.min(0), x.amax(-1), x.amin((0, 1)), x.max(), *torch.aminmax(x, dim=-1), *places
+
+
+class Ordered(torch.nn.Module):
+    """Operators that compare: the middle, the k-th, and the place among others."""
+
+    def forward(self, x, ends):
+        middle = x.median(-1)[0], x.median(), x.kthvalue(2, -1)[0]
+        return *middle, torch.searchsorted(ends, x), torch.searchsorted(ends, x, right=True), torch.isin(x, ends)
+
+
+class Losses(torch.nn.Module):
+    """Losses of scores that are certain, and wrong or right."""
+
+    def forward(self, x, target, labels):
+        smoothed = functional.cross_entropy(x, labels, label_smoothing=0.1)
+        weight = torch.arange(1.0, 5.0)
+        weighted = functional.cross_entropy(x, labels, weight, label_smoothing=0.2, reduction="sum")
+        each = functional.binary_cross_entropy_with_logits(x, target, weight, reduction="none", pos_weight=weight)
+        return functional.binary_cross_entropy_with_logits(x, target), each, smoothed, weighted
+
+
+class Scattered(torch.nn.Module):
+    """The mean of what comes to one place."""
+
+    def forward(self, x, index, source):
+        whole = x.scatter_reduce(1, index, source, "mean")
+        return whole, x.scatter_reduce(1, index, source, "mean", include_self=False)
+
+
+class Distances(torch.nn.Module):
+    def forward(self, x, y):
+        return torch.cdist(x, y), torch.cdist(x, y, p=1.0), torch.cdist(x, y, p=INF), torch.cdist(x, y, p=3.0)
+
+
+ROWS = torch.tensor([[1.0, 3.0, 2.0, 3.0], [0.5, -2.0, 4.0, 1.5], [2.0, 2.0, -1.0, 0.0]])
+UNLIKE = torch.tensor([[NAN, 1.0, 2.0, 0.0], [3.0, NAN, 5.0, NAN], [-INF, -INF, 1.0, INF], [-1000.0, 0.0, 90.0, -90.0]])
+CERTAIN = torch.tensor([[200.0, -200.0, 0.0, 50.0]] * 2)
+NEAR = 1000 + torch.tensor([[0.0, 0.001], [0.002, 0.0], [0.0, 0.0]])
+CASES = {
+    "pairs": (OfPairs(), (torch.rand(6) + 0.5, torch.rand(6) + 0.5), (FIRST, SECOND)),
+    "ends": (Clamped(), (torch.rand(6),), (torch.cat([EDGES[:8], torch.tensor([200.0, -200.0, INF, -INF])])[:10],)),
+    "running": (Running(), (ROWS,), (UNLIKE[2:],)),
+    "extremes": (Extremes(), (ROWS,), (UNLIKE[:2],)),
+    "ordered": (Ordered(), (ROWS, torch.tensor([-1.0, 0.5, 2.0])), (ROWS.T.contiguous(), torch.tensor([0.0, 2, 2]))),
+    "losses": (
+        Losses(),
+        (ROWS, torch.rand(3, 4), torch.tensor([0, 3, 1])),
+        (CERTAIN, torch.tensor([[1.0, 0.0, 1.0, 0.0]] * 2), torch.tensor([2, -100])),
+    ),
+    "scattered": (
+        Scattered(),
+        (ROWS, torch.tensor([[0, 1], [2, 3], [1, 0]]), torch.rand(3, 2)),
+        (ROWS[:2], torch.zeros(2, 3, dtype=torch.int64), torch.rand(2, 3)),
+    ),
+    "distances": (Distances(), (torch.rand(3, 2), torch.rand(4, 2)), (NEAR, NEAR[:2].contiguous())),
+}  # fmt: skip
+
+
+def _in_file(path, given):
+    session = onnxruntime.InferenceSession(path)
+    wanted = [one.name for one in session.get_inputs()]
+    return [
+        torch.tensor(found)
+        for found in session.run(None, dict(zip(wanted, map(torch.Tensor.numpy, given), strict=True)))
+    ]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_file_computes_what_eager_does_at_values_unlike_the_examples(name, tmp_path):
+    """The example is harmless; the call has zeros of both signs, infinities, NaN, ties, near points."""
+    module, example, unlike = CASES[name]
+    export_onnx(module, example, path=tmp_path / "m.onnx", cases=())
+    for found, expected in zip(_in_file(tmp_path / "m.onnx", unlike), module(*unlike), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+class Attends(torch.nn.Module):
+    def __init__(self, **how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, q, k, v, mask):
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **self.how)
+
+
+@pytest.mark.parametrize("opset", [18, 23])
+@pytest.mark.parametrize("kind", ["bool", "float", "three axes", "grouped", "scaled"])
+def test_a_query_that_sees_nothing_gets_zeros(kind, opset, tmp_path):
+    """As PyTorch returns them; the example's queries all see something."""
+    seen = torch.ones(2, 2, 4, 6, dtype=torch.bool)
+    seen[..., 4:] = False
+    blind = torch.ones(3, 2, 4, 6, dtype=torch.bool)
+    blind[:, :, 1], blind[0, 0] = False, False
+    module = Attends(**{"grouped": {"enable_gqa": True}, "scaled": {"scale": 0.3}}.get(kind, {}))
+
+    def given(mask):
+        q, k, v = (torch.randn(len(mask), 2, length, 8) for length in (4, 6, 6))
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -INF) if kind == "float" else mask
+        if kind == "grouped":
+            q, mask = torch.cat([q, q], 1), mask[:, :1].contiguous()
+        return tuple(one[:, 0].contiguous() for one in (q, k, v, mask)) if kind == "three axes" else (q, k, v, mask)
+
+    export_onnx(module, given(seen), path=tmp_path / "m.onnx", opset_version=opset, cases=())
+    unlike = given(blind)
+    (found,) = _in_file(tmp_path / "m.onnx", unlike)
+    torch.testing.assert_close(found, module(*unlike), rtol=1e-4, atol=1e-5)
+
+
+class Encodes(torch.nn.Module):
+    def __init__(self, norm, float_mask):
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        self.encoder = torch.nn.TransformerEncoder(layer, 2, norm=torch.nn.LayerNorm(16) if norm else None)
+        self.float_mask = float_mask
+
+    def forward(self, x, padded):
+        hidden = torch.zeros(padded.shape).masked_fill(padded, -INF) if self.float_mask else padded
+        return self.encoder(x, src_key_padding_mask=hidden).sum(1)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("norm", "float_mask"), [(False, False), (True, False), (False, True)])
+def test_an_encoder_returns_zeros_where_it_is_padded_on_the_right(norm, float_mask):
+    """What the module does without gradients, outside of a trace; padding on the left keeps its numbers."""
+    module = Encodes(norm, float_mask).eval().requires_grad_(False)
+    rows = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+    with register_flattening_functions():
+        x, whole = torch.randn(2, 6, 16), torch.zeros(2, 6, dtype=torch.bool)
+        program = torch.export.export(module, (x, whole), dynamic_shapes=(rows, rows)).module()
+    right, left, mixed = (torch.zeros(3, 5, dtype=torch.bool) for _ in range(3))
+    right[0, 3:], right[1, 1:], left[0, :2] = True, True, True
+    mixed[0, 3:], mixed[1, :2] = True, True
+    for padded in (right, left, mixed, whole[:, :5].contiguous()):
+        x = torch.randn(len(padded), 5, 16)
+        torch.testing.assert_close(program(x, padded), module(x, padded), rtol=1e-4, atol=1e-5)
+
+
+def test_the_encoder_itself_stays_as_it_was():
+    """`forward` is torch's own again after the block, and other calls inside the block take it."""
+    before = torch.nn.TransformerEncoder.forward
+    module = Encodes(False, False).eval().requires_grad_(False)
+    x, padded = torch.randn(2, 4, 16), torch.tensor([[False] * 4, [False, False, True, True]])
+    expected = module(x, padded)
+    with register_flattening_functions():
+        torch.testing.assert_close(module(x, padded), expected, rtol=0, atol=0)
+    assert torch.nn.TransformerEncoder.forward is before

@@ -29,7 +29,7 @@ from .models import ModelSource, model_source
 from .records import EvalRecord, StepRecord
 from .rows import Rows
 from .run import Outcome, run, timeline_of_rank
-from .saved_model import check_output, save_model
+from .saved_model import check_output, check_place, save_model
 from .settings import BatchSettings, LearningSettings, Settings
 from .training import Training, stored_replicas
 
@@ -67,6 +67,7 @@ __all__ = [  # noqa: RUF022 # in the order of use
     "named_error",
     # what came of it
     "check_output",
+    "check_place",
     "check_disk",
     "save_model",
     "model_card",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten.files.scratch import publish_folder, scratch_for, settle
+from yobx_flatten.files.scratch import check_writable, publish_folder, scratch_for, settle
 from yobx_flatten.model_folder.source.configuration import FILES_ONLY
 
 from ..device.composite import is_composite
@@ -20,7 +20,7 @@ from .errors import FineTuneError
 from .model_card import CARD
 from .models import ModelSource
 
-__all__ = ["check_output", "save_model"]
+__all__ = ["check_output", "check_place", "save_model"]
 
 
 def check_output(folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -34,16 +34,27 @@ def check_output(folder: str | os.PathLike[str], *, overwrite: bool = False) -> 
         FineTuneError: the folder exists, or it cannot be created.
     """
     path = pathlib.Path(folder)
+    settle(path.absolute())  # what a killed process was about to replace is there again
+    if path.exists() and not overwrite:
+        raise FineTuneError(f"{path} exists. Name another folder, or replace it: --overwrite")
+    check_place(path, "--output DIR")
+
+
+def check_place(path: str | os.PathLike[str], option: str, *, in_parent: bool = True) -> None:
+    """Check before a training that something can be written under a name; nothing stays there.
+
+    Args:
+        path: file or folder.
+        option: option that names it.
+        in_parent: whether it is written under another name beside it first, rather than in it.
+
+    Raises:
+        FineTuneError: it cannot be written.
+    """
     try:
-        settle(path.absolute())  # what a killed process was about to replace is there again
-        if path.exists() and not overwrite:
-            raise FineTuneError(f"{path} exists. Name another folder, or replace it: --overwrite")
-        with scratch_for(path.absolute()) as half:
-            (half / "trial").touch()
+        check_writable(path, in_parent=in_parent)
     except OSError as error:
-        raise FineTuneError(
-            f"{path} cannot be written: {error.strerror or error}. Name another folder: --output DIR"
-        ) from error
+        raise FineTuneError(f"{path}: {error.strerror or error}. Name another place: {option}") from error
 
 
 def save_model(

@@ -25,6 +25,7 @@ from .errors import FineTuneError
 from .job import Job
 from .records import EvalRecord, StepRecord, record_of
 from .rows import Rows
+from .saved_model import check_place
 from .settings import Settings
 
 __all__ = ["Training", "stored_replicas"]
@@ -184,7 +185,13 @@ class Training:
         Args:
             folder: folder of the checkpoints of this training.
             keep: number of checkpoints to keep; ``None`` keeps all.
+
+        Raises:
+            FineTuneError: nothing can be written there.
         """
+        self.job.together(
+            lambda: check_place(folder, "--checkpoint DIR", in_parent=False) if self.job.is_first else None
+        )
         self.trainer.notes = {"same": self._same(), "replicas": self.pipeline.replicas}
         self.trainer.args.output_dir, self.trainer.args.save_total_limit = os.path.abspath(folder), keep
 

@@ -29,10 +29,10 @@ from ..errors.dependencies import require
 from ..export.onnx_export import export_onnx
 from ..export.proof.case import Case
 from ..export.proof.report import ExportReport
+from ..files.scratch import check_writable
 from ..huggingface.cache_names import CACHE, PRESENT, cache_of
 from ..huggingface.caches.layers import code_of
 from ..huggingface.cases import DecodeSizes, decode_inputs
-from ..model_folder.writable import check_writable
 from ..terminal.output import console as make_console
 
 __all__ = ["MODELS", "run_demo"]
@@ -96,7 +96,7 @@ def run_demo(
     # output: folder for the ONNX files, made if it is not there
     # as_json: is given the rows in place of the table, and stdout is left to it
     require("transformers", "onnx", "onnxscript", "onnxruntime", purpose="the demo", extra="transformers,onnx")
-    check_writable(output)
+    check_writable(output, in_parent=False)
     is_new = not output.exists()
     output.mkdir(parents=True, exist_ok=True)
     console = make_console(stderr=as_json is not None)

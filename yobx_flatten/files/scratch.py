@@ -17,6 +17,7 @@ finishes what was complete and removes the rest.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import glob
 import os
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from filelock import BaseFileLock
 
 __all__ = [
+    "check_writable",
     "data_path",
     "is_data_of",
     "is_folder",
@@ -64,6 +66,24 @@ def scratch_for(target: pathlib.Path) -> Iterator[pathlib.Path]:
         if target.exists() or not (folder / _OLD).exists():  # the only form there is stays
             _remove(folder, lock)
         lock.release()
+
+
+def check_writable(target: str | os.PathLike[str], *, in_parent: bool = True) -> None:
+    """Refuse a file or folder that cannot be written, before hours are spent on what it is to hold.
+
+    A folder is made where the target, or the nearest that is there above it, stands, and taken away again: permissions
+    alone state nothing of a disk that is read-only.
+    """
+    # in_parent: check the folder that holds it, where it is made under another name first
+    path = pathlib.Path(target)
+    wanted = path.absolute().parent if in_parent else path.absolute()
+    there = next(place for place in (wanted, *wanted.parents) if os.path.lexists(place))
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"it cannot be written: {there.name} is not a folder", str(path))
+    try:
+        pathlib.Path(tempfile.mkdtemp(prefix=".trial-", dir=there)).rmdir()
+    except OSError as error:
+        raise OSError(error.errno, f"it cannot be written: {error.strerror or error}", str(path)) from error
 
 
 def data_path(written: pathlib.Path, target: pathlib.Path) -> pathlib.Path:

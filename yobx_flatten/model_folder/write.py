@@ -26,7 +26,7 @@ from ..export.proof.levels import Proof, sampled
 from ..export.proof.report import ExportReport
 from ..export.quantization.options import Quantization, WeightBits
 from ..export.room import leave_room
-from ..files.scratch import publish_folder, scratch_for, settle
+from ..files.scratch import check_writable, publish_folder, scratch_for, settle
 from ..recipe.aliases import TransformersModel
 from ..runners.adapters import ADAPTERS
 from .adapters.write import write_matrices
@@ -62,7 +62,6 @@ from .stored_cases import (
 )
 from .targets import FolderFormat, Target, fitting_cases, room_for_tokens
 from .verify import FolderReport, verify_folder
-from .writable import check_writable
 
 __all__ = ["ExportedFolder", "export_folder"]
 
@@ -380,4 +379,4 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
         raise FolderExistsError(
             f"{folder} holds something already. Name another folder, or pass overwrite=True (--overwrite)."
         )
-    check_writable(folder, in_parent=True)
+    check_writable(folder)

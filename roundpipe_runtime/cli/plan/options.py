@@ -99,7 +99,7 @@ class StepOptions:
     host: train.Host = HOST_IN_MEMORY
 
     def __post_init__(self) -> None:
-        train.check_place(self.host)
+        train.check_host_option(self.host)
         parse_gigabytes(self.keep_parameters, "--keep-parameters")
         train.check_quantize(self.quantize, self.lora)
         text = self.last_stage_copies

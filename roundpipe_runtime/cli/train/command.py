@@ -132,8 +132,8 @@ def _rows(
     split: dict[str, Any] = {"eval_share": data.eval_share, "seed": seed, "vocab_size": source.vocab_size}
     names = [*(data.chat or data.text or []), *what.more_text]
     if data.chat:
-        template = data.chat_template
-        return tuning.read_chats(names, tokenizer, length=length, template=template, packed=data.pack, **split)
+        split |= {"template": data.chat_template, "ignored": (data.ignore_fields or "").split(",")}
+        return tuning.read_chats(names, tokenizer, length=length, packed=data.pack, **split)
     return tuning.read_blocks(names, tokenizer, length=length, field=data.field, **split)
 
 

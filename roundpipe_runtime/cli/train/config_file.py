@@ -35,16 +35,18 @@ def read_config_file(context: typer.Context, path: pathlib.Path | None) -> pathl
     """Take the lines of a file as defaults of the options: the callback of ``--config``, which is looked at first."""
     if path is None or context.resilient_parsing:
         return path
-    names = [parameter.name for parameter in context.command.params if parameter.name not in (*_OWN, "help")]
+    parameters = {one.name: one for one in context.command.params if one.name not in (*_OWN, "help")}
     given: dict[str, Any] = {}
     for key, value in _mapping_in(path).items():
         name = str(key).replace("-", "_")
-        if name not in names:
-            close = difflib.get_close_matches(name, [str(one) for one in names], 1)
+        if name not in parameters:
+            close = difflib.get_close_matches(name, [str(one) for one in parameters], 1)
             meant = f" Is it {close[0].replace('_', '-')}?" if close else ""
             raise UserError(f"{path}: there is no option {key}.{meant} All of them: roundpipe train --print-config")
         if value is not None:  # as where it is left out
-            given[name] = _as_typed(value, f"{path}: {key}")
+            takes_many = parameters[name].nargs == -1 or getattr(parameters[name], "multiple", False)
+            typed = _as_typed(value, f"{path}: {key}")
+            given[name] = [typed] if takes_many and not isinstance(typed, list) else typed
     context.default_map = {**(context.default_map or {}), **given}
     return path
 

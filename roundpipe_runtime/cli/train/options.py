@@ -18,7 +18,7 @@ from ...device.protocol import Device
 from ...device.virtual import VirtualDevice
 from ...distributed.ranks.torchrun import own_devices
 from ...errors import ConfigError, DeviceError
-from ...fine_tune import Settings, check_curve, check_output
+from ...fine_tune import Settings, check_curve, check_output, check_place
 from ..option_objects import option
 from ..quantities import parse_bytes, parse_gigabytes
 from .config_file import read_config_file
@@ -167,6 +167,10 @@ class TextOptions:
         pathlib.Path | None,
         option("FILE", "Chat template to use instead of the tokenizer's.", _TEXT),
     ] = None
+    ignore_fields: Annotated[
+        str | None,
+        option("NAMES", "Fields of conversations that nothing learns, separated by commas: source,score.", _TEXT),
+    ] = None
     pack: Annotated[
         bool,
         typer.Option(
@@ -237,7 +241,7 @@ class StepOptions:
     host: Host = HOST_IN_MEMORY
 
     def __post_init__(self) -> None:
-        check_place(self.host)
+        check_host_option(self.host)
         if self.steps is not None and self.epochs is not None:
             raise UserError("--steps and --epochs both state how long. Leave one out")
         parse_gigabytes(self.keep_parameters, "--keep-parameters")
@@ -339,14 +343,18 @@ class FileOptions:
         check_output(output, overwrite=self.overwrite)
         if self.plot is not None:
             check_curve(self.plot)
-        for path in (self.metrics, self.plot, self.timeline):
+        for name in ("metrics", "plot", "timeline"):
+            path: pathlib.Path | None = getattr(self, name)
             if path is None:
                 continue
-            if path.exists() and not (self.overwrite or self.resume):
+            if path.is_dir() or (path.is_file() and not (self.overwrite or self.resume)):
                 raise UserError(f"{path} exists. Name another file, or replace it: --overwrite")
             if not path.absolute().parent.is_dir():
                 raise UserError(f"There is no folder {path.parent} for {path.name}")
+            if path.is_file() or not path.exists():  # /dev/stdout is only written to
+                check_place(path, f"--{name} FILE")
         checkpoints = self.checkpoints(output)
+        check_place(checkpoints, "--checkpoint DIR", in_parent=False)
         if not self.resume and (there := list(checkpoints.glob("checkpoint-*"))):
             newest = max(there, key=lambda path: path.stat().st_mtime)
             raise UserError(
@@ -395,7 +403,7 @@ def few_bits(kind: str) -> FewBits | None:
     return None if kind == "none" else cast("FewBits", kind)
 
 
-def check_place(text: str) -> None:
+def check_host_option(text: str) -> None:
     """Refuse a place that is none."""
     try:
         check_host(text)

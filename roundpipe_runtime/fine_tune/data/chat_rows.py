@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -112,6 +112,7 @@ def read_chats(
     *,
     length: int,
     template: pathlib.Path | None = None,
+    ignored: Collection[str] = (),
     packed: bool = False,
     eval_share: float = 0.0,
     seed: int = 0,
@@ -124,6 +125,7 @@ def read_chats(
         tokenizer: tokenizer of a model with a chat template.
         length: largest number of tokens of a row; conversations are cut there.
         template: file with a chat template. Default: the tokenizer's own.
+        ignored: fields of rows and messages that are left out. Any other one that nothing reads is an error.
         packed: whether a row holds as many conversations as fit.
         eval_share: share of the rows that is held out for evaluation, from 0 to 1.
         seed: seed of the choice of these rows.
@@ -133,10 +135,11 @@ def read_chats(
         The rows, split into training rows and held-out rows.
 
     Raises:
-        FineTuneError: a row of a file is not a conversation, or nothing is left to learn.
+        FineTuneError: a row of a file is not a conversation, it has a field or a message that the template does not
+            read, or nothing is left to learn.
     """
     encode = Encoder(tokenizer, template)
-    found = [encode(conversation) for conversation in read_conversations(find_texts(names))]
+    found = [encode(conversation) for conversation in read_conversations(find_texts(names), ignored)]
     if not found:
         raise FineTuneError(f"There are no conversations in {', '.join(map(str, names))}.")
     largest = max((max(one.ids) for one in found if one.ids), default=0)
@@ -176,10 +179,12 @@ def make_chat_rows(
     kept = [one for one in cut if any(one.counts)]
     if not kept:
         longest = max(len(one.ids) for one in conversations)
-        raise FineTuneError(
-            f"None of {len(conversations)} conversations has an answer in its first {length} tokens. Allow more of "
-            f"them: --length {longest}"
-        )
+        found = f"None of {len(conversations)} conversations has an answer"
+        if longest <= length:
+            raise FineTuneError(
+                f"{found} with a token that counts: the chat template marks none. Take another template"
+            )
+        raise FineTuneError(f"{found} in its first {length} tokens. Allow more of them: --length {longest}")
     rows = _packed([len(one.ids) for one in kept], length) if packed else [[number] for number in range(len(kept))]
     if eval_share > 0 and len(rows) < 2:
         raise FineTuneError("There is one row of conversations, and one is to be held out: --eval-share 0")

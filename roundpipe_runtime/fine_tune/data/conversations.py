@@ -6,23 +6,33 @@
     ShareGPT            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
     Alpaca              {"instruction": "Greet", "input": "", "output": "Hello"}
     prompt, completion  {"prompt": "Hi", "completion": " Hello"}: text without a template; or two lists of messages
+
+Each may have ``system``, ``tools`` (a list, or one as JSON text) and ``chat_template_kwargs`` beside it. Any other
+field is given to the chat template, and refused where that does not read it: `chat_tokens` knows the template.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from ..errors import FineTuneError
-from .text_files import is_saved, json_lines, saved_rows
+from .text_files import check_encoding, is_saved, json_lines, saved_rows
 
 __all__ = ["Conversation", "conversation_of", "read_conversations"]
 
 Message = dict[str, Any]
+T = TypeVar("T")
 
+# Fields that only tell rows, or calls of tools, apart.
+_IDENTIFIERS = ("id", "tool_call_id")
+_LISTS = ("messages", "conversations", "conversation")
+_PAIR = ("prompt", "completion")
+_ALPACA = ("instruction", "input", "output", "history")
 _ROLES = ("system", "user", "assistant", "tool")
 _NAMES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
 _FORMS = (
@@ -41,15 +51,17 @@ class Conversation:
     first_counted: int = 0  # index of the first message whose answer counts; earlier answers are part of a prompt
     prompt: str = ""  # text before the completion, which does not count
     completion: str | None = None  # text that counts; `None` for messages
-    tools: list[Any] | None = None  # descriptions of tools for the template
+    # what else the template is given, by name: tools, the entries of `chat_template_kwargs`, other fields of the row
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def read_conversations(paths: Sequence[pathlib.Path]) -> Iterator[Conversation]:
+def read_conversations(paths: Sequence[pathlib.Path], ignored: Collection[str] = ()) -> Iterator[Conversation]:
     """Yield the conversations of files and folders."""
     # paths: JSON lines, JSON files with a list, and folders of `datasets`, from `find_texts`
+    # ignored: fields of rows and messages that are left out
     for path in paths:
         for place, row in _rows_of(path):
-            yield conversation_of(row, place)
+            yield conversation_of(row, place, ignored)
 
 
 def _rows_of(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
@@ -58,6 +70,7 @@ def _rows_of(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
         return
     if path.suffix.lower() not in (".jsonl", ".ndjson", ".json"):
         raise FineTuneError(f"{path} holds no conversations, as it does not end in .jsonl or .json. {_FORMS}")
+    check_encoding(path)
     if path.suffix.lower() == ".json" and _begins_a_list(path):
         try:
             rows = json.loads(path.read_bytes())
@@ -73,7 +86,7 @@ def _begins_a_list(path: pathlib.Path) -> bool:
         return file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
-def conversation_of(row: Any, place: str) -> Conversation:
+def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conversation:
     """Return the conversation of a row.
 
     >>> conversation_of({"instruction": "Greet", "input": "", "output": "Hello"}, "a.jsonl:1").messages[1]
@@ -81,14 +94,58 @@ def conversation_of(row: Any, place: str) -> Conversation:
     """
     if not isinstance(row, Mapping):
         raise FineTuneError(f"{place} is a {type(row).__name__}. {_FORMS}")
-    tools = row.get("tools") or None
-    for name in ("messages", "conversations", "conversation"):
+    row = {key: value for key, value in row.items() if key not in ignored}
+    form, prompt, messages = _form_of(row, place, ignored)
+    others = {k: value for k, value in row.items() if k not in (*form, *_IDENTIFIERS) and not _is_empty(value)}
+    if messages is None:
+        if others:
+            raise FineTuneError(
+                f"{place} has {', '.join(map(repr, others))} beside text, which no template adds to it. Write it into "
+                f"the prompt, write lists of messages, or leave it out: --ignore-fields {','.join(others)}"
+            )
+        return Conversation(place, prompt=row["prompt"], completion=row["completion"])
+    if not any(message["role"] == "assistant" for message in messages):
+        roles = ", ".join(message["role"] for message in (*prompt, *messages)) or "no message"
+        raise FineTuneError(
+            f'{place} has no answer to learn: it has {roles}. Add {{"role": "assistant", "content": "..."}}, or leave '
+            "the row out"
+        )
+    made = [*prompt, *messages]
+    if (system := _taken(others, "system", str, place)) is not None:
+        if made[0]["role"] == "system":
+            raise FineTuneError(f"{place} has 'system', and begins with a message of that role. Leave one of them out")
+        made.insert(0, {"role": "system", "content": _text_of(system, place, may_be_missing=False)})
+    if (tools := others.pop("tools", None)) is not None:
+        others["tools"] = _tools(tools, place)
+    stated = _taken(others, "chat_template_kwargs", dict, place) or {}
+    first_counted = len(made) - len(messages) if prompt else 0
+    return Conversation(place, made, first_counted, variables={**others, **stated})
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a field holds nothing: folders of ``datasets`` fill in those that a row does not have."""
+    return value is None or (isinstance(value, (str, list, dict)) and not value)
+
+
+def _form_of(
+    row: Mapping[str, Any], place: str, ignored: Collection[str]
+) -> tuple[Sequence[str], list[Message], list[Message] | None]:
+    """The fields of a form, the messages that are a prompt, and those after it; ``None`` for text without messages."""
+    for name in _LISTS:
         if isinstance(row.get(name), list):
-            return _counted(Conversation(place, _messages(row[name], place), tools=tools))
+            return [name], [], _messages(row[name], place, ignored)
     if "prompt" in row and "completion" in row:
-        return _prompted(row["prompt"], row["completion"], place, tools)
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return _PAIR, [], None
+        if isinstance(prompt, list) and isinstance(completion, list):
+            return _PAIR, _messages(prompt, place, ignored), _messages(completion, place, ignored)
+        kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
+        raise FineTuneError(
+            f"{place}: 'prompt' and 'completion' are {kinds}. Write two texts, or two lists of messages"
+        )
     if "instruction" in row and isinstance(row.get("output"), str):
-        return Conversation(place, _messages(_alpaca(row, place), place))
+        return _ALPACA, [], _messages(_alpaca(row, place), place, ignored)
     found = ", ".join(f"{key!r} ({type(value).__name__})" for key, value in row.items()) or "no field"
     text = next((key for key, value in row.items() if isinstance(value, str)), None)
     plain = (
@@ -97,22 +154,28 @@ def conversation_of(row: Any, place: str) -> Conversation:
     raise FineTuneError(f"{place} is not a conversation: it has {found}. {_FORMS}{plain}")
 
 
-def _prompted(prompt: Any, completion: Any, place: str, tools: list[Any] | None) -> Conversation:
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return Conversation(place, prompt=prompt, completion=completion)
-    if isinstance(prompt, list) and isinstance(completion, list):
-        before = _messages(prompt, place)
-        made = Conversation(place, [*before, *_messages(completion, place)], len(before), tools=tools)
-        return _counted(made)
-    kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
-    raise FineTuneError(f"{place}: 'prompt' and 'completion' are {kinds}. Write two texts, or two lists of messages")
+def _taken(fields: dict[str, Any], name: str, kind: type[T], place: str) -> T | None:
+    """Take a field of one type from the others."""
+    value = fields.pop(name, None)
+    if value is not None and not isinstance(value, kind):
+        wanted = "text" if kind is str else "an object"
+        raise FineTuneError(f"{place}: {name!r} is a {type(value).__name__}. Write {wanted}, or leave it out")
+    return value
+
+
+def _tools(tools: Any, place: str) -> list[Any]:
+    if isinstance(tools, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            tools = json.loads(tools)
+    if isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools):
+        return tools
+    raise FineTuneError(f"{place}: 'tools' is to be a list of objects, or such a list as JSON text")
 
 
 def _alpaca(row: Mapping[str, Any], place: str) -> list[Message]:
-    if row.get("system") and not isinstance(row["system"], str):
-        raise FineTuneError(f"{place}: 'system' is a {type(row['system']).__name__}. Write text")
-    found = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    for pair in row.get("history") or ():
+    found: list[Message] = []
+    history = row.get("history") or ()
+    for pair in history if isinstance(history, (list, tuple)) else [history]:
         if not isinstance(pair, list) or len(pair) != 2:
             raise FineTuneError(f"{place}: 'history' is to be a list of pairs of texts")
         found += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
@@ -121,11 +184,11 @@ def _alpaca(row: Mapping[str, Any], place: str) -> list[Message]:
     return [*found, {"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
 
 
-def _messages(rows: list[Any], place: str) -> list[Message]:
-    return [_message(row, f"{place}, message {number}") for number, row in enumerate(rows, 1)]
+def _messages(rows: list[Any], place: str, ignored: Collection[str]) -> list[Message]:
+    return [_message(row, f"{place}, message {number}", ignored) for number, row in enumerate(rows, 1)]
 
 
-def _message(row: Any, place: str) -> Message:
+def _message(row: Any, place: str, ignored: Collection[str]) -> Message:
     if not isinstance(row, Mapping):
         raise FineTuneError(f'{place} is a {type(row).__name__}. Write {{"role": "user", "content": "..."}}')
     name = row.get("role", row.get("from"))
@@ -139,13 +202,16 @@ def _message(row: Any, place: str) -> Message:
             f"{place} has the weight {row['weight']!r}, and all answers count alike. Leave it out, or end the 'prompt' "
             'after it: {"prompt": [...], "completion": [...]}'
         )
-    others = {key: value for key, value in row.items() if key not in ("role", "from", "content", "value", "weight")}
-    content = _text_of(row.get("content", row.get("value")), place, may_be_missing=bool(row.get("tool_calls")))
-    return {**{key: value for key, value in others.items() if value is not None}, "role": role, "content": content}
+    used = ("role" if "role" in row else "from", "content" if "content" in row else "value", "weight")
+    others = {
+        key: value for key, value in row.items() if key not in (*used, *_IDENTIFIERS, *ignored) and not _is_empty(value)
+    }
+    content = _text_of(row.get(used[1]), place, may_be_missing=bool(others.get("tool_calls")))
+    return {**others, "role": role, "content": content}
 
 
 def _text_of(content: Any, place: str, *, may_be_missing: bool) -> str:
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+    if isinstance(content, list) and all(isinstance(part, Mapping) and _is_text(part) for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
     if content is None and may_be_missing:
         return ""
@@ -154,11 +220,5 @@ def _text_of(content: Any, place: str, *, may_be_missing: bool) -> str:
     return content.encode("utf-8", "replace").decode("utf-8")  # JSON can spell halves of characters
 
 
-def _counted(made: Conversation) -> Conversation:
-    if not any(message["role"] == "assistant" for message in made.messages[made.first_counted :]):
-        roles = ", ".join(message["role"] for message in made.messages) or "no message"
-        raise FineTuneError(
-            f'{made.place} has no answer to learn: it has {roles}. Add {{"role": "assistant", "content": "..."}}, or '
-            "leave the row out"
-        )
-    return made
+def _is_text(part: Mapping[str, Any]) -> bool:
+    return part.get("type") == "text" and all(_is_empty(part[key]) for key in part if key not in ("type", "text"))

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import json
 import os
@@ -22,13 +23,20 @@ from yobx_flatten.errors.failures import raised_as
 
 from ..errors import FineTuneError
 
-__all__ = ["END", "find_texts", "is_saved", "json_lines", "read_texts", "saved_rows"]
+__all__ = ["END", "check_encoding", "find_texts", "is_saved", "json_lines", "read_texts", "saved_rows"]
 
 # After each document.
 END = None
 
 _PLAIN = ("", ".txt", ".text", ".md", ".rst", ".tex", ".py", ".html", ".log")
 _LINES = (".jsonl", ".ndjson", ".json")
+# UTF-32 first: its mark begins with that of UTF-16
+_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
 # Characters of a long file that are read at a time.
 _PIECE = 2**16
 
@@ -80,10 +88,27 @@ def _in_folder(folder: pathlib.Path) -> list[pathlib.Path]:
     return files
 
 
+def check_encoding(path: pathlib.Path) -> None:
+    """Refuse text in UTF-16 or UTF-32, by the mark at its begin or by its zeros: UTF-8 has a zero for none but NUL."""
+    with open(path, "rb") as file:
+        begin = file.read(4096)
+    found = next((name for mark, name in _MARKS.items() if begin.startswith(mark)), None)
+    zeros = begin[::2].count(0), begin[1::2].count(0)
+    if found is None and sum(zeros) > len(begin) // 4:
+        found = "UTF-16LE" if zeros[1] > zeros[0] else "UTF-16BE"
+    if found is not None:
+        raise FineTuneError(f"{path} is text in {found}, or no text. Write it in UTF-8: {_iconv(found, path)}")
+
+
+def _iconv(encoding: str, path: pathlib.Path) -> str:
+    return f"iconv -f {encoding} -t UTF-8 {path} > {path.with_suffix(f'.utf8{path.suffix}')}"
+
+
 # -- a file of text ----------------------------------------------------------------------------------------------------
 
 
 def _plain(path: pathlib.Path) -> Iterator[str | None]:
+    check_encoding(path)
     with open(path, encoding="utf-8-sig", newline="") as file:
         held = ""
         try:
@@ -95,7 +120,7 @@ def _plain(path: pathlib.Path) -> Iterator[str | None]:
                 held = rest
         except UnicodeDecodeError as error:
             raise FineTuneError(
-                f"{path} is not text in UTF-8 ({error.reason}). If it is text: iconv -f latin1 -t utf-8 {path}"
+                f"{path} is not text in UTF-8 ({error.reason}). If it is text in Latin-1: {_iconv('LATIN1', path)}"
             ) from error
     if held:
         yield held
@@ -107,6 +132,7 @@ def _plain(path: pathlib.Path) -> Iterator[str | None]:
 
 def json_lines(path: pathlib.Path, wanted: str) -> Iterator[tuple[str, Any]]:
     """Yield what each line of a file holds, with file and line."""
+    check_encoding(path)
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():

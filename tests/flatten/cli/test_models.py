@@ -240,7 +240,7 @@ def test_ctrl_c_leaves_nothing_and_says_so(no_export, tmp_path, monkeypatch, cap
 def test_a_folder_that_cannot_be_written_is_named_before_the_model_is_loaded(reason, tmp_path, monkeypatch, capsys):
     """The folder that was asked for, not the hidden one beside it."""
     from yobx_flatten.cli import export_command
-    from yobx_flatten.model_folder import writable
+    from yobx_flatten.files import scratch
 
     monkeypatch.setattr(export_command, "find_model", lambda *args, **kwargs: pytest.fail("loaded"))
     if reason == "a file in the way":
@@ -249,9 +249,9 @@ def test_a_folder_that_cannot_be_written_is_named_before_the_model_is_loaded(rea
     else:
 
         def refused(**options):
-            raise OSError(errno.EROFS, "Read-only file system", str(tmp_path / ".yobx_flatten-x"))
+            raise OSError(errno.EROFS, "Read-only file system", str(tmp_path / ".trial-x"))
 
-        monkeypatch.setattr(writable.tempfile, "mkdtemp", refused)
+        monkeypatch.setattr(scratch.tempfile, "mkdtemp", refused)
         out, words = tmp_path / "out", "it cannot be written: Read-only file system"
     assert main(["export", "llama", "-o", str(out)]) == 2
     assert capsys.readouterr().err == f"yobx-flatten: {out}: {words}\n"

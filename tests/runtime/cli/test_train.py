@@ -198,7 +198,14 @@ MISTAKES = {
         "4 rows cannot be cut into 5 microbatches. Make it larger",
     ),
     "vocabulary": (["--model", "narrow"], "has a vocabulary of 100, and bytes with their special tokens need 259"),
-    "output": (["-o", "short.txt/out"], "short.txt/out cannot be written"),
+    "output": (["-o", "short.txt/out"], "short.txt/out: it cannot be written: short.txt is not a folder. Name another"),
+    "checkpoint": (["--checkpoint", "short.txt/c"], "it cannot be written: short.txt is not a folder"),
+    "checkpoint that is a file": (["--checkpoint", "short.txt"], "Name another place: --checkpoint DIR"),
+    "checkpoint far below a file": (["--checkpoint", "short.txt/a/b/c"], "short.txt/a/b/c: it cannot be written"),
+    "checkpoint beside the output": (["-o", "/proc/out", "--checkpoint", "c"], "/proc/out: it cannot be written"),
+    "checkpoint that nothing can be made in": (["--checkpoint", "/proc/self"], "/proc/self: it cannot be written"),
+    "metrics in a folder": (["--metrics", "/proc/m.jsonl"], "Name another place: --metrics FILE"),
+    "timeline that is a folder": (["--timeline", "texts", "--overwrite"], "texts exists. Name another file"),
     "exists": (["-o", "texts"], "texts exists. Name another folder, or replace it: --overwrite"),
     "metrics": (["--metrics", "short.txt"], "short.txt exists. Name another file, or replace it: --overwrite"),
     "timeline": (["--timeline", "gone/t.json"], "There is no folder gone for t.json"),
@@ -265,6 +272,16 @@ def test_the_printed_options_are_all_options(capsys):
     assert not missing
     own = {"--config", "--print-config", "--help", "--no-check"}
     assert set(re.findall(r"--[a-z][a-z-]+", shown)) - {f"--{name}" for name in names} - own <= {"--text", "--output"}
+
+
+def test_one_text_in_a_file_of_options_is_a_list_of_one(here, capsys):
+    """As one that is typed; numbers and switches stay what they are."""
+    (here / "run.yaml").write_text("model: conf\ntext: texts\noutput: out\nreport-to: tensorboard\ncheck: false\n")
+    assert main(["train", "--config", "run.yaml", "--print-config"]) == 0
+    shown = capsys.readouterr().out
+    assert '\ntext: ["texts"]\n' in shown
+    assert '\nreport-to: ["tensorboard"]\n' in shown
+    assert "\ncheck: false\n" in shown
 
 
 CONFIGS = {

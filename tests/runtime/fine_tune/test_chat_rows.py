@@ -76,6 +76,102 @@ def test_what_a_template_does_not_take_is_one_line():
         encoder(strict)(conversation_of({"messages": TURNS}, "a:1"))
 
 
+GREETED = [{"role": "assistant", "content": "the pipe"}, *TURNS[:2]]
+STARTS = {
+    "messages": {"messages": GREETED},
+    "ShareGPT": {"conversations": [{"from": one["role"], "value": one["content"]} for one in GREETED]},
+    "no prompt": {"prompt": [], "completion": GREETED},
+    "system": {"messages": GREETED, "system": "again"},
+}
+
+
+@pytest.mark.parametrize("template", [tiny.CHAT, tiny.CHAT_WITH_MARKS, "<s>" + tiny.CHAT])
+@pytest.mark.parametrize("start", STARTS)
+def test_an_assistant_that_begins_is_learnt(start, template):
+    """All that is its own counts, from the first word on, and the end; in text without a template, from the second."""
+    shown = spelled(encoder(template), conversation_of(STARTS[start], "a:1"))
+    assert shown.endswith("<assistant> the* pipe* </s>* <user> the pipe holds </s> <assistant> a* layer* </s>*")
+    assert shown.startswith("<assistant>") == (start != "system" and not template.startswith("<s>"))
+    made = conversation_of({"prompt": "", "completion": "the pipe"}, "a:1")
+    assert spelled(encoder(template), made) == "the* pipe* </s>*"
+
+
+def test_a_template_that_wants_the_user_first_is_named_with_the_reason():
+    strict = (
+        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}" + tiny.CHAT
+    )
+    with pytest.raises(
+        FineTuneError, match=r"a:1: .* roles must alternate. It begins with the assistant: put a message"
+    ):
+        encoder(strict)(conversation_of({"messages": GREETED}, "a:1"))
+
+
+READING = (
+    "{% if tools %}{{ tools[0].name }} {% endif %}{% if short %}one {% endif %}{% for m in messages %}<{{ m.role }}> "
+    "{% if m.get('thought') and not loop.first %}{{ m.thought }} {% endif %}{% if 'called' in m %}{{ m['called'] }} "
+    "{% endif %}{{ m.content | trim }} </s> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+# What a row may have beside its messages, and whether the template above reads it
+FIELDS = {
+    "tools": ({"tools": [{"name": "pipe"}]}, True),
+    "tools as text": ({"tools": '[{"name": "pipe"}]'}, True),
+    "a setting": ({"chat_template_kwargs": {"short": True}}, True),
+    "a variable": ({"short": True}, True),
+    "another setting": ({"chat_template_kwargs": {"long": True}}, False),
+    "images": ({"images": ["a.png"]}, False),
+    "an option of the tokenizer": ({"max_length": 2}, False),
+    "another template": ({"chat_template_kwargs": {"chat_template": "{{ 7 }}"}}, False),
+    "the messages": ({"chat_template_kwargs": {"messages": []}}, False),
+    "a special token": ({"eos_token": "the"}, False),
+    "a field of messages": ({"messages": [TURNS[0], {**TURNS[1], "called": "holds"}]}, True),
+    "one of later messages": ({"messages": [{**TURNS[0], "thought": "holds"}, TURNS[1]]}, True),
+    "another of messages": ({"messages": [{**TURNS[0], "image": "a.png"}, TURNS[1]]}, False),
+    "one of tools only": ({"messages": [{**TURNS[0], "name": "holds"}, TURNS[1]], "tools": [{"name": "pipe"}]}, False),
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_is_read_by_the_template_or_refused(field):
+    """With the option that leaves it out, which makes the row what it is without the field."""
+    beside, is_read = FIELDS[field]
+    row = {"messages": TURNS[:2], **beside}
+    if is_read:
+        found = spelled(encoder(READING), conversation_of(row, "a:1"))
+        assert found != spelled(encoder(READING), conversation_of({"messages": TURNS[:2]}, "a:1")) or "later" in field
+        return
+    with pytest.raises(
+        FineTuneError, match=r"a:1.* does not read, so nothing would learn it.*--ignore-fields"
+    ) as caught:
+        encoder(READING)(conversation_of(row, "a:1"))
+    ignored = str(caught.value).partition("--ignore-fields ")[2].split(",")
+    if "chat_template_kwargs" in beside:
+        ignored = ["chat_template_kwargs"]
+    found = spelled(encoder(READING), conversation_of(row, "a:1", ignored))
+    assert found.endswith("<user> the pipe holds </s> <assistant> a* layer* </s>*")
+
+
+def test_a_template_that_writes_messages_as_they_are_reads_all_their_fields():
+    whole = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
+    row = {"messages": [{**TURNS[0], "name": "layer"}, TURNS[1]]}
+    marked = whole.replace("{{ m", "{% generation %}{{ m").replace("tojson }}", "tojson }}{% endgeneration %}")
+    assert encoder(marked)(conversation_of(row, "a:1")).ids
+
+
+@pytest.mark.parametrize("template", [tiny.CHAT, tiny.CHAT_WITH_MARKS])
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+def test_a_message_that_the_template_leaves_out_is_refused(role, template):
+    """A template without content learns nothing, and a longer row would not help."""
+    skipping = template.replace("<{{", f"{{% if message['role'] != '{role}' %}}<{{{{", 1).replace(
+        "{% endfor %}", "{% endif %}{% endfor %}", 1
+    )
+    turns = [TURNS[0], {"role": role, "content": "again"}, *TURNS[1:]]
+    with pytest.raises(FineTuneError, match=rf"a:1, message \d \({role}\): the chat template of words leaves it out"):
+        encoder(skipping)(conversation_of({"messages": turns}, "a:1"))
+    empty = encoder("{% for message in messages %}<{{ message['role'] }}> {% endfor %}")
+    with pytest.raises(FineTuneError, match=r"a:1, message 1 \(user\): the chat template of words leaves it out"):
+        empty(conversation_of({"messages": TURNS}, "a:1"))
+
+
 def chats(*lengths):
     """Conversations of which all but the first token count."""
     return [ChatTokens(list(range(3, 3 + size)), [False, *[True] * (size - 1)]) for size in lengths]
@@ -107,6 +203,9 @@ def test_a_conversation_without_an_answer_in_its_row_is_left_out():
     assert (len(rows), rows.left_out, rows.cut) == (2, 1, 2)
     with pytest.raises(FineTuneError, match=r"None of 1 conversations has an answer in its first 6 tokens.*--length 9"):
         make_chat_rows([late], length=6)
+    unmarked = ChatTokens([1] * 4, [False] * 4)
+    with pytest.raises(FineTuneError, match=r"None of 1 conversations .*: the chat template marks none"):
+        make_chat_rows([unmarked], length=6)
 
 
 def test_neighbours_in_the_order_have_similar_lengths():

@@ -31,6 +31,47 @@ def test_the_input_of_an_instruction_stands_below_it_and_its_history_before():
     assert found[3]["content"] == "Add\n\n1, 2"
 
 
+BESIDE = {
+    "system": {"system": "Be brief"},
+    "tools": {"tools": [{"type": "function", "function": {"name": "add"}}]},
+    "tools as text": {"tools": json.dumps([{"type": "function", "function": {"name": "add"}}])},
+    "settings": {"chat_template_kwargs": {"enable_thinking": False}, "tools": "", "system": None},
+    "others": {"images": ["a.png"], "score": 0, "empty": [], "none": None, "id": "x"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("beside", BESIDE)
+def test_fields_beside_the_messages_are_kept_in_each_form(form, beside):
+    """As a message of the system, as tools, or for the template, which decides whether it reads them."""
+    made = conversation_of({**FORMS[form], **BESIDE[beside]}, "a:1")
+    added = [{"role": "system", "content": "Be brief"}] if beside == "system" else []
+    assert list(made.messages) == [*added, *ASKED]
+    assert (
+        dict(made.variables)
+        == {
+            "system": {},
+            "tools": {"tools": [{"type": "function", "function": {"name": "add"}}]},
+            "tools as text": {"tools": [{"type": "function", "function": {"name": "add"}}]},
+            "settings": {"enable_thinking": False},
+            "others": {"images": ["a.png"], "score": 0},
+        }[beside]
+    )
+
+
+def test_fields_of_messages_are_kept_and_those_that_are_ignored_are_not():
+    """Numbers that only tell rows or calls apart are neither."""
+    call = {"tool_calls": [{"id": "c1", "function": {"name": "add"}}], "content": None, "role": "assistant"}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "3", "name": "add", "empty": None}
+    row = {"messages": [ASKED[0], call, result, ASKED[1]], "score": 1}
+    made = conversation_of(row, "a:1")
+    assert made.messages[1] == {**call, "content": ""}
+    assert made.messages[2] == {"role": "tool", "content": "3", "name": "add"}
+    made = conversation_of(row, "a:1", ["name", "score"])
+    assert made.messages[2] == {"role": "tool", "content": "3"}
+    assert made.variables == {}
+
+
 def test_answers_in_a_prompt_do_not_count():
     made = conversation_of({"prompt": [*ASKED, ASKED[0]], "completion": [ASKED[1]]}, "a:1")
     assert made.first_counted == 3
@@ -74,7 +115,24 @@ MISTAKES = {
     "no answer": ({"messages": ASKED[:1]}, "a:1 has no answer to learn: it has user. Add"),
     "weight": ({"messages": [ASKED[0], {**ASKED[1], "weight": 0}]}, "message 2 has the weight 0, and all answers"),
     "mixed": ({"prompt": "x", "completion": []}, "'prompt' and 'completion' are str and list. Write two texts"),
+    "system": ({"messages": ASKED, "system": 3}, "a:1: 'system' is a int. Write text"),
+    "two systems": (
+        {"messages": [{"role": "system", "content": "x"}, *ASKED], "system": "y"},
+        "has 'system', and begins",
+    ),
+    "tools": ({"conversations": ASKED, "tools": "{"}, "a:1: 'tools' is to be a list of objects"),
+    "tool": ({**FORMS["Alpaca"], "tools": ["add"]}, "a:1: 'tools' is to be a list of objects"),
+    "settings": ({"messages": ASKED, "chat_template_kwargs": "x"}, "'chat_template_kwargs' is a str. Write an object"),
+    "beside text": (
+        {"prompt": "x", "completion": "y", "system": "z"},
+        "a:1 has 'system' beside text, which no template",
+    ),
+    "part": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "image": "y"}]}, ASKED[1]]},
+        "message 1 has no text in 'content': it is a list",
+    ),
     "history": ({"instruction": "x", "output": "y", "history": ["z"]}, "'history' is to be a list of pairs"),
+    "a number": ({"instruction": "x", "output": "y", "history": 3}, "'history' is to be a list of pairs"),
 }
 
 
@@ -92,11 +150,17 @@ def test_an_error_states_what_was_found_and_what_to_write(name):
         ("a.jsonl", "{}\n{", "a.jsonl:1 is not a conversation"),
         ("b.jsonl", "{", "b.jsonl:1 is not JSON. Each row"),
         ("a.json", "[{", "a.json is not JSON"),
+        (
+            "c.jsonl",
+            "\ufeff{}".encode("utf-16-le"),
+            "c.jsonl is text in UTF-16, or no text. Write it in UTF-8: iconv -f UTF",
+        ),
+        ("c.json", '[{"messages": []}]'.encode("utf-16-be"), "c.json is text in UTF-16BE, or no text"),
         ("a.txt", "Hi", "holds no conversations, as it does not end in .jsonl or .json"),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path, name, content, words):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(FineTuneError) as caught:
         list(read_conversations(find_texts([tmp_path / name])))
     assert words in str(caught.value)

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import shutil
+import subprocess
 
 import pytest
 
@@ -119,8 +121,23 @@ def test_a_file_that_is_not_utf8_is_refused(tmp_path):
     """With the line that repairs it, if it is text."""
     path = tmp_path / "latin.txt"
     path.write_bytes("für".encode("latin1"))
-    with pytest.raises(FineTuneError, match="iconv -f latin1 -t utf-8"):
+    with pytest.raises(FineTuneError, match=r"iconv -f LATIN1 -t UTF-8 .*latin.txt > .*latin.utf8.txt"):
         documents([path])
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_the_line_that_repairs_text_of_another_encoding_does(tmp_path, name, encoding):
+    """Run by the shell, it makes a file that is read; with the mark of its encoding and without."""
+    path = tmp_path / name
+    path.write_bytes('{"text": "für alle, die lesen"}\n'.encode(encoding))
+    with pytest.raises(FineTuneError, match="is text in UTF-") as caught:
+        documents([path])
+    if shutil.which("iconv") is None:
+        pytest.skip("iconv is not installed")
+    if encoding != "utf-32":  # without a mark that iconv knows on all systems
+        subprocess.run(str(caught.value).partition("UTF-8: ")[2], shell=True, check=True)
+        assert "für alle" in documents([tmp_path / name.replace("a.", "a.utf8.")])[0]
 
 
 class TestDatasets:

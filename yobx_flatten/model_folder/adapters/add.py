@@ -12,7 +12,7 @@ from ...errors import FolderExistsError, ForeignFileError, InvalidArgumentError,
 from ...errors.messages import table
 from ...export.proof.levels import sampled
 from ...export.room import Adapter
-from ...files.scratch import is_folder, publish_files, publish_folder, scratch_for, write_text
+from ...files.scratch import check_writable, is_folder, publish_files, publish_folder, scratch_for, write_text
 from ...generate.layout import MANIFEST
 from ...recipe.aliases import TransformersModel
 from ...runners.adapters import ADAPTERS, adapter_names, check_matrices
@@ -24,7 +24,6 @@ from ..source.switched import read_adapters
 from ..stored_cases import CASES, SAMPLED_TOKENS, store_calls, store_generation, store_text
 from ..verify import FolderCheck, check_adapter
 from ..with_model.pieces import load_model, pieces_of_folder
-from ..writable import check_writable
 from .write import write_matrices
 
 __all__ = ["AddedAdapter", "add_adapter"]

@@ -9,8 +9,9 @@ WORKERS ?= auto
 MATRIX_ARGS ?=
 # How many random orders `make interleavings` trains in, those of earlier runs included.
 COUNT ?= 10000
-# Models that `make bench-gpu` trains.
-SHAPES ?= 1.7B,8B
+# What `make bench-gpu` and `make gpu-dry-run` pass on, and where their results go.
+GPU_ARGS ?=
+GPU_OUT ?= build/gpu
 # What `make compat` runs, and with which versions of transformers.
 VERSIONS ?= 4.56.2 4.57.6 5.0.0 5.17.0 5.23.0
 COMPAT_TESTS ?= tests/flatten --ignore=tests/flatten/cli/test_demo.py \
@@ -40,7 +41,7 @@ NEEDS_dev := --editable '.[all]' --group dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch quantized compat newest kills fuzz ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix trainings genai real runtimes clients browser clean distclean
+.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch quantized compat newest kills fuzz ranks lint format types doctest docs site notebooks bench bench-gpu gpu-dry-run matrix cut-matrix trainings genai real runtimes clients browser clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -175,8 +176,20 @@ bench: $(VENV)/.has-test  ## run the benchmarks, one table each
 		echo "== $$benchmark"; $(BIN)/python "$$benchmark"; \
 	done
 
-bench-gpu: $(VENV)/.has-test  ## train on one accelerator next to PyTorch, FSDP2 and RoundPipe, where installed (SHAPES="1.7B,8B")
-	$(BIN)/python benchmarks/bench_gpu.py --shapes $(SHAPES) --json docs/data/bench-gpu.json
+bench-gpu: $(VENV)/.has-test  ## measure a GPU, run the tests for devices, train next to others; goes on where it stopped (GPU_ARGS="tests 1.7B")
+	$(BIN)/python benchmarks/gpu_day.py --out $(GPU_OUT) $(GPU_ARGS)
+	$(BIN)/python benchmarks/gpu_day.py --page --out $(GPU_OUT)
+
+# As on a machine without a network: Python 3.12 with these versions and no more, and what is missing comes as wheels.
+GPU_PYTHON ?= .venv-gpu/bin/python
+GPU_VERSIONS := torch==2.11.0 transformers==5.17.0 accelerate peft safetensors onnxruntime onnx onnxscript pytest rich \
+	typer psutil filelock packaging
+gpu-dry-run:  ## do all of make bench-gpu with tiny models and no GPU, in .venv-gpu: Python 3.12, torch 2.11, no msgspec (7 GB)
+	@test -x $(GPU_PYTHON) || { python3.12 -m venv .venv-gpu && \
+		$(GPU_PYTHON) -m pip install --quiet --disable-pip-version-check $(GPU_VERSIONS); }
+	$(GPU_PYTHON) benchmarks/gpu_day.py --wheels build/wheels
+	OMP_NUM_THREADS=1 $(GPU_PYTHON) benchmarks/gpu_day.py --shapes tiny --device cpu --wheels build/wheels --out $(GPU_OUT) \
+		$(GPU_ARGS)
 
 # Hours for all types; what is recorded is not run again. MATRIX_ARGS="--sample 8 --columns built,export" does less.
 matrix: $(VENV)/.has-matrix  ## every type of the installed transformers against every promise (MATRIX_ARGS="--sample 8")
@@ -233,7 +246,7 @@ clean:  ## remove what the targets built, but not the virtual environment
 	find yobx_flatten roundpipe_runtime matrix tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the virtual environments too
-	rm -rf $(VENV) .venv-compat-* .venv-executorch .venv-tasks .venv-newest .venv-clients
+	rm -rf $(VENV) .venv-compat-* .venv-executorch .venv-tasks .venv-newest .venv-clients .venv-gpu
 
 # `--group` needs a newer pip than Python brings; its version comes from constraints.txt too.
 $(VENV)/.has-pip: pyproject.toml constraints.txt

@@ -1,0 +1,224 @@
+"""The tables of a day: for the terminal, and as the page docs/gpu.md with the lines of README and install page."""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.records import Records
+from benchmarks.gpu.rows import ROWS, Row
+from yobx_flatten.errors.messages import format_bytes, table
+
+__all__ = ["DATA", "Day", "row_lines", "store", "write_page"]
+
+_ROOT = Path(__file__).parents[2]
+DATA = _ROOT / "docs" / "data" / "gpu.json"
+_BEGIN, _END = "<!-- begin of the state on GPUs -->", "<!-- end of the state on GPUs -->"
+
+# Everything that was recorded: kind, key, result.
+Day = Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+_COLUMNS = ("program", "tokens/s (each step)", "TFLOPS", "step (plan)", "card (plan)", "host (plan)",
+            "link up, down (plan)", "optimizer (plan)", "first losses")  # fmt: skip
+
+
+def store(folder: Path) -> None:
+    """Put the records of a day where the page reads them."""
+    records = Records(folder)
+    day = {kind: records.of(kind) for kind in ("profile", "plan", "row", "test")}
+    DATA.write_text(json.dumps(day, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# -- one row -----------------------------------------------------------------------------------------------------------
+
+
+def row_lines(name: str, day: Day, *, markdown: bool = False) -> list[str]:
+    """A table of the programs that ran on a row, with what was planned next to what was measured."""
+    plan = day["plan"].get(name, {})
+    found = {one["program"]: one for one in day["row"].values() if one["row"] == name}
+    rows = [_COLUMNS, *(_cells(program, one, plan) for program, one in found.items())]
+    if markdown:
+        return _markdown(rows)
+    return table(rows)
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    head, *others = rows
+    lines = [*head], ["---"] + ["---:"] * (len(head) - 1)
+    filled = ([*cells, *[""] * (len(head) - len(cells))] for cells in others)
+    return [f"| {' | '.join(cells)} |" for cells in (*lines, *filled)]
+
+
+def _cells(program: str, one: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
+    if "tokens per second" not in one:
+        return [program, str(one["error"])]
+    tokens, named = one["tokens"], plan if program in plan.get("seconds", {}) else {}
+    steps = " ".join(f"{tokens / seconds:,.0f}" for seconds in one["seconds"])
+    return [
+        program,
+        f"{one['tokens per second']:,.0f} ({steps})",
+        f"{one['TFLOPS']:.3g}",
+        _with_plan(_seconds, tokens / one["tokens per second"], named.get("seconds", {}).get(program)),
+        _with_plan(format_bytes, one["device peak"], named.get("device peak")),
+        _with_plan(format_bytes, max(one["host taken"], one["host resident"]), named.get("host")),
+        _with_plan(_both, one.get("link bytes"), named.get("link bytes")),
+        _with_plan(_seconds, one.get("optimizer seconds that show"),
+                   named.get("optimizer seconds that show", {}).get(program)),
+        ", ".join(f"{loss:.3f}" for loss in one["losses"]) + (f" ({one['error']})" if "error" in one else ""),
+    ]  # fmt: skip
+
+
+def _with_plan(words: Callable[[Any], str], found: Any, planned: Any) -> str:
+    text = "-" if found is None else words(found)
+    return text if planned is None else f"{text} ({words(planned)})"
+
+
+def _seconds(found: float) -> str:
+    return f"{found:.2f} s" if found >= 0.1 else f"{1e3 * found:.2f} ms"
+
+
+def _both(found: Mapping[str, float]) -> str:
+    return f"{format_bytes(found['up'])}, {format_bytes(found['down'])}"
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+_HEAD = """# On a GPU
+
+<!-- written by python benchmarks/gpu_day.py --page -->
+
+{state}
+
+`python benchmarks/gpu_day.py --out DIR` measures it, from a checkout, without pip and without a network. It ends within
+nine minutes, and the same line again goes on where it stopped. Parts may be named: `profile`, the speed of the machine;
+`tests`, which is `pytest -m gpu`; `1.7B`, `8B`, `lora` and `long`, trainings next to what else trains with help of the
+host. Where wheels are missing, `python benchmarks/gpu_day.py --wheels DIR` fetches them on a machine with a network,
+below 40 MB, and the same option names them afterwards. `--page --out DIR` writes this page.
+
+## How the rows are measured
+
+Every program is a process of its own, and trains the same random weights of a Llama in bfloat16 on the same tokens:
+two steps that do not count, then three that are timed, or fewer after 60 seconds. Attention is PyTorch's, AdamW is
+fused, no gradient is clipped. *TFLOPS* are 6 operations for each weight and token, 4 where most weights are frozen.
+*card* is the peak of allocated memory; *host* is the larger one of the peak of the process and of what it took of the
+free memory, pinned memory included; *optimizer* is the time of a step beyond one without the optimizer; *link* is what the
+profiler counts in one more step. The plan is `roundpipe plan` with the measured machine, and was written before the row
+ran.
+
+| row | master weights and moments | tokens of a step | microbatches | programs |
+| --- | --- | ---: | ---: | --- |
+{rows}
+"""
+
+
+def write_page() -> None:
+    """Write the page, and the line that README and the install page have of it, from what is stored."""
+    day: Day = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
+    (_ROOT / "docs" / "gpu.md").write_text(page(day), encoding="utf-8")
+    for path, link in ((_ROOT / "README.md", "docs/gpu.md"), (_ROOT / "docs" / "guide" / "install.md", "../gpu.md")):
+        text = path.read_text(encoding="utf-8")
+        lines = f"{_BEGIN}\n{state(day)}\n[What runs on the day that one is there]({link}).\n{_END}"
+        path.write_text(re.sub(f"{_BEGIN}.*?{_END}", lambda _, new=lines: new, text, flags=re.DOTALL), encoding="utf-8")
+
+
+def state(day: Day) -> str:
+    """What has run on a GPU, in a sentence or two; the rows of other devices do not count."""
+    if not _is_gpu(day):
+        return "**No GPU has run it yet.** Trainings ran on virtual devices and on an accelerator made of the CPU."
+    profile = next(iter(day["profile"].values()))
+    sentences = [f"It ran on {profile['machine'].partition(';')[0]}."]
+    if tests := day.get("test"):
+        counts = collections.Counter(test["outcome"] for test in tests.values())
+        sentences.append(f"Tests for devices: {_counted(counts)}.")
+    best = [
+        f"{one['row'].partition(', ')[0]} {one['tokens per second']:,.0f}"
+        for one in _fastest(day.get("row", {}).values())
+    ]
+    if best:
+        sentences.append(f"Tokens a second: {'; '.join(best)}.")
+    return " ".join(sentences)
+
+
+def _is_gpu(day: Day) -> bool:
+    return any("CUDA" in one["versions"] and one["device"] == "cuda" for one in day.get("profile", {}).values())
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(
+        f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped") if counts.get(outcome)
+    )
+
+
+def _fastest(found: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of each row the fastest of our programs."""
+    best: dict[str, Mapping[str, Any]] = {}
+    for one in found:
+        if one["program"].startswith("this runtime") and "error" not in one:
+            before = best.get(one["row"])
+            if before is None or before["tokens per second"] < one["tokens per second"]:
+                best[one["row"]] = one
+    return list(best.values())
+
+
+def page(day: Day) -> str:
+    """The page of what is stored."""
+    rows = "\n".join(_described(row) for row in ROWS)
+    parts = [_HEAD.format(state=state(day), rows=rows)]
+    if _is_gpu(day):
+        parts += [*_machine(day), *_tests(day)]
+        for name in dict.fromkeys(one["row"] for one in day["row"].values()):
+            parts += [f"## {name}\n", "\n".join(row_lines(name, day, markdown=True)) + "\n", *_plan_fits(name, day)]
+    return "\n".join(parts)
+
+
+def _described(row: Row) -> str:
+    states = f"{row.states}, of adapters" if row.adapters else row.states
+    return f"| {row.name} | {states} | {row.tokens:,} | {row.microbatches} | {'; '.join(row.programs)} |"
+
+
+def _machine(day: Day) -> list[str]:
+    profile = next(iter(day["profile"].values()))
+    rates = profile["rates"]
+    adam = ", ".join(
+        f"{format_bytes(rate)}/s with {threads}" for threads, rate in profile["Adam bytes per second"].items()
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in profile["versions"].items())
+    speeds = [
+        f"link: {format_bytes(rates['up'])}/s up, {format_bytes(rates['down'])}/s down, "
+        f"{format_bytes(rates['both'])}/s both at once; from and to memory that is not pinned "
+        f"{format_bytes(rates['pageable_up'])}/s and {format_bytes(rates['pageable_down'])}/s",
+        f"products of matrices in bfloat16: {rates['flops'] / 1e12:.0f} TFLOP/s; {rates['overlap']:.0%} of a copy is "
+        "hidden next to them",
+        f"AdamW in float32 on the host: {adam}",
+    ]
+    lines = [profile["machine"], f"driver, card, link and clocks: {profile['driver']}", *speeds, versions]
+    return ["## The machine\n", "\n".join(f"- {line}" for line in lines) + "\n"]
+
+
+def _tests(day: Day) -> list[str]:
+    tests = day.get("test", {})
+    counts = collections.Counter(test["outcome"] for test in tests.values())
+    other = [f"- {name}, {one['outcome']}: {_first_line(one)}" for name, one in tests.items() if "reason" in one]
+    if not tests:
+        return []
+    return ["## Tests\n", f"`pytest -m gpu`: {_counted(counts)}.\n", *(["\n".join(other) + "\n"] if other else [])]
+
+
+def _first_line(test: Mapping[str, Any]) -> str:
+    return str(test["reason"]).strip().splitlines()[-1][:200]
+
+
+def _plan_fits(name: str, day: Day) -> list[str]:
+    plan = day["plan"].get(name, {})
+    if "fits" not in plan:
+        return [f"There is no plan: {plan['error']}.\n"] if plan else []
+    words = {True: "fits", False: "does not fit", None: "unknown"}
+    fits = plan["fits"]
+    return [
+        f"By the plan the card {words[fits['device']]} and the host {words[fits['host']]}; {plan['bottleneck']} is "
+        "busy longest.\n"
+    ]

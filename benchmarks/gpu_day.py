@@ -1,0 +1,295 @@
+"""Everything that a GPU is wanted for, in one command: how fast it is, the tests, and trainings next to others.
+
+    python benchmarks/gpu_day.py --out DIR              all parts, from a checkout: no pip, no network
+    python benchmarks/gpu_day.py tests 1.7B --out DIR   some of them
+    python benchmarks/gpu_day.py --wheels WHEELS        before: fetch what such a machine may lack, below 40 MB
+    python benchmarks/gpu_day.py --page --out DIR       afterwards: docs/gpu.md, and lines of README and install page
+
+It ends within nine minutes, with every result written as soon as it is there; the same line again goes on where it
+stopped. The plan of each row is written before the row runs, and is shown next to what was measured.
+
+Exit status: 0 all is done; 1 a test failed, or a training of this runtime; 75 time was over before all was done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu import wheels  # noqa: E402  found from the root only
+from benchmarks.gpu.records import Records  # noqa: E402
+
+PARTS = ("profile", "tests", "1.7B", "8B", "lora", "long")
+UNFINISHED = 75
+ROUNDING = 0.02  # of a loss in bfloat16, relative
+TESTS_MINUTES = 4.0
+PROGRAM_SECONDS = 150.0  # for one program, its start included
+STARTED = 40.0  # seconds below which a program is left to the next call
+
+
+class OutOfTimeError(Exception):
+    """Not enough of the nine minutes is left for the next piece of work."""
+
+
+class Day:
+    """The parts of a day, with what they share: device, records, wheels, and the time that is left.
+
+    Attributes:
+        device: name of the accelerator, like ``cuda:0``.
+        records: files of results.
+        tiny: whether models are tiny ones, for a dry run.
+    """
+
+    def __init__(self, device: str, records: Records, wheels: Path | None, *, tiny: bool, minutes: float) -> None:
+        self.device = device
+        self.records = records
+        self.tiny = tiny
+        self._wheels = wheels
+        self._end = time.monotonic() + 60 * minutes
+        self._failed = False
+
+    def left(self, needed: float = 0.0) -> float:
+        """Seconds that are left of this call; an error if fewer than needed."""
+        found = self._end - time.monotonic()
+        if found < needed:
+            raise OutOfTimeError
+        return found
+
+    def run(self, part: str) -> bool:
+        """Run a part, and return whether nothing of this runtime failed."""
+        self._failed = False
+        say(f"== {part}")
+        kinds: dict[str, Callable[[], None]] = {"profile": self._profile, "tests": self._tests}
+        kinds.get(part, lambda: self._rows(part))()
+        return not self._failed
+
+    # -- the machine ---------------------------------------------------------------------------------------------------
+
+    def _profile(self) -> None:
+        if self.records.of("profile") and self.records.machine.exists():
+            say("the machine was measured before")
+            return
+        import torch
+
+        from benchmarks.gpu.profile import profile
+        from roundpipe_runtime.cli.doctor.checks import train_difference
+
+        self.left(STARTED / 2 if self.tiny else STARTED)
+        difference = train_difference("virtual:1" if self.device == "cpu" else [self.device])
+        say(f"two steps of a small training differ from plain PyTorch by {difference:.1e}")
+        found = profile(torch.device(self.device), self.records.machine, tiny=self.tiny)
+        found |= {"difference": difference, "device": torch.device(self.device).type}
+        self.records.add("profile", self.device, found)
+        for name in ("machine", "driver", "rates", "Adam bytes per second", "versions"):
+            say(f"{name}: {_rates(found.get(name))}")
+        self._failed = not difference < 1e-3
+
+    # -- tests ---------------------------------------------------------------------------------------------------------
+
+    def _tests(self) -> None:
+        environment = self._environment("base", "bitsandbytes", "torchao")
+        environment |= {"GPU_DAY_RECORDS": str(self.records.folder), "GPU_TESTS_DEVICE": self.device}
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "benchmarks.gpu.noted_tests", "-q",
+                   "-p", "no:cacheprovider", "--tb=short", "tests/gpu"]  # fmt: skip
+        if self.device.startswith("late"):
+            command += ["-p", "tests.accelerator.plugin"]
+        limit = min(60 * TESTS_MINUTES, self.left(STARTED) - 5)
+        with (self.records.folder / "tests.log").open("a", encoding="utf-8") as log:
+            try:
+                subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=limit)
+            except subprocess.TimeoutExpired:
+                say(f"the tests were not done in {limit:.0f} s: the same line goes on")
+        found = self.records.of("test")
+        outcomes = [one["outcome"] for one in found.values()]
+        counts = ", ".join(f"{outcomes.count(name)} {name}" for name in ("passed", "failed", "skipped"))
+        say(f"{counts}; see {self.records.folder / 'tests.log'}")
+        for name, one in found.items():
+            if one["outcome"] == "failed":
+                say(f"failed: {name}")
+        self._failed = "failed" in outcomes or "passed" not in outcomes
+
+    # -- trainings -----------------------------------------------------------------------------------------------------
+
+    def _rows(self, part: str) -> None:
+        from benchmarks.gpu.page import row_lines
+        from benchmarks.gpu.rows import rows_of
+
+        if not self.records.machine.exists():
+            self._profile()
+        for row in rows_of(part, tiny=self.tiny):
+            try:
+                self._plan(row)
+                for program in row.programs:
+                    self._program(program, row)
+            finally:
+                kinds = ("plan", "row")
+                say("\n".join([row.name, *row_lines(row.name, {kind: self.records.of(kind) for kind in kinds})]))
+
+    def _plan(self, row: Any) -> None:
+        if row.name in self.records.of("plan"):
+            return
+        from benchmarks.gpu.plans import machine_from, plan
+
+        self.left(STARTED / 2)
+        self.records.add("plan", row.name, plan(row, machine_from(self.records.machine)))
+
+    def _program(self, program: str, row: Any) -> None:
+        key = f"{row.name} | {program}"
+        if self.records.of("row").get(key, {"missing": True}).get("missing") is None:
+            return
+        limit = min(PROGRAM_SECONDS, self.left(STARTED / 4 if self.tiny else STARTED) - 5)
+        found = self._apart(program, row, limit)
+        if found is None:  # it had less time than others have
+            raise OutOfTimeError
+        found |= {"row": row.name, "program": program, "tokens": row.tokens}
+        found |= self._disagreement(row, found)
+        self.records.add("row", key, found)
+        self._failed |= "error" in found and "missing" not in found and program.startswith("this runtime")
+        shown = f"{found['tokens per second']:,.0f} tokens/s" if "seconds" in found else ""
+        say(f"{program}: {', '.join(filter(None, (shown, found.get('error'))))}")
+
+    def _apart(self, program: str, row: Any, limit: float) -> dict[str, Any] | None:
+        """What a program found in a process of its own, or why it found nothing; ``None`` if it has to run again."""
+        from benchmarks.gpu.programs import CUDA_ONLY, NEEDS, missing
+
+        if program in CUDA_ONLY and not self.device.startswith("cuda"):
+            return {"error": "it runs on CUDA alone", "missing": ["cuda"]}
+        group = NEEDS.get(program, ("bitsandbytes" if row.few_bits else "", ()))[0]
+        environment = self._environment("base", *filter(None, [group]))
+        if absent := missing(program, row, environment["PYTHONPATH"].split(os.pathsep)):
+            return {"error": f"without {', '.join(absent)}, which {wheels.LINE} fetches", "missing": absent}
+        command = [sys.executable, "-m", "benchmarks.gpu.measure", row.name, program, "--device", self.device]
+        command += ["--seconds", str(limit - 10)]
+        timed_out = False
+        try:
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit)
+            out, error, status = done.stdout, done.stderr, done.returncode
+        except subprocess.TimeoutExpired as expired:
+            out, error, status = (expired.stdout or b"").decode(), (expired.stderr or b"").decode(), 0
+            timed_out = True
+        lines = [line for line in out.splitlines() if line.startswith("{")]
+        if lines:  # the last one has most
+            found: dict[str, Any] = json.loads(lines[-1])
+            return found
+        if timed_out:
+            return {"error": f"no step was timed in {limit:.0f} s"} if limit >= PROGRAM_SECONDS else None
+        return {"error": _reason(error) or f"exit status {status}", "stderr": error[-3000:]}
+
+    def _environment(self, *groups: str) -> dict[str, str]:
+        paths = [path for group in groups for path in wheels.unpacked(self._wheels, group)]
+        before = os.environ.get("PYTHONPATH")
+        return {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*paths, str(ROOT), *([before] if before else [])]),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+    def _disagreement(self, row: Any, found: dict[str, Any]) -> dict[str, str]:
+        """Another first loss than that of the program that ran first, or other ones where every step is synchronous."""
+        others = [one for one in self.records.of("row").values() if one["row"] == row.name and "error" not in one]
+        if not others or "losses" not in found:
+            return {}
+        right = others[0]
+        late = any("async" in one["program"] or "RoundPipe" in one["program"] for one in (found, right))
+        pairs = list(zip(found["losses"], right["losses"], strict=False))[: 1 if late else 3]
+        if all(abs(loss - expected) <= ROUNDING * abs(expected) for loss, expected in pairs):
+            return {}
+        return {"error": f"its losses differ from those of {right['program']}"}
+
+
+def _reason(error: str) -> str:
+    """The last line of a traceback that says something."""
+    lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
+    named = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception", "Interrupt"))]
+    return (named or lines or [""])[-1][:300]
+
+
+def _rates(found: Any) -> str:
+    if not isinstance(found, dict):
+        return str(found)
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in found.items()
+    )
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)}. Default: all, in order")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results, also of those of earlier calls")
+    parser.add_argument(
+        "--wheels", type=Path, metavar="DIR", help="with --out: take wheels from there; alone: fetch them"
+    )
+    parser.add_argument("--page", action="store_true", help="write the page, of the results in --out where it is given")
+    parser.add_argument("--device", help="accelerator, or cpu. Default: the first accelerator")
+    parser.add_argument("--shapes", choices=["full", "tiny"], default="full", help="tiny: a dry run of everything")
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which the call ends. Default: 9")
+    options = parser.parse_args()
+    if unknown := [part for part in options.parts if part not in PARTS]:
+        parser.error(f"there is no part {unknown[0]}: {', '.join(PARTS)}")
+    if options.page:
+        return page(options.out)
+    if options.out is None:
+        if options.wheels is None or options.parts:
+            parser.error("--out DIR is needed, for the results")
+        say(f"{options.wheels} has {wheels.fetch(options.wheels) / 1e6:.1f} MB of wheels")
+        return 0
+    for folder in wheels.unpacked(options.wheels, "base"):
+        sys.path.insert(0, folder)
+    return measure(options)
+
+
+def page(folder: Path | None) -> int:
+    from benchmarks.gpu.page import store, write_page
+
+    if folder is not None:
+        store(folder)
+    write_page()
+    return 0
+
+
+def measure(options: argparse.Namespace) -> int:
+    import torch
+
+    absent = [name for name in ("msgspec",) if importlib.util.find_spec(name) is None]
+    if absent:
+        say(f"missing here: {', '.join(absent)}. Fetch wheels where there is a network: {wheels.LINE}")
+    device = options.device
+    if device is None and not torch.accelerator.is_available():
+        say("There is no accelerator here. --shapes tiny --device cpu makes a dry run.")
+        return 1
+    device = device or f"{torch.accelerator.current_accelerator()}:0"
+    if device.startswith("late"):  # the reference accelerator, made of the CPU
+        device = "late:0"
+        importlib.import_module("tests.accelerator.late")
+    records = Records(options.out)
+    day = Day(device, records, options.wheels, tiny=options.shapes == "tiny", minutes=options.minutes)
+    status = 0
+    try:
+        for part in options.parts or PARTS:
+            status |= not day.run(part)
+    except OutOfTimeError:
+        say("time is over: the same line again goes on from here")
+        return status or UNFINISHED
+    return status
+
+
+if __name__ == "__main__":
+    found = main()
+    sys.stdout.flush()
+    os._exit(found)  # a thread of autograd for a device may abort a process that ends after a backward

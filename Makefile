@@ -86,8 +86,8 @@ tasks: docs  ## do what people come for by typing what the built site states, in
 
 # docs/dev/accelerator.md states what it shows. One process: the order of the work would differ between several.
 accelerator: $(VENV)/.has-test  ## run the tests of the pipeline on an accelerator made of the CPU (PYTEST_ARGS="--order random --seed 7")
-	$(BIN)/python -m pytest -p tests.accelerator.plugin -n 0 tests/accelerator/on_late $(PYTEST_ARGS) \
-		$(addprefix tests/runtime/,optim device/test_accelerator.py \
+	$(BIN)/python -m pytest -p tests.accelerator.plugin -n 0 tests/accelerator/on_late tests/gpu $(PYTEST_ARGS) \
+		$(addprefix tests/runtime/,optim \
 		$(addprefix pipeline/test_,model_state.py packed_data.py wrapping.py))
 
 accelerator-tests: $(VENV)/.has-test  ## run all tests of the runtime there, in two orders on 1, 2 and 4 devices; goes on where it stopped

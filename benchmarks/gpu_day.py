@@ -210,7 +210,7 @@ class Day:
 
 
 def _reason(error: str) -> str:
-    """The last line of a traceback that says something."""
+    """The line of a traceback that names the error."""
     lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
     named = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception", "Interrupt"))]
     return (named or lines or [""])[-1][:300]

@@ -65,15 +65,15 @@ class HostMemory:
 
 
 def measured(
-    program: str, row: Row, device: torch.device, tell: Callable[[dict[str, Any]], None], *, until: float
+    program: str, row: Row, device: torch.device, report: Callable[[dict[str, Any]], None], *, until: float
 ) -> None:
-    """Train some steps, and tell what was found: first the steps, then also one without the optimizer, then copies.
+    """Train some steps, and report what was found: first the steps, then also one without the optimizer, then copies.
 
     Args:
         program: name of the program.
         row: what it trains.
         device: accelerator, or the CPU.
-        tell: called with everything found so far.
+        report: called with everything found so far.
         until: time by ``time.monotonic()`` after which no further pass begins.
     """
     has_memory = device.type != "cpu"
@@ -115,15 +115,15 @@ def measured(
         "clipping": None,
         "threads": torch.get_num_threads(),
     }
-    tell(found)
+    report(found)
     if time.monotonic() + 2 * median < until:
         made.accumulate()  # what was on its way in an asynchronous step has arrived
         found["seconds without optimizer"] = alone = _timed(made.accumulate, device)[1]
         found["optimizer seconds that show"] = max(0.0, median - alone)
-        tell(found)
+        report(found)
     if time.monotonic() + 2 * median < until:
         found["link bytes"] = link_bytes(lambda: _step(made, device), device)
-        tell(found)
+        report(found)
 
 
 def _step(made: Program, device: torch.device) -> tuple[float, float]:
@@ -216,10 +216,10 @@ def main() -> None:
     if options.device.startswith("late"):  # the reference accelerator, made of the CPU
         importlib.import_module("tests.accelerator.late")
 
-    def tell(found: dict[str, Any]) -> None:
+    def report(found: dict[str, Any]) -> None:
         print(json.dumps(found), flush=True)
 
-    measured(options.program, named_row(options.row), torch.device(options.device), tell, until=until)
+    measured(options.program, named_row(options.row), torch.device(options.device), report, until=until)
     sys.stdout.flush()
     os._exit(0)  # threads of the programs may not end by themselves
 

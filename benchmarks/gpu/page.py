@@ -104,10 +104,10 @@ below 40 MB, and the same option names them afterwards. `--page --out DIR` write
 Every program is a process of its own, and trains the same random weights of a Llama in bfloat16 on the same tokens:
 two steps that do not count, then three that are timed, or fewer after 60 seconds. Attention is PyTorch's, AdamW is
 fused, no gradient is clipped. *TFLOPS* are 6 operations for each weight and token, 4 where most weights are frozen.
-*card* is the peak of allocated memory; *host* is the larger one of the peak of the process and of what it took of the
-free memory, pinned memory included; *optimizer* is the time of a step beyond one without the optimizer; *link* is what the
-profiler counts in one more step. The plan is `roundpipe plan` with the measured machine, and was written before the row
-ran.
+*card* is the peak of allocated memory; *host* is the larger one of the peak of the process and of what it took of
+the free memory, pinned memory included; *optimizer* is the time of a step beyond one without the optimizer; *link*
+is what the profiler counts in one more step. The plan is `roundpipe plan` with the measured machine, and was
+written before the row ran.
 
 | row | master weights and moments | tokens of a step | microbatches | programs |
 | --- | --- | ---: | ---: | --- |

@@ -108,7 +108,7 @@ def versions() -> dict[str, str]:
 
 
 def _driver() -> str | None:
-    """What nvidia-smi says of driver, link and clocks."""
+    """What nvidia-smi reports of driver, link and clocks."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

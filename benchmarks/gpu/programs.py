@@ -142,7 +142,7 @@ def _checkpointed(row: Row, device: torch.device) -> nn.Module:
 
 
 def _resident(row: Row, device: torch.device) -> Program:
-    """Everything stays on the device, master weights in float32 too, where there are some."""
+    """Everything stays on the device, with master weights in float32 where there are some."""
     model = _checkpointed(row, device)
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     master = _master(row)
@@ -274,7 +274,7 @@ PROGRAMS: dict[str, Callable[[Row, torch.device], Program]] = {
     "DeepSpeed ZeRO-3 offload": _deepspeed,
     "torchao CPU offload": _torchao,
 }
-# What a program needs beside torch and transformers: the name of a folder that `--wheels` fills, and modules.
+# What a program needs next to torch and transformers: the name of a folder that `--wheels` fills, and modules.
 NEEDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "RoundPipe 0.1.1": ("roundpipe", ("roundpipe", "beartype")),
     "DeepSpeed ZeRO-3 offload": ("deepspeed", ("deepspeed", "hjson", "pydantic")),

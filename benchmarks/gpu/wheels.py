@@ -17,7 +17,7 @@ LINE = "python benchmarks/gpu_day.py --wheels DIR"  # where there is a network; 
 
 _MOST = 40e6  # bytes of all wheels
 _PYTHON = "3.12"
-# A folder per program, so that nobody finds what another one brings: transformers imports torchao where it is.
+# A folder per program, so that none finds what another one brings: transformers imports torchao where it is.
 _GROUPS = {
     "base": ["msgspec==0.22.0"],
     "roundpipe": ["roundpipe==0.1.1", "beartype==0.23.1", "transformers==4.57.6", "tokenizers==0.22.1",

@@ -14,9 +14,7 @@ _ROOT = Path(__file__).parents[2]
 # Those of the order of work, and a few others; `make accelerator` runs all.
 _TESTS = [
     "tests/accelerator/on_late",
-    "tests/runtime/device/test_accelerator.py",
-    "tests/runtime/device/test_device.py::test_an_accelerator_copies_in_and_out",
-    "tests/flatten/trees/test_describe.py::test_values_are_read_from_an_accelerator",
+    "tests/gpu",
 ]
 
 pytestmark = pytest.mark.skipif(reason_not_to_build() is not None, reason=str(reason_not_to_build()))

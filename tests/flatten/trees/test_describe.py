@@ -162,13 +162,6 @@ def test_the_device_comes_first():
     assert string_type(elsewhere, with_shape=True, with_device=True) == "GF1s2"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
-def test_values_are_read_from_an_accelerator():
-    tensor = torch.ones(2, device=torch.accelerator.current_accelerator())
-    assert described(tensor, with_device=True) == "GT1s2[1.0,1.0:A1.0]"
-
-
 def test_fake_tensors_show_symbolic_dimensions_and_no_values():
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fake = mode.from_tensor(torch.zeros(5, 3))

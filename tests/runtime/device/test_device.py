@@ -121,20 +121,6 @@ def test_an_accelerator_that_is_not_there_is_an_error():
         parse_devices(["cuda:0"])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is no accelerator")
-def test_an_accelerator_copies_in_and_out():
-    """What goes in comes out, after the event."""
-    (device,) = parse_devices([torch.accelerator.current_accelerator()])
-    copy = device.copy_in(torch.arange(4.0))
-    with device.computing():
-        copy = copy * 2
-    back, event = device.copy_out(copy)
-    event.result()
-    assert back.tolist() == [0, 2, 4, 6]
-    device.close()
-
-
 def test_sparse_tensors_travel_through_a_checking_device(device):
     """They have no memory of one piece to watch: gradients of sparse embeddings come down all the same."""
     sparse = torch.sparse_coo_tensor([[1]], [[2.0, 3.0]], (3, 2), check_invariants=True)

@@ -7,13 +7,15 @@ import math
 import os
 import pathlib
 import stat
-from typing import TypeVar
+from typing import Any, TypeVar
 
-__all__ = ["check_regular", "inside", "parse_document", "read_document"]
+__all__ = ["check_regular", "inside", "parse_document", "read_configuration", "read_document"]
 
 T = TypeVar("T")
 
 _LARGEST = 2**30  # bytes; a timeline of days has less
+# how transformers 5 writes numbers that JSON does not have: {"__float__": "Infinity"}
+_TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def read_document(
@@ -24,6 +26,13 @@ def read_document(
     # finite: whether `Infinity` and `NaN` are refused, which configurations of transformers may hold
     check_regular(path, failure, _LARGEST)
     return parse_document(path.read_bytes(), form, str(path), failure=failure, remedy=remedy, finite=finite)
+
+
+def read_configuration(path: pathlib.Path, form: type[T], *, failure: type[Exception], remedy: str = "") -> T:
+    """Read a configuration as transformers does: infinite numbers and NaN may be in it, as numbers or with a tag."""
+    # to change such a file and write it again, `read_document` leaves tags as they are
+    check_regular(path, failure, _LARGEST)
+    return _parsed(path.read_bytes(), form, str(path), failure, remedy, object_hook=_untagged)
 
 
 def parse_document(
@@ -40,13 +49,17 @@ def parse_document(
     What is nested deeper than Python calls itself is refused.
     """
     # finite: whether `Infinity` and `NaN` are refused
+    how: dict[str, Any] = {"parse_float": _finite, "parse_constant": _finite} if finite else {}
+    return _parsed(text, form, where, failure, remedy, **how)
+
+
+def _parsed(text: str | bytes, form: type[T], where: str, failure: type[Exception], remedy: str, **how: Any) -> T:
     import msgspec
 
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")
         # Python's parser, as texts may hold half a character ("\\ud800"), which msgspec refuses
-        found = json.loads(text, parse_float=_finite, parse_constant=_finite) if finite else json.loads(text)
-        return msgspec.convert(found, form)
+        return msgspec.convert(json.loads(text, **how), form)
     except RecursionError:
         what = "it is nested too deeply"
     except msgspec.MsgspecError as error:
@@ -61,6 +74,11 @@ def _finite(number: str) -> float:
     if not math.isfinite(found):
         raise ValueError(f"{number} is not a finite number")
     return found
+
+
+def _untagged(entries: dict[str, Any]) -> Any:
+    tag = entries.get("__float__")
+    return _TAGGED[tag] if len(entries) == 1 and isinstance(tag, str) and tag in _TAGGED else entries
 
 
 def inside(folder: pathlib.Path, name: object, failure: type[Exception]) -> pathlib.Path:

@@ -8,14 +8,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, Self
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, QuantizedCache
 
-from ..errors import GenerationError
+from ..errors import GenerationError, InvalidArgumentError, describe_class
 from ..huggingface.builders import make_dynamic_cache
-from ..runners.rewind import cache_tensors, cropped, held_before, rewound
+from ..huggingface.cache_names import has_read, tokens_in
+from ..runners.rewind import cache_tensors, copied, cropped, held_before, rewound
 from .pictures import Seen
 from .steps import Steps, TextState
 
@@ -35,6 +37,47 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         self._held: dict[str, Any] | None = None
         self._pictures: list[Seen] = []
         self._held_seen = 0
+
+    @classmethod
+    def of(cls, given: Any, steps: Steps) -> FileCache:
+        """Let an empty cache of transformers, of any kind, become one of files: callers go on with their object."""
+        made: Any = given
+        if isinstance(given, FileCache):
+            return given
+        known = isinstance(given, Cache) and type(given).__module__.startswith("transformers.")
+        if not known or any(isinstance(part, QuantizedCache) for part in (given, *vars(given).values())):
+            raise InvalidArgumentError(
+                f"The cache is {describe_class(given)}, and files keep keys and values as the model computes them. "
+                "Pass DynamicCache(), or none."
+            )
+        if has_read(given):
+            raise InvalidArgumentError(
+                f"The cache is {describe_class(given)} with {tokens_in(given) or 'some'} tokens, which the files have "
+                "not read. Pass the cache that a call of this model returned, or none."
+            )
+        vars(given).clear()
+        made.__class__ = cls
+        made.__init__(steps)
+        found: FileCache = made
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A cache that goes on from the same tokens on its own: a prompt is read once for several texts."""
+        made = memo[id(self)] = type(self)(self.steps)
+        made.__dict__ |= vars(self)  # nothing of it is changed in place, but for what a library writes
+        if self.state is not None:
+            made.state = dataclasses.replace(self.state, cache=copied(self.steps.parts.decoder, self.state.cache))
+        return made
+
+    def __copy__(self) -> Self:
+        """The same as a deep copy: two caches over one state would each count half of the tokens."""
+        return self.__deepcopy__({})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidArgumentError(
+            "A cache of files cannot be stored: its keys and values are in the memory of the library that runs them. "
+            "Store the tokens, and read them again; copy.deepcopy(cache) copies it in this process."
+        )
 
     def hold(self) -> None:
         """Be able to go back to what is there now."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -22,26 +23,20 @@ from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast, Seq2SeqLMOutput
 
-from ..errors import GenerationError, InvalidArgumentError, describe_class
-from ..huggingface.cache_names import cache_of, installed_name
+from ..errors import GenerationError, InvalidArgumentError
+from ..huggingface.cache_names import CACHE, installed_name
 from ..runners.ports import is_present
 from .file_cache import FileCache
-from .own_class import ModelWithoutWeights, class_name_of, generation_of, named_class, read_config
+from .own_class import ModelWithoutWeights, config_from, exported_class, generation_of, named_class
 from .pictures import Pictures
 from .steps import Steps, TextState
 
-__all__ = ["FileModel", "config_of", "model_of_files"]
+__all__ = ["FileModel", "model_of_files"]
 
+_DRAFTS: Any = GenerationMode.ASSISTED_GENERATION
 _STRIDE = 2  # frames of sound for each position of Whisper's encoder
-_PICTURES = (
-    "pixel_values",
-    "image_grid_thw",
-    "image_sizes",
-    "batch_num_images",
-    "pixel_values_videos",
-    "video_grid_thw",
-    "second_per_grid_ts",
-)
+# kinds of caches that do not keep what the model computes, or are kept by another loop
+_OTHER_CACHES = ("quantized", "paged")
 
 
 class EncoderOfFiles(torch.nn.Module):
@@ -65,9 +60,12 @@ class EncoderOfFiles(torch.nn.Module):
         input_features: torch.Tensor | None = None,
         input_values: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
-        **_: Any,
+        **others: Any,
     ) -> Any:
         """Run the file."""
+        asked = [name for name, value in others.items() if value is not None and value is not False]
+        if asked not in ([], ["return_dict"]):
+            raise InvalidArgumentError(f"{asked[0]}: the file of the encoder returns features only. Leave it out.")
         # read: what the encoder reads, which may also be passed by its name
         given = {"input_features": input_features, "input_values": input_values, "pixel_values": pixel_values}
         if read is not None:
@@ -96,7 +94,7 @@ class FileModel(ModelWithoutWeights):
     _is_stateful = False
 
     def __init__(self, steps: Steps) -> None:
-        ModelWithoutWeights.__init__(self, config_of(steps))
+        ModelWithoutWeights.__init__(self, config_from(_stated(steps), encoder=steps.parts.encoder is not None))
         self.steps = steps
         self._steps: dict[str | None, Steps] = {None: steps}
         self.generation_config = generation_of(steps.settings, self.config)
@@ -132,7 +130,6 @@ class FileModel(ModelWithoutWeights):
     def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Generate as ``model.generate`` of the exported model does."""
         # kwargs: every keyword of `GenerationMixin.generate`, and what the model's processor returns
-        stated = kwargs.get("generation_config")
         if kwargs.get("return_token_timestamps"):
             kwargs["alignment_heads"] = self._heads_in_files(kwargs)
         if kwargs.get("adapter_names") is not None:
@@ -140,13 +137,14 @@ class FileModel(ModelWithoutWeights):
                 "adapter_names: a call of the files has one adapter for all rows. Choose it with "
                 "model.set_adapter(NAME), and call generate for the rows of each adapter."
             )
-        for name in ("output_attentions", "output_hidden_states"):
-            if kwargs.get(name) or getattr(stated, name, False):
-                raise InvalidArgumentError(
-                    f"{name}: the files return scores only. The model itself returns more: model.generate(..., "
-                    f"{name}=True)"
-                )
-        if self._drafts(args, kwargs) and not self._returns_all:
+        config = self._config_of_call(args, kwargs)
+        if config.cache_implementation in _OTHER_CACHES:
+            raise InvalidArgumentError(
+                f"cache_implementation={config.cache_implementation!r}: files keep keys and values as the model "
+                "computes them, in their own cache. Leave it out, or of generation_config.json:\n"
+                "    model.generation_config.cache_implementation = None"
+            )
+        if config.get_generation_mode(kwargs.get("assistant_model")) == _DRAFTS and not self._returns_all:
             raise InvalidArgumentError(
                 f"{self.steps.parts.decoder.name} returns the scores of the last token, and drafted tokens are checked "
                 'by those of all. Export it without logits="last".'
@@ -187,15 +185,27 @@ class FileModel(ModelWithoutWeights):
             made[layer] = torch.stack([found[layer, head][:, -count:] for head in heads], dim=1).float()
         return {"cross_attentions": tuple(made), "decoder_attentions": ()}
 
-    def _drafts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a loop proposes several tokens, and reads the scores of each."""
-        stated = kwargs.get("generation_config") or (args[0] if args else None) or self.generation_config
-        config = copy.deepcopy(stated)
+    def _config_of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """How a call generates: what is stated next to the model, and what the call changes of it."""
+        config = copy.deepcopy(kwargs.get("generation_config") or (args[0] if args else None) or self.generation_config)
         for name, value in kwargs.items():
             if hasattr(config, name):
                 setattr(config, name, value)
-        mode: Any = config.get_generation_mode(kwargs.get("assistant_model"))
-        return bool(mode == GenerationMode.ASSISTED_GENERATION)
+        return config
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Let a loop begin with the cache of the files, whichever kind it makes for the model, or is passed."""
+        name, passed = installed_name(), model_kwargs.get(installed_name())
+        if passed is None:
+            generation_config.cache_implementation = None  # that of a copy, for this call
+        else:
+            model_kwargs[name] = self._cache(passed)
+        found = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if model_kwargs.get(name) is not None:
+            model_kwargs[name] = self._cache(model_kwargs[name])
+        return found
 
     @functools.cached_property
     def _returns_all(self) -> bool:
@@ -210,13 +220,12 @@ class FileModel(ModelWithoutWeights):
         """Hand pictures on in one piece: loops would repeat patches as if they were rows."""
         if kwargs.get("assistant_model") is not None:  # which is given the same, and one row has nothing to repeat
             return kwargs
-        given = {name: kwargs.pop(name, None) for name in _PICTURES}
-        seen = kwargs.pop("pixel_attention_mask", None)
+        given = {name: kwargs.pop(name, None) for name in _defaults(FileModel._pictures)}
         prompt = kwargs.get("input_ids") if inputs is None else inputs
         if prompt is None or (given["pixel_values"] is None and given["pixel_values_videos"] is None):
             return kwargs
         kwargs.pop("prefill_chunk_size", None)  # a prompt with pictures is read in one call; the tokens are the same
-        return {**kwargs, "shown": Shown(self._pictures(**given, pixel_attention_mask=seen), len(prompt))}
+        return {**kwargs, "pixel_values": Shown(self._pictures(**given), len(prompt))}
 
     def _pictures(
         self,
@@ -228,7 +237,9 @@ class FileModel(ModelWithoutWeights):
         video_grid_thw: torch.Tensor | None = None,
         second_per_grid_ts: torch.Tensor | None = None,
         pixel_attention_mask: torch.Tensor | None = None,
+        mm_token_type_ids: torch.Tensor | None = None,
     ) -> Sequence[Pictures]:
+        # mm_token_type_ids: where pictures are, which the tokens state as well
         if pixel_attention_mask is not None and pixel_values is not None:
             real = pixel_values.flatten(-3).ne(0).any(-1)
             if not bool(pixel_attention_mask.flatten(-2).bool().all(-1)[real].all()):
@@ -240,13 +251,53 @@ class FileModel(ModelWithoutWeights):
         videos = settings.videos(pixel_values_videos, video_grid_thw, second_per_grid_ts)
         return settings.images(pixel_values, image_grid_thw, image_sizes, batch_num_images), videos
 
-    def forward(
+    def run_files(self, past_key_values: Any = None, **given: Any) -> Any:
+        """Run the files on tokens, after those that the cache has read."""
+        read = self._read_text if self.steps.parts.encoder is None else self._read_after_encoder
+        return read(self._cache(past_key_values), **given)
+
+    def _cache(self, given: Any) -> FileCache:
+        """The cache of a call: what an earlier call returned, an empty one of the caller, or a new one."""
+        cache = FileCache(self.steps) if given is None else FileCache.of(given, self.steps)
+        if cache.steps is not self.steps:
+            raise InvalidArgumentError(
+                "This cache belongs to other files, or another adapter. Pass what a call of this model returned."
+            )
+        return cache
+
+    def _read_text(
         self,
+        cache: FileCache,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
-        mm_token_type_ids: torch.Tensor | None = None,
+        cache_position: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        pixel_values: torch.Tensor | Shown | None = None,
+        **pictures: torch.Tensor | None,
+    ) -> Any:
+        if input_ids is None:
+            raise InvalidArgumentError(f"{self.steps.parts.decoder.name} reads tokens: pass input_ids.")
+        shown = None
+        if isinstance(pixel_values, Shown):
+            shown = pixel_values
+        elif self.steps.parts.vision is not None and cache.seen == 0:
+            shown = Shown(self._pictures(pixel_values, **pictures), len(input_ids))
+        self._check_counted("cache_position", cache_position, cache, input_ids)
+        is_last = not isinstance(logits_to_keep, torch.Tensor) and logits_to_keep == 1
+        scores = self._decode(cache, input_ids, attention_mask, position_ids, shown, is_last=is_last)
+        if token_type_ids is not None:
+            self._check_types(cache, token_type_ids)
+        filled = {installed_name(): cache} if use_cache is not False else {}
+        return CausalLMOutputWithPast(logits=_kept(scores, logits_to_keep), **filled)
+
+    def _read_after_encoder(
+        self,
+        cache: FileCache,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
         decoder_input_ids: torch.Tensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
         decoder_position_ids: torch.Tensor | None = None,
@@ -254,60 +305,31 @@ class FileModel(ModelWithoutWeights):
         input_features: torch.Tensor | None = None,
         input_values: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
-        image_grid_thw: torch.Tensor | None = None,
-        image_sizes: torch.Tensor | None = None,
-        batch_num_images: torch.Tensor | None = None,
-        pixel_values_videos: torch.Tensor | None = None,
-        video_grid_thw: torch.Tensor | None = None,
-        second_per_grid_ts: torch.Tensor | None = None,
-        pixel_attention_mask: torch.Tensor | None = None,
-        shown: Shown | None = None,
+        cache_position: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        return_dict: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        **others: Any,  # the cache, under the word of the installed release
+        output_attentions: bool | None = None,
     ) -> Any:
-        """Run the files on tokens, after those that the cache has read."""
-        cache = self._cache(cache_of(others))
-        if self.steps.parts.encoder is not None:
-            given = {"input_features": input_features, "input_values": input_values, "pixel_values": pixel_values}
-            if encoder_outputs is None:
-                encoder_outputs = self.get_encoder()(None, attention_mask, input_ids=input_ids, **given)
-            scores = self._after_encoder(
-                cache, decoder_input_ids, decoder_attention_mask, encoder_outputs, attention_mask
-            )
-            filled = {installed_name(): cache} if use_cache is not False else {}
-            if others.get("output_attentions"):
-                filled |= self._weights(cache, scores.shape[1])
-            return Seq2SeqLMOutput(logits=scores, encoder_last_hidden_state=encoder_outputs[0], **filled)
-        if input_ids is None:
-            raise InvalidArgumentError(f"{self.steps.parts.decoder.name} reads tokens: pass input_ids.")
-        if shown is None and self.steps.parts.vision is not None and cache.seen == 0:
-            images = (pixel_values, image_grid_thw, image_sizes, batch_num_images)
-            films = (pixel_values_videos, video_grid_thw, second_per_grid_ts)
-            shown = Shown(self._pictures(*images, *films, pixel_attention_mask), len(input_ids))
-        kept = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else slice(-logits_to_keep or None, None)
-        is_last = not isinstance(logits_to_keep, torch.Tensor) and logits_to_keep == 1
-        scores = self._decode(cache, input_ids, attention_mask, position_ids, shown, is_last=is_last)[:, kept]
-        if token_type_ids is not None:
-            self._check_types(cache, token_type_ids)
+        given = {"input_features": input_features, "input_values": input_values, "pixel_values": pixel_values}
+        if encoder_outputs is None:
+            encoder_outputs = self.get_encoder()(None, attention_mask, input_ids=input_ids, **given)
+        if decoder_input_ids is not None:
+            self._check_counted("decoder_position_ids", decoder_position_ids, cache, decoder_input_ids)
+            self._check_counted("cache_position", cache_position, cache, decoder_input_ids)
+        scores = self._after_encoder(cache, decoder_input_ids, decoder_attention_mask, encoder_outputs, attention_mask)
         filled = {installed_name(): cache} if use_cache is not False else {}
-        return CausalLMOutputWithPast(logits=scores, **filled)
+        if output_attentions:
+            filled |= self._weights(cache, scores.shape[1])
+        kept = _kept(scores, logits_to_keep)
+        return Seq2SeqLMOutput(logits=kept, encoder_last_hidden_state=encoder_outputs[0], **filled)
 
-    def _cache(self, given: Any) -> FileCache:
-        """The cache of a call: what an earlier call returned, or an empty one in place of what a loop made."""
-        if isinstance(given, FileCache):
-            if given.steps is not self.steps:
-                raise InvalidArgumentError(
-                    "This cache belongs to other files, or another adapter. Pass what a call of this model returned."
-                )
-            return given
-        if given is not None and given.get_seq_length() > 0:
+    def _check_counted(self, name: str, given: torch.Tensor | None, cache: FileCache, tokens: torch.Tensor) -> None:
+        """Refuse positions other than those that the files count."""
+        counted = cache.seen + torch.arange(tokens.shape[1])
+        if given is not None and not torch.equal(given.cpu() + 0 * counted, counted.expand_as(given)):
             raise InvalidArgumentError(
-                f"The cache is {describe_class(given)} with {given.get_seq_length()} tokens, which the files have not "
-                "read. Pass the cache that a call of this model returned, or none."
+                f"{name}: {self.steps.parts.decoder.name} counts the tokens from {cache.seen} on. Leave it out."
             )
-        return FileCache(self.steps)
 
     def _after_encoder(
         self,
@@ -358,11 +380,22 @@ class FileModel(ModelWithoutWeights):
                 f"attention_mask has shape {tuple(mask.shape)}; it must be {(rows, total)}: the tokens that the cache "
                 "has read, and those of input_ids."
             )
+        if positions is not None and "position_ids" not in self.steps.parts.decoder.ports:
+            self._check_unread(positions, mask, tokens.shape[1])
         if cache.state is None:
             return self._begin(cache, tokens, mask, positions, shown, is_last=is_last)
         if positions is not None:
             positions = positions.expand(rows, -1)[:, -tokens.shape[1] :]
         return self._read(cache, tokens, mask, positions, is_last=is_last)
+
+    def _check_unread(self, positions: torch.Tensor, mask: torch.Tensor, count: int) -> None:
+        """Refuse positions that a file does not read, and that are not those of its tokens."""
+        read, counted = mask[:, -count:].bool(), (mask.cumsum(-1) - 1)[:, -count:]
+        every = torch.arange(mask.shape[1])[-count:].expand_as(counted)
+        if not any(torch.equal(positions.expand_as(one)[read], one[read]) for one in (counted, every)):
+            raise InvalidArgumentError(
+                f"position_ids: {self.steps.parts.decoder.name} counts positions itself. Leave them out."
+            )
 
     def _begin(
         self,
@@ -449,29 +482,48 @@ def _by_layer(heads: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
     return found
 
 
-def config_of(steps: Steps) -> Any:
-    """Return the configuration of a model: of its own class where transformers has one, and never code of a folder."""
-    documents, encoder = steps.settings.documents, steps.parts.encoder is not None
-    stated = {} if documents is None else copy.deepcopy(dict(documents.config))
-    return read_config(stated, encoder=encoder)
-
-
 def model_of_files(steps: Steps, bases: tuple[type, ...] = ()) -> Any:
-    """Return a model of transformers over files.
+    """Return a model of transformers over files."""
+    stated = _stated(steps)
+    return named_class(stated, (*bases, FileModel, _loop_of(stated)), _taken(steps))(steps)
 
-    Its class has the name of the exported one, since transformers' pipelines go by it.
-    """
-    documents = steps.settings.documents
-    stated: Mapping[str, Any] = {} if documents is None else documents.config
-    return named_class(stated, (*bases, FileModel, _loop_of(stated)))(steps)
+
+def _stated(steps: Steps) -> Mapping[str, Any]:
+    """The configuration that is next to the files; empty without one."""
+    return {} if steps.settings.documents is None else steps.settings.documents.config
+
+
+def _taken(steps: Steps) -> dict[str, Any]:
+    """The arguments of a call that the files read, with their defaults."""
+    parts = steps.parts
+    if parts.encoder is None:
+        found = _defaults(FileModel._read_text)
+        pictures = _defaults(FileModel._pictures)
+        found = {name: value for name, value in found.items() if name not in pictures}
+        return {**found, CACHE: None, **(pictures if parts.vision is not None else {})}
+    found = _defaults(FileModel._read_after_encoder)
+    unread = {"input_ids", "input_features", "input_values", "pixel_values"} - parts.encoder.ports.keys()
+    if not steps.heads:
+        unread.add("output_attentions")
+    return {**{name: value for name, value in found.items() if name not in unread}, CACHE: None}
+
+
+def _defaults(method: Any) -> dict[str, Any]:
+    """The parameters of a method that have a default."""
+    parameters = inspect.signature(method).parameters.items()
+    return {name: one.default for name, one in parameters if one.default is not one.empty}
+
+
+def _kept(scores: torch.Tensor, asked: int | torch.Tensor) -> torch.Tensor:
+    """The scores of the last tokens, or of some."""
+    return scores[:, asked if isinstance(asked, torch.Tensor) else slice(-asked or None, None)]
 
 
 def _loop_of(stated: Mapping[str, Any]) -> Any:
     """The class whose ``generate`` is that of the exported model."""
     import transformers
 
-    name = class_name_of(stated)
-    own = getattr(transformers, name) if name else None
+    own = exported_class(stated)
     if own is None or getattr(own, "generate", None) is GenerationMixin.generate:
         return GenerationMixin
     if issubclass(own, transformers.WhisperForConditionalGeneration):

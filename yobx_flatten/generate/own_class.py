@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput, find_labels
 
 from ..errors import GenerationError, InvalidArgumentError
 from ..files.damage import damage_as
+from ..huggingface.cache_names import named_as
 from ..runners.folder_adapters import FolderAdapters
-from .documents import Documents
-from .settings import GenerationSettings, settings_of
+from .settings import Documents, GenerationSettings, settings_of
 
-__all__ = ["ModelWithoutWeights", "class_name_of", "generation_of", "named_class", "read_config"]
+__all__ = ["ModelWithoutWeights", "config_from", "exported_class", "generation_of", "named_class"]
+
+_MASKS = ("attention_mask", "pixel_mask")  # of which one without zeros says what none says
 
 # settings, and what transformers calls them
 _SETTINGS = {
@@ -30,7 +34,15 @@ _SETTINGS = {
 
 
 class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers is untyped
-    """A model of transformers whose calls run files, wherever these compute."""
+    """A model of transformers whose calls run files, wherever these compute.
+
+    ``forward`` has the parameters of the exported class, by which loops, pipelines and the Trainer of transformers
+    choose what they pass. What the files do not take is refused, unless a model returns the same without it.
+    """
+
+    accepts_loss_kwargs = False  # the Trainer would pass the number of labels on to a loss
+    taken: ClassVar[tuple[str, ...]] = ()  # the arguments that the files take, in order
+    arguments: ClassVar[Mapping[str, Any]] = {}  # those of the exported class, in order, with their defaults
 
     def __init__(self, config: Any) -> None:
         PreTrainedModel.__init__(self, config)
@@ -38,6 +50,44 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         self.of_folder = FolderAdapters(None)
         self._chosen: str | None = None  # the adapter of `set_adapter`
         self._enabled = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the files as the forward of the exported model is called."""
+        if len(args) > len(self.arguments):
+            raise InvalidArgumentError(
+                f"{type(self).__name__} takes {len(self.arguments)} arguments ({', '.join(self.arguments)}), found "
+                f"{len(args)}."
+            )
+        given = named_as(self.taken, {**dict(zip(self.arguments, args, strict=False)), **kwargs})
+        as_dict = given.pop("return_dict", None)
+        for name in [name for name in given if name not in self.taken]:
+            if not self._changes_nothing(name, given.pop(name)):
+                raise InvalidArgumentError(self._refusal(name))
+        found = self.run_files(**given)
+        as_dict = getattr(self.config, "return_dict", True) if as_dict is None else as_dict
+        return found if as_dict or not isinstance(found, ModelOutput) else found.to_tuple()
+
+    def run_files(self, **given: Any) -> Any:
+        """Run the files on some of what they take."""
+        raise NotImplementedError
+
+    def _changes_nothing(self, name: str, value: Any) -> bool:
+        """Whether a model returns the same without an argument."""
+        if isinstance(value, torch.Tensor):
+            return name in _MASKS and bool(value.all())
+        is_default = isinstance(value, (int, float, str)) and value == self.arguments.get(name)
+        # files without a cache return none
+        return value is None or value is False or is_default or name == "use_cache"
+
+    def _refusal(self, name: str) -> str:
+        takes = ", ".join(one for one in self.taken if one in self.arguments)
+        found = f"{name}: the files of this {type(self).__name__} take {takes}"
+        if name in find_labels(type(self)):
+            return f"{found}. They return no loss: compute one from their outputs, in a Trainer by compute_loss_func=."
+        if name.startswith("output_"):
+            return f"{found}. They return what they were exported with: the model itself returns more."
+        way = "pass rows of one size" if name in _MASKS else "call the model itself"
+        return f"{found}. The outputs would differ from the model's: leave {name} out, or {way}."
 
     def use_adapter(self, name: str | None) -> None:
         """Call the files with an adapter from now on; ``None`` for none."""
@@ -87,6 +137,12 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
             )
         return moved
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidArgumentError(
+            f"A {type(self).__name__} of files cannot be copied or stored: open its folder again, with "
+            "open_model(folder)."
+        )
+
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Refuse: the files are where they are."""
         raise InvalidArgumentError(
@@ -94,13 +150,14 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         )
 
 
-def read_config(stated: dict[str, Any], *, encoder: bool) -> Any:
-    """Return a configuration as an object."""
+def config_from(stated: Mapping[str, Any], *, encoder: bool) -> Any:
+    """Return a configuration as an object of its own class, where transformers has one; code of a folder is not run."""
     # encoder: whether the model is an encoder-decoder, where the document does not state it
     kind = stated.get("model_type")
     made: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else PretrainedConfig  # noqa: SIM401 # its `get` imports nothing
+    own = copy.deepcopy(dict(stated))
     with damage_as(GenerationError, "config.json"):
-        config = made.from_dict(stated) if made is not PretrainedConfig else made(**stated)
+        config = made.from_dict(own) if made is not PretrainedConfig else made(**own)
         if encoder and not getattr(config, "is_encoder_decoder", False):
             config.is_encoder_decoder = True
         return config
@@ -129,13 +186,35 @@ def generation_of(settings: GenerationSettings, config: Any) -> Any:
     return found
 
 
-def named_class(stated: Mapping[str, Any], bases: tuple[Any, ...]) -> Any:
-    """Make a class with the name of the exported one."""
-    return type(class_name_of(stated) or bases[0].__name__, bases, {"__module__": __name__})
+def named_class(stated: Mapping[str, Any], bases: tuple[Any, ...], takes: Mapping[str, Any]) -> Any:
+    """Make a class with the name and the parameters of the exported one, which tools of transformers go by."""
+    # takes: what the files take, in order, with defaults: the parameters where transformers has no such class
+    own, kind = exported_class(stated), inspect.Parameter
+    every = [kind(name, kind.POSITIONAL_OR_KEYWORD, default=default) for name, default in takes.items()]
+    signature = inspect.Signature([kind("self", kind.POSITIONAL_OR_KEYWORD), *every])
+    if own is not None:
+        signature = inspect.signature(own.forward)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return ModelWithoutWeights.forward(self, *args, **kwargs)
+
+    forward.__doc__, forward.__signature__ = ModelWithoutWeights.forward.__doc__, signature  # type: ignore[attr-defined]
+    named = list(signature.parameters.values())[1:]
+    named = [one for one in named if one.kind not in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD)]
+    facts = {"taken": tuple(takes), "arguments": {one.name: one.default for one in named}}
+    return type(_class_name(stated) or bases[0].__name__, bases, {"__module__": __name__, "forward": forward, **facts})
 
 
-def class_name_of(stated: Mapping[str, Any]) -> str:
-    """Return the class that a configuration names; empty where transformers has no model of that name."""
+def exported_class(stated: Mapping[str, Any]) -> Any:
+    """Return the class that a configuration names; ``None`` where transformers has no model of that name here."""
+    import transformers
+
+    found = getattr(transformers, _class_name(stated), None) if _class_name(stated) else None
+    # one that needs a library which is not installed is no model
+    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
+
+
+def _class_name(stated: Mapping[str, Any]) -> str:
     names = stated.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     return name if isinstance(name, str) and name in _model_names() else ""

@@ -12,9 +12,8 @@ import torch
 
 from ..errors import GenerationError, InvalidArgumentError
 from ..files.damage import damage_as
-from ..files.document import read_document
+from ..files.document import read_configuration, read_document
 from .beams import BeamSettings
-from .documents import Documents
 from .entries import Choices, Entries
 from .layout import MANIFEST
 from .pictures import Pictures
@@ -24,7 +23,25 @@ from .stated_choice import beams_of, sampling_of
 from .switch import Switch, read_switch
 from .tiles import Tiles
 
-__all__ = ["GenerationSettings", "ScoreProcessor", "read_settings", "settings_of"]
+__all__ = ["Documents", "GenerationSettings", "ScoreProcessor", "read_settings", "settings_of"]
+
+# entries of a generation_config.json that Whisper's own loop reads
+_OF_SPEECH = ("lang_to_id", "no_timestamps_token_id")
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """What ``config.json`` and ``generation_config.json`` hold."""
+
+    config: Mapping[str, Any] = dataclasses.field(repr=False)  # the configuration of the model
+    # the configuration of its generation; empty where there is none
+    generation: Mapping[str, Any] = dataclasses.field(repr=False)
+
+    @property
+    def is_speech(self) -> bool:
+        """Whether they are of a Whisper, with languages and times that its own loop finds out."""
+        stated = any(self.generation.get(name) is not None for name in _OF_SPEECH)
+        return stated and bool(self.config.get("max_source_positions"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +179,8 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
     for name, entries in (("config.json", Entries), ("generation_config.json", Choices)):
         path, form = folder / name, dict[str, Any]
         if path.exists():
-            read_document(path, entries, failure=GenerationError, finite=False)  # of the types that are computed with
-            found.append(read_document(path, form, failure=GenerationError, finite=False))
+            read_configuration(path, entries, failure=GenerationError)  # of the types that are computed with
+            found.append(read_configuration(path, form, failure=GenerationError))
         else:
             found.append({})
     stated = folder / MANIFEST

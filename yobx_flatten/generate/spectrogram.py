@@ -41,7 +41,7 @@ def speak(
     require("transformers", purpose="speech", extra="transformers")
     import transformers
 
-    from .own_class import read_config
+    from .own_class import config_from
 
     if asked.get("output_cross_attentions"):
         raise InvalidArgumentError(
@@ -49,7 +49,7 @@ def speak(
             "model.generate_speech(..., output_cross_attentions=True)"
         )
     stated = {} if settings.documents is None else dict(settings.documents.config)
-    config = read_config(stated, encoder=True)
+    config = config_from(stated, encoder=True)
     if not isinstance(config, transformers.SpeechT5Config):
         raise GenerationError(
             f"The files write spectrograms, and their config.json is that of {config.model_type!r}. Only SpeechT5 is "

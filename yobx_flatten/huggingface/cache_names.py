@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from ..recipe.aliases import ModelOutput, TransformersCache, TransformersModel
+from ..errors.failures import result_or
+from ..recipe.aliases import CacheLayer, ModelOutput, TransformersCache, TransformersModel
 
 __all__ = [
     "CACHE",
@@ -31,12 +32,14 @@ __all__ = [
     "argument_of",
     "cache_of",
     "forward_of",
+    "has_read",
     "installed_name",
     "is_cache",
     "name_in",
     "named_as",
     "named_for",
     "spellings_of",
+    "tokens_in",
     "word_in_files",
 ]
 
@@ -67,6 +70,23 @@ def is_cache(value: object) -> bool:
         return False
     # states of xLSTM count no tokens
     return callable(getattr(value, "get_seq_length", None)) or type(value).__name__.endswith("Cache")
+
+
+def tokens_in(cache: TransformersCache) -> int | None:
+    """Return the number of tokens that a cache has seen; ``None`` where it states none."""
+    # caches without attention raise what they like
+    return result_or(lambda: int(cache.get_seq_length()), lambda error: None)
+
+
+def has_read(cache: TransformersCache) -> bool:
+    """Return whether a cache has seen a token."""
+    return bool(tokens_in(cache)) or any(map(_has_state, getattr(cache, "layers", None) or ()))
+
+
+def _has_state(layer: CacheLayer) -> bool:
+    """Whether a layer without attention has seen a token: it keeps flags, and no count."""
+    flags = getattr(layer, "has_previous_state", False)
+    return flags is True or (isinstance(flags, Mapping) and True in flags.values())
 
 
 def name_in(values: object) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pathlib
 import shutil
@@ -21,6 +22,7 @@ __all__ = ["TOKENIZER_INPUTS", "state_tokenizer_inputs", "write_companions"]
 _LARGEST = 2**30  # bytes
 TOKENIZER_INPUTS = ("input_ids", "token_type_ids", "attention_mask")
 """What a tokenizer may return of a text, or of a pair."""
+_OF_CACHES = ("cache_implementation", "cache_config", "max_cache_len")
 _PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 # an adapter is merged: next to the file it would be read as one that is not
 _WRITTEN_ANEW = {"config.json", "generation_config.json", ADAPTER}
@@ -38,7 +40,11 @@ def write_companions(
     model.config.save_pretrained(folder)
     _without_code(folder / "config.json")
     if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(folder)
+        generation = copy.deepcopy(model.generation_config)
+        for name in _OF_CACHES:  # the files have one of their own
+            if getattr(generation, name, None) is not None:
+                setattr(generation, name, None)
+        generation.save_pretrained(folder)
     if source is None and reads_bytes:
         from transformers import ByT5Tokenizer
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..generate.generator import Generator
-from ..generate.own_class import ModelWithoutWeights, named_class, read_config
+from ..generate.own_class import ModelWithoutWeights, config_from, named_class
 
 __all__ = ["SpeakingFileModel", "speaking_model"]
 
@@ -17,7 +17,7 @@ class SpeakingFileModel(ModelWithoutWeights):
     """Not one weight: the loop is transformers' own, over the files."""
 
     def __init__(self, generator: Generator, stated: Mapping[str, Any]) -> None:
-        super().__init__(read_config(dict(stated), encoder=True))
+        super().__init__(config_from(stated, encoder=True))
         self.generator = generator
         encoder = generator.parts.encoder
         assert encoder is not None
@@ -42,4 +42,4 @@ def speaking_model(generator: Generator, base: type) -> Any:
     """Return a model of transformers over the files of a generator."""
     documents = generator.settings.documents
     stated: Mapping[str, Any] = {} if documents is None else documents.config
-    return named_class(stated, (base, SpeakingFileModel))(generator, stated)
+    return named_class(stated, (base, SpeakingFileModel), {})(generator, stated)

@@ -27,6 +27,7 @@ from .pieces.text import Piece, encoder_input
 from .pieces.tiled_images import TiledVisionEncoder, tiled_image
 from .spoken_case import spoken_case
 from .texts.chat_prompts import CHAT_TOKENS, CHATS
+from .texts.rounding_text import in_own_cache
 
 __all__ = [
     "CASES",
@@ -128,6 +129,7 @@ def generation_case(
             num_return_sequences=1,
             return_dict_in_generate=True,
             output_scores=True,
+            **in_own_cache(model),
         )
     for name in ("mm_token_type_ids", "token_type_ids"):  # which tokens are pictures, the files' generator finds out
         inputs.pop(name, None)

@@ -259,6 +259,12 @@ def _write_configuration(plan: FolderPlan, made: _Made) -> None:
     if modules is not None and (modules.why_not is not None or task != "feature-extraction"):
         why = modules.why_not or f"{task} has no hidden states among its outputs"
         made.first.remark(f"there is no sentence_embedding in the file: {why}. sentence-transformers computes it")
+    cache = getattr(getattr(model, "generation_config", None), "cache_implementation", None)
+    if cache is not None and task in GENERATES:
+        made.first.remark(
+            f"generation_config.json is written without cache_implementation={cache!r}: the files keep keys and values "
+            "as the model computes them, which is what they were compared with"
+        )
     write_companions(work, model, plan.source, reads_bytes=plan.opened.reads_bytes)
     if not reader_of(work):
         why = plan.opened.no_folder if plan.source is None else f"{plan.source} holds none"

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from ..errors.failures import result_or
-from ..huggingface.cache_names import is_cache, name_in
-from ..recipe.aliases import CacheLayer, TransformersCache
+from ..huggingface.cache_names import has_read, is_cache, name_in
+from ..recipe.aliases import TransformersCache
 from .call import Call
 from .snapshot import Fact, same_value
 
-__all__ = ["by_phase", "cache_of", "kind_of", "tokens_in"]
+__all__ = ["by_phase", "cache_of", "kind_of"]
 
 
 def cache_of(values: Mapping[str, Any]) -> TransformersCache | None:
@@ -25,23 +24,11 @@ def cache_of(values: Mapping[str, Any]) -> TransformersCache | None:
     return next((value for value in values.values() if is_cache(value)), None)
 
 
-def tokens_in(cache: TransformersCache) -> int | None:
-    """The number of tokens a cache has seen; ``None`` where it states none."""
-    # caches without attention raise what they like
-    return result_or(lambda: int(cache.get_seq_length()), lambda error: None)
-
-
 def kind_of(cache: TransformersCache | None, past: int | None, makes_one: bool) -> str:
     """Return ``"prefill"``, ``"decode"`` and ``"forward"``."""
     if cache is None:
         return "prefill" if makes_one else "forward"
-    return "decode" if past or any(map(_has_state, getattr(cache, "layers", None) or ())) else "prefill"
-
-
-def _has_state(layer: CacheLayer) -> bool:
-    """Whether a layer without attention has seen a token: it keeps flags, and no count."""
-    flags = getattr(layer, "has_previous_state", False)
-    return flags is True or (isinstance(flags, Mapping) and True in flags.values())
+    return "decode" if past or has_read(cache) else "prefill"
 
 
 def by_phase(calls: Sequence[Call]) -> dict[str, list[Call]]:

@@ -13,6 +13,7 @@ import torch
 
 from ..errors import InvalidArgumentError, describe_class
 from ..errors.failures import undone_on_failure
+from ..huggingface.cache_names import tokens_in
 from ..recipe.aliases import PyTree
 from ..registry.locking import LOCK
 from ..trees.node import key_name, node_of
@@ -21,7 +22,7 @@ from .callee import Callee, callee_of
 from .calls import RecordedCalls
 from .files import prepare_folder, write_call
 from .interception import watching
-from .phases import cache_of, kind_of, tokens_in
+from .phases import cache_of, kind_of
 from .snapshot import Snapshot, libraries_in_use
 
 __all__ = ["record_calls"]

@@ -1,4 +1,4 @@
-"""Take the last tokens out of a cache: cut them off, or go back to what it was before a call.
+"""Copy a cache, or take the last tokens out of it: cut them off, or go back to what it was before a call.
 
 .. code-block:: text
 
@@ -17,7 +17,7 @@ from .in_place import InPlaceCache
 from .onnx_values import from_value
 from .runner import Runner
 
-__all__ = ["cache_tensors", "cropped", "held_before", "rewound"]
+__all__ = ["cache_tensors", "copied", "cropped", "held_before", "rewound"]
 
 
 def cache_tensors(cache: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -26,6 +26,13 @@ def cache_tensors(cache: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     written = cache.tensors() if isinstance(cache, InPlaceCache) else {}
     values = {name: written.get(name, value) for name, value in cache.items()}
     return {name: value if isinstance(value, torch.Tensor) else from_value(value) for name, value in values.items()}
+
+
+def copied(runner: Runner, cache: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a cache that further calls leave as it is: values that calls return are not written to again."""
+    if not isinstance(cache, InPlaceCache):
+        return dict(cache)
+    return runner.cache({name: leaf.clone() for name, leaf in cache_tensors(cache).items()})
 
 
 def cropped(runner: Runner, cache: Mapping[str, Any], seen: int, kept: int) -> dict[str, Any] | None:

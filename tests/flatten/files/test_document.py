@@ -1,6 +1,7 @@
 """JSON of a stranger: of the stated form, or one error of ours that names the file."""
 
 import dataclasses
+import math
 import os
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from yobx_flatten.errors import DamagedFileError, NotRegisteredError
 from yobx_flatten.files.damage import damage_as
-from yobx_flatten.files.document import check_regular, inside, parse_document, read_document
+from yobx_flatten.files.document import check_regular, inside, parse_document, read_configuration, read_document
 
 
 @dataclasses.dataclass
@@ -53,6 +54,43 @@ def test_what_transformers_writes_may_be_infinite_and_a_text_may_be_half_a_chara
     """Mamba 2 has `"time_step_limit": [0.0, Infinity]`; a user's text can hold half of a pair."""
     assert parse('{"a": [0.0, Infinity]}', dict[str, Any], finite=False) == {"a": [0.0, float("inf")]}
     assert parse('{"a": "\\ud800"}', dict[str, Any]) == {"a": "\ud800"}
+
+
+def test_a_configuration_is_read_as_transformers_reads_it(tmp_path):
+    """Numbers that JSON has not stand there by name, or with a tag of transformers 5; another entry of it is none."""
+    file = tmp_path / "config.json"
+    tagged = '{"__float__": "%s"}'
+    file.write_text(
+        f'{{"a": [0.0, Infinity, -Infinity], "b": {{"c": {tagged % "Infinity"}, "d": [{tagged % "-Infinity"}]}}, '
+        f'"e": {tagged % "NaN"}, "f": {tagged % "one"}, "g": {{"__float__": "NaN", "h": 1}}, "i": {{"__float__": 3}}}}'
+    )
+    found = read_configuration(file, dict[str, Any], failure=DamagedFileError)
+    assert math.isnan(found.pop("e"))
+    assert found == {
+        "a": [0.0, math.inf, -math.inf],
+        "b": {"c": math.inf, "d": [-math.inf]},
+        "f": {"__float__": "one"},
+        "g": {"__float__": "NaN", "h": 1},
+        "i": {"__float__": 3},
+    }
+    # to change an entry and write the others again, they are left as they are
+    assert read_document(file, dict[str, Any], failure=DamagedFileError, finite=False)["f"] == {"__float__": "one"}
+
+
+@pytest.mark.parametrize("name", ["mamba2", "falcon_h1", "bamba", "granitemoehybrid", "nemotron_h"])
+def test_the_configuration_of_a_class_comes_back(name, tmp_path):
+    """Those with infinite bounds of a time step: the object is the one that transformers reads."""
+    transformers = pytest.importorskip("transformers")
+    from yobx_flatten.generate.own_class import config_from
+
+    config = transformers.AutoConfig.for_model(name)
+    config.save_pretrained(tmp_path)
+    stated = read_configuration(tmp_path / "config.json", dict[str, Any], failure=DamagedFileError)
+    found = config_from(stated, encoder=False)
+    assert type(found) is type(config)
+    expected = transformers.AutoConfig.from_pretrained(tmp_path)
+    expected.name_or_path = ""
+    assert found.to_dict() == expected.to_dict()
 
 
 @pytest.mark.parametrize(

@@ -137,8 +137,8 @@ def test_what_files_cannot_do_is_refused_with_what_to_do(llama, tmp_path):
     """Weights of attention, a cache of another model, masks of another length, two ways to draw, misspelt keywords."""
     model, generator, files = llama
     ids = torch.tensor([[7, 8, 9, 10]])
-    with pytest.raises(InvalidArgumentError, match="output_attentions: the files return scores only"):
-        files.generate(ids, output_attentions=True)
+    with pytest.raises(InvalidArgumentError, match="output_attentions: the files of this LlamaForCausalLM take"):
+        files.generate(ids, output_attentions=True, max_new_tokens=3)
     with torch.no_grad():
         cache = cache_of(model(ids))
     with pytest.raises(InvalidArgumentError, match="4 tokens, which the files have not read"):

@@ -14,7 +14,7 @@ import torch
 from ...errors.failures import raised_as
 from ...errors.messages import first_line, format_bytes
 from ...export.proof.memory import memory_available
-from ...files.document import check_regular, inside, read_document
+from ...files.document import check_regular, inside, read_configuration, read_document
 from ...recipe.stated_config import objection_to
 from .own_code import own_code
 
@@ -39,7 +39,7 @@ def read_config(
     """Read a ``config.json`` of transformers."""
     import transformers
 
-    stated = read_document(file, dict[str, Any], failure=failure, remedy=remedy, finite=False)
+    stated = read_configuration(file, dict[str, Any], failure=failure, remedy=remedy)
     objection = objection_to(stated)
     if objection is not None:
         raise failure(f"{file} {objection}.{remedy and ' '}{remedy}")

@@ -6,7 +6,7 @@ import pathlib
 from typing import Any
 
 from ...errors import ModelSourceError
-from ...files.document import read_document
+from ...files.document import read_configuration
 from ...recipe.aliases import TransformersModel
 from .tokenizer_files import TOKENIZER_FILES
 
@@ -38,7 +38,7 @@ def origin_of(model: TransformersModel) -> tuple[pathlib.Path | None, str]:
         folder = found
     if not (folder / "config.json").is_file():
         return None, f"the model is from {name}, which holds no config.json"
-    stated = read_document(folder / "config.json", dict[str, Any], failure=ModelSourceError, finite=False)
+    stated = read_configuration(folder / "config.json", dict[str, Any], failure=ModelSourceError)
     parts = [part.get("model_type") for part in (stated, *(value for value in stated.values() if type(value) is dict))]
     if model.config.model_type not in parts:
         return None, f"{name} is of a model of type {parts[0]!r}, and this one is {model.config.model_type!r}"

@@ -18,7 +18,7 @@ from ...errors.log import STEP
 from ...export.proof.module_state import undisturbed
 from ...recipe.aliases import TransformersModel
 
-__all__ = ["answered", "in_rows", "unanswered"]
+__all__ = ["answered", "in_own_cache", "in_rows", "unanswered"]
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -55,6 +55,7 @@ def answered(model: TransformersModel, prompts: Mapping[str, torch.Tensor]) -> l
             num_beams=1,
             num_return_sequences=1,
             return_dict_in_generate=False,
+            **in_own_cache(model),
         )
     stops = torch.tensor([] if ends is None else ends, dtype=torch.int64).reshape(-1)
     length, rows = ids.shape[1], []
@@ -63,6 +64,12 @@ def answered(model: TransformersModel, prompts: Mapping[str, torch.Tensor]) -> l
         end = int(ended[0]) + 1 if len(ended) else len(row) - length
         rows.append(torch.cat([row[:length][read == 1], row[length : length + end]]))
     return rows
+
+
+def in_own_cache(model: TransformersModel) -> dict[str, str]:
+    """The keyword of ``generate`` for keys and values as the model computes them, as files have them."""
+    asked = getattr(model.generation_config, "cache_implementation", None)
+    return {} if asked is None else {"cache_implementation": "dynamic"}
 
 
 def in_rows(texts: list[torch.Tensor], length: int, multiple: int = 1) -> torch.Tensor | None:

@@ -1,0 +1,288 @@
+"""A model over files is called as the exported one: with its arguments, or an error that names what is not taken."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+import transformers
+
+from tests.cases import cases
+from tests.flatten.model_folder.exported_folders import exported
+from tests.transformers_versions import needs_transformers
+from yobx_flatten import InvalidArgumentError, export_folder, open_model
+from yobx_flatten.generate.file_cache import FileCache
+from yobx_flatten.huggingface.cache_names import cache_of, installed_name
+from yobx_flatten.model_folder.source.tiny_models import small_config, small_model
+
+pytestmark = pytest.mark.slow
+
+PROMPT = torch.tensor([[5, 6, 7, 8]])
+
+
+@pytest.fixture(scope="module", params=cases(["llama", "bert", "t5", "gemma3_text"], quick=["llama", "bert", "t5"]))
+def pair(request):
+    """A small model, its files, and what both are called with."""
+    model, folder = exported(request.param)
+    given = {"input_ids": PROMPT, **({"decoder_input_ids": PROMPT[:, :2]} if request.param == "t5" else {})}
+    return model, open_model(folder, threads=1), given
+
+
+def first(outputs):
+    """Scores, or states, as the first output that counts."""
+    return outputs["logits"] if "logits" in outputs else outputs[0]
+
+
+# what changes what a model returns, or reads, and is no input of any file
+REFUSED = {
+    "labels": PROMPT,
+    "output_hidden_states": True,
+    "output_attentions": True,
+    "inputs_embeds": torch.zeros(1, 4, 8),
+    "decoder_inputs_embeds": torch.zeros(1, 4, 8),
+    "output_router_logits": True,
+    "head_mask": torch.ones(2, 4),
+    "misspelt": 3,
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_an_argument_that_files_do_not_take_is_refused_by_name(pair, name):
+    """Decoders as encoders do, with the arguments that are taken; `None` and `False` say nothing, and pass."""
+    model, files, given = pair
+    with pytest.raises(
+        InvalidArgumentError, match=rf"^{name}: the files of this {type(model).__name__} take input_ids"
+    ):
+        files(**given, **{name: REFUSED[name]})
+    assert torch.equal(first(files(**given, **{name: None})), first(files(**given)))
+
+
+def test_its_forward_has_the_parameters_of_the_exported_class(pair):
+    """Which loops, pipelines and the Trainer read; what is passed in their order is what the model takes there."""
+    model, files, given = pair
+    assert inspect.signature(files.forward) == inspect.signature(model.forward)
+    order = list(inspect.signature(model.forward).parameters)[:3]
+    values = {**given, "attention_mask": torch.tensor([[1, 1, 1, 0]])}
+    if not model.config.is_encoder_decoder and hasattr(model, "lm_head"):
+        values["attention_mask"] = torch.ones_like(PROMPT)
+    with torch.no_grad():
+        wanted = first(model(*(values.get(name) for name in order)))
+    assert torch.allclose(first(files(*(values.get(name) for name in order))), wanted, atol=1e-4)
+    with pytest.raises(InvalidArgumentError, match=r"takes \d+ arguments \(input_ids.*\), found 60"):
+        files(*[None] * 60)
+
+
+def test_a_tuple_is_returned_where_it_is_asked_for(pair):
+    """`return_dict=False`, and the same values in it."""
+    _, files, given = pair
+    found = files(**given, use_cache=False, return_dict=False)
+    assert isinstance(found, tuple)
+    assert torch.equal(found[0], first(files(**given)))
+
+
+def test_positions_are_taken_or_refused():
+    """Those that the files read give the model's scores; those that they count themselves must be what they count."""
+    model, folder = exported("t5")
+    files = open_model(folder, threads=1)
+    given = {"input_ids": PROMPT, "decoder_input_ids": PROMPT[:, :2]}
+    counted = torch.tensor([[0, 1]])
+    assert torch.equal(files(**given, decoder_position_ids=counted).logits, files(**given).logits)
+    with pytest.raises(InvalidArgumentError, match=r"decoder_position_ids: .* counts the tokens from 0 on"):
+        files(**given, decoder_position_ids=counted + 3)
+    model, folder = exported("llama")
+    with torch.no_grad():
+        wanted = model(PROMPT, position_ids=torch.tensor([[0, 1, 5, 9]])).logits
+    found = open_model(folder, threads=1)(PROMPT, position_ids=torch.tensor([[0, 1, 5, 9]])).logits
+    assert torch.allclose(found, wanted, atol=1e-4)
+
+
+@needs_transformers("5.23", "its Trainer takes other arguments")
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_the_trainer_evaluates_with_a_loss_of_the_caller(name, tmp_path):
+    """The loss is the model's; without one the error names the labels, and not the names of a wrapper."""
+    pytest.importorskip("accelerate")
+    if name == "llama":
+        model, folder = exported(name)
+    else:
+        config = transformers.BertConfig(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        )
+        config.num_labels, folder = 3, tmp_path / "out"
+        model = transformers.BertForSequenceClassification(config).eval()
+        export_folder(model, folder, proof="none")
+    ids = torch.randint(4, 200, (4, 6), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row if name == "llama" else row[0] % 3} for row in ids]
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        scores = outputs.logits
+        if name == "llama":
+            scores, labels = scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return torch.nn.functional.cross_entropy(scores, labels)
+
+    def evaluated(of, **how):
+        args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+        return transformers.Trainer(of, args, eval_dataset=rows, **how).evaluate()["eval_loss"]
+
+    files = open_model(folder, threads=1)
+    assert evaluated(files, compute_loss_func=loss) == pytest.approx(evaluated(model), abs=1e-4)
+    with pytest.raises(InvalidArgumentError, match=r"labels: .* They return no loss: .* compute_loss_func="):
+        evaluated(files)
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+
+# OpenVINO writes the cache of Llama in place, onnxruntime where it is optimised for it; a window of Gemma 3 slides
+COPIED = {
+    "returned": ("llama", {}),
+    "sliding": ("gemma3_text", {}),
+    "shared": ("llama", {"optimize": "onnxruntime"}),
+    "program": ("llama", {"to": "program"}),
+    "openvino": ("llama", {"target": "openvino"}),
+}
+
+
+@pytest.mark.parametrize("kind", cases(list(COPIED), quick=["returned", "sliding", "shared"]))
+def test_a_prompt_is_read_once_for_several_texts(kind, tmp_path):
+    """`copy.deepcopy(cache)`, also inside of a list, and `copy.copy`: each goes on alone, as the model's does."""
+    name, how = COPIED[kind]
+    if "target" in how:
+        pytest.importorskip("openvino")
+        model, folder = small_model(name), tmp_path / "out"
+        export_folder(model, folder, proof="none", **how)
+    else:
+        model, folder = exported(name, **how)
+    files = open_model(folder, threads=1)
+    prompt = torch.randint(4, 200, (1, 12), generator=torch.Generator().manual_seed(1))  # longer than the window
+    more = [torch.tensor([[11, 9, 4]]), torch.tensor([[12]]), torch.tensor([[13, 5]])]
+
+    def answers(of, copied):
+        with torch.no_grad():
+            prefix = cache_of(of(prompt, use_cache=True))
+            caches = [how(prefix) for how in copied] + [prefix]
+            return [
+                of.generate(
+                    torch.cat([prompt, text], dim=1), **{installed_name(): cache}, max_new_tokens=8, do_sample=False
+                ).tolist()
+                for text, cache in zip(more, caches, strict=True)
+            ]
+
+    wanted = answers(model, [copy.deepcopy, copy.deepcopy])
+    assert answers(files, [copy.deepcopy, lambda cache: copy.deepcopy([cache])[0]]) == wanted
+    assert answers(files, [copy.copy, copy.deepcopy]) == wanted
+
+
+def test_what_cannot_be_stored_says_so():
+    """Neither a cache of files nor the model over them: both have memory of a library."""
+    files = open_model(exported("llama")[1], threads=1)
+    with pytest.raises(InvalidArgumentError, match=r"cannot be stored: .* copy\.deepcopy\(cache\) copies it"):
+        pickle.dumps(cache_of(files(PROMPT)))
+    for how in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(InvalidArgumentError, match=r"open its folder again, with open_model\(folder\)"):
+            how(files)
+
+
+@pytest.mark.parametrize("asked", ["static", "offloaded", "offloaded_static", "dynamic", "stated"])
+@pytest.mark.parametrize("name", cases(["llama", "gemma3_text", "t5"], quick=["llama"]))
+def test_a_cache_of_any_kind_is_that_of_the_files(name, asked):
+    """`cache_implementation=`, also next to the model: the tokens are the model's."""
+    model, folder = exported(name)
+    files = open_model(folder, threads=1)
+    wanted = model.generate(PROMPT, max_new_tokens=12, do_sample=False).tolist()
+    if asked == "stated":
+        files.generation_config.cache_implementation = "static"
+        assert files.generate(PROMPT, max_new_tokens=12, do_sample=False).tolist() == wanted
+    else:
+        found = files.generate(PROMPT, max_new_tokens=12, do_sample=False, cache_implementation=asked)
+        assert found.tolist() == wanted
+
+
+EMPTY = {
+    "static": lambda config: transformers.StaticCache(config, max_cache_len=40),
+    "dynamic": lambda config: transformers.DynamicCache(config=config),
+    "without layers": lambda config: transformers.DynamicCache(),
+}
+
+
+@pytest.mark.parametrize("kind", list(EMPTY))
+@pytest.mark.parametrize("name", cases(["llama", "gemma3_text"], quick=["llama"]))
+def test_a_caller_goes_on_with_the_empty_cache_that_was_passed(name, kind):
+    """A loop of one's own reads the outputs alone, since the model writes to the object; so do the files."""
+    model, folder = exported(name)
+    files, scores = open_model(folder, threads=1), []
+    for of in (model, files):
+        cache = EMPTY[kind](model.config)
+        with torch.no_grad():
+            scores.append(
+                [of(ids, **{installed_name(): cache}).logits for ids in (PROMPT, PROMPT[:, :1], PROMPT[:, 1:3])]
+            )
+        assert int(cache.get_seq_length()) == 7
+    assert isinstance(cache, FileCache)
+    for wanted, found in zip(*scores, strict=True):
+        assert torch.allclose(wanted, found, atol=1e-4)
+
+
+class Own(transformers.DynamicCache):
+    """A cache of a user, whose methods nothing of the files would call."""
+
+
+def test_a_cache_that_keeps_something_else_is_refused():
+    """Quantised keys, the pages of another loop, a class of the caller, and keys that the files have not read."""
+    files = open_model(exported("llama")[1], threads=1)
+    for kind in ("quantized", "paged"):
+        with pytest.raises(InvalidArgumentError, match=rf"cache_implementation='{kind}': files keep keys"):
+            files.generate(PROMPT, max_new_tokens=3, cache_implementation=kind)
+    with pytest.raises(
+        InvalidArgumentError, match=r"The cache is .*Own.*, and files keep .* Pass DynamicCache\(\), or none"
+    ):
+        files(PROMPT, **{installed_name(): Own()})
+    with pytest.raises(
+        InvalidArgumentError, match=r"The cache is .*list.*, and files keep .* Pass DynamicCache\(\), or none"
+    ):
+        files(PROMPT, **{installed_name(): [{"key": torch.zeros(1, 2, 3, 4), "value": torch.zeros(1, 2, 3, 4)}]})
+
+
+@pytest.mark.parametrize("kind", ["quantized", "offloaded", "static"])
+def test_a_model_that_asks_for_another_cache_is_exported(kind, tmp_path):
+    """Its files are compared with the keys that it computes, which the report states; the folder asks for none."""
+    model = small_model("llama")
+    wanted = model.generate(PROMPT, max_new_tokens=6, do_sample=False).tolist()
+    model.generation_config.cache_implementation = kind
+    report = export_folder(model, tmp_path / "out", proof="sample")
+    assert f"without cache_implementation={kind!r}" in str(report)
+    files = open_model(tmp_path / "out", threads=1)
+    assert files.generate(PROMPT, max_new_tokens=6, do_sample=False).tolist() == wanted
+    assert model.generation_config.cache_implementation == kind
+
+
+# -- configurations ----------------------------------------------------------------------------------------------------
+
+
+SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": None}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
+INFINITE = {
+    "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(
+        **SIZES, **HEADS, **STATES, num_local_experts=0, shared_intermediate_size=32, layer_types=["mamba", "attention"]
+    ),
+    "bamba": lambda: transformers.BambaConfig(**SIZES, **HEADS, **STATES, attn_layer_indices=[1]),
+    "mamba2": lambda: small_config("mamba2"),
+}
+
+
+@needs_transformers("5.23", "infinite numbers have no tag")
+@pytest.mark.parametrize("name", cases(list(INFINITE), quick=["granitemoehybrid"]))
+def test_a_folder_with_infinite_settings_opens(name, tmp_path):
+    """transformers writes `{"__float__": "Infinity"}`; the files generate the model's tokens."""
+    model = transformers.AutoModelForCausalLM.from_config(INFINITE[name]()).eval()
+    assert max(model.config.time_step_limit) == float("inf")
+    export_folder(model, tmp_path / "out", proof="sample")
+    files = open_model(tmp_path / "out", threads=1)
+    assert list(files.config.time_step_limit) == list(model.config.time_step_limit)
+    found = files.generate(PROMPT, max_new_tokens=6, do_sample=False).tolist()
+    assert found == model.generate(PROMPT, max_new_tokens=6, do_sample=False).tolist()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -21,17 +20,16 @@ from ..errors import InvalidArgumentError, SpecMismatchError, describe_class
 from ..huggingface.cache_names import name_in
 from ..private_names.of_torch import pytree
 from ..trace.constant_inputs import with_members
-from ..trace.program_inputs import traced_inputs
 from ..trees.arguments import check_arguments
-from ..trees.naming import leaf_names
 from ..trees.shapes import dynamic_shapes
 from ..trees.weights import has_no_data
 from .example.example import Example, sizes_of
 from .exported_model import ExportedModel, finish
+from .program.one_value import write_single_values
 from .program.traced import described
 from .proof.case import Case, clone
+from .proof.fitting import shapes_taken
 from .proof.levels import Proof
-from .proof.report import ExportReport
 from .source import Asked, noted, prove
 
 __all__ = ["prove_program"]
@@ -89,13 +87,12 @@ def prove_program(
     report = asked.report()
     with register_flattening_functions(**options_in_use()):
         example = _example_of(program, module)
+        write_single_values(program)
         traced = described(program, example)
         noted(example, traced, report)
         if example.shapes is None:
             asked = dataclasses.replace(asked, steps=1)
-        # cases that were named are run as they are: their caller wants to know
-        chosen = (lambda made: _fitting(program, made, report)) if cases is None else list
-        source = prove(example, traced, asked, report, fitting=chosen)
+        source = prove(example, traced, asked, report, only_fitting=True)
         return finish(dataclasses.replace(source, is_given=True), report)
 
 
@@ -124,36 +121,7 @@ def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
         # a program keeps the counter of all layers of a cache as one tensor; rebuilt, each layer has its own number
         args, kwargs = clone((args, kwargs))
     why_not, remarks = sizes_of(module, args, kwargs)
-    varies = any(any(type(size) is not int for size in shape) for shape in _shapes_taken(program))
+    varies = any(any(type(size) is not int for size in shape) for shape in shapes_taken(program))
     shapes = dynamic_shapes(kwargs) if varies else None
     cache_is = name_in(kwargs) or ""
     return Example(module, args, kwargs, shapes, {}, cache_is, no_data, no_data or why_not, tuple(remarks))
-
-
-def _shapes_taken(program: ExportedProgram) -> list[tuple[Any, ...]]:
-    """The sizes of every leaf of the inputs, symbols among them; none of what is not a tensor."""
-    return [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in traced_inputs(program)]
-
-
-def _fitting(program: ExportedProgram, cases: list[Case], report: ExportReport) -> list[Case]:
-    """The cases whose sizes a program takes; the report names the others."""
-    shapes, kept = _shapes_taken(program), []
-    for case in cases:
-        misfit = _misfit(program, shapes, case)
-        if misfit:
-            report.remark(f"{case.name}: not replayed, since {misfit}.")
-        else:
-            kept.append(case)
-    return kept
-
-
-def _misfit(program: ExportedProgram, shapes: list[tuple[Any, ...]], case: Case) -> str:
-    leaves = pytree.tree_leaves((case.args, dict(case.kwargs)))
-    for name, shape, leaf in zip(leaf_names(dict(case.kwargs)), shapes, leaves, strict=False):
-        for axis, (size, given) in enumerate(zip(shape, getattr(leaf, "shape", ()), strict=False)):
-            if isinstance(size, int):
-                if size != given:
-                    return f"the program has fixed axis {axis} of {name} at {size}"
-            elif (known := program.range_constraints.get(size.node.expr)) is not None and given > known.upper:
-                return f"the program takes at most {known.upper} in axis {axis} of {name}"
-    return ""

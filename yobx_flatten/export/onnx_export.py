@@ -14,8 +14,9 @@ from ..declare.scopes import options_in_use, register_flattening_functions
 from ..errors.dependencies import require
 from ..recipe.aliases import DynamicShapes
 from ..trees.arguments import check_arguments
-from .example.example import make_example
+from .example.example import Example, make_example
 from .exported_model import ExportedModel, finish
+from .fewer_sizes import with_fewer_sizes
 from .onnx.file import unproven_file
 from .proof.case import Case
 from .proof.levels import Proof
@@ -103,17 +104,21 @@ def _export(
 ) -> ExportedModel:
     """Make the example, trace it, prove the program where the file is not enough, and write the file."""
     options = options.checked(asked.facts, proof=asked.proof)
-    report = asked.report()
-    with register_flattening_functions(**options_in_use()):
-        example = make_example(module, args, kwargs, dynamic_shapes)
-        options.check_example(example)
+
+    def export(example: Example, is_fixed: bool) -> ExportedModel:
+        report = asked.report()
         with unproven_file(options.path) as file:
             traced = traced_example(example, report)
             traced.check_cache_outputs(asked.facts.name)
             if traced.readers and asked.proof == "full":
                 report.remark("the file was replayed, and not the program, which has no weights of its own.")
             # of a sample the file is replayed alone: it holds what the program does
-            source = prove(example, traced, asked, report, runs=asked.proof == "full" and not traced.readers)
-            source = dataclasses.replace(source, adapters=options.adapters)
-            write_file(source, options, file, report)
+            runs = asked.proof == "full" and not traced.readers
+            source = prove(example, traced, asked, report, runs=runs, only_fitting=is_fixed)
+            write_file(dataclasses.replace(source, adapters=options.adapters), options, file, report)
         return finish(source, report, options.path)
+
+    with register_flattening_functions(**options_in_use()):
+        example = make_example(module, args, kwargs, dynamic_shapes)
+        options.check_example(example)
+        return with_fewer_sizes(export, example, dynamic_shapes)

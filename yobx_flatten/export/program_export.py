@@ -11,8 +11,9 @@ from ..declare.scopes import options_in_use, register_flattening_functions
 from ..recipe.aliases import DynamicShapes
 from ..trees.arguments import check_arguments
 from .example.bounds import Bounds
-from .example.example import make_example
+from .example.example import Example, make_example
 from .exported_model import ExportedModel, finish
+from .fewer_sizes import with_fewer_sizes
 from .program.traced import fill
 from .proof.case import Case
 from .proof.levels import Proof
@@ -73,11 +74,16 @@ def export_program(
     """
     check_arguments(module, args, kwargs)
     asked = Asked.of(module, cases, steps, tolerance, proof)
-    largest, report = Bounds.of(bounds), asked.report()
+    largest = Bounds.of(bounds)
     if largest is not None:
         largest.check_positions(module)
-    with register_flattening_functions(**options_in_use()):
-        example = make_example(module, args, dict(kwargs or {}), dynamic_shapes, largest)
+
+    def export(example: Example, is_fixed: bool) -> ExportedModel:
+        report = asked.report()
         traced = traced_example(example, report, strict=strict)
         fill(traced.program, traced.readers)
-        return finish(prove(example, traced, asked, report), report)
+        return finish(prove(example, traced, asked, report, only_fitting=is_fixed), report)
+
+    with register_flattening_functions(**options_in_use()):
+        example = make_example(module, args, dict(kwargs or {}), dynamic_shapes, largest)
+        return with_fewer_sizes(export, example, dynamic_shapes)

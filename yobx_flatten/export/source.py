@@ -25,6 +25,7 @@ from .program.fixed_axes import notes_on_fixed_axes
 from .program.traced import Traced, trace
 from .proof.case import Case, check_cases
 from .proof.exported_call import Nested
+from .proof.fitting import fitting
 from .proof.levels import Proof, choose_proof, sampled
 from .proof.replay import CaseResult, Side, replay
 from .proof.report import ExportReport
@@ -146,16 +147,18 @@ def prove(
     asked: Asked,
     report: ExportReport,
     *,
-    fitting: Callable[[list[Case]], list[Case]] = list,
+    only_fitting: bool = False,
     runs: bool = True,
 ) -> Source:
     """Choose the cases of a program and replay them, if anything is replayed. The block must be open."""
-    # fitting: returns the cases that the program takes; all of them by default
+    # only_fitting: whether cases of other sizes than the program takes are left out; those of the caller never are
     # runs: whether the program is replayed, and not a file of it alone; `True` by default
     # before anything is replayed, since the cost of half precision is what a result is judged by
     asked.allowed.measure(report, example, traced)
     with report.timed("replay"):
-        cases = fitting(_cases_of(example, asked, report))
+        cases = _cases_of(example, asked, report)
+        if only_fitting and asked.cases is None:
+            cases = fitting(traced.program, cases, report)
     if cases and runs:
         side = Nested(ProgramRunner(traced.program), example.cache_is, traced.written)
         replay_cases([side], example, traced, cases, report)

@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 
 from ...runners.relations import COMPARISONS, FUNCTIONS, Expression, names_in
 
-__all__ = ["as_expression", "asserts_values", "fixed_sizes", "largest_sizes", "relations_of", "unasserted_sizes"]
+__all__ = ["as_expression", "asserts_values", "largest_sizes", "relations_of", "unasserted_sizes"]
 
 _OPERATORS = {  # classes of sympy, and of torch for it
     "Add": "+",
@@ -84,8 +84,7 @@ def unasserted_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
     ``int(x.shape[1] * 0.5)`` the program has the value of its example, and takes all other sizes. A comparison that
     other sizes do not meet fixes those in it.
     """
-    environment, one_value = _environment(program), fixed_sizes(program)
-    sizes = {place: size for place, size in _sizes(program).items() if place not in one_value}
+    environment, sizes = _environment(program), _sizes(program)
     examples = {size.node.expr: int(size.node.hint) for size in sizes.values() if size.node.hint is not None}
     fixed: set[Any] = set()
     for one in [] if environment is None else itertools.chain(*environment.deferred_runtime_asserts.values()):
@@ -120,17 +119,12 @@ def _restricts(expression: sympy.Basic, examples: Mapping[Any, int]) -> bool:
     return False
 
 
-def fixed_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
-    """Return sizes that have a symbol in a program, and one value only."""
-    return {place: int(known.lower) for place, known in _ranges(program) if known.lower == known.upper}
-
-
 def largest_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
     """Return sizes that a program takes up to a number: above, the code that was traced goes another way."""
     return {
         place: int(known.upper)
         for place, known in _ranges(program)
-        if isinstance(known.upper, sympy.Integer) and known.lower < known.upper < _NO_LIMIT
+        if isinstance(known.upper, sympy.Integer) and known.upper < _NO_LIMIT
     }
 
 

@@ -27,7 +27,7 @@ from ...runners.signature import KEY, Signature, place_of_sizes
 from ...storage.matching import leaves_of
 from ...trees.naming import leaf_names
 from ..example.example import Example
-from ..program.flat_program import fixed_sizes, signature_of
+from ..program.flat_program import signature_of
 from ..proof.case import Case
 from ..proof.first_difference import first_difference
 from ..proof.report import ExportReport
@@ -38,6 +38,7 @@ from .file import UnprovenFile, convert
 from .opset import ATTENTION_OPSET, attention_opset
 from .other_sizes import OtherSizes
 from .quantize import quantize_model, remark_quantized
+from .refused import ConversionRefusedError, refused_conversion
 from .replay import replay_onnx
 from .rewrite.attention import count_operators
 from .sizes import fix_sizes, refuse_sizes
@@ -63,11 +64,13 @@ class _Attempt:
     opset: int | None  # version of ONNX's operators; `None` for the exporter's own choice
     fuse: bool  # whether attention is one operator that takes the cache
     share: bool = False  # whether it is that of onnxruntime
+    by_torch: bool = False  # whether torch decomposes the whole program, as `torch.onnx.export` does
 
     def __str__(self) -> str:
+        opset = "the exporter's own opset" if self.opset is None else f"opset {self.opset}"
         if self.share:
-            return f"opset {self.opset}, attention of onnxruntime"
-        return f"opset {self.opset}, attention in one operator" if self.fuse else f"opset {self.opset}"
+            return f"{opset}, attention of onnxruntime"
+        return f"{opset}, {'attention in one operator' if self.fuse else 'decomposed here'}"
 
 
 def write_proven(
@@ -90,6 +93,7 @@ def write_proven(
     if share and attempts[0].fuse:
         attempts.insert(0, dataclasses.replace(attempts[0], share=True))
     done = len(report.cases)
+    refused: Exception | None = None  # the first error of a conversion
 
     for number, attempt in enumerate(attempts, 1):
         last = number == len(attempts)
@@ -99,10 +103,14 @@ def write_proven(
             functools.partial(_written, attempt, file, source, report, quantization, translations), lambda error: error
         )
         if isinstance(converted, Exception):
+            reason = refused_conversion(converted, type(example.module).__qualname__, source.traced)
+            refused = refused or reason
+            if last and (attempt.by_torch or reason is converted):
+                raise refused
             if last:
-                raise converted
-            reason = f"{type(converted).__name__}: {first_line(converted)}"
-            report.remark(f"{attempt} was left out: the conversion raised {reason}")
+                attempts.append(dataclasses.replace(attempt, by_torch=True))
+            shown = reason.reason if isinstance(reason, ConversionRefusedError) else first_line(reason)
+            report.remark(f"{attempt} was left out: {shown}")
             continue
         report.opset = converted.model.opset_imports.get("")
         report.operators = count_operators(converted.model.graph)
@@ -143,6 +151,7 @@ def _written(
             source.example.axis_names,
             fuse=attempt.fuse,
             share=attempt.share,
+            by_torch=attempt.by_torch,
             readers=traced.readers,
             translations=translations,
             rooms=rooms_in(source.example.module),
@@ -173,7 +182,7 @@ def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
     numbers, and so is what the program computes right without it.
     """
     example, traced = source.example, source.traced
-    fix_sizes(model, fixed_sizes(traced))
+    fix_sizes(model, traced.unasserted)
     try:
         signature = signature_of(traced)
     except InvalidArgumentError:  # an input is a number, which has no size

@@ -91,6 +91,7 @@ def convert(
     *,
     fuse: bool = False,
     share: bool = False,
+    by_torch: bool = False,
     readers: Mapping[str, Reader] | None = None,
     translations: Mapping[Any, Callable[..., Any]] | None = None,
     rooms: Mapping[str, str] | None = None,
@@ -100,12 +101,13 @@ def convert(
     # opset_version: the opset of ONNX; `None` for the exporter's own choice
     # fuse: whether attention takes the cache itself, and is one operator where a model spells it out; not before opset
     # 23
+    # by_torch: whether torch decomposes the program as a whole, and not the operators that need it alone
     # readers: what reads weights that have no data in the program, by name; none by default
     # translations: functions of onnxscript by operator of torch; none by default
     # rooms: matrices of adapters that become optional inputs, see `room.rooms_in`; none by default
     with _without_noise():
         converted = torch.onnx.export(
-            _decomposed_where_needed(program),
+            program if by_torch else _decomposed_where_needed(program),
             opset_version=opset_version,
             dynamo=True,
             verbose=False,

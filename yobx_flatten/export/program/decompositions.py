@@ -30,6 +30,9 @@ _ASSERTIONS = {
     _ATEN._assert_scalar.default,
     _ATEN._assert_tensor_metadata.default,
 }
+# a trace of a program writes these by its sizes, and torch.vmap, torch.func by what they do
+_GONE_WHEN_TRACED = {_ATEN.sym_numel.default, _ATEN.sym_stride.int, _ATEN.sym_storage_offset.default}
+_TRANSFORMS = "torch._functorch."
 _CASTS = {_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.to.other, _ATEN.type_as.default}
 
 
@@ -84,6 +87,8 @@ def _stands_alone(node: torch.fx.Node) -> bool:
     if node.op in ("placeholder", "output"):
         return True
     if node.op != "call_function":
+        return False
+    if node.target in _GONE_WHEN_TRACED or getattr(node.target, "__module__", "").startswith(_TRANSFORMS):
         return False
     schema = getattr(node.target, "_schema", None)
     return node.target in _ASSERTIONS or schema is None or not schema.is_mutable

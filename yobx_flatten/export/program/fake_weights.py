@@ -1,4 +1,4 @@
-"""Trace a module whose weights have no data, or have it only while a layer is called."""
+"""Trace a module whose weights have no data, have it only while a layer is called, or were made in inference mode."""
 
 from __future__ import annotations
 
@@ -18,10 +18,30 @@ __all__ = ["fake_weights"]
 def fake_weights(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:
     """Put fake weights in the place of those on ``meta``, on the device of the inputs; nothing is brought meanwhile.
 
-    A trace computes shapes only, and it refuses tensors of two devices. Where the inputs are also on ``meta``,
-    everything stays as it is.
+    A trace computes shapes only, and it refuses tensors of two devices. Where the inputs are also on ``meta``, those
+    stay as they are. Parameters that were made in inference mode are traced as frozen ones, since a trace cannot state
+    that they are learned.
     """
     # module: the module; afterwards it has its own tensors again
+    with _frozen_if_of_inference(module), _without_meta(module, leaves):
+        yield
+
+
+@contextlib.contextmanager
+def _frozen_if_of_inference(module: torch.nn.Module) -> Iterator[None]:
+    learned = [one for one in module.parameters() if one.is_inference() and one.requires_grad]
+    for parameter in learned:
+        parameter.requires_grad = False
+    try:
+        yield
+    finally:
+        with torch.inference_mode():  # nowhere else is that allowed of such tensors
+            for parameter in learned:
+                parameter.requires_grad = True
+
+
+@contextlib.contextmanager
+def _without_meta(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:
     devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if devices and all(device.type == "meta" for device in devices):
         yield

@@ -61,7 +61,7 @@ def _left_to_the_trace(example: Example, program: ExportedProgram) -> Iterator[t
             continue
         for axis, dim in (dims or {}).items():
             # sizes of 0 and 1 have a note of their own
-            if dim == Dim.AUTO and leaf.shape[axis] > 1 and _is_fixed(value.shape[axis], program):
+            if dim == Dim.AUTO and leaf.shape[axis] > 1 and not isinstance(value.shape[axis], torch.SymInt):
                 yield name, axis, leaf.shape[axis]
 
 
@@ -76,13 +76,6 @@ def _of_each_size(example: Example) -> dict[int, dict[str, list[int]]]:
             if isinstance(leaf, torch.Tensor) and dim is not None:
                 found.setdefault(leaf.shape[axis], {}).setdefault(name, []).append(axis)
     return found
-
-
-def _is_fixed(size: int | torch.SymInt, program: ExportedProgram) -> bool:
-    if not isinstance(size, torch.SymInt):
-        return True
-    known = program.range_constraints.get(size.node.expr)
-    return size.node.expr.is_Integer or (known is not None and known.lower == known.upper)
 
 
 def _takes_more(example: Example, traced: Traced, axes: Mapping[str, list[int]]) -> bool:

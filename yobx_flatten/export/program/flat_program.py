@@ -26,7 +26,7 @@ from ...trace.program_inputs import arguments_of
 from ..example import size_relations
 from .traced import Traced
 
-__all__ = ["fixed_sizes", "flat_program", "quietly", "signature_of"]
+__all__ = ["flat_program", "quietly", "signature_of"]
 
 _MADE_BY = ("torch", "transformers")
 
@@ -116,8 +116,7 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
     program = traced.program
     by_argument = _by_argument(traced)
     values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
-    # a size of one value counts as a number
-    counted: dict[tuple[str, int], Size] = {**_counted(program, by_argument), **fixed_sizes(traced)}
+    counted: dict[tuple[str, int], Size] = {**_counted(program, by_argument), **traced.unasserted}
     inputs = []
     for argument, name in by_argument.items():
         value = values[argument]
@@ -142,13 +141,6 @@ def _by_argument(traced: Traced) -> dict[str, str]:
     """The names of the inputs, by those of the arguments of the graph."""
     arguments = [arg.name for arg in arguments_of(traced.program) if not isinstance(arg, ConstantArgument)]
     return dict(zip(arguments, traced.input_names, strict=True))
-
-
-def fixed_sizes(traced: Traced) -> dict[tuple[str, int], int]:
-    """Return sizes that have a symbol in a program, and one value only: a file states them as fixed."""
-    names = _by_argument(traced)
-    found = size_relations.fixed_sizes(traced.program) | size_relations.unasserted_sizes(traced.program)
-    return {(names[argument], axis): size for (argument, axis), size in found.items() if argument in names}
 
 
 _SAME_VALUES = ("view", "reshape", "alias", "detach", "contiguous", "clone", "slice", "unsqueeze", "squeeze")

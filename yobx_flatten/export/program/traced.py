@@ -9,6 +9,7 @@ import io
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
@@ -39,6 +40,7 @@ from ..proof.case import clone
 from ..proof.module_state import draws_random_numbers, own_attributes, own_written_state, undisturbed, written_state
 from .fake_weights import fake_weights
 from .int_of_sizes import kept_sizes
+from .one_value import write_single_values
 
 __all__ = ["Traced", "described", "fill", "trace"]
 
@@ -184,7 +186,19 @@ def _traced(example: Example, strict: bool) -> ExportedProgram:
         untouched, faked = own_attributes(module), fake_weights(module, leaves)
         kept = contextlib.nullcontext() if example.shapes is None else kept_sizes(module)
         calm = contextlib.redirect_stderr(_WithoutGraphs(sys.stderr))
-        with naming_untried_versions(), torch.no_grad(), untouched as originals, faked, named, asserted, kept, calm:
+        quiet = warnings.catch_warnings()
+        with (
+            naming_untried_versions(),
+            torch.no_grad(),
+            untouched as originals,
+            faked,
+            named,
+            asserted,
+            kept,
+            calm,
+            quiet,
+        ):
+            warnings.filterwarnings("ignore", _OF_RECURRENT_LAYERS, UserWarning)
             program = torch.export.export(
                 module,
                 clone(example.args),
@@ -193,10 +207,15 @@ def _traced(example: Example, strict: bool) -> ExportedProgram:
                 strict=strict,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
+    write_single_values(program)
     for name, tensor in program.constants.items():  # a copy in which the trace may have written
         program.constants[name] = originals.get(id(tensor), tensor)
     check_all_read(module, swallowed, program, _by_argument(example.inputs, _user_inputs(program)))
     return program
+
+
+# torch's recurrent layers list their parameters in an attribute, which a trace replaces and puts back
+_OF_RECURRENT_LAYERS = r"The tensor attributes (self\.[\w.]*_flat_weights\[\d+\](, )?)+ were assigned"
 
 
 def described(program: ExportedProgram, example: Example) -> Traced:

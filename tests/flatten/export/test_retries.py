@@ -1,0 +1,252 @@
+"""What fails while all sizes vary, and passes with fewer of them, or with torch's own decompositions, is exported."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from yobx_flatten import Case, export_onnx, export_program
+from yobx_flatten.errors import InvalidArgumentError
+
+onnxruntime = pytest.importorskip("onnxruntime")
+nn = torch.nn
+
+
+@pytest.fixture
+def _lines_of_code(monkeypatch):
+    """Programs name the lines of their model, as they do outside of these tests."""
+    monkeypatch.setattr(torch.fx.config, "do_not_emit_stack_traces", False)
+
+
+def _module(forward, **parameters):
+    """A module whose forward is a function of these parameters, by name, and of its inputs."""
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, value in parameters.items():
+                setattr(self, name, nn.Parameter(value))
+
+    Own.forward = forward
+    return Own().eval()
+
+
+def _differences(path, module, *calls):
+    """The largest difference of the file from the module, in each call."""
+    session = onnxruntime.InferenceSession(path)
+    found = []
+    for call in calls:
+        got = session.run(None, {name: value.numpy() for name, value in call.items()})
+        with torch.no_grad():
+            want = module(**call)
+        found.append(max(float((torch.tensor(a) - b).abs().max()) for a, b in zip(got, want.values(), strict=True)))
+    return found
+
+
+def _summed_loss(self, x, labels):
+    return {"y": nn.functional.mse_loss(x, labels, reduction="sum") / labels.numel()}
+
+
+def _grid(self, x):
+    rows, columns = torch.meshgrid(torch.arange(x.shape[1]), torch.arange(x.shape[2]), indexing="ij")
+    return {"y": x + rows - columns}
+
+
+def _mean_of_integers(self, x):
+    return {"y": x.mean(dtype=torch.float32)}
+
+
+def _ensemble(self, x):
+    return {"y": torch.vmap(lambda weight: nn.functional.linear(x, weight).relu())(self.weight)}
+
+
+def _row_by_row(self, x, y):
+    return {"y": torch.vmap(lambda a, b: a @ b)(x, y)}
+
+
+ALL_SIZES = {
+    "numel": (_module(_summed_loss), lambda n: {"x": torch.randn(n, 3), "labels": torch.randn(n, 3)}),
+    "meshgrid": (_module(_grid), lambda n: {"x": torch.randn(n, 3, n + 2)}),
+    "mean of integers": (_module(_mean_of_integers), lambda n: {"x": torch.randint(0, 9, (n, n + 1))}),
+    "vmap over weights": (_module(_ensemble, weight=torch.randn(3, 4, 6)), lambda n: {"x": torch.randn(n, 6)}),
+    "vmap over rows": (_module(_row_by_row), lambda n: {"x": torch.randn(n, 3), "y": torch.randn(n, 3, n)}),
+}
+
+
+@pytest.mark.parametrize("name", ALL_SIZES)
+def test_sizes_that_the_code_counts_with_all_vary(name, tmp_path):
+    """Without a note that any was fixed, and with the module's numbers at others."""
+    module, make = ALL_SIZES[name]
+    exported = export_onnx(module, kwargs=make(2), path=tmp_path / "m.onnx")
+    assert not [remark for remark in exported.report.remarks if "fixed" in remark]
+    assert max(_differences(tmp_path / "m.onnx", module, make(5), make(3), make(1))) < 1e-5
+
+
+class Stream(nn.Module):
+    """Takes the state of a recurrent layer, and returns the next one."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.rnn, self.has_cell = kind(5, 6, **options), kind is nn.LSTM
+
+    def forward(self, x, state, cell=None):
+        y, found = self.rnn(x, (state, cell) if self.has_cell else state)
+        return {"y": y, "state": found[0], "cell": found[1]} if self.has_cell else {"y": y, "state": found}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (nn.GRU, {"batch_first": True}),
+        (nn.LSTM, {"bidirectional": True}),
+        (nn.LSTM, {"num_layers": 3, "batch_first": True}),
+        (nn.GRU, {"num_layers": 2, "bidirectional": True}),
+        (nn.RNN, {}),
+    ],
+)
+def test_a_recurrent_layer_with_its_state_takes_any_batch(kind, options, tmp_path):
+    """The hidden size has one value, which the file states as a number."""
+    module = Stream(kind, **options).eval()
+    layers = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
+
+    def make(rows):
+        x = torch.randn(rows, 7, 5) if options.get("batch_first") else torch.randn(7, rows, 5)
+        states = {"state": torch.randn(layers, rows, 6), "cell": torch.randn(layers, rows, 6)}
+        return {"x": x, **(states if kind is nn.LSTM else {"state": states["state"]})}
+
+    export_onnx(module, kwargs=make(2), path=tmp_path / "m.onnx")
+    assert max(_differences(tmp_path / "m.onnx", module, make(5), make(1))) < 1e-5
+    shapes = {one.name: one.shape for one in onnxruntime.InferenceSession(tmp_path / "m.onnx").get_inputs()}
+    assert shapes["state"][2] == 6
+    assert isinstance(shapes["state"][1], str)
+
+
+def _rolled(self, x):
+    return {"y": torch.roll(x, x.shape[1] // 2, 1)}
+
+
+def _chunks(self, x):
+    return {"y": torch.stack(x.chunk(x.shape[1] // 2, 1))}
+
+
+@pytest.mark.parametrize("forward", [_rolled, _chunks])
+def test_a_size_that_fails_is_fixed_and_named(forward, tmp_path):
+    """The others still vary; the report says which one was fixed, why, and the line to type."""
+    module = _module(forward)
+    report = export_onnx(module, kwargs={"x": torch.randn(3, 6)}, path=tmp_path / "m.onnx").report
+    (note,) = [remark for remark in report.remarks if "fixed as in the example" in remark]
+    assert note.startswith("x.shape[1] is fixed")
+    assert "torch's exporter raises" in note
+    assert "dynamic_shapes=" in note
+    assert _differences(tmp_path / "m.onnx", module, {"x": torch.randn(7, 6)}) == [0.0]
+    with pytest.raises(Exception, match=r"(?i)dimension"):  # onnxruntime has classes for each of its codes
+        _differences(tmp_path / "m.onnx", module, {"x": torch.randn(3, 8)})
+
+
+def test_sizes_that_were_stated_are_never_fixed(tmp_path):
+    """The caller asked for them: the error comes at once, with the line to type."""
+    with pytest.raises(InvalidArgumentError, match=r"(?s)aten\.roll\.default.*translations=") as caught:
+        export_onnx(
+            _module(_rolled),
+            kwargs={"x": torch.randn(3, 6)},
+            path=tmp_path / "m.onnx",
+            dynamic_shapes={"x": {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}},
+        )
+    assert len(str(caught.value).splitlines()) <= 4
+    assert not (tmp_path / "m.onnx").exists()
+
+
+def test_cases_of_the_caller_are_sizes_that_have_to_vary(tmp_path):
+    """A file of one size does not pass a case of another, so the first error comes out."""
+    other = Case("8 columns", (), {"x": torch.randn(3, 8)})
+    with pytest.raises(InvalidArgumentError, match=r"aten\.roll\.default"):
+        export_onnx(_module(_rolled), kwargs={"x": torch.randn(3, 6)}, cases=[other], path=tmp_path / "m.onnx")
+
+
+@torch.library.custom_op("yobx_tests::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+@halved.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+class Halved(nn.Module):
+    def forward(self, x):
+        return {"y": torch.ops.yobx_tests.halved(x)}
+
+
+class Solved(nn.Module):
+    def forward(self, x):
+        return {"y": torch.linalg.solve(x @ x.mT + torch.eye(x.shape[1]), x)}
+
+
+class Reread(nn.Module):
+    def forward(self, x):
+        return {"y": x.view(torch.int32)}
+
+
+@pytest.mark.usefixtures("_lines_of_code")
+@pytest.mark.parametrize(
+    ("module", "operator"),
+    [
+        (Halved(), "yobx_tests.halved.default"),
+        (Solved(), "aten._linalg_solve_ex.default"),
+        (Reread(), "aten.view.dtype"),
+    ],
+)
+def test_an_operator_without_translation_is_named_with_the_line_to_type(module, operator, tmp_path):
+    """In a few lines, with the operator, its place in the model's code, and ``translations=``."""
+    with pytest.raises(InvalidArgumentError, match="has no translation") as caught:
+        export_onnx(module, kwargs={"x": torch.randn(2, 3, 4)}, path=tmp_path / "m.onnx")
+    first, last = str(caught.value).splitlines()
+    assert operator in first
+    assert "test_retries.py" in first
+    assert last.strip() == f"translations={{torch.ops.{operator}: function}}"
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.norm = nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return {"y": self.norm(self.convolution(x))}
+
+
+def _bert():
+    from transformers import BertConfig, BertModel
+
+    return BertModel(
+        BertConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (Normed, {"x": torch.randn(2, 3, 9)}),
+        (_bert, {"input_ids": torch.randint(0, 64, (2, 5)), "attention_mask": torch.ones(2, 5, dtype=torch.int64)}),
+    ],
+)
+def test_a_module_made_in_inference_mode_is_exported(make, inputs, tmp_path):
+    """Outside of that mode; its parameters are afterwards as they were."""
+    with torch.inference_mode():
+        module = make().eval()
+    export_onnx(module, kwargs=inputs, path=tmp_path / "m.onnx")
+    assert all(one.requires_grad and one.is_inference() for one in module.parameters())
+    assert max(_differences(tmp_path / "m.onnx", module, {n: v[:1] for n, v in inputs.items()})) < 1e-5
+
+
+def test_a_program_checks_a_size_of_one_value():
+    """The number takes the place of the symbol, and the program still refuses others."""
+    module = _module(lambda self, x: {"y": x @ self.weight}, weight=torch.randn(4, 5))
+    exported = export_program(module, kwargs={"x": torch.randn(3, 4)})
+    (x,) = [node.meta["val"] for node in exported.program.graph.nodes if node.name == "x"]
+    assert type(x.shape[1]) is int
+    assert type(x.shape[0]) is torch.SymInt
+    assert exported(x=torch.ones(7, 4))["y"].shape == (7, 5)
+    with pytest.raises(Exception, match="4"):
+        exported(x=torch.ones(7, 3))

@@ -21,7 +21,8 @@ import onnx
 from roundpipe_runtime import DamagedCheckpointError, load_checkpoint, save_checkpoint
 from tests.fuzz.doors import DOORS
 from tests.runtime import tiny_training as tiny
-from yobx_flatten import export_program, load_nested
+from yobx_flatten import ProgramGenerator, export_program, load_nested
+from yobx_flatten.__main__ import main
 from yobx_flatten.errors import DamagedFileError, FlattenError, UntrustedFileError
 from yobx_flatten.model_folder import open_generator, verify_folder
 from yobx_flatten.model_folder.source.find import find_model
@@ -76,6 +77,12 @@ def with_pickle(program, target):
     return target
 
 
+def stored_program(folder):
+    folder.mkdir()
+    export_program(torch.nn.Linear(3, 2), (torch.zeros(4, 3),), cases=[], proof="none").save(folder / "model.pt2")
+    return folder / "model.pt2"
+
+
 def nested_inputs(folder):
     path = good("nested", folder) / "values.onnx"
     model = onnx.load(path)
@@ -113,7 +120,7 @@ def onnx_folder(folder):
     restate(model, cases={"model.onnx": ["/etc/passwd"]})
     with pytest.raises(DamagedFileError, match="not in the folder"):
         verify_folder(model)
-    with_pickle(good("program", folder.with_name("p")) / "model.pt2", model / "model.pt2")
+    with_pickle(stored_program(folder.with_name("p")), model / "model.pt2")
     restate(model, runtime="torch", files=["model.pt2"], cases={})
     with pytest.raises(UntrustedFileError):
         open_generator(model)
@@ -140,10 +147,13 @@ def aotinductor_package(folder):
 
 
 def exported_program(folder):
-    """The pickle runs where it is trusted, and in torch's own function, as the table states."""
-    program = with_pickle(good("program", folder) / "model.pt2", folder / "changed.pt2")
-    with pytest.raises(UntrustedFileError):
-        open_program(program)
+    """The pickle runs where it is trusted, and in torch's own function, as the table states; no door opens it else."""
+    program = with_pickle(stored_program(folder), folder / "changed.pt2")
+    for door in (open_program, open_runner, ProgramGenerator):
+        with pytest.raises(UntrustedFileError, match="trust=True"):
+            door(program)
+    assert main(["explain", str(program)]) == 2
+    assert not pathlib.Path("marker").exists()
     for read in (torch.export.load, lambda path: open_program(path, trust=True)):
         with contextlib.suppress(Exception):  # what the pickle leaves is not an example
             read(program)
@@ -201,7 +211,7 @@ TESTS = {
     "an exported folder of ONNX files": (onnx_folder, "yes, as far as"),
     "an ExecuTorch folder": (executorch_folder, "as far as"),
     "an AOTInductor package (`.pt2`)": (aotinductor_package, "**no**"),
-    "an exported program (`.pt2`)": (exported_program, "read by this package"),
+    "an exported program (`.pt2`)": (exported_program, "**no**"),
     "a training checkpoint": (checkpoint, "yes"),
     "a checkpoint folder of a Trainer": (trainer_folder, "**no**"),
     "a model folder of transformers": (model_folder, "yes, with safetensors"),

@@ -15,7 +15,6 @@ import roundpipe_runtime as rp
 import yobx_flatten as yf
 from tests.runtime import tiny_training as tiny
 from yobx_flatten.errors import FlattenError
-from yobx_flatten.runners.program_runner import open_program
 
 __all__ = ["DOORS", "Door"]
 
@@ -125,16 +124,6 @@ def _write_adapter(folder: pathlib.Path) -> None:
 def _read_adapter(folder: pathlib.Path) -> None:
     generator = yf.model_folder.open_generator(folder / "model")
     generator.generate(torch.tensor([[5, 6]]), max_new_tokens=2, adapter="one")
-
-
-def _write_program(folder: pathlib.Path) -> None:
-    yf.export_program(_llama(), (), yf.decode_inputs(_llama(), yf.DecodeSizes()), cases=[], proof="none").save(
-        folder / "model.pt2"
-    )
-
-
-def _read_program(folder: pathlib.Path) -> None:
-    open_program(folder / "model.pt2")
 
 
 def _write_configuration(folder: pathlib.Path) -> None:
@@ -264,7 +253,6 @@ DOORS = {
     "folder": Door(_write_folder, _read_folder, ("model/*.json", "model/**/case*.onnx", "model/cases/*"), share=1),
     "generator": Door(_write_folder, _read_generator, ("model/*.json",), share=1),
     "adapter": Door(_write_adapter, _read_adapter, ("model/adapters/*",), share=1),
-    "program": Door(_write_program, _read_program, ("*.pt2",), share=1),
     "configuration": Door(_write_configuration, _read_configuration, ("*.json",), share=1),
     "checkpoint": Door(_write_checkpoint, _read_checkpoint, ("*/*",), _repair_checkpoint, share=2),
     "shards": Door(_write_shards, _read_shards, ("*/*", "*/shards/*"), _repair_checkpoint, share=1),

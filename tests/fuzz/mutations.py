@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import pathlib
 import random
 import re
-import zipfile
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -44,21 +42,6 @@ _HOSTILE: list[Any] = [
     f"layer_0={_STRANGER}=[]",
     "layer_0=transformers.cache_utils:DynamicLayer=[[\"same\", \"__import__('os').system('true')\"]]",
 ]
-
-# What torch evaluates, looks up or imports where it reads a program.
-_CODE: list[Any] = [
-    *(
-        "__import__('os').system('true')",
-        "x=__import__('os').system('true')",
-        "x' or __import__('os') or '",
-        "u99999999",
-    ),
-    *("torch.os.system", "torch.load", "torch.ops.aten.from_file.default", "_operator.call", "opaque_obj_0"),
-    *("Pow(Integer(9), Pow(Integer(9), Integer(9)))", "Symbol('x', integer=True)", "L['x'].__class__"),
-    {"__enum__": True, "fqn": _STRANGER, "name": "a"},
-    {"default_factory_module": "tests.fuzz.stranger", "default_factory_name": "x", "dict_context": []},
-]
-
 
 _DEEP = re.compile(r'"deep (\d+)"')  # stands for so many brackets, which no function here could go through
 
@@ -183,44 +166,11 @@ def _onnx(data: bytes, dice: random.Random) -> bytes:
     return bytes(model.SerializeToString())
 
 
-def _with_code(data: bytes, dice: random.Random) -> bytes:
-    """A document with code in the place of a text, also of one inside a text that is a document."""
-    document = json.loads(data)
-    texts = [(one, key) for one, key in _places(document) if isinstance(one[key], str)]
-    if texts:
-        container, key = dice.choice(texts)
-        inner = json.loads(container[key]) if container[key][:1] == "[" else None
-        places = _places(inner)
-        if places:
-            one, name = dice.choice(places)
-            one[name] = dice.choice(_CODE)
-        container[key] = json.dumps(inner) if places else dice.choice(_CODE)
-    return json.dumps(document).encode()
-
-
-def _zip(data: bytes, dice: random.Random) -> bytes:
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        entries = {name: archive.read(name) for name in archive.namelist()}
-    name = dice.choice(list(entries))
-    documents = [name for name in entries if name.endswith(".json")]
-    if documents and dice.random() < 0.3:
-        name = dice.choice(documents)
-        entries[name] = _with_code(entries[name], dice)
-    else:
-        entries[name] = _change(name, entries[name], dice)
-    held = io.BytesIO()
-    with zipfile.ZipFile(held, "w") as archive:
-        for name, entry in entries.items():
-            archive.writestr(name, entry)
-    return held.getvalue()
-
-
 _FORMS: dict[str, Callable[[bytes, random.Random], bytes]] = {
     ".json": _json,
     ".jsonl": _lines,
     ".safetensors": _safetensors,
     ".onnx": _onnx,
-    ".pt2": _zip,
 }
 
 

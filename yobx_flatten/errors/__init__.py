@@ -125,7 +125,7 @@ class ForeignFileError(StoredFileError):
 
 
 class UntrustedFileError(StoredFileError):
-    """A file holds machine code, and the caller did not state that it is trusted."""
+    """Reading a file runs code that is stored in it, and the caller did not state that the file is trusted."""
 
 
 class FolderExistsError(FlattenError, FileExistsError):

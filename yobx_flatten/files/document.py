@@ -9,7 +9,7 @@ import pathlib
 import stat
 from typing import Any, TypeVar
 
-__all__ = ["check_regular", "inside", "parse_document", "read_configuration", "read_document"]
+__all__ = ["check_own", "check_regular", "inside", "parse_document", "read_configuration", "read_document"]
 
 T = TypeVar("T")
 
@@ -93,6 +93,19 @@ def inside(folder: pathlib.Path, name: object, failure: type[Exception]) -> path
     except (FileNotFoundError, NotADirectoryError):
         raise failure(f"{folder} names the file {name!r}, which is not there.") from None
     return path
+
+
+def check_own(path: pathlib.Path, folder: pathlib.Path, failure: type[Exception], most: int | None = None) -> None:
+    """Refuse a file of an untrusted folder that is a link to a file elsewhere: a private one would be published."""
+    # most: the largest number of bytes; any by default
+    check_regular(path, failure, most)
+    real, root = path.resolve(), folder.resolve()
+    # the caches of hubs have `models--owner--name/snapshots/REVISION/file -> ../../blobs/DIGEST`
+    if not real.is_relative_to(root) and real.parent != root.parent.parent / "blobs":
+        raise failure(
+            f"{path} is a link to {real}, which is outside of the folder, and its contents could be copied into what "
+            "is written. Replace the link by the file itself, or remove it."
+        )
 
 
 def check_regular(path: pathlib.Path, failure: type[Exception], most: int | None = None) -> None:

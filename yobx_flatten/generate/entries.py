@@ -11,6 +11,7 @@ __all__ = ["Choices", "Entries"]
 
 _Id = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+_Beams = Annotated[int, msgspec.Meta(ge=0, le=1024)]  # each one is a row with a cache of its own
 _Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
 
@@ -76,7 +77,7 @@ class Choices(Entries):
     top_p: float | None = None
     min_p: float | None = None
     typical_p: float | None = None
-    num_beams: _Count | None = None
+    num_beams: _Beams | None = None
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
-    num_return_sequences: _Count | None = None
+    num_return_sequences: _Beams | None = None

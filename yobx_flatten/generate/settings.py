@@ -187,6 +187,8 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
     positions = read_document(stated, _Described, failure=GenerationError).positions if stated.exists() else None
     with damage_as(GenerationError, f"config.json or generation_config.json in {folder}"):
         config = found[0]
+        for place in found:
+            _check_tokens(folder, place, {**config, **(config.get("text_config") or {})}.get("vocab_size"))
         switch = read_switch(folder, {**config, **(config.get("text_config") or {})})
         return dataclasses.replace(settings_of(*found), switch=switch, positions=positions)
 
@@ -194,6 +196,14 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
 @dataclasses.dataclass(frozen=True)
 class _Described:
     positions: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+def _check_tokens(folder: pathlib.Path, stated: Mapping[str, Any], vocabulary: object) -> None:
+    """Refuse tokens whose score is set, and that a model does not have."""
+    for name in ("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"):
+        for token in _ids(stated.get(name)):
+            if isinstance(vocabulary, int) and token >= vocabulary:
+                raise GenerationError(f"{folder} states {name} = {token:,}, and its model has {vocabulary:,} tokens.")
 
 
 def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> GenerationSettings:

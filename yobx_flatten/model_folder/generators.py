@@ -32,8 +32,9 @@ def open_generator(
             ONNX files; ``None``, the default, for the one that the folder names.
         threads: number of threads that one operator can use in onnxruntime and OpenVINO, and in ExecuTorch all files of
             the process; ``None`` for their own choice. The others use those of torch: ``torch.set_num_threads``.
-        trust: whether the caller knows who wrote the folder. Packages of AOTInductor hold machine code, which runs when
-            they are loaded, and are refused without. ``False`` by default.
+        trust: whether the caller knows who wrote the folder. Packages of AOTInductor and programs of ``torch.export``
+            (``.pt2``) run code that is stored in them when they are loaded, and are refused without. ``False`` by
+            default; ONNX, OpenVINO and ExecuTorch files need no trust.
         device: where onnxruntime computes, ``"cuda"`` or ``"openvino"`` for example; the CPU by default. See
             :class:`.OnnxGenerator`.
         providers: execution providers as onnxruntime takes them, in place of ``device``.
@@ -47,7 +48,7 @@ def open_generator(
             in another number of threads.
         MissingDependencyError: when the runtime is not installed.
         DamagedFileError: when a file is not the one that was exported.
-        UntrustedFileError: when a file holds machine code, and ``trust`` is ``False``.
+        UntrustedFileError: when a file runs code on loading, and ``trust`` is ``False``.
 
     >>> import tempfile
     >>> import torch
@@ -59,7 +60,7 @@ def open_generator(
     >>> prompt = torch.tensor([[5, 6, 7]])
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     exported = export_folder(model, f"{folder}/llama", to="program")
-    ...     found = open_generator(f"{folder}/llama").generate(prompt, max_new_tokens=4)
+    ...     found = open_generator(f"{folder}/llama", trust=True).generate(prompt, max_new_tokens=4)
     >>> torch.equal(found, model.generate(prompt, max_new_tokens=4, do_sample=False))
     True
     """

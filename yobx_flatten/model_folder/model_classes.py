@@ -88,7 +88,7 @@ class FolderModel:
             GenerationError: when there is no such folder, or it has no files for the runtime.
             MissingDependencyError: when transformers or the runtime is not installed.
             DamagedFileError: when a file is not the one that was exported.
-            UntrustedFileError: when a file holds machine code, and ``trust`` is ``False``.
+            UntrustedFileError: when a file runs code on loading, and ``trust`` is ``False``.
         """
         require("transformers", purpose=f"{cls.__name__}", extra="transformers")
         path = pathlib.Path(folder)

@@ -17,17 +17,20 @@ import inspect
 import pathlib
 import shutil
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
 from ..errors import ModelSourceError
 from ..export.proof.quality import EMBEDDING
 from ..files.damage import damage_as
-from ..files.document import check_regular, inside, read_document
+from ..files.document import check_own, inside, read_document
 from ..recipe.aliases import TransformersModel
 from .pieces.text import Piece
 
 __all__ = ["SentenceModel", "SentenceModules", "copy_modules", "pools", "read_modules", "with_embedding"]
+
+T = TypeVar("T")
 
 MODULES = "modules.json"
 _LARGEST = 2**30  # bytes of one file
@@ -163,17 +166,23 @@ def copy_modules(source: pathlib.Path, folder: pathlib.Path) -> None:
             for path in sorted((source / module.path).glob(pattern)):
                 name = f"{module.path}/{path.name}"
                 inside(source, name, ModelSourceError)
-                check_regular(path, ModelSourceError, _LARGEST)
+                check_own(path, source, ModelSourceError, _LARGEST)
                 (folder / module.path).mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, folder / name)
 
 
 def _listed(folder: pathlib.Path) -> list[_Module]:
-    return read_document(folder / MODULES, list[_Module], failure=ModelSourceError)
+    return _read_own(folder, MODULES, list[_Module])
+
+
+def _read_own(folder: pathlib.Path, name: str, form: type[T]) -> T:
+    path = inside(folder, name, ModelSourceError)
+    check_own(path, folder, ModelSourceError)
+    return read_document(path, form, failure=ModelSourceError)
 
 
 def _pooling(folder: pathlib.Path, path: str) -> torch.nn.Module | str:
-    stated = read_document(inside(folder, f"{path}/config.json", ModelSourceError), _Pooling, failure=ModelSourceError)
+    stated = _read_own(folder, f"{path}/config.json", _Pooling)
     named = [stated.pooling_mode] if isinstance(stated.pooling_mode, str) else list(stated.pooling_mode or [])
     modes = named or [mode for mode in _MODES if getattr(stated, _SWITCHES[mode])]
     if not stated.include_prompt:
@@ -183,17 +192,23 @@ def _pooling(folder: pathlib.Path, path: str) -> torch.nn.Module | str:
 
 
 def _dense(folder: pathlib.Path, path: str) -> torch.nn.Module | str:
-    stated = read_document(inside(folder, f"{path}/config.json", ModelSourceError), _Dense, failure=ModelSourceError)
+    stated = _read_own(folder, f"{path}/config.json", _Dense)
     activation = _ACTIVATIONS.get(stated.activation_function.rpartition(".")[2])
     if activation is None or not (folder / path / "model.safetensors").is_file():
         return f"Dense ({stated.activation_function}), or its weights are not in model.safetensors"
     from safetensors.torch import load_file
 
     weights = inside(folder, f"{path}/model.safetensors", ModelSourceError)
-    linear = torch.nn.Linear(stated.in_features, stated.out_features, bias=stated.bias)
     with damage_as(ModelSourceError, f"{path}/model.safetensors"):
         found = {name.removeprefix("linear."): value.float() for name, value in load_file(weights).items()}
-        linear.load_state_dict(found)
+    sizes = {name: tuple(value.shape) for name, value in found.items()}
+    rows, columns = stated.out_features, stated.in_features
+    wanted: dict[str, tuple[int, ...]] = {"weight": (rows, columns), **({"bias": (rows,)} if stated.bias else {})}
+    if sizes != wanted:  # before memory is taken for sizes that only the configuration states
+        raise ModelSourceError(f"{weights} holds tensors of sizes {sizes}, and {path}/config.json states {wanted}.")
+    with torch.device("meta"):
+        linear = torch.nn.Linear(columns, rows, bias=stated.bias)
+    linear.load_state_dict(found, assign=True)
     return torch.nn.Sequential(linear, activation()).eval()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ..errors import ModelSourceError
-from ..files.document import check_regular, read_document
+from ..files.document import check_own, read_document
 from ..recipe.aliases import TransformersModel
 from .sentence import copy_modules
 from .source.adapter import ADAPTER
@@ -56,7 +56,7 @@ def write_companions(
     for pattern in _PATTERNS:
         for path in source.glob(pattern):
             if path.name not in _WRITTEN_ANEW and not path.name.endswith(".index.json"):
-                _check_own(path)
+                check_own(path, source, ModelSourceError, _LARGEST)
                 shutil.copyfile(path, folder / path.name)
     copy_modules(source, folder)
 
@@ -78,15 +78,3 @@ def _without_code(path: pathlib.Path) -> None:
     stated = read_document(path, dict[str, Any], failure=ModelSourceError, finite=False)
     if stated.pop("auto_map", None) is not None:
         path.write_text(json.dumps(stated, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _check_own(path: pathlib.Path) -> None:
-    """Refuse a file that is another one of the user: what is exported may be published."""
-    check_regular(path, ModelSourceError, _LARGEST)
-    real, folder = path.resolve(), path.parent.resolve()
-    # the caches of hubs have `models--owner--name/snapshots/REVISION/file -> ../../blobs/DIGEST`
-    if not real.is_relative_to(folder) and real.parent != folder.parent.parent / "blobs":
-        raise ModelSourceError(
-            f"{path} is a link to {real}, which is outside of the folder, and would be copied next to the exported "
-            "files. Replace it by the file itself, or remove it."
-        )

@@ -141,7 +141,7 @@ def verify_folder(
     Args:
         folder: a folder as :func:`export_folder` writes it.
         on_check: a function that is called with the name of each case before the case runs.
-        trust: whether the caller knows who wrote the folder; asked for files with machine code only, see
+        trust: whether the caller knows who wrote the folder; asked for `.pt2` files only, see
             :func:`open_generator`. ``False`` by default.
         device: where onnxruntime computes, see :func:`open_generator`; the CPU by default. On others, which add
             in another order and may round differently, an output may differ by ten times as much.
@@ -153,7 +153,7 @@ def verify_folder(
     Raises:
         ForeignFileError: when there is no such folder, or :func:`export_folder` did not write it.
         DamagedFileError: when a case, or the list of them, cannot be read, or a file is not the one that was exported.
-        UntrustedFileError: when a file holds machine code, and ``trust`` is ``False``.
+        UntrustedFileError: when a file runs code on loading, and ``trust`` is ``False``.
         GenerationError: when a file cannot be loaded.
         MissingDependencyError: when a library that runs the files is not installed.
 
@@ -164,7 +164,7 @@ def verify_folder(
     ...                      vocab_size=64, eos_token_id=None)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     exported = export_folder(LlamaForCausalLM(config).eval(), f"{folder}/llama", to="program")
-    ...     report = verify_folder(f"{folder}/llama")
+    ...     report = verify_folder(f"{folder}/llama", trust=True)
     >>> report.ok, report.checks[-1].file
     (True, 'generate')
     """

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from ..errors import StaticDataError
 from .safe_names import find_named
 
-__all__ = ["check_spec", "is_plain"]
+__all__ = ["check_spec"]
 
 _BUILT_IN = {cls.__name__ for cls in (list, dict, set, tuple, int, float, str, bool)}
-_NOT_PLAIN = re.compile(r"""['"\\\x00-\x1f]""")
 
 
 def check_spec(text: str) -> None:
@@ -25,15 +23,6 @@ def check_spec(text: str) -> None:
         for part in _dicts(_parsed(context) if isinstance(context, str) else context):
             if "__enum__" in part:
                 find_named(part.get("fqn"), "enum")
-
-
-def is_plain(text: object) -> bool:
-    """Whether something is a text that stays one between quotes: generated source has some keys in them.
-
-    >>> is_plain("attention mask"), is_plain("x' + run() + '")
-    (True, False)
-    """
-    return isinstance(text, str) and _NOT_PLAIN.search(text) is None
 
 
 def _parsed(text: str) -> object:

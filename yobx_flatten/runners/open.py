@@ -93,7 +93,7 @@ def open_runner(
     """Open an exported file."""
     # runtime: the library that runs it, one of `RUNTIMES`; `None`, the default, for that of the file
     # trust: whether the caller knows who wrote the file; asked for a package of AOTInductor, which holds machine code,
-    # and for a program whose pickle holds more than registered classes. `False` by default.
+    # and for a program of `torch.export`, whose reader runs code of the file. `False` by default.
     # caller: the function that the user called, for the message where the library is missing
     # failure: class of the error where there is no such file, or it cannot be loaded
     # options: options of the library: for an ONNX file in onnxruntime `options` and `providers`, see

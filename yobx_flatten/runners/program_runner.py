@@ -14,7 +14,6 @@ from torch.export.graph_signature import ConstantArgument
 
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..errors import (
-    DamagedFileError,
     FlattenError,
     GenerationError,
     NotRegisteredError,
@@ -28,8 +27,6 @@ from ..private_names.of_torch import pytree
 from ..trace.program_inputs import arguments_of, traced_inputs
 from ..trees.naming import leaf_names, output_names
 from .ports import CacheSlot, Port, cache_slots, split_cache, with_rows
-from .strangers.stored_code import check_archive, check_keys
-from .strangers.stored_pickles import known_pickles_only
 
 __all__ = ["ProgramRunner", "open_program"]
 
@@ -39,27 +36,23 @@ def open_program(
 ) -> ExportedProgram:
     """Load a program that ``ExportedModel.save`` stored."""
     # trust: whether the caller knows who wrote the file: torch's reader runs its pickles, and texts in it as code.
-    # `False` by default; then the pickles may hold tensors, containers and registered classes, and the program what
-    # `torch.export` writes, with operators of torch.
     # failure: class of the error where there is no such file, or it is damaged
     if not os.path.isfile(path):
         raise failure(f"There is no file {os.fspath(path)}.")
+    if not trust:
+        raise UntrustedFileError(
+            f"{os.fspath(path)} is a program of torch.export, and torch.export.load runs code that is stored in it. If "
+            "you know who wrote it: trust=True, on the command line --trust. Reading an ONNX file runs no code of it."
+        )
     if is_installed("transformers"):
         import transformers  # noqa: F401 # the block registers the caches of what is imported
-    known_only = contextlib.nullcontext() if trust else known_pickles_only()
 
     def failed(error: BaseException) -> FlattenError:
         return failure(f"torch.export cannot load {os.fspath(path)}: {first_line(error)}")
 
-    own = UntrustedFileError, NotRegisteredError, DamagedFileError
     # torch raises whatever its reader of archives does
-    with raised_as(failed, *own), register_flattening_functions(**options_in_use()), known_only:
-        if trust:
-            return torch.export.load(os.fspath(path))
-        check_archive(path)
-        program = torch.export.load(os.fspath(path))
-        check_keys(program, path)
-        return program
+    with raised_as(failed, NotRegisteredError), register_flattening_functions(**options_in_use()):
+        return torch.export.load(os.fspath(path))
 
 
 class ProgramRunner:

@@ -236,7 +236,9 @@ def test_a_program_in_memory_and_on_disk_generate(gemma, tmp_path):
     wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False).tolist()
     settings = GenerationSettings(eos_token_ids=(2,), pad_token_id=0)
     for given in (exported_program, exported_program.program, tmp_path / "gemma.pt2"):
-        assert ProgramGenerator(given, settings=settings).generate(ids, max_new_tokens=12).tolist() == wanted
+        assert (
+            ProgramGenerator(given, settings=settings, trust=True).generate(ids, max_new_tokens=12).tolist() == wanted
+        )
 
 
 class Answers(torch.nn.Module):
@@ -262,7 +264,7 @@ def test_what_cannot_generate_is_refused(tmp_path):
         with pytest.raises(GenerationError, match=words):
             OnnxGenerator(path)
     with pytest.raises(GenerationError, match=r"torch\.export cannot load"):
-        ProgramGenerator(tmp_path / "bad.pt2")
+        ProgramGenerator(tmp_path / "bad.pt2", trust=True)
     with pytest.raises(InvalidArgumentError, match="ProgramGenerator takes"):
         ProgramGenerator(3)
     scale = export_program(torch.nn.Identity(), kwargs={"input": torch.ones(2, 3)}, cases=[])
@@ -295,7 +297,7 @@ DECODERS = [*((name, "onnx") for name in ("llama", "gemma3_text", "qwen3", "mist
 def test_decoders_generate_as_their_models_do(name, to):
     """Three rows with left padding, forty tokens, past the window where there is one."""
     model, folder = exported(name, to)
-    generator = {"onnx": OnnxGenerator, "program": ProgramGenerator}[to](folder)
+    generator = OnnxGenerator(folder) if to == "onnx" else ProgramGenerator(folder, trust=True)
     assert generator.generate(**prompts(), max_new_tokens=TOKENS).tolist() == expected(model, prompts()).tolist()
 
 
@@ -303,7 +305,7 @@ def test_decoders_generate_as_their_models_do(name, to):
 def test_t5_reads_padded_text_and_writes_what_its_model_writes(to):
     """The encoder's mask goes through all three files."""
     model, folder = exported("t5", to)
-    generator = {"onnx": OnnxGenerator, "program": ProgramGenerator}[to](folder)
+    generator = OnnxGenerator(folder) if to == "onnx" else ProgramGenerator(folder, trust=True)
     assert generator.generate(**prompts(), max_new_tokens=TOKENS).tolist() == expected(model, prompts()).tolist()
 
 
@@ -311,7 +313,7 @@ def test_t5_reads_padded_text_and_writes_what_its_model_writes(to):
 def test_whisper_writes_what_its_model_writes(to):
     """Whisper's own `generate` leaves the start token away."""
     model, folder = exported("whisper", to)
-    generator = {"onnx": OnnxGenerator, "program": ProgramGenerator}[to](folder)
+    generator = OnnxGenerator(folder) if to == "onnx" else ProgramGenerator(folder, trust=True)
     config = model.config
     shape = (3, config.num_mel_bins, 2 * config.max_source_positions)
     sound = {"input_features": torch.randn(shape, generator=torch.Generator().manual_seed(2))}

@@ -45,3 +45,20 @@ def test_rules_for_scores_are_those_of_transformers(tmp_path):
     assert suppress(torch.tensor([[0]]), scores.clone()).argmax().item() == 0
     assert begin(torch.tensor([[0]]), scores.clone())[0, 2].item() == -float("inf")
     assert begin(torch.tensor([[0, 1]]), scores.clone())[0, 2].item() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"num_beams": 10**9}, "num_beams"),
+        ({"num_return_sequences": 5000}, "num_return_sequences"),
+        ({"forced_eos_token_id": 10**9}, r"forced_eos_token_id = 1,000,000,000, and its model has 300 tokens"),
+        ({"suppress_tokens": [5, 300]}, r"suppress_tokens = 300, and its model has 300 tokens"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused_before_a_loop_takes_memory(tmp_path, stated, message):
+    """A billion beams are a billion rows; a token outside of the vocabulary is an index of no score."""
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300}))
+    (tmp_path / "generation_config.json").write_text(json.dumps(stated))
+    with pytest.raises(GenerationError, match=message):
+        read_settings(tmp_path)

@@ -13,6 +13,8 @@ gguf = pytest.importorskip("gguf")
 
 from yobx_flatten import export_folder  # noqa: E402 # after what skips
 from yobx_flatten.__main__ import main  # noqa: E402 # after what skips
+from yobx_flatten.errors import ModelSourceError  # noqa: E402 # after what skips
+from yobx_flatten.model_folder.source.gguf_file import gguf_config, gguf_tokenizer  # noqa: E402 # after what skips
 
 WIDTH, INNER, LAYERS, HEADS, WORDS = 64, 96, 2, 4, 288
 
@@ -196,3 +198,39 @@ def test_a_folder_with_a_gguf_file_names_it(tmp_path, held, capsys):
     (tmp_path / "small.gguf").write_bytes(held.read_bytes())
     assert main(["export", str(tmp_path), "-o", str(tmp_path / "out")]) == 2
     assert f"Name the file: {tmp_path / 'small.gguf'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("read", [gguf_config, gguf_tokenizer], ids=lambda read: read.__name__)
+def test_nothing_that_stands_next_to_the_file_is_read(tmp_path, held, monkeypatch, read):
+    """transformers reads configurations next to a GGUF file, and asks on the terminal whether their code is to run."""
+    monkeypatch.setattr("builtins.input", lambda text="": pytest.fail(f"the user was asked: {text}"))
+    (tmp_path / "small.gguf").write_bytes(held.read_bytes())
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\nclass Own: pass\n")
+    code = {
+        "auto_map": {name: ["evil.Own", None] for name in ("AutoTokenizer", "AutoConfig")},
+        "tokenizer_class": "Own",
+    }
+    for name in ("tokenizer_config.json", "config.json"):
+        (tmp_path / name).write_text(json.dumps(code))
+    assert type(read(tmp_path / "small.gguf")).__module__.startswith("transformers.")
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("count", ["block_count", "head_count"])
+def test_a_number_of_layers_that_the_file_cannot_hold_is_refused(tmp_path, architecture, count):
+    """Four billion layers in a file of a kilobyte: an object for each of them filled the memory."""
+    writer = gguf.GGUFWriter(str(tmp_path / "small.gguf"), architecture)
+    for name in ("block_count", "context_length", "embedding_length", "feed_forward_length", "head_count"):
+        getattr(writer, f"add_{name}")(4_000_000_000 if name == count else 2)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>"])
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    with pytest.raises(ModelSourceError, match=rf"{architecture}\..*{count} = 4,000,000,000, and holds 0 tensors"):
+        gguf_config(tmp_path / "small.gguf")

@@ -244,7 +244,7 @@ def test_pictures_that_a_folder_would_lose_are_refused(tmp_path):
         export_folder(model, tmp_path / "out")
     assert "\n" not in str(raised.value)
     export_folder(model, tmp_path / "out", task="text2text-generation", to="program", proof="sample")
-    generator = open_generator(tmp_path / "out")
+    generator = open_generator(tmp_path / "out", trust=True)
     ids = torch.tensor([[5, 6, 7]])
     wanted = model.generate(ids, max_new_tokens=5, do_sample=False, num_beams=1)
     assert torch.equal(generator.generate(ids, max_new_tokens=5), wanted)

@@ -109,7 +109,7 @@ def test_a_video_has_frames(tmp_path):
     videos = torch.randn(5, 4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         wanted = model(videos).logits
-    torch.testing.assert_close(open_model(tmp_path / "out")(videos).logits, wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(open_model(tmp_path / "out", trust=True)(videos).logits, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_a_classifier_that_reads_its_end_token_is_a_file_of_any_number_of_rows(tmp_path):
@@ -142,7 +142,7 @@ def test_a_decoder_that_reads_one_token_at_a_time_generates_as_its_model(tmp_pat
     assert export_folder(model, tmp_path / "out", to="program").verified.ok
     ids = torch.randint(3, 90, (4, 11), generator=torch.Generator().manual_seed(1))
     wanted = model.generate(ids, max_new_tokens=9, do_sample=False)
-    assert torch.equal(open_generator(tmp_path / "out").generate(ids, max_new_tokens=9), wanted)
+    assert torch.equal(open_generator(tmp_path / "out", trust=True).generate(ids, max_new_tokens=9), wanted)
 
 
 _LAYERS = {"layers": 1, "attention_heads": 4}
@@ -157,7 +157,7 @@ def test_sound_in_patches_is_a_spectrogram(tmp_path):
     sound = torch.randn(5, 32, 16, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         wanted = model(sound).logits
-    torch.testing.assert_close(open_model(tmp_path / "out")(sound).logits, wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(open_model(tmp_path / "out", trust=True)(sound).logits, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_a_length_that_its_code_divides_by_names_the_way_for_one_length(tmp_path):

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from yobx_flatten import export_folder, open_model
 from yobx_flatten.errors import ModelSourceError
-from yobx_flatten.model_folder.sentence import EMBEDDING, Pooling, read_modules
+from yobx_flatten.model_folder.sentence import EMBEDDING, Pooling, copy_modules, read_modules
 from yobx_flatten.model_folder.source.tiny_models import small_model
 
 HIDDEN = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
@@ -121,3 +121,27 @@ def test_modules_lead_to_no_other_folder(tmp_path):
     (tmp_path / "other" / "config.json").write_text("{}")
     with pytest.raises(ModelSourceError):
         read_modules(folder)
+
+
+@pytest.mark.parametrize("sizes", [(60_000, 60_000), (8, -3), (10**9, 10**9), (16, 8)])
+def test_sizes_that_the_weights_of_a_module_do_not_have_are_refused(tmp_path, sizes):
+    """Before memory is taken: 60,000 by 60,000 numbers are 14 GB."""
+    dense = {"in_features": sizes[1], "out_features": sizes[0], "activation_function": "torch.nn.Tanh"}
+    kinds = ["Pooling", "Dense"]
+    folder = write(tmp_path / "st", kinds, Pooling={"pooling_mode_mean_tokens": True}, Dense=dense)
+    save_file({"linear.weight": torch.rand(8, 16), "linear.bias": torch.rand(8)}, folder / "2_Dense/model.safetensors")
+    with pytest.raises(ModelSourceError, match=r"holds tensors of sizes .*\(8, 16\).*config\.json states"):
+        read_modules(folder)
+
+
+@pytest.mark.parametrize("linked", ["1_Pooling/notes.txt", "1_Pooling/config.json", "modules.json"])
+def test_a_link_out_of_a_folder_of_modules_is_not_followed(tmp_path, linked):
+    """A private file of the user would be copied next to what is published."""
+    folder = write(tmp_path / "st", ["Pooling"], Pooling={"pooling_mode_mean_tokens": True})
+    held = (folder / linked).read_text() if (folder / linked).exists() else "mine"
+    (tmp_path / "private").write_text(held)
+    (folder / linked).unlink(missing_ok=True)
+    (folder / linked).symlink_to(tmp_path / "private")
+    with pytest.raises(ModelSourceError, match="is a link to"):
+        copy_modules(folder, tmp_path / "out")
+    assert not list(tmp_path.glob("out/**/notes.txt"))

@@ -154,3 +154,19 @@ def test_the_values_of_a_good_configuration_come_back(tmp_path):
     config._attn_implementation = "sdpa"
     save_nested(tmp_path / "values.onnx", {"config": config, "x": torch.zeros(1)})
     assert load_nested(tmp_path / "values.onnx")["config"].to_dict() == config.to_dict()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links")
+def test_a_configuration_or_tokenizer_that_is_a_link_out_of_the_folder_is_not_read(folder, tmp_path):
+    """Unknown entries of the file behind the link, such as a key, would reach what is exported."""
+    private = tmp_path / "private.json"
+    private.write_text(json.dumps({**json.loads((folder / "config.json").read_text()), "api_key": "mine"}))
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to(private)
+    with pytest.raises(ModelSourceError, match=r"config\.json is a link"):
+        find_model(str(folder))
+    (folder / "config.json").unlink()
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").symlink_to(private)
+    with pytest.raises(DamagedFileError, match=r"chat_template\.jinja is a link"):
+        open_tokenizer(folder, failure=DamagedFileError)

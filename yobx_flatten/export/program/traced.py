@@ -41,6 +41,7 @@ from ..proof.module_state import draws_random_numbers, own_attributes, own_writt
 from .fake_weights import fake_weights
 from .int_of_sizes import kept_sizes
 from .one_value import write_single_values
+from .origins import with_relative_origins
 
 __all__ = ["Traced", "described", "fill", "trace"]
 
@@ -221,7 +222,7 @@ _OF_RECURRENT_LAYERS = r"The tensor attributes (self\.[\w.]*_flat_weights\[\d+\]
 def described(program: ExportedProgram, example: Example) -> Traced:
     """Name what a program takes and returns, and give it its own copies of the state that it writes to."""
     # program: the program; tensors of its state may be replaced
-    module, signature = example.module, program.graph_signature
+    module, signature = example.module, with_relative_origins(program).graph_signature
     check_static_parts(program)
     fill(program, offloaded_readers(module))
     written, drawing = written_state(program), draws_random_numbers(program)

@@ -109,7 +109,7 @@ class _Job:
 
     def replay(self, *, trust: bool = False, more: Sequence[Case] = ()) -> None:
         """Replay the cases with the file that was written."""
-        # trust: whether the file, which holds machine code, is known to be ours; `False` by default
+        # trust: whether the file, which runs code on loading, is known to be ours; `False` by default
         # more: further cases; none by default
         report, source, runtime = self.report, self.source, self.options.runtime
         report.file_bytes = self._bytes()

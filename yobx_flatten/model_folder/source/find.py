@@ -12,6 +12,7 @@ from ...errors import InvalidArgumentError, ModelSourceError
 from ...errors.dependencies import require
 from ...errors.failures import raised_as
 from ...errors.messages import first_line
+from ...files.document import check_own
 from ..sentence import pools
 from .adapter import base_of, holds_adapter, merged, not_found
 from .classes import base_class_for, class_for
@@ -135,7 +136,7 @@ class FoundModel:
                 class_for(config), None, self.name, choice=self.unmatched_weights, failure=ModelSourceError, **how
             )
         if (self.folder / "generation_config.json").is_file():
-            model.generation_config = type(model.generation_config).from_pretrained(self.folder)
+            model.generation_config = type(model.generation_config).from_pretrained(self.folder, local_files_only=True)
         return model.eval(), differences.remarks()
 
     def _load_base(self, dtype: str) -> tuple[Any, tuple[str, ...]]:
@@ -211,6 +212,8 @@ def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> F
     if not file.is_file():
         raise ModelSourceError(f"{source} holds no config.json: it is not a folder that save_pretrained wrote.")
     has_weights = folder is not None and bytes_of_weights(folder, failure=ModelSourceError) > 0
+    if folder is not None:
+        check_own(file, folder, ModelSourceError)
     config = read_config(file, source, failure=ModelSourceError, runs_code=trust, of_code=ON_PURPOSE)
     runs_code = trust and own_auto_class(config) is not None
     found = FoundModel(source, config, folder, has_weights, runs_code=runs_code)

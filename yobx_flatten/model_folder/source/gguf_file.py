@@ -6,20 +6,30 @@ import contextlib
 import functools
 import io
 import pathlib
+import re
+import struct
+import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 from ...errors import ModelSourceError
 from ...errors.dependencies import require
 from ...errors.failures import raised_as
 from ...errors.messages import first_line
 from ...files.document import check_regular
+from .configuration import FILES_ONLY
 
 __all__ = ["GGUF", "gguf_config", "gguf_tokenizer", "gguf_weights", "is_gguf"]
 
 GGUF = ".gguf"
 
 _MAGIC = b"GGUF"
+
+# Of the format's documentation: the numbers by type, texts, and lists.
+_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_TEXT, _ARRAY = 8, 9
+_COUNTS = re.compile(r"\.(block_count|expert_count|head_count|head_count_kv|expert_used_count)$")
+_MOST_EXPERTS = 10_000  # experts and heads share a tensor
 
 
 def is_gguf(path: pathlib.Path) -> bool:
@@ -43,8 +53,9 @@ def gguf_config(path: pathlib.Path) -> Any:
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise ModelSourceError(f"{path} is not a GGUF file: it does not begin with GGUF.")
-    with _readable(path):
-        config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    with _alone(path) as given:
+        _check_counts(path)
+        config = transformers.AutoConfig.from_pretrained(**given)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the file; the weights are loaded in full
     return config
@@ -52,10 +63,8 @@ def gguf_config(path: pathlib.Path) -> Any:
 
 def gguf_weights(kind: Any, config: Any, path: pathlib.Path, dtype: Any) -> Any:
     """Return the model of a GGUF file, with its weights in full."""
-    with _readable(path):
-        loaded, found = kind.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
+    with _alone(path) as given:
+        loaded, found = kind.from_pretrained(**given, dtype=dtype, output_loading_info=True)
     wrong = sorted(map(str, (*found["missing_keys"], *found["mismatched_keys"])))
     if wrong:
         raise ModelSourceError(f"{path} lacks {len(wrong)} weights of {kind.__qualname__}: {', '.join(wrong[:5])}.")
@@ -76,13 +85,58 @@ def gguf_tokenizer(path: pathlib.Path) -> Any:
 def _tokenizer(path: pathlib.Path, changed: int) -> Any:
     import transformers
 
-    with _readable(path):
-        return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    with _alone(path) as given:
+        return transformers.AutoTokenizer.from_pretrained(**given)
+
+
+def _check_counts(path: pathlib.Path) -> None:
+    """Refuse a file that states more layers than it holds tensors, before an object is made for each of them."""
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        version, tensors, entries = struct.unpack("<4xIQQ", file.read(24))
+        if not 2 <= version <= 3:  # big-endian files, whose version is no such number, are left to the library
+            return
+        if max(tensors, entries) > size:
+            raise ValueError(f"it states {tensors:,} tensors and {entries:,} entries in {size:,} bytes")
+        for _ in range(entries):
+            key, value = _text(file, size).decode(), _value(file, size)
+            if isinstance(value, int) and _COUNTS.search(key) and value > max(tensors, _MOST_EXPERTS):
+                raise ValueError(f"it states {key} = {value:,}, and holds {tensors:,} tensors")
+
+
+def _value(file: BinaryIO, size: int, kind: int | None = None) -> object:
+    """Read an entry, and return its value where that is one number."""
+    kind = struct.unpack("<I", file.read(4))[0] if kind is None else kind
+    if kind in _NUMBERS:
+        return struct.unpack(_NUMBERS[kind], file.read(struct.calcsize(_NUMBERS[kind])))[0]
+    if kind == _TEXT:
+        return _text(file, size)
+    if kind != _ARRAY:
+        raise ValueError(f"it has an entry of the unknown type {kind}")
+    inner, count = struct.unpack("<IQ", file.read(12))
+    if count > size:
+        raise ValueError(f"it states a list of {count:,} entries in {size:,} bytes")
+    if inner in _NUMBERS:
+        file.seek(count * struct.calcsize(_NUMBERS[inner]), io.SEEK_CUR)
+    else:
+        for _ in range(count):
+            _value(file, size, inner)
+    return None
+
+
+def _text(file: BinaryIO, size: int) -> bytes:
+    (length,) = struct.unpack("<Q", file.read(8))
+    if length > size:
+        raise ValueError(f"it states a text of {length:,} bytes in {size:,}")
+    return file.read(length)
 
 
 @contextlib.contextmanager
-def _readable(path: pathlib.Path) -> Iterator[None]:
-    """Read a file of a stranger, silently; what libraries raise becomes one error."""
+def _alone(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Read a file of a stranger, silently; what libraries raise becomes one error.
+
+    It is read where nothing else is: transformers also reads what stands next to a GGUF file, and code there runs.
+    """
 
     def failure(error: BaseException) -> ModelSourceError:
         if isinstance(error, (OSError, MemoryError)):
@@ -92,5 +146,6 @@ def _readable(path: pathlib.Path) -> Iterator[None]:
         )
 
     # bars that no option of transformers turns off
-    with raised_as(failure), contextlib.redirect_stderr(io.StringIO()):
-        yield
+    with raised_as(failure), contextlib.redirect_stderr(io.StringIO()), tempfile.TemporaryDirectory() as folder:
+        (pathlib.Path(folder) / path.name).symlink_to(path.resolve())
+        yield {"pretrained_model_name_or_path": folder, "gguf_file": path.name, **FILES_ONLY}

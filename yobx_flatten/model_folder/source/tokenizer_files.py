@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors.failures import raised_as
 from ...errors.messages import first_line
-from ...files.document import check_regular, read_document
+from ...files.document import check_own, read_document
 from .configuration import FILES_ONLY
 from .gguf_file import gguf_tokenizer
 
@@ -38,7 +38,7 @@ def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options:
     if folder.is_file():
         return gguf_tokenizer(folder)
     for path in (path for pattern in _PATTERNS for path in folder.glob(pattern)):
-        check_regular(path, failure, _LARGEST)  # a pipe would be waited for
+        check_own(path, folder, failure, _LARGEST)  # a pipe would be waited for
     config = folder / _CONFIG
     stated = read_document(config, dict[str, Any], failure=failure, finite=False) if config.exists() else {}
     # for some models transformers looks for their own class where the folder names that of bytes

@@ -1,1 +1,0 @@
-"""Programs of strangers: what torch would run of a file is read first."""

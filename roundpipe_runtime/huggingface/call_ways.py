@@ -48,12 +48,12 @@ class CutModel(RoundPipe):
     @functools.cached_property
     def _rp_losses(self) -> LossWays:
         """How losses are computed, by kind of call."""
-        return LossWays(self.cut, self._rp_engine, shares_batches=self._rp_options.has_groups)
+        return LossWays(self._rp_cut, self._rp_engine, shares_batches=self._rp_options.has_groups)
 
     @functools.cached_property
     def _rp_rows(self) -> RowWays:
         """Which pieces mix rows, by kind of call."""
-        return RowWays(self.cut, self._rp_engine, self._rp_losses, shares_batches=self._rp_options.has_groups)
+        return RowWays(self._rp_cut, self._rp_engine, self._rp_losses, shares_batches=self._rp_options.has_groups)
 
     @functools.cached_property
     def _rp_shown_losses(self) -> set[Hashable]:
@@ -67,6 +67,19 @@ class CutModel(RoundPipe):
         super()._rp_build(*args, **kwargs)
         self._rp_engine.row_check = None  # pieces are looked at one kind of call at a time, see `_rp_rows`
 
+    def _rp_read_model(self) -> None:
+        """Bring the cut up to date with the model; what was proven of another model is forgotten."""
+        made = self._rp_cut.current()
+        if made is not self._rp_cut:
+            self._rp_cut = made
+            for name in ("_rp_losses", "_rp_rows", "_rp_shown_losses"):
+                self.__dict__.pop(name, None)
+
+    def _rp_check_model(self) -> None:
+        """Do nothing: calls read the model when their arguments are prepared."""
+
+    _rp_runs_model = True  # pieces call copies that share its hooks
+
     @property
     def model(self) -> nn.Module:
         """The model's attribute ``model``, such as the decoder without its head; without one, the model itself."""
@@ -76,8 +89,12 @@ class CutModel(RoundPipe):
 
     @property
     def cut(self) -> Cut:
-        """The cut: the pieces, and the report on how they were found."""
-        return self._rp_cut
+        """The cut: the pieces, and the report on how they were found, and on losses that were proven since."""
+        shown = self._rp_losses.shown if "_rp_losses" in self.__dict__ else ()
+        if not shown:
+            return self._rp_cut
+        report = dataclasses.replace(self._rp_cut.report, losses=tuple(shown))
+        return dataclasses.replace(self._rp_cut, report=report)
 
     # -- the way of a call ---------------------------------------------------------------------------------------------
 
@@ -168,7 +185,7 @@ class CutModel(RoundPipe):
         prepared = plain_rows(without_cache(model, with_own_name(model, dict(kwargs))))
         if asked_for(model, prepared) != "none":
             install_hooks(model)
-        self.cut.sync()  # after it, as copies share the hooks of the model, and would install them again
+        self._rp_read_model()  # after it, as copies share the hooks of the model, and would install them again
         config = (given or RoundPipeRunConfig()).over(self._rp_options.model_run_config)
         if config.split_input is None:
             pictures = split_pictures(getattr(model, "config", None), prepared)

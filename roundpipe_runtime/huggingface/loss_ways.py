@@ -49,6 +49,7 @@ class LossWays:
     def __init__(self, made: Cut, engine: Engine, *, shares_batches: bool) -> None:
         self._made, self._engine, self._shares_batches = made, engine, shares_batches
         self.proofs: dict[Hashable, LossProof] = {}
+        self.shown: list[str] = []  # lines for the report of the cut
         self._axes: dict[Hashable, RowAxes] = {}
 
     def find(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossProof:
@@ -72,9 +73,9 @@ class LossWays:
         if proof.variants or proof.way != "joined":
             self.proofs[kind] = proof
         if proof.variants or proof.way not in ("items", "joined"):  # there is a loss
-            report, mode = self._made.report, "training" if self._made.model.training else "evaluation"
+            mode = "training" if self._made.model.training else "evaluation"
             given = ", ".join(name for name, value in split_options(kwargs)[0].items() if value is not None)
-            self._made.report = dataclasses.replace(report, losses=(*report.losses, f"{mode} with {given}: {proof}"))
+            self.shown.append(f"{mode} with {given}: {proof}")
         return proof
 
     def join(

@@ -77,7 +77,6 @@ class PlannedTraining:
         self.host: Literal["memory", "disk"] = host
         self._measured: dict[tuple[int, int, int], list[LayerFootprint]] = {}
         self.cut: Cut = _cut(model, hardware.kind)
-        self.cut.sync()
         limit = None if hardware.memory is None else stage_limit(FOR_PARAMETERS * hardware.memory / 1e9)
         self.rule = rule_for(self.cut.pieces, large_tables, limit, self._gradient_dtype())
         self._least_rule = rule_for(self.cut.pieces, large_tables, 0.0, self._gradient_dtype())

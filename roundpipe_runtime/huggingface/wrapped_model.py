@@ -111,13 +111,13 @@ class WrappedModel(CutModel):
             The value that the model's ``generate`` returns.
         """
         self.synchronize()
+        self._rp_read_model()  # before the forward is replaced, which a copy would have
         generate: Callable[..., Any] = self.cut.model.generate  # type: ignore[assignment] # attributes of modules
         if paths := self._rp_paths:
             with use_paths(paths):
                 return generate(*args, **kwargs)
         if self._rp_host_reason is not None:
             return generate(*args, **kwargs)
-        self.cut.sync()  # before the forward is replaced, which a copy would have
         with forward_of(self.cut.model, self.forward):
             return generate(*args, **kwargs)
 
@@ -321,8 +321,7 @@ class WrappedModel(CutModel):
         made = whole(model)
         if program is not None:
             layers = {name: model.get_submodule(name) for name in state["names"]}
-            made = Cut(model, pieces_of(model, layers, program), program, state["report"], layers)
-            made.sync()
+            made = Cut.of(model, pieces_of(model, layers, program), state["report"], layers)
         self.__dict__["_rp_cut"] = made
         super().__setstate__(state)
 

@@ -7,19 +7,13 @@ from typing import Any, Self
 
 from torch import nn
 
-__all__ = ["ModelProxy", "wrapped_model"]
+__all__ = ["CALL_HOOKS", "ModelProxy", "wrapped_model"]
 
-# What nn.Module keeps in these dictionaries is the wrapped model's own, and so are names, hooks and state dicts.
-_SHARED = (
-    "_parameters",
-    "_buffers",
-    "_non_persistent_buffers_set",
-    "_modules",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+# Hooks of a call of a module.
+CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+# What nn.Module keeps in dictionaries is the wrapped model's own: parameters, modules, hooks.
+_SHARED = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
 
 
 class ModelProxy(nn.Module):
@@ -37,6 +31,7 @@ class ModelProxy(nn.Module):
         own = self.__dict__
         for shared in _SHARED:
             own[shared] = model.__dict__[shared]
+        own.pop("_is_full_backward_hook", None)  # which is read from the model, as all other attributes
         own["training"] = model.training
         own["_rp_model"], own["_rp_original"] = model, original
 

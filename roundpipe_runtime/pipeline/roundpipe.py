@@ -19,6 +19,7 @@ from ..device.pinning import PinnedModel
 from ..engine.compiled import CompiledLayers, check_compile_options
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
+from ..engine.rows import RowCheck
 from ..errors import ConfigError, LossError, RoundPipeWarning, StageError, call_site, warn
 from ..optim.copyable import check_copyable
 from ..optim.parameters import scan
@@ -27,6 +28,8 @@ from ..optim.torch_steps import take_over_always
 from .call_types import forward_backward_method
 from .joined_loss import back_from
 from .layers import as_module, layers_of
+from .live import changed_layers, read_model
+from .model_proxy import CALL_HOOKS
 from .optimized_model import OptimizedModel
 from .options import PipelineOptions
 from .saved_model import SavedModel
@@ -155,6 +158,7 @@ class RoundPipe(OptimizedModel, SavedModel):
             options.large_tables,
             None if folder is None else memory_for(model, folder),
         )
+        self._rp_reading = read_model(model, layers)
         if shares and options.pin_model != "off" and torch.cuda.is_available():  # they are where they stay now
             self._rp_engine.pin(PinnedModel(model, "register", found))
 
@@ -163,6 +167,12 @@ class RoundPipe(OptimizedModel, SavedModel):
         return layers_of(model)
 
     # -- running -----------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run :meth:`forward`. Hooks of a model that is called itself run inside, with each microbatch."""
+        if self._rp_runs_model:
+            return self.forward(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
         """Run the model forward, microbatch by microbatch, and return its joined output.
@@ -182,7 +192,7 @@ class RoundPipe(OptimizedModel, SavedModel):
             SplitError: inputs cannot be split into microbatches.
             JoinError: the outputs of the microbatches cannot be joined.
         """
-        self._rp_check_layers()
+        self._rp_check_model()
         return self._rp_engine.forward(args, kwargs, self._rp_config(roundpipe_run_config))
 
     @forward_backward_method
@@ -222,7 +232,8 @@ class RoundPipe(OptimizedModel, SavedModel):
         with self._rp_engine.groups.entering():
             args, kwargs = check_call(input_args, input_kwargs)
             check_loss_fn(loss_fn)
-            self._rp_check_layers()
+            self._rp_check_model()
+            self._rp_check_hooks()
             config = self._rp_config(run_config)
             if config.loss_reduction == "joined":
                 self._rp_check_alone()
@@ -266,14 +277,38 @@ class RoundPipe(OptimizedModel, SavedModel):
             )
         return (config or RoundPipeRunConfig()).over(self._rp_options.model_run_config).resolved(self.num_devices)
 
-    def _rp_check_layers(self) -> None:
-        """Check that the model has the layers that were wrapped."""
-        before, now = self._rp_engine.layers, self._rp_layers(self._rp_model)
-        if len(before) != len(now) or any(one is not other for one, other in zip(before, now, strict=True)):
+    def _rp_check_model(self) -> None:
+        """Check that the model has the layers that were wrapped; what was proven of other code is forgotten."""
+        model, layers = self._rp_model, self._rp_engine.layers
+        reading = read_model(model, layers)
+        if reading.matches(self._rp_reading):
+            return
+        now = self._rp_layers(model)
+        names = [{str(number): one for number, one in enumerate(held)} for held in (layers, now)]
+        changed = "its forward was replaced" if now[0] is model is not layers[0] else changed_layers(*names)
+        if changed:
             raise StageError(
-                f"{self.name} was made of {len(before)} layers; since then, layers of the model were added, removed or "
-                "replaced. Wrap the model again:\n"
+                f"{self.name} was made of {len(layers)} layers, and then {changed}. Wrap the model again:\n"
                 "    pipeline = RoundPipe(pipeline.model, devices=pipeline.devices)"
+            )
+        self._rp_reading = reading
+        if self._rp_engine.row_check is not None:
+            self._rp_engine.row_check = RowCheck()
+
+    @property
+    def _rp_runs_model(self) -> bool:
+        """Whether the model itself is called, or a copy of it, with its hooks; else its layers are."""
+        return self._rp_engine.layers[0] is self._rp_model
+
+    def _rp_check_hooks(self) -> None:
+        """Check that nothing waits for a call of the model where its layers are called."""
+        held = vars(self._rp_model)
+        if not self._rp_runs_model and (found := next((name for name in CALL_HOOKS if held[name]), None)):
+            kind = type(self._rp_model).__name__
+            raise StageError(
+                f"{self.name}: the {kind} has {found.strip('_').replace('_', ' ')}, which forward_backward does not "
+                f"run, as it calls the layers and not the {kind}. Register them on a layer:\n"
+                "    model[0].register_forward_pre_hook(hook); model[-1].register_forward_hook(hook)"
             )
 
     # -- pickled ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from yobx_flatten.errors.failures import raised_as, result_or
 from yobx_flatten.recipe.aliases import Kwargs
 
 from ...device.composite import parts_of, stored_bytes
+from ...errors import StageError
+from ...pipeline.live import ModelReading, changed_layers, read_model
 from ..errors import CutError
 from .capture import asked_for, install_hooks
 from .check import check_equivalence, checking
@@ -24,22 +26,22 @@ from .example_labels import with_labels
 from .layers import Candidate, candidates, observe
 from .pieces import LayerCall, Phase, Whole
 from .report import CutReport
-from .stub import copy_with_stubs, structure_around, sync
+from .stub import copy_with_stubs, sync
 
 __all__ = ["Cut", "cut", "pieces_of", "whole"]
 
 
-@dataclasses.dataclass(repr=False)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Cut:
-    """A model in pieces that a pipeline can run one after the other.
+    """A model in pieces that a pipeline can run one after the other: all that was read off the model.
 
     Attributes:
         model: Original model, whose parameters the pieces share.
         pieces: Modules of the pipeline. The first one takes the arguments of the model, the last one returns its
             output; a model that could not be cut is the only piece.
-        program: Plan of the cut; ``None`` for a model in one piece.
         report: Result of the cut in words and numbers.
         layers: Modules that were cut out, by name.
+        reading: What the model was made of when it was read.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -49,47 +51,100 @@ class Cut:
     """
 
     model: nn.Module
-    pieces: list[nn.Module]
-    program: CutPlan | None
+    pieces: Sequence[nn.Module]
     report: CutReport
-    layers: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
-    _structure: dict[str, tuple[type, object]] | None = None
+    layers: Mapping[str, nn.Module]
+    reading: ModelReading
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, pieces: Sequence[nn.Module], report: CutReport, layers: Mapping[str, nn.Module]
+    ) -> Cut:
+        """Return the cut of a model as it is now."""
+        made = cls(model, pieces, report, layers, _read(model, layers))
+        made.sync()
+        return made
 
     def __repr__(self) -> str:
         return f"Cut of {self.report}"
 
+    @property
+    def program(self) -> CutPlan | None:
+        """Plan of the cut; ``None`` for a model in one piece."""
+        first = self.pieces[0]
+        return first.program if isinstance(first, Phase) else None
+
     def sync(self) -> None:
-        """Update the pieces from the model: mode, parameters, attributes, and modules that PEFT put in."""
-        if self.program is not None:
-            structure = structure_around(self.model, self.layers.keys())
-            if self._structure is None:
-                self._structure = structure
-            elif self._structure != structure:
-                self._renew()
-                self._structure = structure
+        """Give the pieces the mode, the parameters and the plain attributes that the model has now."""
         for piece in self.pieces:
             piece.training = self.model.training
             if isinstance(piece, Phase):
                 sync(piece.copy, self.model, piece.program.used[piece.number])
 
+    def current(self) -> Cut:
+        """Return the cut of the model as it is now: this one if nothing was changed.
+
+        Raises:
+            StageError: layers were removed, added, replaced or moved.
+        """
+        reading = _read(self.model, self.layers)
+        if reading.matches(self.reading):
+            self.sync()
+            return self
+        lists = {path: _children(self.model, path) for path in self.report.lists}
+        if changed := changed_layers(self.layers, {name: one for held in lists.values() for name, one in held.items()}):
+            raise StageError(
+                f"{self.report.model} was wrapped, and then {changed}. Wrap it again:\n"
+                "    pipeline = wrap_model_to_roundpipe(pipeline.cut.model, devices=pipeline.devices)"
+            )
+        if self.layers:
+            self._renew()
+        made = dataclasses.replace(self, reading=reading)
+        made.sync()
+        return made
+
     def _renew(self) -> None:
-        """Copy the model's own code again, after PEFT changed its modules.
+        """Copy the model's own code again, after its modules, functions or objects changed.
 
         It is not known which phases read new parameters, so all phases get them; nor whether later phases still pass
         the outputs of embeddings to layers only, so all phases compute them.
         """
-        assert self.program is not None
-        known = set().union(*(used or () for used in self.program.used))
+        program = self.program
+        assert program is not None
         inside = {id(p) for layer in self.layers.values() for p in layer.parameters()}
         names = {name for name, p in self.model.named_parameters(remove_duplicate=False) if id(p) not in inside}
-        new = {name for name in names if name not in known or name.rpartition(".")[0] in self.program.embeddings}
-        used = [frozenset((found or names) & names | new) for found in self.program.used]
-        self.program = dataclasses.replace(self.program, used=used, embeddings=frozenset())
+        others = self._modules_of_other_classes()
+        known = {name for used in program.used for name in used or () if name.rpartition(".")[0] not in others}
+        new = {name for name in names if name not in known or name.rpartition(".")[0] in program.embeddings}
+        used = [frozenset((found or names) & names | new) for found in program.used]
+        program = dataclasses.replace(program, used=used, embeddings=frozenset())
         for piece in self.pieces:
             if isinstance(piece, (Phase, LayerCall)):
-                piece.program = self.program
+                piece.program = program
             if isinstance(piece, Phase):
                 piece.copy = copy_with_stubs(self.model, self.layers)
+
+    def _modules_of_other_classes(self) -> set[str]:
+        """Names of modules whose code is another one than that of their copies."""
+        first = self.pieces[0]
+        assert isinstance(first, Phase)
+        copies = dict(first.copy.named_modules())
+        return {
+            name
+            for name, module in self.model.named_modules()
+            if name in copies
+            and (not isinstance(copies[name], type(module)) or "forward" in {*vars(module)} ^ {*vars(copies[name])})
+        }
+
+
+def _read(model: nn.Module, layers: Mapping[str, nn.Module]) -> ModelReading:
+    return read_model(model, layers.values() or [model])  # one piece runs the model itself
+
+
+def _children(model: nn.Module, path: str) -> dict[str, nn.Module]:
+    """The modules of a list now, by their names in the model; none where the list is gone."""
+    found = result_or(lambda: model.get_submodule(path), lambda error: None)
+    return {} if found is None else {f"{path}.{key}": one for key, one in found._modules.items() if one is not None}
 
 
 def cut(
@@ -159,7 +214,7 @@ def whole(model: nn.Module, refused: Sequence[tuple[str, str]] = ()) -> Cut:
     """Return a model as one piece."""
     # refused: reason and message of each cut that was tried before
     report = CutReport(type(model).__name__, (), (type(model).__name__,), (_bytes(model),), None, tuple(refused))
-    return Cut(model, [Whole(model)], None, report)
+    return Cut.of(model, [Whole(model)], report, {})
 
 
 def _called(model: nn.Module, found: Sequence[Candidate], kwargs: Kwargs) -> list[Candidate]:
@@ -199,12 +254,11 @@ def _try(
     layers = {name: layer for candidate in chosen for name, layer in candidate.layers.items()}
     program = discover(model, layers, (), kwargs)
     pieces = pieces_of(model, layers, program)
-    made = Cut(model, pieces, program, _report(model, chosen, program, pieces, refused), layers)
-    made.sync()
-    if check:
-        equivalence = check_equivalence(model, pieces, (), kwargs)
-        made.report = dataclasses.replace(made.report, equivalence=equivalence)
-    return made
+    made = Cut.of(model, pieces, _report(model, chosen, program, pieces, refused), layers)
+    if not check:
+        return made
+    equivalence = check_equivalence(model, pieces, (), kwargs)
+    return dataclasses.replace(made, report=dataclasses.replace(made.report, equivalence=equivalence))
 
 
 def pieces_of(model: nn.Module, layers: Mapping[str, nn.Module], program: CutPlan) -> list[nn.Module]:

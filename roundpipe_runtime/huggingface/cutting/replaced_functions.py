@@ -11,33 +11,12 @@ for::
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-__all__ = ["OtherForward", "own_forward", "rebind_functions"]
-
-
-class OtherForward:
-    """A forward that the pipeline itself sets on a model for a while."""
-
-    # before: function that was set on the model before; `None` if there was none
-
-    def __init__(self, forward: Callable[..., Any], before: Any) -> None:
-        self.forward, self.before = forward, before
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
-        return self.forward(*args, **kwargs)
-
-
-def own_forward(module: nn.Module) -> Any:
-    """Return the forward that was set on a module, without what the pipeline set; ``None`` if there is none."""
-    found = module.__dict__.get("forward")
-    while isinstance(found, OtherForward):
-        found = found.before
-    return found
+__all__ = ["rebind_functions"]
 
 
 def rebind_functions(copied: nn.Module, copies: Mapping[int, Any]) -> None:

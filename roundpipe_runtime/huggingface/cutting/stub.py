@@ -19,11 +19,12 @@ from torch import nn
 
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
+from ...pipeline.live import tensors_held
 from ..errors import CutError
 from .capture_old import collect_on_copy
-from .replaced_functions import own_forward, rebind_functions
+from .replaced_functions import rebind_functions
 
-__all__ = ["Session", "copy_with_stubs", "running", "structure_around", "sync"]
+__all__ = ["Session", "copy_with_stubs", "running", "sync"]
 
 
 class Session(Protocol):
@@ -123,28 +124,13 @@ def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embedding
 def _shared(module: nn.Module) -> Iterator[Any]:
     """The objects that a copy of a module shares with it."""
     yield from (tensor for held in (module._parameters, module._buffers) for tensor in held.values())
-    for name, value in module.__dict__.items():
-        # hooks that are registered or removed later count for the copy, and objects that hooks belong to are not copied
-        if isinstance(value, torch.Tensor) or "config" in name or name.endswith(_HOOKS):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (item for item in value if isinstance(item, torch.Tensor))
-
-
-def structure_around(model: nn.Module, layers: Set[str]) -> dict[str, tuple[type, object]]:
-    """Return what the modules of a model run, without those inside its layers."""
-    found: dict[str, tuple[type, object]] = {}
-    waiting = [("", model)]
-    while waiting:
-        path, module = waiting.pop()
-        found[path] = type(module), own_forward(module)
-        inner = ((f"{path}.{name}" if path else name, child) for name, child in module.named_children())
-        waiting += [(name, child) for name, child in inner if name not in layers]
-    return found
+    yield from tensors_held(module)
+    # hooks that are registered or removed later count for the copy, and objects that hooks belong to are not copied
+    yield from (value for name, value in module.__dict__.items() if "config" in name or name.endswith(_HOOKS))
 
 
 def sync(copied: nn.Module, model: nn.Module, used: Set[str] | None) -> None:
-    """Update a copy from its model: parameters that were replaced, training mode, attributes that are plain data."""
+    """Update a copy from its model: parameters that were replaced, training mode, tensors and plain data."""
     # used: names of the parameters that the copy gets; `None` for all
     for path, module in copied.named_modules():
         if "_rp_name" in module.__dict__:
@@ -160,7 +146,7 @@ def sync(copied: nn.Module, model: nn.Module, used: Set[str] | None) -> None:
         module._buffers.clear()
         module._buffers.update(original._buffers)
         for name, value in original.__dict__.items():
-            if _is_simple(value):
+            if _is_simple(value) or isinstance(value, torch.Tensor):
                 module.__dict__[name] = value
             elif _is_plain(value) and module.__dict__.get(name) != value:  # such as the active adapters
                 module.__dict__[name] = copy.deepcopy(value)

@@ -24,7 +24,7 @@ from ...device.parse import parse_devices
 from ...distributed.ranks.torchrun import own_devices
 from ...engine.config import RoundPipeRunConfig
 from ...pipeline import RoundPipe
-from ..cutting.replaced_functions import OtherForward
+from ...pipeline.live import OtherForward
 from ..wrap import WrappedModel, wrap_model_to_roundpipe
 from .pipeline_trainer import PipelineTrainer
 

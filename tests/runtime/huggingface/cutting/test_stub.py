@@ -1,6 +1,5 @@
 """Tests of roundpipe_runtime.huggingface.cutting.stub."""
 
-import functools
 import threading
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime.huggingface import CutError
-from roundpipe_runtime.huggingface.cutting.stub import copy_with_stubs, running, structure_around, sync
+from roundpipe_runtime.huggingface.cutting.stub import copy_with_stubs, running, sync
 from tests.runtime.huggingface.hf_small import Block, Toy, tokens
 
 
@@ -93,15 +92,3 @@ def test_plain_data_that_changed_is_brought_up_to_date():
     copied.scales["two"] = 1.0
     assert copied.active == ["two"]
     assert model.scales == {"two": 0.5}
-
-
-def test_the_structure_around_layers():
-    """Names and classes, and forwards that were set on modules, without what is in the layers."""
-    model = Toy()
-    model.head.forward = forward = functools.partial(torch.neg)
-    assert structure_around(model, {"layers.0", "layers.1", "layers.2"}) == {
-        "": (Toy, None),
-        "embed": (nn.Embedding, None),
-        "layers": (nn.ModuleList, None),
-        "head": (nn.Linear, forward),
-    }

@@ -1,0 +1,182 @@
+"""What a live model is made of: read before each call, and compared with what the pipeline was made of.
+
+::
+
+    around the layers    modules, classes, forwards, names of parameters, and attributes: the pipeline runs copies
+    the layers           modules, classes and forwards: the pipeline runs them themselves
+
+Objects are compared by identity and held, so that no other object gets the address of one.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["ModelReading", "OtherForward", "changed_layers", "own_forward", "read_model", "tensors_held"]
+
+# What every module has: parameters and buffers are read anew in each run, and hooks are shared.
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
+
+_NUMBERS = (int, float, complex)
+_PLAIN = (bool, str, bytes, type(None), torch.dtype, torch.device)
+_LISTS = (list, tuple, set, frozenset, deque)
+
+# Attributes inside of attributes that are looked at, and how many of them.
+_DEEPEST, _MOST = 4, 2000
+
+
+class OtherForward:
+    """A forward that the pipeline itself sets on a model for a while."""
+
+    # before: function that was set on the model before; `None` if there was none
+
+    def __init__(self, forward: Callable[..., Any], before: Any) -> None:
+        self.forward, self.before = forward, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.forward(*args, **kwargs)
+
+
+def own_forward(module: nn.Module) -> Any:
+    """Return the forward that was set on a module, without what the pipeline set; ``None`` if there is none."""
+    found = module.__dict__.get("forward")
+    while isinstance(found, OtherForward):
+        found = found.before
+    return found
+
+
+class ModelReading:
+    """What a model was made of when it was read."""
+
+    def __init__(self) -> None:
+        self._objects: list[object] = []
+        self._values: list[object] = []
+        self._left = _MOST
+        self._seen: set[int] = set()
+
+    def matches(self, other: ModelReading) -> bool:
+        """Report whether both are readings of the same objects with the same values."""
+        one, two = self._objects, other._objects
+        return len(one) == len(two) and all(map(operator.is_, one, two)) and self._values == other._values
+
+    def add_layer(self, layer: nn.Module) -> None:
+        """Add the modules of a layer."""
+        add, seen = self._objects.append, self._seen
+        waiting: list[nn.Module | None] = [layer]
+        while waiting:
+            module = waiting.pop()
+            add(module)
+            if module is None or id(module) in seen:
+                continue
+            seen.add(id(module))
+            held = module.__dict__
+            add(type(module))
+            if "forward" in held:
+                add(own_forward(module))
+            if children := held["_modules"]:
+                waiting += children.values()
+
+    def add_module(self, module: nn.Module) -> None:
+        """Add a module whose code a pipeline runs in a copy."""
+        held = module.__dict__
+        self._objects += [module, type(module), own_forward(module), *held["_modules"].values()]
+        names = [name for name in held if name not in _OF_EVERY_MODULE and not name.startswith("_rp_")]
+        parameters = [name for name, parameter in held["_parameters"].items() if parameter is not None]
+        self._values += [names, parameters, list(held["_modules"])]
+        for name in names:
+            value = held[name]
+            # numbers and tensors are set on copies in each call, and configurations are shared
+            if isinstance(value, (*_NUMBERS, torch.Tensor)) and not isinstance(value, bool):
+                self._values.append(type(value))
+            else:
+                self._add(value, 0, with_numbers="config" not in name)
+
+    def _add(self, value: object, depth: int, *, with_numbers: bool) -> None:
+        if isinstance(value, _PLAIN):
+            self._values.append(value)
+            return
+        if isinstance(value, _NUMBERS):
+            self._values.append(value if with_numbers else type(value))
+            return
+        self._objects.append(type(value))
+        if not isinstance(value, (dict, *_LISTS)):
+            self._objects.append(value)
+        if depth >= _DEEPEST or self._left <= 0 or id(value) in self._seen:
+            return
+        held = _held_by(value)
+        self._left -= len(held)
+        if held:
+            self._seen.add(id(value))
+        for one in held:
+            self._add(one, depth + 1, with_numbers=with_numbers)
+
+
+def _held_by(value: object) -> Sequence[object]:
+    """What an object holds: names of attributes and their values; nothing of modules, tensors and functions."""
+    if isinstance(value, dict):
+        return [one for item in value.items() for one in item]
+    if isinstance(value, _LISTS):
+        return list(value)
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, types.MethodType):
+        return [value.__self__]
+    if isinstance(value, (nn.Module, torch.Tensor, type, types.FunctionType, types.BuiltinFunctionType)):
+        return ()
+    held = getattr(value, "__dict__", None)
+    return [one for item in held.items() for one in item] if isinstance(held, dict) else ()
+
+
+def tensors_held(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors that attributes of a module hold, also inside of other objects, without those of modules."""
+    waiting = [(value, 0) for name, value in module.__dict__.items() if name not in _OF_EVERY_MODULE]
+    seen: set[int] = set()
+    while waiting:
+        value, depth = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif id(value) not in seen and depth <= _DEEPEST and len(seen) < _MOST:
+            seen.add(id(value))
+            waiting += [(one, depth + 1) for one in _held_by(value)]
+
+
+def read_model(model: nn.Module, layers: Iterable[nn.Module]) -> ModelReading:
+    """Read what a model is made of now, and what its code reads, with the layers that a pipeline runs themselves."""
+    found, outside = ModelReading(), {id(layer): layer for layer in layers}
+    waiting, seen = [model], set()
+    while waiting:
+        module = waiting.pop()
+        if id(module) in outside or id(module) in seen:
+            continue
+        seen.add(id(module))
+        found.add_module(module)
+        waiting += [child for child in module.__dict__["_modules"].values() if child is not None]
+    for layer in outside.values():
+        found.add_layer(layer)
+    return found
+
+
+def changed_layers(before: Mapping[str, nn.Module], now: Mapping[str, nn.Module]) -> str | None:
+    """Return which layers were removed, added or moved, in words; ``None`` if they are the same.
+
+    >>> one, other = nn.Tanh(), nn.ReLU()
+    >>> changed_layers({"0": one, "1": other}, {"0": other}), changed_layers({"0": one}, {"0": one})
+    ('0 (Tanh) was removed', None)
+    """
+    if [*map(id, before.values())] == [*map(id, now.values())] and [*before] == [*now]:
+        return None
+    held, there = set(map(id, before.values())), set(map(id, now.values()))
+    texts = [f"{name} ({type(one).__name__}) was removed" for name, one in before.items() if id(one) not in there]
+    texts += [f"{name} ({type(one).__name__}) was added" for name, one in now.items() if id(one) not in held]
+    if not texts:
+        texts = [f"{', '.join(name for name, one in before.items() if now.get(name) is not one)} were moved"]
+    return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")

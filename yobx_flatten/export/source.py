@@ -29,6 +29,7 @@ from .proof.fitting import fitting
 from .proof.levels import Proof, choose_proof, sampled
 from .proof.replay import CaseResult, Side, replay
 from .proof.report import ExportReport
+from .proof.rows import dependence_on_padding
 from .proof.yardstick import Yardstick
 from .room import Adapter
 
@@ -174,8 +175,11 @@ def replay_cases(
         with report.timed("replay"):
             allowed = report.explained(case)
             found = replay(side, example.runs, case, taken=example.names, written=traced.written, allowed=allowed)
-            if not found.within(report.tolerance) and found.error is None:
+            if found.error is None and not found.within(report.tolerance):
                 found = dataclasses.replace(found, allowed=report.explained_by_float64(case) or found.allowed)
+                if not found.within(report.tolerance) and not any(one.cause for one in report.cases):
+                    cause = dependence_on_padding(example.module, case, traced.written, report.tolerance)
+                    found = dataclasses.replace(found, cause=cause)
         report.cases.append(found)
 
 

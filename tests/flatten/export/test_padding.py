@@ -1,5 +1,7 @@
 """Positions that the attention mask excludes: left out of the comparison, and said so; all others are compared."""
 
+import re
+
 import onnxruntime
 import pytest
 import torch
@@ -7,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from tests.models import make_model
-from yobx_flatten import ReplayError, export_onnx, export_program
+from yobx_flatten import Case, ReplayError, export_onnx, export_program
 from yobx_flatten.export.proof.padding import Padding
 
 pytestmark = pytest.mark.slow
@@ -118,3 +120,75 @@ def test_the_mask_of_an_encoder_says_nothing_of_the_decoder():
     padding.next_call({"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids})
     value = torch.ones(2, 3, 7)
     assert padding.blank("logits", value) is value
+
+
+# -- models whose rows depend on the padding of others ----------------------------------------------------------------
+
+
+class BothWays(torch.nn.Module):
+    """Attends in both directions where nothing is padded, and in one where anything is; a trace follows the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(40, 8)
+
+    def forward(self, input_ids, attention_mask):
+        hidden = self.words(input_ids)
+        seen = attention_mask[:, None, :].bool()
+        if torch.compiler.is_compiling() or not bool(attention_mask.all()):
+            seen = seen & torch.ones(hidden.shape[1], hidden.shape[1], dtype=torch.bool).tril()
+        return (hidden @ hidden.mT).masked_fill(~seen, -1e9).softmax(-1) @ hidden
+
+
+class OfTheBatch(torch.nn.Module):
+    """Divides each row by the tokens of the shortest one; a trace by those of the longest."""
+
+    def forward(self, values, keep):
+        count = keep.sum(1).amax() if torch.compiler.is_compiling() else keep.sum(1).amin()
+        return (values * keep).sum(1) / count
+
+
+class Wrong(torch.nn.Module):
+    """What a trace of it returns is wrong for a reason of its own: rows know nothing of each other."""
+
+    def forward(self, values, keep):
+        return (values * keep).sum(1) * (2.0 if torch.compiler.is_compiling() else 1.0)
+
+
+def of_words(padded):
+    ids = torch.randint(1, 40, (3, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, : 2 * padded] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def of_values(padded):
+    keep = torch.ones(2, 5, dtype=torch.bool)
+    keep[0, 3:] = not padded
+    return {"values": torch.arange(10.0).reshape(2, 5), "keep": keep}
+
+
+SENTENCE = r"what the eager model does \(.*\)\. The model itself answers differently when another row is padded: "
+
+
+@pytest.mark.parametrize(("kind", "given"), [(BothWays, of_words), (OfTheBatch, of_values)])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("export", [export_program, export_onnx])
+def test_a_model_whose_rows_depend_on_the_padding_of_others_is_named_as_such(kind, given, first, export):
+    """Whether the example or another case is padded; the number is what a row moves by in the model itself."""
+    module = kind().eval()
+    both = [Case("a case", (), given(not first))]
+    with pytest.raises(ReplayError, match=SENTENCE) as raised:
+        export(module, (), given(first), cases=both)
+    one, other = given(False), given(True)
+    with torch.no_grad():
+        moved = (module(**one) - module(**other)).abs()
+    stated = float(re.search(r"the answer to a row moves by (\S+) ", str(raised.value)).group(1))
+    assert stated == pytest.approx(float(moved[1:].max()), rel=0.1)
+
+
+def test_a_difference_of_another_kind_is_not_blamed_on_padding():
+    """The rows of the module are the same, however others are padded."""
+    with pytest.raises(ReplayError) as raised:
+        export_program(Wrong(), (), of_values(True))
+    assert "when another row is padded" not in str(raised.value)

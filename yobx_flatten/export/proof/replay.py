@@ -40,6 +40,7 @@ class CaseResult:
         nan: share of elements that are NaN in the eager model, by output name, the mean over all steps; 1.0 where no
             element is finite.
         allowed: what outputs may differ by, where that was measured; the others by the tolerance of the report.
+        cause: why a case differs, where that was found out; ``""`` elsewhere.
     """
 
     case: str
@@ -51,6 +52,7 @@ class CaseResult:
     left_out: tuple[str, ...] = ()
     nan: Mapping[str, float] = dataclasses.field(default_factory=dict)
     allowed: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    cause: str = ""
 
     def worst(self, tolerance: float) -> tuple[str, float, float]:
         """Return the output that is furthest off for what it is allowed, how far, and what is allowed.

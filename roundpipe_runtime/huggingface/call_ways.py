@@ -29,6 +29,7 @@ from .loss.weights import UnprovenLossError, has_labels, rows_of_call
 from .loss_proof import LossProof, Way
 from .loss_ways import LossWays
 from .merge_outputs import merge_as_asked, merge_as_tuple, merge_with_cache, merge_with_loss
+from .packed_rows import is_packed, keeps_texts_apart
 from .row_lists import split_lists
 from .row_ways import RowWays
 
@@ -39,7 +40,7 @@ class CutModel(RoundPipe):
     """A model in pieces, with the ways in which losses and rows of a kind of call are computed."""
 
     _rp_cut: Cut
-    _rp_warned_of_rows = _rp_warned_of_loss = False
+    _rp_warned_of_rows = _rp_warned_of_loss = _rp_warned_of_packed = False
 
     def __init__(self, made: Cut, **options: Any) -> None:
         self.__dict__["_rp_cut"] = made
@@ -173,6 +174,18 @@ class CutModel(RoundPipe):
             RoundPipeWarning,
         )
 
+    def _rp_warn_of_packed(self) -> None:
+        """State once that texts of one row are not kept apart."""
+        self._rp_warned_of_packed = True
+        self.synchronize()  # a step in the background would change weights between two calls
+        if keeps_texts_apart(self._rp_cut.model) is False:
+            warn(
+                f"{type(self._rp_cut.model).__name__} lets a text see the one before it in its row (states): "
+                "packed rows, whose position_ids begin again, have other losses than their texts alone. Give each text "
+                'a row of its own:\n    tokenizer(texts, padding=True, return_tensors="pt")',
+                RoundPipeWarning,
+            )
+
     # -- its arguments -------------------------------------------------------------------------------------------------
 
     def _rp_prepared(
@@ -186,6 +199,8 @@ class CutModel(RoundPipe):
         if asked_for(model, prepared) != "none":
             install_hooks(model)
         self._rp_read_model()  # after it, as copies share the hooks of the model, and would install them again
+        if not self._rp_warned_of_packed and is_packed(prepared):
+            self._rp_warn_of_packed()
         config = (given or RoundPipeRunConfig()).over(self._rp_options.model_run_config)
         if config.split_input is None:
             pictures = split_pictures(getattr(model, "config", None), prepared)

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import nn
 
+from ...huggingface.packed_rows import keeps_texts_apart
 from ..errors import FineTuneError
 from ..rows import split_rows
 from .chat_tokens import ChatTokens, Encoder
@@ -237,22 +238,7 @@ def _packed(lengths: Sequence[int], length: int) -> list[list[int]]:
 
 def check_packing(model: nn.Module) -> None:
     """Refuse a model in which a conversation sees the one before it in its row."""
-    # what it learnt would be another thing
-    one, other = torch.tensor([[3, 4, 5, 6, 7]]), torch.tensor([[8, 9, 3, 5]])
-    positions = torch.cat([torch.arange(5), torch.arange(4)])[None]
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            alone = model(input_ids=other, position_ids=positions[:, 5:]).logits
-            packed = model(input_ids=torch.cat([one, other], 1), position_ids=positions, use_cache=False).logits[:, 5:]
-    except TypeError:  # it takes no positions, without which nothing states where a conversation begins
-        is_apart = False
-    else:
-        rounding = 1e-4 if alone.dtype == torch.float32 else 2e-2
-        is_apart = bool((alone - packed).float().norm() <= rounding * alone.float().norm())
-    model.train(was_training)
-    if not is_apart:
+    if not keeps_texts_apart(model):  # what it learnt would be another thing
         raise FineTuneError(
             f"{type(model).__name__} lets a conversation see the one before it in its row, so conversations cannot be "
             "packed. Leave --pack out"

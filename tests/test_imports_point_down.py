@@ -143,7 +143,15 @@ def test_packages_depend_in_one_direction(module):
     inner = (*inner, ".model_folder.source.tokenizer_files")
     # one way to read one weight
     inner = (*inner, *(f".model_folder.source.{name}" for name in ("classes", "find", "streamed")))
-    inner = (*inner, ".files.damage", ".files.document", ".files.flush", ".files.scratch")  # one way to a disk
+    inner = (
+        *inner,
+        ".files.damage",
+        ".files.document",
+        ".files.flush",
+        ".files.scratch",
+        ".files.tensors",
+    )  # one way to a disk
+    inner = (*inner, ".registry.patches")  # one way to replace an attribute for a while
     public = {f"yobx_flatten{inside}" for inside in ("", *inner)}
     public |= {f"yobx_flatten.{folder}" for folder in yobx_flatten._HOMES}
     foreign = [found for found in imports_of(module) if found.target.partition(".")[0] in set(PACKAGES) - {package}]

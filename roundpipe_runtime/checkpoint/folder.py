@@ -6,6 +6,7 @@
     runs/checkpoint-00000007/
     runs/.checkpoint-00000008.writing/       not yet, or never: the next save removes it
     runs/.checkpoint-00000005.leaving/       no more
+    runs/.writing/                           held by the process that writes
 
 The Trainer's folders look the same, but for the number, which is the step.
 """
@@ -19,16 +20,18 @@ import shutil
 from collections.abc import Callable, Iterator
 
 from yobx_flatten.files.flush import flush_folder
+from yobx_flatten.files.scratch import hold
 
 from ..device.outcome import on_error
+from .errors import CheckpointError
 from .manifest import MANIFEST, is_complete, write_manifest
 
 __all__ = [
     "appearing",
     "checkpoints_in",
     "is_checkpoint",
-    "make_folder",
     "next_path",
+    "only_writer",
     "remove_checkpoint",
     "remove_leftovers",
     "remove_old",
@@ -36,6 +39,7 @@ __all__ = [
 ]
 
 _NAME = re.compile(r"checkpoint-(\d{8,})")
+_HELD = ".writing"
 _LEFTOVER = re.compile(r"\.checkpoint-\d+\.(writing|leaving)")
 
 
@@ -96,11 +100,21 @@ def appearing(
     shutil.rmtree(before, ignore_errors=True)
 
 
-def make_folder(folder: pathlib.Path) -> None:
-    """Create the folder for checkpoints, and flush it to the disk."""
+@contextlib.contextmanager
+def only_writer(folder: pathlib.Path) -> Iterator[None]:
+    """A block in which no other process writes a checkpoint into a folder, which is created."""
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         flush_folder(folder.parent)
+    let_go = hold(folder / _HELD)
+    if let_go is None:
+        raise CheckpointError(
+            f"Another process is writing a checkpoint into {folder}. Give each training a folder of its own."
+        )
+    try:
+        yield
+    finally:
+        let_go()
 
 
 def remove_leftovers(folder: pathlib.Path) -> None:

@@ -6,9 +6,8 @@ import contextlib
 import logging
 import os
 import pathlib
-import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -20,16 +19,17 @@ from ..device.interrupts import Uninterrupted, is_done, wait_for
 from ..device.outcome import noting, on_error
 from ..device.worker import Worker
 from ..errors import ConfigError
-from .folder import appearing, checkpoints_in, make_folder, next_path, remove_leftovers, remove_old, writing_path
+from .folder import appearing, checkpoints_in, next_path, only_writer, remove_leftovers, remove_old, writing_path
 from .manifest import describe_files, write_manifest
 from .model_state import check_writes_at_once, optimizer_targets
 from .ranks import CheckpointRanks, ranks_of
 from .tensor_files import need_safetensors
-from .training_state import TRAINING, TrainingObjects, TrainingState, collect_state, read_training
+from .training_state import TrainingObjects, TrainingState, collect_state, read_training
 
 __all__ = ["Checkpoint", "finish_writing", "list_checkpoints", "save_checkpoint", "training_objects"]
 
 _LOG = logging.getLogger("roundpipe_runtime")
+_AS_THEY_WERE = "While {} was written. The checkpoints before it are as they were."
 _WRITER = Worker("checkpoint")  # its thread starts with the first checkpoint in the background
 _WRITING = free_after_fork(threading.Lock())
 _PENDING: dict[pathlib.Path, Future[None]] = {}
@@ -108,7 +108,7 @@ def save_checkpoint(
     the counter of dropout, and gradients, if there are any.
 
     Args:
-        folder: folder of the checkpoints of one run. Only one process at a time may write to it.
+        folder: folder of the checkpoints of one run, which no other run writes to.
         model: pipeline, module that holds pipelines, or any other module.
         optimizer: optimizer of torch for parameters of the model, or a list of optimizers.
         scheduler: learning rate scheduler, or a list of schedulers.
@@ -123,7 +123,7 @@ def save_checkpoint(
         The checkpoint, which can still be being written if ``is_async``.
 
     Raises:
-        CheckpointError: something cannot be stored.
+        CheckpointError: something cannot be stored, or another process is writing a checkpoint into the folder.
         ConfigError: an argument has a value that it cannot have.
         OSError: the checkpoint could not be written; what was there before is unchanged.
         MissingDependencyError: safetensors is not installed.
@@ -160,13 +160,16 @@ def _start_writing(
     """Write a state now, or in the background."""
     with _WRITING:
         finish_writing(home)
-        path = ranks.on_first(lambda: _begin(home))
-        if not is_async:
-            _write(state, path, keep, shard_bytes, ranks)
-            return Checkpoint(path)
-        with Uninterrupted():  # the next call waits for what this one has begun
-            writing = _PENDING[home] = _WRITER.submit(_write_logged, state, path, keep, shard_bytes, ranks)
-        return Checkpoint(path, writing)
+        with contextlib.ExitStack() as held:
+            with noting(_AS_THEY_WERE.format(home)):
+                path = ranks.on_first(lambda: _begin(home, held))
+            if not is_async:
+                _write(state, path, keep, shard_bytes, ranks)
+                return Checkpoint(path)
+            with Uninterrupted():  # the next call waits for what this one has begun
+                how = held.pop_all(), state, path, keep, shard_bytes, ranks
+                writing = _PENDING[home] = _WRITER.submit(_write_logged, *how)
+            return Checkpoint(path, writing)
 
 
 def _check_arguments(keep: object, data: object) -> None:
@@ -216,8 +219,9 @@ def _as_list(value: Any) -> Sequence[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _begin(home: pathlib.Path) -> pathlib.Path:
-    make_folder(home)
+def _begin(home: pathlib.Path, held: contextlib.ExitStack) -> pathlib.Path:
+    held.enter_context(only_writer(home))
+    remove_leftovers(home)
     return next_path(home)
 
 
@@ -226,15 +230,10 @@ def _write(
 ) -> None:
     described: dict[str, object] = {}
 
-    def seal(half: pathlib.Path) -> None:
-        for file in half.rglob("*.safetensors"):
-            shutil.copymode(half / TRAINING, file)  # safetensors writes files that other users may not read
-        write_manifest(half, described)
-
-    with noting(f"While {path} was written. The checkpoints before it are as they were."):
+    with noting(_AS_THEY_WERE.format(path)):
         with contextlib.ExitStack() as stack:
             half = writing_path(path)
-            ranks.on_first(lambda: _enter(stack, path, seal))
+            ranks.on_first(lambda: stack.enter_context(appearing(path, seal=partial(write_manifest, files=described))))
             state.write(half, shard_bytes, ranks)
             own = ranks.together(lambda: describe_files(half, ranks.rank, ranks.size))
             for files in ranks.exchange(own):
@@ -243,14 +242,9 @@ def _write(
         ranks.on_first(lambda: remove_old(path.parent, keep))
 
 
-def _enter(stack: contextlib.ExitStack, path: pathlib.Path, seal: Callable[[pathlib.Path], None]) -> None:
-    remove_leftovers(path.parent)
-    stack.enter_context(appearing(path, seal=seal))
-
-
-def _write_logged(state: TrainingState, path: pathlib.Path, *rest: Any) -> None:
+def _write_logged(held: contextlib.ExitStack, state: TrainingState, path: pathlib.Path, *rest: Any) -> None:
     # the process may end before the result is read
-    with on_error(partial(_LOG.error, "%s was not written: %s", path)):
+    with held, on_error(partial(_LOG.error, "%s was not written: %s", path)):
         _write(state, path, *rest)
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pathlib
-import re
 from collections.abc import Iterator, Mapping
 
 import torch
 
 from yobx_flatten.errors.dependencies import require
+from yobx_flatten.files.tensors import write_tensor_file
 
 from ..device.disk import disk_of, leave
 
@@ -45,9 +44,6 @@ def write_tensors(
     # shard_bytes: largest number of bytes of a file, unless one tensor alone is larger
     # part: number of the files that this process writes: each `parts`-th one, from this one on; the first also writes
     # the index
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     if any(disk_of(tensor) is not None for tensor in tensors.values()):
         shard_bytes = min(shard_bytes, _SHARD_OF_DISK)
     shards = _shards(tensors, shard_bytes)
@@ -55,12 +51,9 @@ def write_tensors(
     for number, names in enumerate(shards, 1):
         of_all = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
         file = f"{stem}{of_all}.safetensors"
-        try:
-            if (number - 1) % parts == part:
-                save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
-                leave([tensors[name] for name in names])
-        except SafetensorError as error:
-            raise _system_error(folder / file, str(error)) from error
+        if (number - 1) % parts == part:
+            write_tensor_file(folder / file, {name: tensors[name] for name in names}, metadata={"format": "pt"})
+            leave([tensors[name] for name in names])
         where.update(dict.fromkeys(names, file))
     if len(shards) > 1 and part == 0:
         index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": where}
@@ -79,14 +72,6 @@ def open_tensors(folder: pathlib.Path, stem: str) -> Iterator[Mapping[str, torch
                 file = files.enter_context(safe_open(path, framework="pt"))
                 found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 # it is not a mapping
         yield found
-
-
-def _system_error(path: pathlib.Path, message: str) -> OSError:
-    """The error of the system that safetensors has put into words: "... (os error 28)"."""
-    found = re.search(r"os error (\d+)", message)
-    if found is None:
-        return OSError(f"{path} could not be written: {message}")
-    return OSError(int(found[1]), os.strerror(int(found[1])), str(path))
 
 
 def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:

@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Sequence
 
 from yobx_flatten.errors.dependencies import require
+from yobx_flatten.files.scratch import whole_file
 
 from .errors import FineTuneError
 from .records import EvalRecord, StepRecord
@@ -81,4 +82,5 @@ def save_curve(records: Sequence[StepRecord | EvalRecord], path: str | os.PathLi
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.legend()
-    canvas.print_figure(os.fspath(path))
+    with whole_file(path) as file:
+        canvas.print_figure(file)

@@ -19,6 +19,8 @@ from typing import Any, TextIO
 
 import torch
 
+from yobx_flatten.files.scratch import write_text
+
 from ..device.accelerator import AcceleratorDevice
 from ..device.protocol import Device
 
@@ -108,10 +110,8 @@ class MetricsFile:
 
     def __init__(self, path: str | os.PathLike[str], *, step: int = 0) -> None:
         self.path = pathlib.Path(path)
-        kept = _lines_up_to(self.path, step) if step else []
-        self._file: TextIO = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 # open as long as the object
-        self._file.writelines(kept)
-        self._file.flush()
+        write_text(self.path, "".join(_lines_up_to(self.path, step) if step else []))
+        self._file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 # open as long as the object
 
     def __enter__(self) -> MetricsFile:
         return self

@@ -46,7 +46,7 @@ def check_place(path: str | os.PathLike[str], option: str, *, in_parent: bool = 
     Args:
         path: file or folder.
         option: option that names it.
-        in_parent: whether it is written under another name beside it first, rather than in it.
+        in_parent: whether its folder is what is written to: it gets its name when it is complete.
 
     Raises:
         FineTuneError: it cannot be written.

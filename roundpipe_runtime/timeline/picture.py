@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Sequence
 
 from yobx_flatten.errors.dependencies import require
+from yobx_flatten.files.scratch import whole_file
 
 from .file import TimelineFileError
 from .record import Record
@@ -55,4 +56,5 @@ def save_picture(records: Sequence[Record], path: str | os.PathLike[str]) -> Non
     if suffix not in canvas.get_supported_filetypes():
         known = ", ".join(f".{name}" for name in ("png", "svg", "pdf"))
         raise TimelineFileError(f"{os.fspath(path)}: a picture is written into a file that ends in {known}.")
-    figure.savefig(path)
+    with whole_file(path) as file:
+        figure.savefig(file)

@@ -1,16 +1,20 @@
-"""Wait until files are on the disk. Otherwise a crash may leave names without contents."""
+"""Wait until files are on the disk, with permissions as they are usual. Otherwise a crash may leave names only."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import pathlib
+import stat
 
 __all__ = ["flush_folder", "flush_tree", "opened_folder"]
 
 
 def flush_tree(folder: pathlib.Path) -> None:
-    """Flush a folder and everything in it to the disk."""
+    """Flush a folder and everything in it to the disk; files get the permissions of new files in their folder.
+
+    Libraries that write through a temporary file, as safetensors does, leave one that only its owner may read.
+    """
     for path in sorted([folder, *folder.rglob("*")], reverse=True):  # what is in a folder before the folder
         if path.is_symlink():
             continue
@@ -18,6 +22,8 @@ def flush_tree(folder: pathlib.Path) -> None:
             flush_folder(path)
         else:
             # Windows flushes only what is opened for writing, and a file may be read-only, as its source was
+            if os.name != "nt" and stat.S_IMODE(path.stat().st_mode) == 0o600:
+                path.chmod(path.parent.stat().st_mode & 0o666)
             number = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
             try:
                 os.fsync(number)

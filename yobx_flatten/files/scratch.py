@@ -26,7 +26,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ..errors import StoredFileError
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_writable",
+    "copy_links",
     "data_path",
+    "hold",
     "is_data_of",
     "is_folder",
     "move_in",
@@ -46,6 +48,7 @@ __all__ = [
     "publish_folder",
     "scratch_for",
     "settle",
+    "whole_file",
     "write_text",
 ]
 
@@ -102,15 +105,49 @@ def is_data_of(name: str, target: pathlib.Path) -> bool:
     return re.fullmatch(re.escape(target.name) + r"(\.[0-9a-f]{8})?\.data", name) is not None
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file of text, in UTF-8, that is there whole or not at all."""
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+    """Yield where to write a file, which is there whole after the block, or not at all."""
     target = pathlib.Path(path)
     if target.exists() and not target.is_file():  # /dev/stdout, a pipe: no name to give, and a folder is refused
-        target.write_text(text, encoding="utf-8")
+        yield target
         return
     with scratch_for(target) as folder:
-        (folder / target.name).write_text(text, encoding="utf-8")
+        yield folder / target.name
         publish_files(folder, target)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file of text, in UTF-8, that is there whole or not at all."""
+    with whole_file(path) as file:
+        file.write_text(text, encoding="utf-8")
+
+
+def copy_links(folder: pathlib.Path, to: pathlib.Path) -> None:
+    """Give each file in a folder a second name in another one; where the disk has no links, copy it."""
+    left = shutil.ignore_patterns(".*.writing-*")
+    shutil.copytree(folder, to, symlinks=True, dirs_exist_ok=True, copy_function=_link, ignore=left)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def hold(folder: pathlib.Path) -> Callable[[], None] | None:
+    """Hold a hidden folder in this process, and return what lets go of it; ``None`` while another process holds it."""
+    folder.mkdir(exist_ok=True)
+    lock = _lock_of(folder)
+    if lock is None:
+        return None
+
+    def let_go() -> None:
+        _remove(folder, lock)
+        lock.release()
+
+    return let_go
 
 
 def publish_files(new: pathlib.Path, target: pathlib.Path, stale: Collection[str] = ()) -> None:

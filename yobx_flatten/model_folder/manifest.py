@@ -22,7 +22,6 @@ __all__ = [
     "StoredAdapter",
     "check_digests",
     "digests",
-    "manifest_text",
     "read_manifest",
     "write_manifest",
 ]
@@ -92,12 +91,8 @@ class FolderManifest:
 
 def write_manifest(folder: pathlib.Path, manifest: FolderManifest) -> None:
     """Write the file."""
-    (folder / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
-
-
-def manifest_text(manifest: FolderManifest) -> str:
-    """Return the contents of the file."""
-    return json.dumps({"format_version": _VERSION, **dataclasses.asdict(manifest)}, indent=2) + "\n"
+    text = json.dumps({"format_version": _VERSION, **dataclasses.asdict(manifest)}, indent=2) + "\n"
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
 def read_manifest(folder: pathlib.Path) -> FolderManifest:

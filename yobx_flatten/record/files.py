@@ -25,6 +25,7 @@ from ..errors.dependencies import require
 from ..files.damage import damage_as
 from ..files.document import check_regular
 from ..files.scratch import publish_files, scratch_for
+from ..files.tensors import write_tensor_file
 from ..private_names.of_torch import pytree
 from ..recipe.static_codec import dump_static, load_static
 from ..recipe.stored_specs import check_spec
@@ -54,8 +55,6 @@ def call_files(folder: pathlib.Path) -> list[pathlib.Path]:
 def write_call(folder: pathlib.Path, index: int, parts: Mapping[str, Snapshot], about: About) -> dict[str, Snapshot]:
     """Write one call to a file, which appears when it is complete."""
     # parts: its inputs, and its outputs where they are recorded
-    from safetensors.torch import save_file
-
     path = folder / f"call-{index:05}{_SUFFIX}"
     with scratch_for(path) as half:
         head = {
@@ -69,7 +68,7 @@ def write_call(folder: pathlib.Path, index: int, parts: Mapping[str, Snapshot], 
             for number, leaf in enumerate(part.leaves())
             if isinstance(leaf, torch.Tensor)
         }
-        save_file(tensors, half / path.name, metadata={_KEY: json.dumps(head)})
+        write_tensor_file(half / path.name, tensors, metadata={_KEY: json.dumps(head)})
         publish_files(half, path)
     return {name: _stored(path, name, part.facts, part.spec) for name, part in parts.items()}
 

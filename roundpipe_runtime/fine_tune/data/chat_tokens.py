@@ -199,7 +199,7 @@ def _read_by(templates: Iterable[str]) -> tuple[set[str], set[object]]:
         try:
             tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARKS.sub("", text))
         except TemplateError:
-            continue  # it says so when it is used
+            continue  # an error when it is used
         variables |= meta.find_undeclared_variables(tree)
         read = list(_reads(tree))
         messages = {owner for owner, name in read if name == "role"}

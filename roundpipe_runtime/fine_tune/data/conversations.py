@@ -7,7 +7,7 @@
     Alpaca              {"instruction": "Greet", "input": "", "output": "Hello"}
     prompt, completion  {"prompt": "Hi", "completion": " Hello"}: text without a template; or two lists of messages
 
-Each may have ``system``, ``tools`` (a list, or one as JSON text) and ``chat_template_kwargs`` beside it. Any other
+Each may have ``system``, ``tools`` (a list, or one as JSON text) and ``chat_template_kwargs`` next to it. Any other
 field is given to the chat template, and refused where that does not read it: `chat_tokens` knows the template.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["Conversation", "conversation_of", "read_conversations"]
 Message = dict[str, Any]
 T = TypeVar("T")
 
-# Fields that only tell rows, or calls of tools, apart.
+# Fields that only distinguish rows, or calls of tools.
 _IDENTIFIERS = ("id", "tool_call_id")
 _LISTS = ("messages", "conversations", "conversation")
 _PAIR = ("prompt", "completion")
@@ -100,7 +100,7 @@ def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conv
     if messages is None:
         if others:
             raise FineTuneError(
-                f"{place} has {', '.join(map(repr, others))} beside text, which no template adds to it. Write it into "
+                f"{place} has {', '.join(map(repr, others))} next to text, which no template adds to it. Write it into "
                 f"the prompt, write lists of messages, or leave it out: --ignore-fields {','.join(others)}"
             )
         return Conversation(place, prompt=row["prompt"], completion=row["completion"])

@@ -20,12 +20,12 @@ from collections.abc import Iterator
 
 from transformers import Trainer
 
-from ...checkpoint.errors import CheckpointWarning, DamagedCheckpointError
-from ...checkpoint.folder import appearing, make_folder, remove_checkpoint, remove_leftovers
+from ...checkpoint.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
+from ...checkpoint.folder import appearing, only_writer, remove_checkpoint, remove_leftovers
 from ...checkpoint.manifest import MANIFEST, is_complete, verify
 from ...errors import warn
 
-__all__ = ["CheckpointingTrainer", "newest_whole", "remove_all_but", "settle"]
+__all__ = ["CheckpointingTrainer", "newest_whole", "remove_all_but"]
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _STATE = "trainer_state.json"  # what a Trainer writes last
@@ -80,17 +80,16 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
             self.accelerator.wait_for_everyone()
             self._rp_name_best(run, name)
             return
-        make_folder(run)
-        settle(run)
         outer = run / f".{name}.writing"
-        try:
-            with appearing(run / name, outer / name) as half:
-                with self._rp_into(outer):
-                    super()._save_checkpoint(model, trial, *args, **kwargs)
-                self._rp_name_best(run, name)
-                self.state.save_to_json(str(half / _STATE))
-        finally:
-            shutil.rmtree(outer, ignore_errors=True)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(only_writer(run))
+            _settle(run)
+            stack.callback(shutil.rmtree, outer, ignore_errors=True)
+            half = stack.enter_context(appearing(run / name, outer / name))
+            with self._rp_into(outer):
+                super()._save_checkpoint(model, trial, *args, **kwargs)
+            self._rp_name_best(run, name)
+            self.state.save_to_json(str(half / _STATE))
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run / name))
         remove_all_but(run, self.args.save_total_limit, self.state.best_model_checkpoint)
@@ -121,7 +120,9 @@ def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
     Each damaged one with more steps gets a warning. A checkpoint of a plain Trainer counts as undamaged if it has the
     file that is written last.
     """
-    settle(run)
+    if run.is_dir():
+        with contextlib.suppress(CheckpointError, OSError), only_writer(run):  # nor is there a half of one that writes
+            _settle(run)
     there = sorted(_checkpoints(run), key=_steps, reverse=True)
     errors = []
     for path in there:
@@ -137,10 +138,8 @@ def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
     return None
 
 
-def settle(run: pathlib.Path) -> None:
+def _settle(run: pathlib.Path) -> None:
     """Rename the checkpoints that a killed process had completed, and remove its unfinished ones."""
-    if not run.is_dir():
-        return
     for half in sorted(run.glob(".checkpoint-*.writing/checkpoint-*")):
         if is_complete(half) and not (run / half.name).exists():
             half.rename(run / half.name)

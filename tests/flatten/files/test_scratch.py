@@ -1,18 +1,32 @@
 """A file, a file with data and a folder are there whole, old or new: whatever ends the process, and whenever."""
 
+import errno
 import os
 import pathlib
 import shutil
 import threading
 
 import pytest
+import torch
 
 from tests import fresh_process
 from tests.flatten.files import writers
 from tests.flatten.files.writers import write_file, write_folder, write_with_data
 from yobx_flatten.errors import StoredFileError
 from yobx_flatten.files import scratch
-from yobx_flatten.files.scratch import is_folder, publish_folder, scratch_for, settle, write_text
+from yobx_flatten.files.scratch import (
+    check_writable,
+    copy_links,
+    hold,
+    is_folder,
+    publish_files,
+    publish_folder,
+    scratch_for,
+    settle,
+    whole_file,
+    write_text,
+)
+from yobx_flatten.files.tensors import write_tensor_file
 
 
 def read(write, target):
@@ -286,3 +300,106 @@ def test_a_folder_that_another_process_removes_before_it_is_locked_is_made_again
     assert taken
     assert names(tmp_path) == ["text"]
     assert (tmp_path / "text").read_text() == "new"
+
+
+def test_a_file_of_a_block_is_there_whole_or_not_at_all(tmp_path):
+    """Pictures, say, which another library writes: an error half-way leaves what was there."""
+    target = tmp_path / "picture.svg"
+    with whole_file(target) as file:
+        file.write_text("first", encoding="utf-8")
+        assert file.suffix == ".svg"  # libraries choose the form by it
+        assert not target.exists()
+
+    def fail():
+        with whole_file(target) as file:
+            file.write_text("half", encoding="utf-8")
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        fail()
+    assert target.read_text(encoding="utf-8") == "first"
+    assert names(tmp_path) == ["picture.svg"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_permissions_follow_the_umask(tmp_path, umask):
+    """Also of files that a library makes for its owner alone; one that may be run, or is read-only, stays so."""
+    before = os.umask(umask)
+    try:
+        with scratch_for(tmp_path / "folder") as work:
+            (work / "deep").mkdir()
+            write_tensor_file(work / "deep" / "a.safetensors", {"a": torch.ones(2)})
+            (work / "private").touch(0o600)
+            (work / "run").touch()
+            (work / "run").chmod(0o755)
+            (work / "read").touch()
+            (work / "read").chmod(0o444)
+            publish_folder(work, tmp_path / "folder")
+        with scratch_for(tmp_path / "b.safetensors") as work:
+            write_tensor_file(work / "b.safetensors", {"a": torch.ones(2)})
+            publish_files(work, tmp_path / "b.safetensors")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
+    usual = 0o666 & ~umask
+    expected = {"a.safetensors": usual, "b.safetensors": usual, "private": usual, "run": 0o755, "read": 0o444}
+    assert modes == expected
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path):
+    """safetensors has a class of its own for it."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("there is no full disk here")
+    program = (
+        "import pathlib, resource, signal, torch\n"
+        "from yobx_flatten.files.tensors import write_tensor_file\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "try:\n"
+        f"    write_tensor_file(pathlib.Path({str(tmp_path / 'a.safetensors')!r}), {{'a': torch.ones(10000)}})\n"
+        "except OSError as error:\n"
+        "    print(type(error).__name__, error.errno)\n"
+    )
+    assert fresh_process.run("-c", program).stdout.split() == ["OSError", str(errno.EFBIG)]
+
+
+def test_a_place_that_cannot_be_written_is_found_before_and_nothing_stays(tmp_path):
+    (tmp_path / "file").touch()
+    for target in ("file/a", "file/a/b/c"):
+        with pytest.raises(OSError, match="it cannot be written: file is not a folder"):
+            check_writable(tmp_path / target)
+    with pytest.raises(OSError, match="it cannot be written"):
+        check_writable(tmp_path / "file", in_parent=False)
+    for target in ("file", "a", "a/b/c"):
+        check_writable(tmp_path / target)
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_folder_is_copied_by_links_where_the_disk_has_them(tmp_path, monkeypatch, has_links):
+    """What other writers left half-written in it is not."""
+
+    def refused(*args, **options):
+        raise OSError(errno.EPERM, "no links here")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refused)
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    (folder / "deep" / ".x.writing-1").mkdir(parents=True)
+    (folder / "deep" / "x").write_text("x", encoding="utf-8")
+    (folder / "link").symlink_to("deep/x")
+    copy_links(folder, other)
+    assert sorted(path.relative_to(other).as_posix() for path in other.rglob("*")) == ["deep", "deep/x", "link"]
+    assert (other / "link").is_symlink()
+    assert os.path.samefile(folder / "deep" / "x", other / "deep" / "x") == has_links
+
+
+def test_a_folder_is_held_once(tmp_path):
+    let_go = hold(tmp_path / ".writing")
+    assert hold(tmp_path / ".writing") is None
+    let_go()
+    assert names(tmp_path) == []
+    again = hold(tmp_path / ".writing")
+    assert again is not None
+    again()

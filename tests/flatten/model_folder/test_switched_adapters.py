@@ -299,6 +299,38 @@ def test_an_adapter_is_added_without_a_new_export(root, roomy, tmp_path, capsys)
 
 
 @pytest.mark.slow
+def test_an_adapter_is_replaced_as_a_whole_or_not_at_all(root, roomy, tmp_path, monkeypatch):
+    """Its matrices, cases and entry belong together: a rename that fails leaves the adapter that was there."""
+    copied = shutil.copytree(roomy, tmp_path / "out")
+    add_adapter(copied, "one", root / "one")
+    kept = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    for path in kept:  # the names that files have in other folders, as in a backup by links
+        backup = tmp_path / "backup" / path.relative_to(copied)
+        backup.parent.mkdir(parents=True, exist_ok=True)
+        os.link(path, backup)
+    replace = os.replace
+    for number in (1, 2):
+        calls = iter(range(1, 100))
+
+        def failing(*names, number=number, calls=calls):
+            if next(calls) == number:
+                raise OSError("no rename")
+            replace(*names)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", failing)
+            with pytest.raises(OSError, match="no rename"):
+                add_adapter(copied, "one", root / "two", overwrite=True)
+        assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == kept
+    add_adapter(copied, "one", root / "two", overwrite=True)
+    assert verify_folder(copied).ok
+    found = open_generator(copied).generate(IDS, max_new_tokens=16, adapter="one")
+    assert torch.equal(found, _generate(_adapted(root, "two")))
+    assert all((tmp_path / "backup" / path.relative_to(copied)).read_bytes() == held for path, held in kept.items())
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.slow
 def test_an_adapter_that_the_files_compute_otherwise_is_not_added(root, roomy, tmp_path):
     """Here the model that is named has other weights."""
     copied = shutil.copytree(roomy, tmp_path / "out")

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from roundpipe_runtime import ConfigError, list_checkpoints, load_checkpoint, save_checkpoint
+from roundpipe_runtime import CheckpointError, ConfigError, list_checkpoints, load_checkpoint, save_checkpoint
 from roundpipe_runtime.checkpoint import training_state
 from tests import fresh_process
 from tests.runtime.small import same_bits, small_model
@@ -267,3 +267,21 @@ def test_keep_must_be_a_number(tmp_path, keep):
 def test_data_must_be_a_dictionary(tmp_path):
     with pytest.raises(ConfigError, match="data must be a dictionary, found int"):
         save_checkpoint(tmp_path, small_model(), data=3)
+
+
+def test_a_folder_that_another_process_writes_to_is_refused(tmp_path):
+    """With the reason, whoever writes; its half checkpoint stays, and the next save goes on."""
+    from roundpipe_runtime.checkpoint.folder import appearing, next_path, only_writer
+
+    model = small_model()
+    with only_writer(tmp_path):
+        path = next_path(tmp_path)
+        with appearing(path) as half:
+            for is_async in (False, True):
+                with pytest.raises(CheckpointError, match=r"Another process is writing a checkpoint into .*of its own"):
+                    save_checkpoint(tmp_path, model, is_async=is_async)
+            (half / "data").write_text("x")
+    assert (path / "data").is_file()
+    saved = [save_checkpoint(tmp_path, model, is_async=is_async).wait().path.name for is_async in (False, True)]
+    assert saved == ["checkpoint-00000002", "checkpoint-00000003"]
+    assert not (tmp_path / ".writing").exists()

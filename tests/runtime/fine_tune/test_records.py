@@ -1,12 +1,15 @@
 """The file of metrics: a line for each record, whole at any time, and continued where a checkpoint was."""
 
+import errno
 import json
 import math
+import pathlib
 
 import pytest
 
 from roundpipe_runtime.fine_tune import EvalRecord, StepRecord
 from roundpipe_runtime.fine_tune.records import MetricsFile
+from tests import fresh_process
 
 
 def step(number, loss=2.5):
@@ -82,3 +85,45 @@ def test_a_resumed_run_without_a_file_begins_one(tmp_path):
     with MetricsFile(tmp_path / "m.jsonl", step=7) as file:
         file.write(step(8))
     assert [row["step"] for row in lines(tmp_path / "m.jsonl")] == [8]
+
+
+@pytest.mark.parametrize("call", range(1, 4))
+def test_a_resume_that_is_killed_leaves_the_lines_of_before(tmp_path, call):
+    """Whatever renames, writes and flushes there are: the file has all its lines, or those up to the checkpoint."""
+    path = tmp_path / "m.jsonl"
+    with MetricsFile(path) as file:
+        for number in range(1, 101):
+            file.write(step(number))
+    program = (
+        "import os, pathlib\n"
+        "from yobx_flatten.files import scratch\n"
+        "from roundpipe_runtime.fine_tune.records import MetricsFile\n"
+        f"left = [{call}]\n"
+        "def dies(real):\n"
+        "    def called(*args, **options):\n"
+        "        left[0] -= 1\n"
+        "        if not left[0]:\n"
+        "            os._exit(9)\n"
+        "        return real(*args, **options)\n"
+        "    return called\n"
+        "scratch.flush_tree, os.replace = dies(scratch.flush_tree), dies(os.replace)\n"
+        f"MetricsFile({str(path)!r}, step=60)\n"
+    )
+    assert fresh_process.run("-c", program, check=False).returncode == (9 if call < 3 else 0)
+    assert [line["step"] for line in lines(path)] == list(range(1, 101 if call < 3 else 61))
+
+
+def test_a_resume_on_a_full_disk_leaves_the_lines_of_before(tmp_path, monkeypatch):
+    path = tmp_path / "m.jsonl"
+    with MetricsFile(path) as file:
+        for number in range(1, 11):
+            file.write(step(number))
+
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "write_text", full)
+        with pytest.raises(OSError, match="No space left"):
+            MetricsFile(path, step=6)
+    assert len(lines(path)) == 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import shutil
 
 import torch
 
@@ -12,13 +13,13 @@ from ...errors import FolderExistsError, ForeignFileError, InvalidArgumentError,
 from ...errors.messages import table
 from ...export.proof.levels import sampled
 from ...export.room import Adapter
-from ...files.scratch import check_writable, is_folder, publish_files, publish_folder, scratch_for, write_text
+from ...files.scratch import check_writable, copy_links, is_folder, publish_folder, scratch_for
 from ...generate.layout import MANIFEST
 from ...recipe.aliases import TransformersModel
 from ...runners.adapters import ADAPTERS, adapter_names, check_matrices
 from ...runners.folder_adapters import rooms_of_files
 from ...storage.cases import load_case
-from ..manifest import FolderManifest, StoredAdapter, manifest_text, read_manifest
+from ..manifest import FolderManifest, StoredAdapter, read_manifest, write_manifest
 from ..pieces.tasks import GENERATES
 from ..source.switched import read_adapters
 from ..stored_cases import CASES, SAMPLED_TOKENS, store_calls, store_generation, store_text
@@ -76,9 +77,9 @@ def add_adapter(
         ReplayError: when the files do not compute what PEFT computes; nothing is written then.
         MissingDependencyError: when peft or transformers is not installed.
     """
-    path = pathlib.Path(folder)
+    path = pathlib.Path(folder).resolve()
     if not is_folder(path):
-        raise ForeignFileError(f"There is no folder {path}. To write it: yobx-flatten export MODEL -o {path}")
+        raise ForeignFileError(f"There is no folder {folder}. To write it: yobx-flatten export MODEL -o {folder}")
     manifest = read_manifest(path)
     rooms = rooms_of_files(path)
     if manifest.runtime != "onnxruntime" or not rooms:
@@ -88,25 +89,29 @@ def add_adapter(
         )
     if name in adapter_names(path) and not overwrite:
         raise FolderExistsError(f"{path} has an adapter {name!r}. Choose another name, or pass overwrite=True.")
-    check_writable(path, in_parent=False)
+    check_writable(path)
     base = load_model(adapter if model is None else model, manifest)
     (found,) = read_adapters(base, {name: adapter})
     check_matrices(found.matrices, rooms, os.fspath(adapter))
-    with scratch_for(path / CASES / ADAPTERS / name) as work:
-        stored = _stored(base, path, manifest, found, work)
-        checks = check_adapter(path, manifest, name, dict(found.matrices), stored, work)
-        done = AddedAdapter(path, name, tuple(checks))
+    # The whole folder is replaced, as one that is exported: matrices, cases and manifest belong together.
+    with scratch_for(path) as work:
+        copy_links(path, work)
+        cases = work / CASES / ADAPTERS / name
+        shutil.rmtree(cases, ignore_errors=True)
+        cases.mkdir(parents=True)
+        for written in (MANIFEST, f"{ADAPTERS}/{name}.safetensors", f"{ADAPTERS}/{name}.onnx_adapter"):
+            (work / written).unlink(missing_ok=True)  # writing into a link would write the folder that is there
+        stored = _stored(base, path, manifest, found, cases)
+        checks = check_adapter(path, manifest, name, dict(found.matrices), stored, cases)
+        done = AddedAdapter(pathlib.Path(folder), name, tuple(checks))
         if not all(check.ok for check in checks):
             raise ReplayError(f"The files do not compute what PEFT computes with the adapter.\n{done}")
-        publish_folder(work, path / CASES / ADAPTERS / name)
-    with scratch_for(path / ADAPTERS / f"{name}.safetensors") as work:
-        write_matrices(path, [found], work)
-        publish_files(work, path / ADAPTERS / f"{name}.safetensors")
-    cases = {file: [f"{CASES}/{ADAPTERS}/{name}/{case}" for case in paths] for file, paths in stored.cases.items()}
-    quality = {check.file: check.quality for check in checks if check.quality is not None}
-    entry = StoredAdapter(cases, quality)
-    text = manifest_text(dataclasses.replace(manifest, adapters={**manifest.adapters, name: entry}))
-    write_text(path / MANIFEST, text)
+        write_matrices(work, [found])
+        paths = {file: [f"{CASES}/{ADAPTERS}/{name}/{case}" for case in found] for file, found in stored.cases.items()}
+        quality = {check.file: check.quality for check in checks if check.quality is not None}
+        adapters = {**manifest.adapters, name: StoredAdapter(paths, quality)}
+        write_manifest(work, dataclasses.replace(manifest, adapters=adapters))
+        publish_folder(work, path)
     return done
 
 

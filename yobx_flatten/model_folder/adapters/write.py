@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from ...export.room import Adapter
+from ...files.tensors import write_tensor_file
 from ...runners.adapters import ADAPTERS, check_matrices
 from ...runners.elements import ELEMENTS
 from ...runners.folder_adapters import rooms_of_files
@@ -16,17 +17,15 @@ from ...runners.ports import Port
 __all__ = ["write_matrices"]
 
 
-def write_matrices(folder: pathlib.Path, adapters: Iterable[Adapter], work: pathlib.Path | None = None) -> None:
-    """Write adapters next to the files that take them, or into a folder ``work``."""
-    from safetensors.torch import save_file
-
+def write_matrices(folder: pathlib.Path, adapters: Iterable[Adapter]) -> None:
+    """Write adapters next to the files that take them."""
     rooms: Mapping[str, Port] | None = None
     for adapter in adapters:
         rooms = rooms_of_files(folder) if rooms is None else rooms
         check_matrices(adapter.matrices, rooms, f"The adapter {adapter.name!r}")
-        place = folder / ADAPTERS if work is None else work
+        place = folder / ADAPTERS
         place.mkdir(exist_ok=True)
-        save_file(dict(adapter.matrices), place / f"{adapter.name}.safetensors")
+        write_tensor_file(place / f"{adapter.name}.safetensors", adapter.matrices)
         if (folder / "genai_config.json").is_file():
             _write_for_genai(place / f"{adapter.name}.onnx_adapter", adapter.matrices)
 

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 
 from roundpipe_runtime import CheckpointError, CheckpointWarning, DamagedCheckpointError, load_checkpoint
 from roundpipe_runtime.checkpoint.manifest import MANIFEST, write_manifest
-from roundpipe_runtime.huggingface.trainer.checkpoints import newest_whole, remove_all_but, settle
+from roundpipe_runtime.huggingface.trainer.checkpoints import newest_whole, remove_all_but
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
 from tests import fresh_process
 from tests.runtime.huggingface.trainer.trainer_runs import arguments, history, make_trainer
@@ -98,7 +98,7 @@ def test_what_a_kill_left_is_settled(tmp_path):
     make(tmp_path / ".checkpoint-3.writing", 3, manifest=False)
     make(tmp_path / ".checkpoint-1.writing", 1)
     (tmp_path / ".checkpoint-0.leaving").mkdir()
-    settle(tmp_path)
+    newest_whole(tmp_path)
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
 
 

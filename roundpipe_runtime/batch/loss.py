@@ -5,6 +5,7 @@
     loss_fn returns        total loss                       seed of microbatch i     scale of the gradient afterwards
     tensor(s), "sum"       sum of values                    1                        1
     tensor(s), "mean"      sum of rows_i / rows * value_i   rows_i / rows            1
+    tensor, "items"        as of the pair (value_i * items_i, items_i)
       of 16 bits           the same                         rows_i / c               c / rows
     (sum, weight)          sum of sums / sum of weights     1 / c                    c / sum of weights
 
@@ -25,7 +26,7 @@ import math
 import numbers
 import threading
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
@@ -33,7 +34,9 @@ from ..errors import ConfigError, LossError, UnevenSplitWarning, warn
 
 __all__ = ["BackwardTerm", "LossContract", "LossValue", "WeightedLoss", "read_loss", "terms_of_batch", "warn_if_uneven"]
 
-Reduction: TypeAlias = Literal["sum", "mean"]
+# A mean over rows that is stated ("mean") is checked in each microbatch; one that was proven ("rows") is not. A mean
+# over items that torch's loss functions count ("items") was proven.
+Reduction: TypeAlias = Literal["sum", "mean", "rows", "items"]
 
 
 class WeightedLoss(NamedTuple):
@@ -118,7 +121,7 @@ class LossContract:
     One instance per call of ``forward_backward``.
 
     Args:
-        reduction: ``"sum"`` or ``"mean"``, of losses that are not pairs.
+        reduction: ``"sum"``, ``"mean"``, ``"rows"`` or ``"items"``, of losses that are not pairs.
         rows: rows of each microbatch; ``None`` where not known.
 
     >>> contract = LossContract("mean", [2, 1])
@@ -131,7 +134,7 @@ class LossContract:
     """
 
     def __init__(self, reduction: Reduction, rows: Sequence[int | None]) -> None:
-        if reduction not in ("sum", "mean"):
+        if reduction not in get_args(Reduction):
             raise ConfigError(f'loss_reduction must be "sum" or "mean", found {reduction!r}.')
         self.reduction = reduction
         self.rows = tuple(rows)
@@ -160,6 +163,8 @@ class LossContract:
             read = read_loss(value)
         except LossError as error:
             raise LossError(f"microbatch {index}: {error}") from None
+        if read.kind == "tensor" and self.reduction == "items":
+            read = _with_items(read, items)
         self.add_value(index, dataclasses.replace(read, tensors=tuple(t.detach() for t in read.tensors)))
         if read.kind != "pair" and self.reduction == "mean":
             self._check_items(index, items)
@@ -206,7 +211,7 @@ class LossContract:
                     )
             if not self._values:
                 is_short = read.tensors[0].dtype in (torch.float16, torch.bfloat16)
-                self._is_late = read.kind == "pair" or (self.reduction == "mean" and is_short)
+                self._is_late = read.kind == "pair" or (self.reduction != "sum" and is_short)
             self._values[index] = read
 
     def values(self) -> dict[int, LossValue]:
@@ -371,6 +376,19 @@ def _scalar(tensor: torch.Tensor, what: str) -> torch.Tensor:
             "    return loss.sum()"
         )
     return tensor.reshape(())
+
+
+def _with_items(read: LossValue, items: Sequence[float]) -> LossValue:
+    """The pair of a mean over items; over none, it is zero."""
+    if len(set(items)) != 1:
+        raise LossError(
+            f"loss_fn takes {len(items)} means, over {_format_items(items, 1)}, and it was proven to be one mean of "
+            "torch over the items that it counts. Return the sum and the number of items, or compute it once:\n"
+            "    return WeightedLoss(total, number)\n"
+            '    RoundPipeRunConfig(loss_reduction="joined")'
+        )
+    count = items[0]
+    return dataclasses.replace(read, kind="pair", tensors=(read.tensors[0] * count,), weight=count)
 
 
 def _format_kind(value: LossValue) -> str:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ..batch.flat import FlatMicrobatch
-from ..batch.loss import LossContract
+from ..batch.loss import LossContract, Reduction
 from ..device.transfer import HostValue
 from .parameters.on_device import Gradients
 from .run import Run
 
-__all__ = ["Call"]
+__all__ = ["Call", "Cutting"]
+
+
+class Cutting(NamedTuple):
+    """A batch in microbatches."""
+
+    parts: list[list[FlatMicrobatch]]  # microbatches of each group of this process
+    reduction: Reduction | None = "sum"  # how their losses add up; `None` where its rows do not show it
 
 
 @dataclasses.dataclass(slots=True)
@@ -26,11 +34,6 @@ class Call:
     runs: list[tuple[Run, list[HostValue]]] = dataclasses.field(default_factory=list)
     # function that is given gradients as they land, by number of the group and layer; `None` where they stay in the run
     land: Callable[[int, int, Gradients], None] | None = None
-
-    @property
-    def is_split(self) -> bool:
-        """Whether the loss of the batch is one of several microbatches."""
-        return len(self.contract.rows) > 1
 
     def losses(self, turn: int) -> LossContract:
         """Return the contract of the losses of a group."""

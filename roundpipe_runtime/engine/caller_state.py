@@ -98,7 +98,7 @@ _OF_CLASSES: weakref.WeakKeyDictionary[type, tuple[threading.local, ...]] = weak
 
 def _locals_of(code: object) -> list[threading.local]:
     """Return the thread locals that the code of a layer or a loss function names."""
-    found = []
+    found: list[threading.local] = []
     for part in code.modules() if isinstance(code, nn.Module) else [code]:
         kind = type(part)
         if kind not in _OF_CLASSES:
@@ -133,7 +133,7 @@ def _named(functions: Sequence[object]) -> list[threading.local]:
         if not isinstance(function, types.FunctionType) or function.__code__ in seen or depth > _DEPTH:
             continue
         seen.add(function.__code__)
-        for value in _values_of(function):
+        for value in values_of(function):
             if isinstance(value, threading.local):
                 found[value] = None
             elif isinstance(value, types.FunctionType) and _is_own(value.__module__):
@@ -146,7 +146,7 @@ def _named(functions: Sequence[object]) -> list[threading.local]:
     return list(found)
 
 
-def _values_of(function: types.FunctionType) -> Iterator[Any]:
+def values_of(function: types.FunctionType) -> Iterator[Any]:
     """Yield what a function reads by name: its closure, its defaults, globals, and attributes of modules."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # a name that has no value yet

@@ -14,6 +14,8 @@ from ..device.transfer import HostValue
 from ..errors import StageError
 from ..optim.parameters import LayerContents
 from .parameters.on_device import Buffers, Gradients
+from .recompute.attributes import LayerAttributes
+from .shared_views import Shared
 
 __all__ = ["RUNS_AGAIN", "Collected", "Copies", "WrittenBuffers"]
 
@@ -41,6 +43,9 @@ class Collected:
     gradients: dict[int, Gradients] = dataclasses.field(default_factory=dict)
     # gradients of a loss function's own parameters, by microbatch, until all are there
     loss_gradients: dict[int, dict[nn.Parameter, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    # attributes of layers that change them, as they were before a forward, by layer and microbatch
+    attributes: dict[tuple[int, int], LayerAttributes] = dataclasses.field(default_factory=dict)
+    shared: dict[tuple[int, int], Shared] = dataclasses.field(default_factory=dict)  # outputs that are views of others
     # what shows whether a recomputation equals its forward, by layer and microbatch, in a run that looks
     digests: dict[tuple[int, int], list[tuple[torch.Tensor, Event]]] = dataclasses.field(default_factory=dict)
 
@@ -56,7 +61,7 @@ class Collected:
         """Release everything."""
         self.buffers.clear()
         values: list[dict[Any, Any]] = [self.outputs, self.saved, self.kept, self.input_gradients, self.gradients]
-        for one in [*values, self.loss_gradients, self.digests]:
+        for one in [*values, self.loss_gradients, self.digests, self.attributes, self.shared]:
             one.clear()
 
 

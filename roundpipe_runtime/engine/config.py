@@ -30,9 +30,11 @@ class RoundPipeRunConfig:
         merge_output: rule for joining outputs, see :func:`roundpipe_runtime.batch.join`. ``False``: not at all, each
             leaf is a :class:`RoundPipePackedData`. Default: ``True``, concatenated along the batch.
         execute_plan: layers of each stage. Default: computed, and adapted to measured times.
-        loss_reduction: reduction of the losses of the microbatches. ``"sum"``: added. ``"mean"``: each is a mean
-            over its rows, and the total is the mean over all rows. ``"joined"``: the loss is computed once, of the
-            joined outputs of all microbatches, for losses that compare rows with each other. Default: ``"sum"``.
+        loss_reduction: how the losses of microbatches become that of the batch. ``"auto"``: such that loss and
+            gradients are those of the plain model; shown on a few rows, and computed of the joined outputs where no
+            weights fit. ``"mean"``: each is a mean over its rows, and the total is the mean over all rows. ``"sum"``:
+            added, as RoundPipe does, for a script that divides by the number of microbatches. ``"joined"``: computed
+            once, of the joined outputs of all microbatches. Default: ``"auto"``.
         last_stage_copies: number of devices that compute the last layer, its loss and their backward in
             ``forward_backward``, each for every n-th microbatch, where ``execute_plan`` is computed. ``"auto"``: as
             many as make the simulated run clearly faster. Results are bitwise identical. Default: 1.
@@ -64,7 +66,7 @@ class RoundPipeRunConfig:
     split_label: Any = None
     merge_output: Any = None
     execute_plan: ModelExecutePlan | None = None
-    loss_reduction: Literal["sum", "mean", "joined"] | None = None
+    loss_reduction: Literal["auto", "sum", "mean", "joined"] | None = None
     last_stage_copies: int | Literal["auto"] | None = None
     keep_parameters: float | Literal["auto"] | None = None
     upload_experts: Literal["routed", "all"] | None = None
@@ -91,11 +93,6 @@ class RoundPipeRunConfig:
         }
         return RoundPipeRunConfig(**chosen)
 
-    @property
-    def reduction_of_parts(self) -> Literal["sum", "mean"]:
-        """The reduction of losses of microbatches; a joined loss has none."""
-        return "mean" if self.loss_reduction == "mean" else "sum"
-
     def resolved(self, num_devices: int) -> RoundPipeRunConfig:
         """Return this configuration with its gaps filled by the defaults.
 
@@ -112,7 +109,7 @@ class RoundPipeRunConfig:
                 recompute_grain="stage",
                 num_microbatch=num_devices + 1,
                 merge_output=True,
-                loss_reduction="sum",
+                loss_reduction="auto",
                 last_stage_copies=1,
                 keep_parameters=0,
                 upload_experts="routed",
@@ -157,5 +154,5 @@ _CHECKS: dict[str, _Check] = {
         'a number of GB from 0 on, or "auto"',
     ),
     "upload_experts": (lambda v: v in ("routed", "all"), '"routed" or "all"'),
-    "loss_reduction": (lambda v: v in ("sum", "mean", "joined"), '"sum", "mean" or "joined"'),
+    "loss_reduction": (lambda v: v in ("auto", "sum", "mean", "joined"), '"auto", "sum", "mean" or "joined"'),
 }

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from yobx_flatten.errors.failures import raised_as
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import PyTree
 
@@ -22,21 +24,25 @@ from ..device.disk import DiskMemory
 from ..device.pinning import PinnedModel
 from ..device.protocol import Device
 from ..device.transfer import HostValue
-from ..errors import ConfigError
+from ..errors import ConfigError, SplitError
 from ..optim.tables import LargeTables
 from .autograd import call
-from .call import Call
+from .call import Call, Cutting
 from .compiled import NOT_COMPILED, CompiledLayers
 from .config import RoundPipeRunConfig
 from .inputs import host_value
 from .lifecycle import RunLifecycle
+from .loss_check import LossChecks, Sample, sample_of
 from .one_group import OneGroup
 from .outputs import merge_outputs, outputs_of
-from .rows import RowCheck
+from .rows import RowCheck, RowTrial, few_rows, set_apart
 from .run import Run
 from .run_spec import Trial
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "in_two_passes"]
+
+# Microbatches of one row that are enough to compare some of them with all.
+_FEW = 3
 
 
 class Engine(RunLifecycle):
@@ -47,6 +53,7 @@ class Engine(RunLifecycle):
     # large_tables: how tables of large vocabularies travel. Default: whole.
     # row_check: proof that layers compute each row by itself, before a batch is cut between rows; `None` for layers of
     # which the caller has one
+    # few_rows: function that yields some rows of a batch at a time
 
     # groups that a batch is cut into, and the ranks that run them. Default: one, in this process.
     groups: OneGroup[Engine]
@@ -71,15 +78,24 @@ class Engine(RunLifecycle):
         )
         self._warned = False
         self.row_check: RowCheck | None = RowCheck()
+        self.loss_checks = LossChecks()
+        self.few_rows: Callable[[FlatBatch, RoundPipeRunConfig], Iterator[RowTrial]] = partial(few_rows, self)
         self.groups.begin(self, model)
 
     # -- what a user calls -------------------------------------------------------------------------------------------
 
-    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:
+    def forward(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig, *, is_checked: bool = False
+    ) -> Any:
         """Run the layers forward; with gradients, the outputs are part of the caller's graph."""
+        # is_checked: whether the rows of this call were looked at
         self.check_can_run()
-        with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
-            return self.groups.forward(self, args, kwargs, config)
+        with self.lock, torch.set_grad_enabled(bool(config.requires_grad)), self._noting_ends():
+            checked, self.row_check = self.row_check, None if is_checked else self.row_check
+            try:
+                return self.groups.forward(self, args, kwargs, config)
+            finally:
+                self.row_check = checked
 
     def forward_here(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:
         """Run all rows of this process forward, as one group; see :meth:`forward`."""
@@ -107,7 +123,7 @@ class Engine(RunLifecycle):
         """
         # join: function that makes the input of the last layer of the outputs of the one before it
         self.check_can_run()
-        config = _in_two_passes(config)
+        config = in_two_passes(config)
         with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
             microbatches = self.cut_group(FlatBatch.of(args, kwargs, None), config)
             last = len(self.layers) - 1
@@ -148,7 +164,7 @@ class Engine(RunLifecycle):
         """What layers return in a run that is dropped."""
         self.check_can_run()
         # A trial must not show: no gradient, no buffer, no draw, and not even the devices of the next run.
-        config = _in_two_passes(dataclasses.replace(config, requires_grad=False))
+        config = in_two_passes(dataclasses.replace(config, requires_grad=False))
         with self.lock, torch.no_grad():
             run, host_values = self.prepare_forward(microbatches, config, span=span, **of_spec)
             cursor = self.round_robin.cursor
@@ -176,7 +192,7 @@ class Engine(RunLifecycle):
     ) -> Any:
         """Run forward, loss and backward."""
         self.check_can_run()
-        with self.lock:
+        with self.lock, self._noting_ends():
             outputs = None
 
             def work(call: Call) -> None:
@@ -187,8 +203,9 @@ class Engine(RunLifecycle):
                 self._warn_of_rows(call, config)
 
             # Cut inside of the call of all ranks: an error of one rank has to reach the others.
-            cut = partial(self.cut_to_train, args, kwargs, label, config)
+            cut = partial(self._cut_for_loss, args, kwargs, label, loss_fn, config)
             total = self.groups.run_call(self, "forward_backward", cut, config, work)
+            self.loss_checks.warn()
             return (total, outputs) if return_outputs else total
 
     def _run_groups(
@@ -201,7 +218,6 @@ class Engine(RunLifecycle):
                     part,
                     config,
                     call.losses(turn),
-                    is_split=call.is_split,
                     loss_fn=loss_fn,
                     keep_outputs=keep_outputs,
                     base_seed=call.seed,
@@ -211,8 +227,6 @@ class Engine(RunLifecycle):
                 with self.groups.stopping(run):
                     run.start_all(host_values)
                     self.execute(run, run.spec.stages)
-                if run.spec.loss_check is not None:
-                    run.spec.loss_check.finish()
                 call.add(run, host_values)
             if call.land is not None:
                 # The sum over groups waits for every layer of every group.
@@ -235,6 +249,61 @@ class Engine(RunLifecycle):
         if not config.requires_grad:
             raise ConfigError("forward_backward computes gradients, but they are switched off. Use forward.")
         return self.cut(args, kwargs, label, config)
+
+    def _cut_for_loss(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        label: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        config: RoundPipeRunConfig,
+    ) -> Cutting:
+        """Cut the batch, and show how the losses of microbatches add up."""
+        parts = self.cut_to_train(args, kwargs, label, config)
+        microbatches = [one for part in parts for one in part]
+        stated = config.loss_reduction or "auto"
+        is_split = len(microbatches) > 1 or (
+            self.groups.replicas > 1 and sum(one.rows or 0 for one in microbatches) > 1
+        )
+        if not is_split:  # nothing to weigh, or one row, which shows nothing; other ranks may have more
+            return Cutting(parts, None if stated == "auto" else "mean" if stated == "mean" else "sum")
+        samples = partial(self._samples, FlatBatch.of(args, kwargs, label), microbatches, config)
+        return Cutting(parts, self.loss_checks.reduction(loss_fn, stated, microbatches, samples))
+
+    def _samples(
+        self, batch: FlatBatch, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig
+    ) -> Iterator[Sample]:
+        """Yield what the layers return for some rows, in one piece and in parts; at last, for a microbatch."""
+        others = [leaf.value for leaf in batch.label.leaves]
+        tried = [] if self.row_check is None else self.row_check.tried
+        span, alone = range(len(self.layers)), dataclasses.replace(config, execute_plan=None, output_device=None)
+        # a function that cuts this batch need not cut a few rows of it
+        is_cut_by_user = self.row_check is not None and (callable(config.split_input) or callable(config.split_label))
+        for trial in tried or (() if is_cut_by_user else self.few_rows(batch, config)):
+            given = [trial.whole, *trial.parts]
+            with set_apart(self.layers), raised_as(_not_run):
+                outputs = trial.outputs or self.try_layers(given, alone, span, "parts")
+            whole, *parts = [
+                (output, pytree.tree_unflatten(one.labels, one.label_spec), one.rows or 0)
+                for output, one in zip(outputs, given, strict=True)
+            ]
+            yield Sample(whole, parts, others)
+        largest = max(microbatches, key=lambda one: one.rows or 0)
+        chosen = [largest] if (largest.rows or 0) > 1 else microbatches[:_FEW]
+        with set_apart(self.layers), raised_as(_not_run):
+            outputs = self.try_layers(chosen, alone, span, "parts")
+        labels = [pytree.tree_unflatten(one.labels, one.label_spec) for one in chosen]
+        yield sample_of(list(zip(outputs, labels, [one.rows or 0 for one in chosen], strict=True)), others)
+
+    @contextlib.contextmanager
+    def _noting_ends(self) -> Iterator[None]:
+        """Note at the end of a call what it has left in layers and losses."""
+        try:
+            yield
+        finally:
+            self.loss_checks.end()
+            if self.row_check is not None:
+                self.row_check.end(self.layers)
 
     def cut(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: RoundPipeRunConfig
@@ -281,7 +350,11 @@ def _outputs_of_groups(call: Call, config: RoundPipeRunConfig) -> Any:
     return merge_outputs(outputs, weights if call.contract.kind == "pair" else rows, rows, config)
 
 
-def _in_two_passes(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
+def in_two_passes(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
     """The settings of a call with the stages of its plan, which is one for a fused run perhaps, for two passes."""
     plan = config.execute_plan
     return config if plan is None else dataclasses.replace(config, execute_plan=plan.for_two_passes())
+
+
+def _not_run(error: Exception) -> SplitError:
+    return SplitError(f"the layers do not run on some rows of the batch: {type(error).__name__}: {error}")

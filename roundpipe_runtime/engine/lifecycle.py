@@ -40,7 +40,6 @@ from .config import RoundPipeRunConfig
 from .dispatch import Dispatch
 from .inputs import PinnedCopies, host_value
 from .looks import is_due
-from .loss_check import LossChecks
 from .one_group import OneGroup
 from .parameters.gradient_memory import GradientMemory
 from .parameters.kept import KeptParameters
@@ -109,7 +108,6 @@ class RunLifecycle:
         self.take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
         self._pinned = pinned
         self._routed = RoutedParameters()
-        self._loss_checks = LossChecks()
         self._runs: collections.Counter[RunType] = collections.Counter()
 
     def pin(self, pinned: PinnedModel | None) -> None:
@@ -133,21 +131,17 @@ class RunLifecycle:
         config: RoundPipeRunConfig,
         contract: LossContract,
         *,
-        is_split: bool,
         loss_fn: Callable[[Any, Any], Any],
         **of_spec: Any,
     ) -> tuple[Run, list[HostValue]]:
         """Return a run of forward, loss and backward that has not started, and its inputs."""
-        # loss_fn: loss function, which is checked in its first run if it is
         pinned = self._pins()
         labels = [
             host_value(one.labels, one.label_spec, requires_grad=False, what="label", pinned=pinned)
             for one in microbatches
         ]
         rows = [microbatch.rows for microbatch in microbatches]
-        first = microbatches[0].labels if microbatches else ()
-        check = self._loss_checks.of(loss_fn, config.reduction_of_parts, first) if is_split else None
-        of_spec |= {"loss_fn": loss_fn, "loss_check": check}
+        of_spec["loss_fn"] = loss_fn
         run = self.prepare("fused", config, rows, contract, size=_size_of(microbatches), labels=labels, **of_spec)
         return run, _inputs_of(microbatches, run, pinned)
 
@@ -171,9 +165,8 @@ class RunLifecycle:
         # its error otherwise, also after the cause is gone.
         self.steps.resume()
         contents = self._read_layers()
-        spec = dataclasses.replace(
-            self._spec(kind, config, contents, len(rows), span, of_spec.get("loss_fn")), **of_spec
-        )
+        made = self._spec(kind, config, contents, len(rows), span, of_spec.get("loss_fn"))
+        spec = dataclasses.replace(made, **of_spec)
         moves = self.groups.moves_generators
         draws = Draws(spec.base_seed or run_base(), spec.tag, in_order=len(rows) == 1, moves=moves)
         looks = spec.trial is None and is_due(self._count(kind))
@@ -182,7 +175,7 @@ class RunLifecycle:
         nbytes_kept = self.planner.bytes_to_keep(config.keep_parameters or 0, largest)
         self.kept.choose(contents, self.store.source, self.version(), nbytes_kept)
         timer = self._timer(kind, is_trial=spec.trial is not None)
-        contract = LossContract(config.reduction_of_parts, rows) if contract is None else contract
+        contract = LossContract("sum", rows) if contract is None else contract
         memory = self.gradient_memory
         if memory is not None and spec.requires_grad:
             memory.prepare(spec.contents, self.store.landing_dtype)

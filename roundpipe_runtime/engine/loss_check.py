@@ -1,191 +1,292 @@
-"""Check on its first rows that a loss function matches the reduction that was stated.
+"""Show on a few rows how the losses of microbatches add up, before the first gradient of a call.
 
-::
+The layers have run on some rows of the batch, in one piece and in parts (`rows`), or on a microbatch. The loss
+function is called with what they returned, as `batch/loss_proof` asks, in a block that leaves no trace of it::
 
-    rows 0 to 2 in one piece      loss_fn -> 0.93
-    rows 0 and 1, and row 2       loss_fn -> 0.90, 0.99    mean: (2 * 0.90 + 1 * 0.99) / 3 = 0.93, as stated
-
-A loss that compares rows with each other passes no such check, and would be another one for each split of a batch.
-The same holds for one that chooses rows by values, also where these rows have none that it treats otherwise; see
-`loss_trial`. The function is called some times more for it, once in a training for each kind of labels.
+    loss_reduction="auto"    the weights that hold; without any, the loss is one of the joined outputs
+    loss_reduction="mean"    an error, unless the loss is a mean over rows
+    loss_reduction="sum"     an error, unless it is a sum, or a mean that the script divides by itself
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import dataclasses
 import inspect
-import threading
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
-from torch import nn
 
+from yobx_flatten.core.effects import undisturbed
 from yobx_flatten.private_names.of_torch import pytree
 
-from ..batch.flat import FlatBatch
-from ..batch.loss import LossValue
+from ..batch.averages import count_items
+from ..batch.flat import FlatBatch, FlatMicrobatch
+from ..batch.joining import join
+from ..batch.loss import Reduction, read_loss
+from ..batch.loss_proof import Column, Evaluation, NotProvenError, Part, Proof, Way, prove, variants
+from ..batch.same_rows import rows_of
 from ..batch.splitting import split_flat
-from ..errors import JoinError, LossError, RoundPipeError, RoundPipeWarning, SplitError, warn
-from .loss_trial import NotCallableError, Reduction, Refusal, Row, try_rows
-from .recompute.generators import generators_kept
+from ..batch.steady_draws import SteadyDraws
+from ..device.generator import generator_alone
+from ..errors import JoinError, LossError, RoundPipeWarning, SplitError, warn
+from .layer_graph import other_leaves
+from .repeats import Repeats, state_of
 
-__all__ = ["LossCheck", "LossChecks", "loss_code"]
+__all__ = ["JoinedLossError", "LossChecks", "Sample", "loss_code", "sample_of"]
 
 # Rows that are enough for two parts with different numbers of rows.
 _ROWS = 3
 
+_WAYS: dict[str, tuple[Way, ...]] = {
+    "auto": ("rows", "items", "sum"),
+    "mean": ("rows",),
+    "sum": ("sum", "rows", "items"),
+}
 
-class LossChecks:
-    """Which loss functions were checked: by their code, the reduction, and the kind of their labels."""
 
-    def __init__(self) -> None:
-        self._done: set[Hashable] = set()
+class JoinedLossError(LossError):
+    """The loss does not follow from those of microbatches: it has to be computed once, of the joined outputs."""
 
-    def of(
-        self, loss_fn: Callable[[Any, Any], Any], reduction: Reduction, labels: Sequence[Any] = ()
-    ) -> LossCheck | None:
-        """Return the check of a loss function; ``None`` if it was checked, or carries weights that were proven."""
-        if getattr(loss_fn, "has_proven_weights", False):
-            return None
-        key = loss_code(loss_fn), reduction, tuple(map(_kind, labels))
-        return None if key in self._done else LossCheck(loss_fn, reduction, functools.partial(self._done.add, key))
+    # is_lasting: whether this holds for the loss function, and not for this batch alone
+
+    def __init__(self, reason: str, *, is_lasting: bool = True) -> None:
+        self.reason, self.is_lasting = reason, is_lasting
+        super().__init__(
+            f"The loss of the batch does not follow from those of microbatches: {reason} In one process, it is "
+            'computed once of the joined outputs:\n    RoundPipeRunConfig(loss_reduction="joined")\n'
+            "If it is a mean over other items than rows, return the sum and the number of items:\n"
+            "    return WeightedLoss(total, number)"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Outputs and labels of a few rows, each with its number: in one piece, and in parts."""
+
+    whole: tuple[Any, Any, int]
+    parts: Sequence[tuple[Any, Any, int]]
+    others: Sequence[Any] = ()  # leaves of the labels of the batch: other values that occur
+
+    def evaluate(
+        self, loss_fn: Callable[[Any, Any], Any], values: Sequence[torch.Tensor], places: Sequence[int]
+    ) -> Evaluation:
+        """Compute the losses of other values, in the places of leaves with rows."""
+        held, spec = pytree.tree_flatten(self.whole[:2])
+        number = len(pytree.tree_leaves(self.whole[0]))
+        given = dict(zip(places, values, strict=True))
+        whole = [given.get(place, leaf) for place, leaf in enumerate(held)]
+        leaves: dict[int, torch.Tensor] = {}
+        for place, leaf in enumerate(whole[:number]):
+            if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+                leaves[place] = whole[place] = leaf.detach().requires_grad_()
+        starts = [0] * len(whole)
+        found = [_called(loss_fn, whole, spec, self.whole[2])]
+        axes = self.axes()
+        for outputs, labels, rows in self.parts:
+            cut = pytree.tree_leaves((outputs, labels))
+            for place, axis in enumerate(axes):
+                if axis is not None:
+                    size = cut[place].shape[axis]
+                    cut[place] = whole[place].narrow(axis, starts[place], size)
+                    starts[place] += size
+            found.append(_called(loss_fn, cut, spec, rows))
+        own = [leaves[place] for place in leaves if axes[place] is not None]
+        trained = other_leaves([loss for one in found for loss in one.losses if loss.requires_grad], own)
+        return (
+            found[0],
+            found[1:],
+            [*own, *(one for one in trained if not any(one is leaf for leaf in leaves.values()))],
+        )
+
+    def axes(self) -> list[int | None]:
+        """The axis of the rows of each leaf."""
+        last = pytree.tree_leaves(self.parts[-1][:2])
+        whole = pytree.tree_leaves(self.whole[:2])
+        if len(whole) != len(last):
+            raise SplitError("The outputs of some rows have another structure.")
+        return [rows_of(one, part, self.whole[2]) for one, part in zip(whole, last, strict=True)]
+
+    def columns(self) -> tuple[list[Column], list[int]]:
+        """The leaves with rows, and their places."""
+        held, number = pytree.tree_leaves(self.whole[:2]), len(pytree.tree_leaves(self.whole[0]))
+        columns, places = [], []
+        for place, (leaf, axis) in enumerate(zip(held, self.axes(), strict=True)):
+            if axis is None or leaf.dim() == 0 or leaf.dtype == torch.bool:
+                continue
+            is_label = place >= number
+            others = self.others[place - number] if is_label and place - number < len(self.others) else None
+            others = others if isinstance(others, torch.Tensor) and others.dtype == leaf.dtype else None
+            columns.append(Column(leaf.detach(), axis, "label" if is_label else "output", others))
+            places.append(place)
+        return columns, places
+
+
+def _called(loss_fn: Callable[[Any, Any], Any], leaves: Sequence[Any], spec: pytree.TreeSpec, rows: int) -> Part:
+    """The loss of some rows, of clones, which may be written in place; drawn from the same seed for all."""
+    torch.default_generator.manual_seed(1)  # and no other: devices have theirs
+    given = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    outputs, labels = pytree.tree_unflatten(given, spec)
+    with torch.enable_grad(), SteadyDraws(), count_items() as items:
+        found = read_loss(loss_fn(outputs, labels))
+    counts = set(items.trained)
+    is_mean = found.kind == "tensor" and len(counts) == 1 and not (items.others or items.sums)
+    known = counts.pop() if is_mean else None
+    return Part(found.tensors, rows, known, found.weight)
+
+
+def sample_of(found: Sequence[tuple[Any, Any, int]], others: Sequence[Any]) -> Sample:
+    """Return some rows of a microbatch, or of several of one row, in one piece and in parts."""
+    # found: outputs, labels and rows of microbatches
+    if len(found) == 1:
+        return _cut(*found[0], others)
+    if len(found) < 2:
+        raise SplitError("There is one row.")
+    return Sample(_joined(found), [_joined(found[:-1]), found[-1]], others)
+
+
+def _joined(found: Sequence[tuple[Any, Any, int]]) -> tuple[Any, Any, int]:
+    counts = [count for *_, count in found]
+    outputs, labels = (join([one[place] for one in found], counts, rows=counts) for place in range(2))
+    return outputs, labels, sum(counts)
+
+
+def _cut(outputs: Any, labels: Any, count: int, others: Sequence[Any]) -> Sample:
+    batch = FlatBatch.of((outputs,), {}, labels)
+    [first, *_] = split_flat(batch, math.ceil(count / _ROWS))
+    (own,), _ = pytree.tree_unflatten(first.inputs, first.spec)
+    held = pytree.tree_unflatten(first.labels, first.label_spec)
+    if (first.rows or 0) < 2:
+        raise SplitError("There is one row.")
+    parts = []
+    for part in split_flat(FlatBatch.of((own,), {}, held), 2):
+        (some,), _ = pytree.tree_unflatten(part.inputs, part.spec)
+        parts.append((some, pytree.tree_unflatten(part.labels, part.label_spec), part.rows or 0))
+    return Sample((own, held, first.rows or 0), parts, others)
 
 
 def loss_code(function: Any) -> Hashable:
     """Return what stays the same where a script makes its loss function anew in each step."""
     function = inspect.unwrap(function)
-    while isinstance(function, functools.partial):
+    while isinstance(function, partial):
         function = function.func
     code: Hashable = getattr(getattr(function, "__func__", function), "__code__", None) or id(function)
     return code
 
 
-def _kind(label: Any) -> Hashable:
-    return f"{label.dtype}, {label.dim()}" if isinstance(label, torch.Tensor) else type(label).__qualname__
+class LossChecks:
+    """How the losses of one pipeline add up: by loss function, by what was stated, and by the kind of its labels."""
 
+    def __init__(self) -> None:
+        self._found: dict[Hashable, Reduction | JoinedLossError] = {}
+        self._repeats = Repeats()
+        self._last: tuple[Hashable, object] | None = None
+        self._reason: str | None = None  # why nothing was shown in this call
 
-class LossCheck:
-    """The check of a loss function in a run; threads that run copies of the last stage share it."""
+    def reduction(
+        self,
+        loss_fn: Callable[[Any, Any], Any],
+        stated: str,
+        microbatches: Sequence[FlatMicrobatch],
+        samples: Callable[[], Iterator[Sample]],
+    ) -> Reduction:
+        """Return how the losses of microbatches add up."""
+        # samples: function that runs layers on some rows
+        if getattr(loss_fn, "has_proven_weights", False):
+            return "sum"
+        kind = loss_code(loss_fn), stated, tuple(map(_kind, microbatches[0].labels))
+        self._last = kind, loss_fn
+        if self._repeats.is_due(kind, state_of(loss_fn)) or kind not in self._found:
+            found = self._checked(loss_fn, stated, samples)
+            if found == "nothing":  # follows, as no label counts in these rows
+                raise JoinedLossError("no label counts in its first rows, or it is not finite there.", is_lasting=False)
+            self._found[kind] = found
+        return _refuse(self._found[kind], stated)
 
-    # note: function that is called when the check has passed
+    def end(self) -> None:
+        """Note what the loss function holds at the end of a call, which may have changed it."""
+        self._reason = None
+        if self._last is not None:
+            self._repeats.end(self._last[0], state_of(self._last[1]))
+            self._last = None
 
-    def __init__(self, loss_fn: Callable[[Any, Any], Any], reduction: Reduction, note: Callable[[], None]) -> None:
-        self._loss_fn, self._reduction, self._note = loss_fn, reduction, note
-        self._held: list[Row] = []
-        self._takes_few = True
-        self._is_done = self._is_unshown = False
-        self._lock = threading.Lock()
-
-    def offer(self, outputs: Any, labels: Any, rows: int | None, of_batch: int) -> None:
-        """Take a microbatch; the check runs as soon as there are three rows, or two if the batch has no more.
-
-        A loss that does not take so few rows is checked with whole microbatches.
-        """
-        # outputs: outputs of the last layer, on the host
-        # rows: number of rows, `None` where it is not known
-        with self._lock:
-            if self._is_done or rows is None:
-                return
-            outputs, labels = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (outputs, labels))
-            self._held.append((outputs, labels, rows))
-            held = list(self._held)
-            if sum(count for *_, count in held) < min(_ROWS, of_batch):
-                return
-            if self._takes_few:
-                self._is_done = self._check(_few_rows, held)
-                self._takes_few = False
-            if not self._is_done and len(held) > 1:
-                self._is_done = True
-                self._is_unshown = not self._check(list, held)
-            if self._is_done:
-                self._held = []
-
-    def _check(self, rows_of: Callable[[Sequence[Row]], list[Row]], held: Sequence[Row]) -> bool:
-        """Check with some rows; return whether these rows are enough for it."""
-        try:
-            rows = rows_of(held)
-            with _left_as_found(self._loss_fn):
-                refusal, is_shown = try_rows(self._loss_fn, self._reduction, rows, [len(rows) - 1, 1])
-        except (SplitError, JoinError, NotCallableError) as error:
-            self._reason = error
-            return False
-        if refusal is not None:
-            raise _refused(self._reduction, refusal)
-        if is_shown:
-            self._note()
-        return True
-
-    def finish(self) -> None:
-        """Warn if nothing was shown, after a run that has succeeded: an error of the function comes first."""
-        if not self._is_unshown:
-            return
-        self._is_unshown = False
-        self._note()
-        if isinstance(self._reason, NotCallableError):
+    def warn(self) -> None:
+        """Warn once a call has succeeded of which nothing was shown: an error of the function comes first."""
+        reason, self._reason = self._reason, None
+        if reason is not None:
             warn(
-                "Whether the loss is the same for any split of a batch was not shown, as loss_fn cannot be called for "
-                f"some rows more: {self._reason}. If it compares rows with each other, or chooses some of them, state "
-                'it:\n    RoundPipeRunConfig(loss_reduction="joined")',
+                f"Whether the loss is the same for any split of a batch was not shown: {reason} If it compares rows "
+                'with each other, or chooses some of them, state it:\n    RoundPipeRunConfig(loss_reduction="joined")',
                 RoundPipeWarning,
             )
 
+    def _checked(
+        self, loss_fn: Callable[[Any, Any], Any], stated: str, samples: Callable[[], Iterator[Sample]]
+    ) -> Reduction | JoinedLossError | Literal["nothing"]:
+        reason = "the layers do not run on some rows of the batch."
+        is_shown = False
+        try:
+            for sample in samples():
+                found = self._proof(loss_fn, stated, sample)
+                if found.shown is not None:
+                    return _not_additive(stated, *found.shown, has_other_values=found.has_other_values)
+                if found.compared or found.is_pair:
+                    return _REDUCTIONS[stated, found.way or "rows"]
+                is_shown = True
+        except (SplitError, JoinError) as error:
+            reason = str(error)
+        except NotProvenError as error:
+            reason = f"loss_fn cannot be called for a few rows: {error}."
+            self._reason = None if is_shown else reason
+        if stated == "auto":
+            return "nothing" if is_shown else JoinedLossError(reason)
+        return "mean" if stated == "mean" else "sum"
 
-def _few_rows(held: Sequence[Row]) -> list[Row]:
-    rows = [row for outputs, labels, count in held for row in _rows_of(outputs, labels, count)][:_ROWS]
-    if len(rows) < 2:
-        raise SplitError("There is one row.")
-    return rows
+    @staticmethod
+    def _proof(loss_fn: Callable[[Any, Any], Any], stated: str, sample: Sample) -> Proof:
+        columns, places = sample.columns()
+        # no other thread draws meanwhile
+        with generator_alone(), undisturbed(loss_fn=loss_fn) as before:
+
+            def called(outputs: Any, labels: Any) -> Any:
+                before.restore()  # each call is the next one after those of the training
+                return loss_fn(outputs, labels)
+
+            return prove(
+                lambda values: sample.evaluate(called, values, places),
+                variants(columns),
+                _WAYS[stated],
+                as_stated=stated == "mean",
+            )
 
 
-def _rows_of(outputs: Any, labels: Any, count: int) -> list[Row]:
-    if count == 1:
-        return [(outputs, labels, 1)]
-    made = []
-    for part in split_flat(FlatBatch.of((outputs,), {}, labels), count)[:_ROWS]:
-        if part.rows != 1:
-            raise SplitError("It is not clear which rows the outputs have.")
-        (own,), _ = pytree.tree_unflatten(part.inputs, part.spec)
-        made.append((own, pytree.tree_unflatten(part.labels, part.label_spec), 1))
-    return made
+_REDUCTIONS: dict[tuple[str, str], Reduction] = {
+    ("auto", "rows"): "rows", ("auto", "items"): "items", ("auto", "sum"): "sum", ("mean", "rows"): "mean",
+    ("sum", "sum"): "sum", ("sum", "rows"): "sum", ("sum", "items"): "sum",
+}  # fmt: skip
 
 
-def _refused(reduction: Reduction, found: Refusal) -> RoundPipeError:
-    def text(value: LossValue) -> str:
-        numbers = ", ".join(f"{tensor.item():.4g}" for tensor in value.tensors)
-        return numbers if value.weight is None else f"({numbers}, {value.weight:g})"
+def _refuse(found: Reduction | JoinedLossError, stated: str) -> Reduction:
+    if isinstance(found, str):
+        return found
+    raise JoinedLossError(found.reason) if stated == "auto" else LossError(str(found))
 
-    stated = {
-        "mean": 'a mean over rows, as loss_reduction="mean" states',
-        "sum": "a sum or a mean over rows or labels",
-    }[reduction]
-    when = ", where labels or what it compares have other values" if found.by_values else ""
-    if found.whole is None:
-        shown = (
-            "loss_fn decides by values that it reads from tensors, or compares, over several rows, so what it is for "
-            "another batch is not shown."
-        )
-    else:
-        parts = " and ".join(f"{text(one)} for {count}" for one, count in zip(found.parts, found.rows, strict=True))
-        shown = f"loss_fn returns {text(found.whole)} for {sum(found.rows)} rows, and {parts} of them{when}."
-    return LossError(
-        f"{shown} So it is not {stated}, and would be another loss for each split of a batch. If it compares rows with "
-        "each other, or chooses rows by their values, compute it once of all rows:\n"
-        '    RoundPipeRunConfig(loss_reduction="joined")\n'
-        "If it is a mean over other items than rows, return the sum and the number of items:\n"
-        "    return WeightedLoss(total, number)"
+
+def _not_additive(stated: str, whole: Part, parts: Sequence[Part], *, has_other_values: bool) -> JoinedLossError:
+    what = (
+        'a mean over rows, as loss_reduction="mean" states'
+        if stated == "mean"
+        else "a sum or a mean over rows or labels"
+    )
+    when = ", where labels or outputs have other values" if has_other_values else ""
+    returned = " and ".join(f"{part.value} for {part.rows}" for part in parts)
+    return JoinedLossError(
+        f"loss_fn returns {whole.value} for {whole.rows} rows, and {returned} of them{when}. So it is not {what}, and "
+        "would be another loss for each split of a batch. It may compare rows, or choose them by their values."
     )
 
 
-@contextlib.contextmanager
-def _left_as_found(loss_fn: Any) -> Iterator[None]:
-    """Restore the generators of the host, which no other thread has meanwhile, and the buffers of a loss."""
-    buffers = [(buffer, buffer.clone()) for buffer in loss_fn.buffers()] if isinstance(loss_fn, nn.Module) else []
-    with generators_kept(loss_fn):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+def _kind(label: Any) -> Hashable:
+    return f"{label.dtype}, {label.dim()}" if isinstance(label, torch.Tensor) else type(label).__qualname__

@@ -19,12 +19,11 @@ from torch import nn
 
 from yobx_flatten.private_names.of_torch import pytree
 
-from ..batch.flat import FlatMicrobatch
 from ..batch.loss import LossContract
 from ..optim.parameters import LayerContents, ParameterStore
 from ..optim.readiness import ReadinessTable
 from ..optim.step import StepRunner
-from .call import Call
+from .call import Call, Cutting
 from .config import RoundPipeRunConfig
 from .inputs import feed_inputs
 from .run import Run
@@ -112,15 +111,15 @@ class OneGroup(Generic[AnyEngine]):
         self,
         engine: AnyEngine,
         name: str,
-        cut: Callable[[], list[list[FlatMicrobatch]]],
+        cut: Callable[[], Cutting],
         config: RoundPipeRunConfig,
         work: Callable[[Call], None],
     ) -> Any:
         """Run forward, loss and backward, and commit when all of it has succeeded."""
         # cut: function that returns the microbatches of each group of this process
-        parts = cut()
+        parts, reduction = cut()
         rows = [microbatch.rows for part in parts for microbatch in part]
-        call = Call(parts, [0], LossContract(config.reduction_of_parts, rows))
+        call = Call(parts, [0], LossContract(reduction or "sum", rows))
         work(call)
         [(run, inputs)] = call.runs
         total = pytree.tree_map(torch.Tensor.cpu, call.contract.total())

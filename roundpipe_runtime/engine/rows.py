@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import dataclasses
 import functools
 import itertools
@@ -36,18 +35,17 @@ from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..batch.same_rows import changes_with_others, mixes_rows, rows_of, taken
 from ..errors import RoundPipeWarning, SplitError, warn
 from .config import RoundPipeRunConfig
+from .recompute.attributes import LayerAttributes
+from .repeats import Repeats, state_of
 from .run_spec import Trial
 
-__all__ = ["CannotTryError", "RowCheck", "RowTrial", "Rows", "first_that_mixes"]
+__all__ = ["CannotTryError", "RowCheck", "RowTrial", "Rows", "few_rows", "first_that_mixes", "set_apart"]
 
 # Rows that are enough for two parts with different numbers of rows, and for two with several rows each.
 _FEW, _SEVERAL = 3, 4
 
 # How many times other rows are tried before layers are refused.
 _TRIALS = 3
-
-# Tables that are emptied and filled again without more than that happening.
-_TABLES = (dict, set, collections.Counter, collections.OrderedDict, collections.defaultdict)
 
 _Hook: TypeAlias = Callable[..., Any]
 
@@ -62,6 +60,7 @@ class RowTrial:
 
     whole: FlatMicrobatch  # the rows
     parts: Sequence[FlatMicrobatch]  # the same rows in two parts
+    outputs: list[Any] = dataclasses.field(default_factory=list)  # what all layers returned for all rows, and for parts
 
     @property
     def count(self) -> int:
@@ -95,21 +94,26 @@ class RowCheck:
     """Whether the rows of a pipeline's batches were found to be independent, by kind of call and mode."""
 
     def __init__(self) -> None:
+        self._repeats = Repeats()
         self._shown: set[Hashable] = set()
-        self._not_tried: set[Hashable] = set()
+        self._failures: collections.Counter[Hashable] = collections.Counter()
+        self._last: Hashable = None
+        self.tried: list[RowTrial] = []  # rows on which layers have run in this call
 
     def check(self, engine: Rows, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
-        """Check once for each kind of call that layers compute each row by itself."""
+        """Check at calls 1, 2, 4, ... of a kind, and after a change, that layers compute each row by itself."""
+        self.tried.clear()
         if callable(config.split_input) or None in rows or sum(count or 0 for count in rows) < 2:
             return
-        kind = _kind_of(engine.layers, batch)
-        if kind in self._shown:
+        self._last = kind = _kind_of(engine.layers, batch)
+        if not self._repeats.is_due(kind, state_of(engine.layers)):
             return
         layer, total = None, sum(count or 0 for count in rows)
         for number in (math.ceil(total / _FEW), max(1, total // _SEVERAL)):
-            trials = _trials(engine, batch, dataclasses.replace(config, num_microbatch=number))
+            trials: list[RowTrial] = []
+            some = _noted(few_rows(engine, batch, dataclasses.replace(config, num_microbatch=number)), trials)
             try:
-                layer = first_that_mixes(engine, trials, config, len(engine.layers))
+                layer = first_that_mixes(engine, some, config, len(engine.layers))
             except CannotTryError as error:  # a norm may want several rows in each part
                 reason = str(error)
             else:
@@ -120,10 +124,19 @@ class RowCheck:
         if layer is not None:
             raise _mixes(engine.layers[layer], layer)
         self._shown.add(kind)
+        self.tried += [trial for trial in trials if trial.outputs]
+
+    def end(self, layers: Sequence[nn.Module]) -> None:
+        """Note what layers hold at the end of a call, which may have changed them."""
+        self.tried.clear()
+        if self._last is not None:
+            self._repeats.end(self._last, state_of(layers))
+            self._last = None
 
     def _note(self, kind: Hashable, reason: str) -> None:
         """Warn when a call comes again that cannot be tried: had it failed itself, that would be its own error."""
-        if kind in self._not_tried:
+        self._failures[kind] += kind not in self._shown
+        if self._failures[kind] == 2:
             self._shown.add(kind)
             warn(
                 "Whether the layers compute each row by itself was not shown, as they do not run on some rows of the "
@@ -131,7 +144,6 @@ class RowCheck:
                 "    RoundPipeRunConfig(num_microbatch=1)",
                 RoundPipeWarning,
             )
-        self._not_tried.add(kind)
 
 
 def first_that_mixes(
@@ -151,7 +163,7 @@ def first_that_mixes(
     # layers may not take some rows: if the call itself also fails, it states why
     with (
         raised_as(lambda error: CannotTryError(f"{type(error).__name__}: {error}")),
-        _set_apart(engine.layers, with_hooks),
+        set_apart(engine.layers, with_hooks),
     ):
         for trial in itertools.islice(trials, _TRIALS):
             found = compare.mixing(trial, number)
@@ -192,7 +204,8 @@ class _Comparison:
 
     def _differs(self, trial: RowTrial, number: int, *, together: bool = False) -> bool:
         """Whether rows are computed otherwise in parts."""
-        whole, *found = self._run([trial.whole, *trial.parts], number, "parts", together=together)
+        trial.outputs[:] = self._outputs([trial.whole, *trial.parts], number, "parts", together=together)
+        whole, *found = map(self._leaves_of, trial.outputs)
         return mixes_rows(whole, found, [one.rows or 0 for one in trial.parts], _coarsest())
 
     def _is_other(self, trial: RowTrial, number: int, kind: Trial, *, together: bool = False) -> bool:
@@ -215,13 +228,25 @@ class _Comparison:
     def _run(
         self, microbatches: Sequence[FlatMicrobatch], number: int, trial: Trial, *, together: bool = False
     ) -> list[Sequence[object]]:
-        """The leaves of outputs, of one run, or of one each, which all begin with the same buffers."""
+        """The leaves of outputs."""
+        return [*map(self._leaves_of, self._outputs(microbatches, number, trial, together=together))]
+
+    def _outputs(
+        self, microbatches: Sequence[FlatMicrobatch], number: int, trial: Trial, *, together: bool
+    ) -> list[Any]:
+        """The outputs of one run, or of one each, which all begin with the same buffers."""
         runs = [microbatches] if together else [[one] for one in microbatches]
         found = [self._engine.try_layers(run, self._config, range(number), trial) for run in runs]
-        return [self._leaves_of(one) for outputs in found for one in outputs]
+        return [output for outputs in found for output in outputs]
 
 
-def _trials(engine: Rows, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
+def _noted(trials: Iterator[RowTrial], found: list[RowTrial]) -> Iterator[RowTrial]:
+    for trial in trials:
+        found.append(trial)
+        yield trial
+
+
+def few_rows(engine: Rows, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
     """Yield some rows at a time; none where they cannot be cut once more, as in packed data."""
     with contextlib.suppress(SplitError):
         yield from _cut_again(engine, engine.split(batch, config), config)
@@ -251,12 +276,12 @@ def _coarsest() -> torch.dtype | None:
 
 
 @contextlib.contextmanager
-def _set_apart(layers: Sequence[nn.Module], with_hooks: bool) -> Iterator[None]:
+def set_apart(layers: Sequence[nn.Module], with_hooks: bool = False) -> Iterator[None]:
     """Leave out norms of batches, which normalise microbatches as in a loop over them, and hooks of the caller."""
     modules = list({module: None for layer in layers for module in layer.modules()})
-    kept = [_Attributes(module) for module in modules]
     norms = [module for module in modules if isinstance(module, NormBase) and module.training]
     hooks = [] if with_hooks else [(m, (m._forward_pre_hooks, m._forward_hooks)) for m in modules]
+    kept = [LayerAttributes(layer) for layer in layers]
     try:
         for norm in norms:
             norm.training = False
@@ -270,36 +295,6 @@ def _set_apart(layers: Sequence[nn.Module], with_hooks: bool) -> Iterator[None]:
             module._forward_pre_hooks, module._forward_hooks = before, after
         for attributes in kept:
             attributes.restore()
-
-
-class _Attributes:
-    """What a module keeps besides parameters and buffers, such as a counter of its calls, to be as it was before."""
-
-    _OF_TORCH = frozenset(vars(nn.Module()))
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._values = {name: value for name, value in vars(module).items() if name not in self._OF_TORCH}
-        # what calls write in place: tensors of Python attributes, and containers
-        tensors = [v for v in self._values.values() if isinstance(v, torch.Tensor) and not v.is_inference()]
-        self._tensors = [(value, value._version, value.detach().clone()) for value in tensors]
-        self._lists = [(value, list(value)) for value in self._values.values() if isinstance(value, list)]
-        self._tables = [(value, copy.copy(value)) for value in self._values.values() if type(value) in _TABLES]
-
-    def restore(self) -> None:
-        found = vars(self._module)
-        for name in found.keys() - self._values.keys() - self._OF_TORCH:
-            del found[name]
-        found.update(self._values)
-        with torch.no_grad():
-            for tensor, version, numbers in self._tensors:
-                if tensor._version != version:
-                    tensor.copy_(numbers)
-        for entries, before in self._lists:
-            entries[:] = before
-        for table, contents in self._tables:
-            table.clear()
-            table.update(contents)
 
 
 def _of_torch(hooks: dict[int, _Hook]) -> collections.OrderedDict[int, _Hook]:

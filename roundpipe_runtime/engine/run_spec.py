@@ -16,7 +16,6 @@ from ..schedule.plan import RunType
 from ..schedule.round_robin import Stage
 from .caller_state import CallerState
 from .compiled import NOT_COMPILED, CompiledLayers
-from .loss_check import LossCheck
 from .parameters.on_device import Gradients
 from .recompute.states import call_seed
 
@@ -42,8 +41,6 @@ class RunSpec:
     labels: Sequence[HostValue] = ()  # labels of each microbatch of a fused run. Default: none.
     # loss function of a fused run. Default: the outputs are the loss.
     loss_fn: Callable[[Any, Any], Any] = lambda outputs, labels: outputs
-    # check of the loss function, which is offered each microbatch. Default: it was checked before.
-    loss_check: LossCheck | None = None
     keep_outputs: bool = True  # whether a fused run returns the outputs of the last layer. Default: `True`.
     # whether layers stay on a device from their forward to their backward, if they come there again. Default: `False`.
     stays: bool = False

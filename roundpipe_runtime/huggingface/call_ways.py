@@ -67,6 +67,7 @@ class CutModel(RoundPipe):
     def _rp_build(self, *args: Any, **kwargs: Any) -> None:
         super()._rp_build(*args, **kwargs)
         self._rp_engine.row_check = None  # pieces are looked at one kind of call at a time, see `_rp_rows`
+        self._rp_engine.few_rows = lambda batch, config: self._rp_losses.few_rows(batch, config)
 
     def _rp_read_model(self) -> None:
         """Bring the cut up to date with the model; what was proven of another model is forgotten."""

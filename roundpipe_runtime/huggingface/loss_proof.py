@@ -1,46 +1,42 @@
-"""Prove how the losses of microbatches add up to that of the batch, before the first of them is used.
+"""Prove how the losses of microbatches of a model add up to that of the batch, before the first of them is used.
 
-What a model's own loss averages over is not guessed. When a call of a new kind comes, the code after the last layer
-runs on a few of its rows, in one piece and in two uneven parts. Weights for the parts are tried in turn::
-
-    items    the number of labels, tokens or rows that torch's loss functions were seen to average over
-    rows     the number of rows
-    sum      1, so that losses are added
-
-Those are used that give the loss and every gradient of all rows, also where labels of a row are ignored in part or
-whole or are others, and where comparisons of values come out otherwise (see `value_probe`). Where none does, where
-parts draw other random numbers, or where values of several rows decide, the loss is computed once for all rows.
+At calls 1, 2, 4, 8, ... of a kind, the code after the last layer runs on a few rows, in one piece and in two uneven
+parts, as `batch/loss_proof` asks: weighted by the items that torch's loss functions were seen to average over, by rows,
+or added. Where no weights fit, or where the code draws random numbers, the loss is computed once for all rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, TypeAlias, TypeGuard
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
+from yobx_flatten.core.effects import undisturbed
+from yobx_flatten.private_names.of_torch import pytree
+from yobx_flatten.recipe.aliases import Kwargs
+
+from ..batch.loss_proof import Column, Evaluation, NotProvenError, Part, variants
+from ..batch.loss_proof import prove as prove_weights
+from ..batch.same_rows import rows_of
 from ..batch.steady_draws import NoDropout
-from ..batch.value_probe import Answers, Decision, Decisions
+from ..device.generator import generator_alone
 from .cutting.cut_state import CutState
-from .loss.call_options import CallOptions, gives_share
-from .loss.moe_aux_loss import has_auxiliary_loss
-from .loss.weights import WeightBy, label_names, loss_of
-from .loss_tail import Found, SomeRows, Tail, are_close, left_as_found, wide_rows, widened
+from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share
+from .loss.moe_aux_loss import has_auxiliary_loss, without_auxiliary_loss
+from .loss.weights import WeightBy, counting, label_names, loss_of, with_loss_weight
 
 __all__ = ["LossProof", "SomeRows", "Way", "gives_loss", "prove"]
 
 Way: TypeAlias = WeightBy | Literal["joined", "whole"]
 
-_WAYS: tuple[WeightBy, ...] = ("items", "rows", "sum")
-
 # Labels that losses ignore: torch's default, and places after the end of every text, for models that look for places.
 _IGNORED = (-100, 10**6)
-
-# What a model raises for labels that its loss does not ignore.
-_REFUSALS = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +58,24 @@ class LossProof:
         return f"losses of microbatches are {weights}, proven with {self.variants} sets of labels and masks"
 
 
+@dataclasses.dataclass(frozen=True)
+class SomeRows:
+    """The input of the code after the last layer, for some rows of a batch."""
+
+    args: tuple[object, ...]  # positional arguments of the model
+    kwargs: Kwargs  # keyword arguments of the model, without the options of the call
+    count: int  # number of rows
+    state: CutState | None = None  # what the layers returned; `None` for a model in one piece
+
+    def widened(self) -> SomeRows:
+        """Return rows whose tensors of 16 bits have 32, as rounding would hide wrong weights."""
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _wide, (self.args, self.kwargs))
+        return dataclasses.replace(self, args=args, kwargs=kwargs)
+
+
 def gives_loss(piece: nn.Module, state: CutState, options: CallOptions) -> bool:
     """Report whether the code after the last layer returns a loss."""
-    with left_as_found(piece), torch.no_grad():
+    with _left_as_found(piece), torch.no_grad():
         output, _, _ = piece(dataclasses.replace(state, options=dataclasses.replace(options, weight_by="items")))
     return loss_of(output) is not None
 
@@ -75,194 +86,149 @@ def prove(
     whole: SomeRows,
     parts: Sequence[SomeRows],
     options: CallOptions,
+    others: Mapping[str, object],
     split: Callable[[CutState], Sequence[CutState]] | None = None,
 ) -> LossProof:
     """Find the weights with which the losses of parts add up to that of all rows."""
     # piece: last piece of the cut model, or the only one
     # parts: the same rows in consecutive parts, of which the last one has the last row
+    # others: arguments of the batch, whose labels also occur
     # split: function that cuts a state of all rows into those of the parts. Default: there are no states.
-    tail = Tail(model, piece, options, has_auxiliary_loss(model, whole.kwargs), widened(piece))
-    whole, parts = wide_rows(whole), [wide_rows(part) for part in parts]
-    with left_as_found(piece), NoDropout():
-        first = tail.of_all(whole, seed=1)
-        if first is None:
+    otherwise: Way = "whole" if split is None else "joined"
+    rows = whole.widened()
+    tail = _Tail(model, piece, options, rows, [part.widened() for part in parts], split)
+    columns = tail.columns(others)
+    with _left_as_found(piece), NoDropout():
+        first, has_drawn = tail.loss(rows, seed=1)
+        if first is None or not first.losses[0].requires_grad:
             return LossProof("items")  # nothing to weigh
-        if first.draws and not are_close(tail.of_all(whole, seed=2), first):
+        if has_drawn and not _is_equal(first, tail.loss(rows, seed=2)[0]):
             return LossProof("whole", "the model draws random numbers after its layers")
-        ways = _Ways(tail, whole, parts, split)
-        changes = list(_label_changes(model, whole, first.decisions))
-        found: WeightBy | None = next((way for way in _WAYS if ways.hold(way, changes)), None)
-        if not ways.compared:
-            return ways.otherwise("no labels count in its first rows, or it is not finite there")
-        if found is not None and ways.has_refused and not ways.hold(found, list(_other_labels(model, whole, first))):
-            found = None
-        if found is None:
-            reason = "it is not a mean or sum over rows, nor over labels that torch's loss functions count"
-            return ways.otherwise(reason)
-        if first.decisions and not ways.hold_for_other_values(found, first):
-            return ways.otherwise("it decides by values of several rows, such as which of them it averages over")
-    return LossProof(found, variants=ways.compared)
+        own = getattr(getattr(model, "config", None), "semantic_loss_ignore_index", None)
+        ignored = (*_IGNORED, *([own] if isinstance(own, int) else []))
+        try:
+            found = prove_weights(tail.evaluate, variants(columns, ignored), ("items", "rows", "sum"))
+        except NotProvenError as error:
+            return LossProof(otherwise, str(error), 1)
+    if not found.compared:
+        return LossProof(otherwise, "no labels count in its first rows, or it is not finite there")
+    if found.way is None:
+        reason = "it is not a mean or sum over rows, nor over labels that torch's loss functions count"
+        return LossProof(otherwise, reason, found.compared)
+    is_share = found.way == "sum" and gives_share(whole.kwargs)  # the items are those of the batch
+    return LossProof("items" if is_share else found.way, variants=found.compared)
 
 
-Change: TypeAlias = Callable[[SomeRows], SomeRows]
-
-
-class _Ways:
-    """Compares the weighted losses of the parts with those of all rows."""
+class _Tail:
+    """The code after the last layer, for some rows in one piece and in parts."""
 
     def __init__(
         self,
-        tail: Tail,
+        model: nn.Module,
+        piece: nn.Module,
+        options: CallOptions,
         whole: SomeRows,
         parts: Sequence[SomeRows],
         split: Callable[[CutState], Sequence[CutState]] | None,
     ) -> None:
-        self._tail, self._whole, self._parts, self._split = tail, whole, parts, split
-        self._is_share = gives_share(whole.kwargs)
-        self._expected: dict[Change, Found | None] = {}
-        self.compared = 0
+        self._model, self._piece, self._whole, self._parts, self._split = model, piece, whole, parts, split
+        self._options = dataclasses.replace(options, weight_by="rows")  # a loss over no items stays as it is
+        self._has_auxiliary = has_auxiliary_loss(model, whole.kwargs)
+        self._parameters = _widened(piece)
+        self._places: list[object] = []
 
-    def otherwise(self, reason: str) -> LossProof:
-        """The proof that no weights are known."""
-        return LossProof("joined" if self._split else "whole", reason, self.compared)
-
-    def hold(self, way: WeightBy, changes: Sequence[Change]) -> bool:
-        """Report whether weights hold for the rows as they are, and where the last row is changed."""
-        compared, is_held = 0, True
-        for change in changes:
-            expected = self._expected_with(change)
-            if _is_comparable(expected):
-                compared += 1
-                is_held = are_close(self._of_parts(way, [*self._parts[:-1], change(self._parts[-1])]), expected)
-            if not is_held:
-                break
-        self.compared = max(self.compared, compared)
-        return is_held and self.compared > 0
-
-    @property
-    def has_refused(self) -> bool:
-        """Whether the model raised an error for some labels, so that fewer were compared."""
-        return any(one is None for one in self._expected.values())
-
-    def _expected_with(self, change: Change) -> Found | None:
-        if change not in self._expected:
-            try:
-                self._expected[change] = self._tail.of_all(change(self._whole), seed=1)
-            except _REFUSALS:
-                if change is _unchanged:
-                    raise
-                self._expected[change] = None
-        return self._expected[change]
-
-    def _of_parts(self, way: WeightBy, parts: Sequence[SomeRows], answers: Sequence[Answers] = ()) -> Found | None:
-        return self._tail.of_parts(self._whole, parts, self._split, way, self._is_share, answers)
-
-    def hold_for_other_values(self, way: WeightBy, usual: Found) -> bool:
-        """Report whether weights that held also do where comparisons of values come out otherwise."""
-        found = self._of_parts(way, self._parts)
-        if found is None:
-            return False
-        decisions = Decisions(usual.decisions, found.of_parts)
-        if not decisions.is_aligned:
-            return False
-        decisions.note(usual.decisions, *found.of_parts)
-        for answers in decisions.changed():
-            try:
-                expected = self._tail.of_all(self._whole, seed=1, answers=answers.whole)
-                if not _is_comparable(expected):
-                    continue
-                found = self._of_parts(way, self._parts, answers.parts)
-            except _REFUSALS:
-                continue  # an error is not a wrong number
-            if found is not None and answers.contradicts(expected.decisions, found.of_parts):
+    def columns(self, others: Mapping[str, object]) -> list[Column]:
+        """Labels, masks, and what the layers have returned."""
+        columns: list[Column] = []
+        places = self._places
+        labels = label_names(self._model)
+        for name, value in sorted(self._whole.kwargs.items()):
+            if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] != self._whole.count:
                 continue
-            self.compared += 1
-            if found is None or not are_close(found, expected):
-                return False
-            decisions.note(expected.decisions, *found.of_parts)
-        for others in decisions.others(reads_rows=True):
-            try:
-                other = self._tail.of_all(self._whole, seed=1, answers=others)
-            except _REFUSALS:
-                continue
-            if not are_close(other, usual):
-                return False
-        return True
+            is_mask = value.dim() > 1 and bool(((value == 0) | (value == 1)).all())
+            if is_mask or (name in labels and value.dtype != torch.bool):
+                is_label = name in labels and value.dtype != torch.bool
+                also = others.get(name) if is_label else None
+                also = also if isinstance(also, torch.Tensor) and also.dtype == value.dtype else None
+                columns.append(Column(value, 0, "label" if is_label else "mask", also))
+                places.append(name)
+        states = self._whole.state, self._parts[-1].state
+        if states[0] is not None and states[1] is not None:
+            for key, value in states[0].values.items():
+                axis = rows_of(value, states[1].values.get(key), self._whole.count)
+                if axis is not None and value.is_floating_point():
+                    columns.append(Column(_wide(value.detach()), axis, "output"))
+                    places.append(key)
+        return columns
+
+    def evaluate(self, values: Sequence[torch.Tensor]) -> Evaluation:
+        """The losses of other values of the columns, and the tensors in which gradients end."""
+        given = dict(zip(self._places, values, strict=True))
+        whole, leaves = self._whole, []
+        if whole.state is not None:
+            held = {key: given.get(key, _wide(value.detach())) for key, value in whole.state.values.items()}
+            leaves = [one.requires_grad_() for one in held.values() if one.is_floating_point()]
+            whole = dataclasses.replace(whole, state=dataclasses.replace(whole.state, values=held))
+        named = {name: value for name, value in given.items() if isinstance(name, str)}
+        states = [None] * len(self._parts) if whole.state is None or self._split is None else self._split(whole.state)
+        rows, start = [dataclasses.replace(whole, kwargs=whole.kwargs | named)], 0
+        for part, state in zip(self._parts, states, strict=True):
+            cut = {name: value[start : start + part.count] for name, value in named.items()}
+            rows.append(dataclasses.replace(part, kwargs=part.kwargs | cut, state=state))
+            start += part.count
+        found = [self.loss(one, seed=1)[0] for one in rows]
+        if any(one is None for one in found):
+            raise ValueError("no loss")
+        first, *others = [one for one in found if one is not None]
+        trained = [parameter for parameter in self._parameters.values() if parameter.requires_grad]
+        return first, others, [*leaves, *trained]
+
+    def loss(self, rows: SomeRows, *, seed: int) -> tuple[Part | None, bool]:
+        """The loss of some rows, ``None`` without one, and whether random numbers were drawn."""
+        torch.default_generator.manual_seed(seed)  # and no other: devices have theirs
+        before = torch.default_generator.get_state()
+        if rows.state is None:
+            args, kwargs = rows.args, {**rows.kwargs, CALL_OPTIONS: self._options}
+        else:
+            call = rows.args, rows.kwargs
+            args, kwargs = (dataclasses.replace(rows.state, call=call, options=self._options, seed=seed),), {}
+        with torch.enable_grad(), counting() as items:
+            output, _, _ = functional_call(self._piece, dict(self._parameters), args, kwargs)
+            loss = loss_of(output)
+            if loss is not None and self._has_auxiliary:
+                loss = without_auxiliary_loss(self._model, output)
+        has_drawn = not torch.equal(before, torch.default_generator.get_state())
+        _, count, _ = with_loss_weight({}, items, rows.count)
+        known = count if 0 <= count < float("inf") else None
+        return None if loss is None else Part((loss,), rows.count, known), has_drawn
 
 
-def _is_comparable(expected: Found | None) -> TypeGuard[Found]:
-    """Whether a loss is a number that depends on something."""
-    return expected is not None and expected.count != 0 and bool(expected.loss.isfinite())
+def _is_equal(one: Part, other: Part | None) -> bool:
+    return other is not None and torch.allclose(one.losses[0], other.losses[0], rtol=1e-5)
 
 
-def _unchanged(rows: SomeRows) -> SomeRows:
-    return rows
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _label_changes(
-    model: nn.Module, whole: SomeRows, decisions: Sequence[Decision]
-) -> Iterator[Callable[[SomeRows], SomeRows]]:
-    """Yield functions that change what counts in the last row, so that parts have other numbers of items, or none.
-
-    Labels are ignored, all of them or all but one; or others, of those there are and what they are compared with. Of
-    masks, which are what holds nothing but zeros and ones, one place is left: no loss is meant for rows without any.
-    """
-    yield _unchanged
-    own = getattr(getattr(model, "config", None), "semantic_loss_ignore_index", None)
-    ignored = (*_IGNORED, *([own] if isinstance(own, int) else []))
-    labels = label_names(model)
-    for name, value in sorted(whole.kwargs.items()):
-        if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] != whole.count:
-            continue
-        last = value[-1]
-        if name in labels and value.dtype.is_floating_point:
-            yield functools.partial(_with_last, name=name, last=last * torch.rand(last.shape, generator=_seeded()))
-        elif name in labels and value.dtype != torch.bool:
-            others = _others(value, decisions)
-            if last.numel() > 1:  # of many labels, all or all but one are ignored, and that one is another
-                for filling in ignored[:1] + ignored[len(_IGNORED) :]:
-                    yield functools.partial(_with_last, name=name, last=torch.full_like(last, filling))
-                    kept = _but_for_one(last, filling, others.flatten()[-1])
-                    yield functools.partial(_with_last, name=name, last=kept)
-            else:
-                yield functools.partial(_with_last, name=name, last=others)
-                for filling in ignored:
-                    yield functools.partial(_with_last, name=name, last=torch.full_like(last, filling))
-        elif value.dim() > 1 and bool(((value == 0) | (value == 1)).all()):
-            yield functools.partial(
-                _with_last, name=name, last=_but_for_one(last, 0, torch.ones_like(last.flatten()[-1]))
-            )
+def _widened(piece: nn.Module) -> Mapping[str, torch.Tensor]:
+    """The parameters of a piece, those of 16 bits as copies of 32."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in piece.named_parameters():
+        wide = _wide(parameter.detach())
+        found[name] = parameter if wide.dtype == parameter.dtype else wide.requires_grad_(parameter.requires_grad)
+    return found
 
 
-def _other_labels(model: nn.Module, whole: SomeRows, first: Found) -> Iterator[Change]:
-    """Yield functions that put others in place of the many labels of the last row, for a model that ignores none."""
-    for name in sorted(label_names(model)):
-        value = whole.kwargs.get(name)
-        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[0] != whole.count:
-            continue
-        if value.dtype != torch.bool and not value.dtype.is_floating_point:
-            yield functools.partial(_with_last, name=name, last=_others(value, first.decisions))
-
-
-def _seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(5)
-
-
-def _others(value: torch.Tensor, decisions: Sequence[Decision]) -> torch.Tensor:
-    """Other labels for the last row: some that occur, or with which values are compared, and that do not make it up."""
-    constants = {round(number) for one in decisions for number in one.constants if 0 <= number <= int(value.max())}
-    pool: torch.Tensor = torch.unique(torch.cat([value.flatten(), torch.tensor([0, *constants], dtype=value.dtype)]))
-    pool = pool[pool >= 0]
-    return pool[torch.randint(len(pool), value[-1].shape, generator=_seeded())].to(value.dtype)
-
-
-def _but_for_one(row: torch.Tensor, filling: int, kept: torch.Tensor) -> torch.Tensor:
-    found = torch.full_like(row, filling).flatten()
-    found[-1] = kept
-    return found.reshape(row.shape)
-
-
-def _with_last(rows: SomeRows, *, name: str, last: torch.Tensor) -> SomeRows:
-    """Rows of which the last one has another value of an argument."""
-    value = torch.cat([rows.kwargs[name][:-1], last[None]])
-    return dataclasses.replace(rows, kwargs={**rows.kwargs, name: value})
+@contextlib.contextmanager
+def _left_as_found(piece: nn.Module) -> Iterator[None]:
+    """Undo what a call does to the piece and to generators; warnings about single rows are not the user's."""
+    # without autocast, as rounding would hide wrong weights
+    with (
+        generator_alone(),
+        undisturbed(piece=piece),
+        torch.autocast("cpu", enabled=False),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield

@@ -19,8 +19,9 @@ from yobx_flatten.recipe.aliases import Kwargs
 from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
+from ..engine.repeats import Repeats
 from ..engine.rows import RowTrial
-from ..errors import DeviceMemoryError, RoundPipeError
+from ..errors import DeviceMemoryError, RoundPipeError, SplitError
 from .batches import split_pictures
 from .cutting.check import checking, engine_on_host
 from .cutting.cut import Cut
@@ -50,12 +51,14 @@ class LossWays:
         self._made, self._engine, self._shares_batches = made, engine, shares_batches
         self.proofs: dict[Hashable, LossProof] = {}
         self.shown: list[str] = []  # lines for the report of the cut
+        self._repeats = Repeats()
         self._axes: dict[Hashable, RowAxes] = {}
 
     def find(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossProof:
-        """Return how the loss of a call is computed; a proof runs if there was no call of its kind before."""
+        """Return how the loss of a call is computed; a proof runs at calls 1, 2, 4, 8, ... of its kind."""
         kind = self.kind_of(args, kwargs)
-        if kind in self.proofs:
+        is_due = self._repeats.is_due(kind, None)
+        if kind in self.proofs and not is_due:
             return self.proofs[kind]
         if len(self._engine.split(FlatBatch.of(args, kwargs, None), config)) == 1:
             return LossProof("items")  # nothing to weigh
@@ -70,9 +73,10 @@ class LossWays:
         except (RoundPipeError, RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
             # a model may refuse a few rows of a batch; what concerns the whole batch is raised by the call itself
             proof = LossProof("whole", f"it does not run on {_ROWS} of the rows: {error}")
+        before = self.proofs[kind].way if kind in self.proofs else None
         if proof.variants or proof.way != "joined":
             self.proofs[kind] = proof
-        if proof.variants or proof.way not in ("items", "joined"):  # there is a loss
+        if before != proof.way and (proof.variants or proof.way not in ("items", "joined")):  # there is a loss
             mode = "training" if self._made.model.training else "evaluation"
             given = ", ".join(name for name, value in split_options(kwargs)[0].items() if value is not None)
             self.shown.append(f"{mode} with {given}: {proof}")
@@ -107,7 +111,7 @@ class LossWays:
         error: CannotJoinError | None = None
         for rows in itertools.chain(self.some_rows(args, kwargs, config), self._repeated_rows(args, kwargs, config)):
             try:
-                proof = self._prove_with(kind, *rows, split_options(kwargs)[1] or CallOptions(), config)
+                proof = self._prove_with(kind, *rows, kwargs, config)
             except CannotJoinError as found:  # of these rows: a mask may be there for some only
                 error = found
                 continue
@@ -137,12 +141,14 @@ class LossWays:
         kind: Hashable,
         first: FlatMicrobatch,
         microbatches: Sequence[FlatMicrobatch],
-        options: CallOptions,
+        of_batch: Kwargs,
         config: RoundPipeRunConfig,
     ) -> LossProof:
+        others, given = split_options(of_batch)
+        options = given or CallOptions()
         made, whole, parts = self._made, _rows_of(first), [_rows_of(one) for one in microbatches]
         if made.report.is_whole:
-            return prove(made.model, made.pieces[-1], whole, parts, options)
+            return prove(made.model, made.pieces[-1], whole, parts, options, others)
         states, shown = self._some_states(first, microbatches, config)
         if not gives_loss(made.pieces[-1], states[0], options):
             return LossProof("items")  # nothing to weigh
@@ -154,15 +160,22 @@ class LossWays:
             dataclasses.replace(whole, state=join_states(states, axes, *_call_of(first))),
             [dataclasses.replace(part, state=state) for part, state in zip(parts, states, strict=True)],
             options,
+            others,
             lambda state: split_state(state, states, axes),
         )
         return dataclasses.replace(proof, row_nbytes=nbytes // max(whole.count, 1))
 
+    def few_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
+        """Yield a few rows of a batch at a time, with their labels; none where they cannot be cut."""
+        with contextlib.suppress(CannotJoinError, SplitError):
+            for one in self.some_rows(batch.args.tree, batch.kwargs.tree, config, batch.label.tree):
+                yield RowTrial(*one)
+
     def some_rows(
-        self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig
+        self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, label: Any = None
     ) -> Iterator[tuple[FlatMicrobatch, list[FlatMicrobatch]]]:
         """Yield a few rows of a batch at a time, and the same rows in two parts."""
-        batch = FlatBatch.of(args, kwargs, None)
+        batch = FlatBatch.of(args, kwargs, label)
         counts = [one.rows for one in self._engine.split(batch, config)]
         if None in counts:
             raise CannotJoinError("it is not clear how many rows a microbatch has")
@@ -173,7 +186,8 @@ class LossWays:
                 continue
             given = _call_of(first)
             again = self._split_again(*given, in_two)
-            microbatches = self._engine.split(FlatBatch.of(*given, None), again)
+            labels = pytree.tree_unflatten(first.labels, first.label_spec)
+            microbatches = self._engine.split(FlatBatch.of(*given, labels), again)
             if len(microbatches) != 2 or None in (first.rows, *(one.rows for one in microbatches)):
                 raise CannotJoinError("it is not clear how many rows a part of the batch has")
             yield first, microbatches

@@ -14,6 +14,7 @@ from yobx_flatten.recipe.aliases import Kwargs
 from ..batch.flat import FlatBatch
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
+from ..engine.repeats import Repeats
 from ..engine.rows import CannotTryError, RowTrial, first_that_mixes
 from .cutting.capture import asked_for
 from .cutting.check import engine_on_host
@@ -32,13 +33,14 @@ class RowWays:
     def __init__(self, made: Cut, engine: Engine, losses: LossWays, *, shares_batches: bool) -> None:
         self._made, self._engine, self._losses, self._shares_batches = made, engine, losses, shares_batches
         self._found: dict[Hashable, int | None] = {}
+        self._repeats = Repeats()
 
     def first_that_mixes(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, number: int
     ) -> int | None:
         """Return the first piece whose outputs for some rows of a call depend on others; ``None`` without one."""
         kind = self._losses.kind_of(args, kwargs), number
-        if kind not in self._found:
+        if self._repeats.is_due(kind, None) or kind not in self._found:
             if number == 0 or len(self._engine.split(FlatBatch.of(args, kwargs, None), config)) == 1:
                 return None
             self._engine.synchronize()  # a step in the background would change weights between two evaluations

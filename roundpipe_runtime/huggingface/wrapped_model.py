@@ -14,7 +14,7 @@ from yobx_flatten.huggingface.cache_names import cache_of, is_cache, name_in
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..engine.config import RoundPipeRunConfig
-from ..engine.loss_check import loss_code
+from ..engine.loss_check import JoinedLossError, loss_code
 from ..errors import ConfigError
 from ..pipeline.call_types import forward_backward_method
 from ..pipeline.joined_loss import back_from
@@ -229,10 +229,14 @@ class WrappedModel(CutModel):
         run = functools.partial(super().forward_backward, input_args, kwargs, label, weighted, return_outputs)
         try:
             result = run(config)
-        except UnprovenLossError:
+        except (UnprovenLossError, JoinedLossError) as error:
             if self._rp_options.has_groups:
                 raise
-            way = self._rp_way_without_parts(kwargs)
+            if isinstance(error, JoinedLossError):
+                self._rp_warn_of_joined(error)
+                way = "joined"
+            else:
+                way = self._rp_way_without_parts(kwargs)
             if way == "joined":
                 return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config, way)
             result = run(dataclasses.replace(config, num_microbatch=1))

@@ -18,7 +18,8 @@ from ..device.parse import DeviceSpec, parse_devices
 from ..device.pinning import PinnedModel
 from ..engine.compiled import CompiledLayers, check_compile_options
 from ..engine.config import RoundPipeRunConfig
-from ..engine.driver import Engine
+from ..engine.driver import Engine, in_two_passes
+from ..engine.loss_check import JoinedLossError
 from ..engine.rows import RowCheck
 from ..errors import ConfigError, LossError, RoundPipeWarning, StageError, call_site, warn
 from ..optim.copyable import check_copyable
@@ -83,14 +84,14 @@ class RoundPipe(OptimizedModel, SavedModel):
 
     >>> model = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), devices="virtual:2")
     >>> loss_fn = nn.functional.mse_loss
-    >>> config = RoundPipeRunConfig(loss_reduction="mean")
-    >>> loss = model.forward_backward((torch.ones(6, 4),), label=torch.ones(6, 2), loss_fn=loss_fn, run_config=config)
+    >>> loss = model.forward_backward((torch.ones(6, 4),), label=torch.ones(6, 2), loss_fn=loss_fn)
     >>> loss.shape, model[0].weight.grad.shape
     (torch.Size([]), torch.Size([4, 4]))
     >>> model.close()
     """
 
     _rp_warned: bool = False
+    _rp_warned_of_loss: bool = False
 
     def __init__(
         self,
@@ -215,7 +216,8 @@ class RoundPipe(OptimizedModel, SavedModel):
             input_kwargs: keyword arguments of the model.
             label: labels, split like the inputs.
             loss_fn: ``loss_fn(outputs, labels)`` of a microbatch: a tensor, a sequence of tensors, or a pair
-                ``(sum, weight)``. Default: the outputs are the loss.
+                ``(sum, weight)``. The loss of the batch is that of the plain model, unless ``loss_reduction`` of the
+                settings states otherwise. Default: the outputs are the loss.
             return_outputs: whether to also return the outputs, joined and detached.
             run_config: settings of this call, which override those of the model.
 
@@ -235,11 +237,21 @@ class RoundPipe(OptimizedModel, SavedModel):
             self._rp_check_model()
             self._rp_check_hooks()
             config = self._rp_config(run_config)
-            if config.loss_reduction == "joined":
-                self._rp_check_alone()
-                outputs = self._rp_engine.forward(args, kwargs, dataclasses.replace(config, requires_grad=True))
-                return back_from(outputs, label, loss_fn, return_outputs)
-            return self._rp_engine.forward_backward(args, kwargs, label, loss_fn, return_outputs, config)
+            reason: JoinedLossError | None = None
+            if config.loss_reduction != "joined":
+                try:
+                    return self._rp_engine.forward_backward(args, kwargs, label, loss_fn, return_outputs, config)
+                except JoinedLossError as error:
+                    reason = error
+                    if self._rp_options.has_groups:
+                        raise
+            self._rp_check_alone()
+            config = in_two_passes(dataclasses.replace(config, requires_grad=True))
+            outputs = self._rp_engine.forward(args, kwargs, config, is_checked=reason is not None)
+            found = back_from(outputs, label, loss_fn, return_outputs)
+            if reason is not None:
+                self._rp_warn_of_joined(reason)
+            return found
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in which sums of gradients stay on their rank, to accumulate several batches.
@@ -247,6 +259,16 @@ class RoundPipe(OptimizedModel, SavedModel):
         The first ``forward_backward`` after it sends them, together with its own.
         """
         return self._rp_engine.groups.no_sync()
+
+    def _rp_warn_of_joined(self, error: JoinedLossError) -> None:
+        """State once that a loss is computed of joined outputs."""
+        if error.is_lasting and not self._rp_warned_of_loss:
+            self._rp_warned_of_loss = True
+            warn(
+                f"The loss does not follow from those of microbatches: {error.reason} So it is computed once, of the "
+                'joined outputs, which are all in memory then; loss_reduction="joined" asks for it without a warning.',
+                RoundPipeWarning,
+            )
 
     def _rp_check_alone(self) -> None:
         """Check that no other process has rows of the same batches, which a joined loss would not see."""

@@ -187,6 +187,8 @@ class _Walk:
         return _Content(path, obj, *readers)
 
     def _visit_object(self, path: str, obj: Any, layout: Layout) -> None:
+        if _is_pipeline(type(obj)):
+            return
         if layout.is_closed:
             return
         if layout.attributes is not None:
@@ -233,6 +235,11 @@ class _Walk:
             for key, value in before.items():
                 if type(value) not in _PLAIN_TYPES:
                     self._waiting.append((path + way.spell(key), value))
+
+
+def _is_pipeline(kind: type) -> bool:
+    """Whether an object is a part of a pipeline, such as its threads and devices: runs are undone by themselves."""
+    return kind.__module__.startswith("roundpipe_runtime.") and not issubclass(kind, torch.nn.Module)
 
 
 def _is_own_code(module: object) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...batch.loss import LossContract
+from ...batch.loss import LossContract, Reduction
 from ...device.transfer import HostValue
 from ...engine.call import Call
 from ...engine.run import Run
@@ -27,6 +27,7 @@ class Opening:
     seed: int  # seed of random layers
     stated: Mapping[str, object]  # what all ranks must agree on
     failure: str | None = None  # error of this rank; `None` if it can begin
+    reduction: Reduction | None = None  # how losses add up; `None` where the rows of this rank do not show it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,17 +20,18 @@ from torch import nn
 
 from ...batch.flat import FlatMicrobatch
 from ...batch.loss import LossContract
+from ...batch.loss import Reduction as LossReduction
 from ...device.interrupts import Uninterrupted
 from ...device.outcome import Outcome, on_error
 from ...device.worker import Worker
-from ...engine.call import Call
+from ...engine.call import Call, Cutting
 from ...engine.config import RoundPipeRunConfig
 from ...engine.driver import Engine
 from ...engine.inputs import feed_inputs
 from ...engine.one_group import OneGroup
 from ...engine.recompute.draws import move_generator, run_base
 from ...engine.run import Run
-from ...errors import ConfigError
+from ...errors import ConfigError, LossError
 from ...optim.parameters import LayerContents, ParameterStore, scan
 from ...optim.readiness import ReadinessTable
 from ...optim.step import StepRunner
@@ -170,7 +171,7 @@ class RankCalls(OneGroup[Engine]):
         self,
         engine: Engine,
         name: str,
-        cut: Callable[[], list[list[FlatMicrobatch]]],
+        cut: Callable[[], Cutting],
         config: RoundPipeRunConfig,
         work: Callable[[Call], None],
     ) -> Any:
@@ -196,24 +197,26 @@ class RankCalls(OneGroup[Engine]):
         self,
         engine: Engine,
         name: str,
-        cut: Callable[[], list[list[FlatMicrobatch]]],
+        cut: Callable[[], Cutting],
         config: RoundPipeRunConfig,
     ) -> RankCall:
         """Cut this rank's rows into its groups, and agree with all ranks on the call."""
         # cut: function that returns the microbatches of each group of this rank
         parts: list[list[FlatMicrobatch]] = []
+        reduction: LossReduction | None = None
         stated: dict[str, object] = {}
         contents = scan(engine.layers)
         # An error here is stated in the exchange below and raised after it, where the other ranks wait for this one.
         with Outcome() as outcome:
             self.store.check()
-            parts = with_rows(cut())
+            parts, reduction = cut()
+            parts = with_rows(parts)
             stated = describe_call(contents, config, call=name, step=engine.step, is_deferred=self._is_deferred)
         failure = outcome.error
         rows = [[microbatch.rows for microbatch in part] for part in parts]
         self._number += 1
         text = None if failure is None else format_failure(failure)
-        said = self.ranks.exchange(Opening(rows, run_base(), stated, text))
+        said = self.ranks.exchange(Opening(rows, run_base(), stated, text, reduction))
         raise_first(failure, [one.failure for one in said])
         if disagreement := ranks_disagree([one.stated for one in said]):
             raise disagreement
@@ -228,7 +231,7 @@ class RankCalls(OneGroup[Engine]):
         return RankCall(
             parts,
             [firsts[group] for group in self.own],
-            LossContract(config.reduction_of_parts, counts),
+            LossContract(_agreed([one.reduction for one in said], len(counts)), counts),
             said[0].seed,
             plan=ReductionPlan(contents, self.store, replicas, self.reduce_dtype),
             first_rank=next(number for number, group in enumerate(groups) if group) % size,
@@ -368,6 +371,18 @@ class RankCalls(OneGroup[Engine]):
         self._is_closed = True
         self._worker.close()
         self.ranks.close()
+
+
+def _agreed(reductions: Sequence[LossReduction | None], microbatches: int) -> LossReduction:
+    """Return how losses add up, as the ranks have found it that have enough rows."""
+    found = sorted({one for one in reductions if one is not None})
+    if len(found) == 1 or microbatches == 1:
+        return found[0] if found else "sum"
+    shown = f"ranks found {' and '.join(map(repr, found))}" if found else "no rank has two rows that show it"
+    raise LossError(
+        f"How the losses of microbatches add up is not known: {shown}. State it:\n"
+        '    RoundPipeRunConfig(loss_reduction="mean")'
+    )
 
 
 def with_rows(parts: list[list[FlatMicrobatch]]) -> list[list[FlatMicrobatch]]:

@@ -21,6 +21,7 @@ from yobx_flatten.private_names.of_torch import pytree
 from ...batch.flat import FlatBatch, FlatMicrobatch
 from ...device.interrupts import Uninterrupted
 from ...device.outcome import Outcome, noting
+from ...engine.call import Cutting
 from ...engine.config import RoundPipeRunConfig
 from ...engine.driver import Engine
 from ...engine.layer_graph import other_leaves
@@ -87,7 +88,7 @@ class RankGroups(RankCalls):
         """Go backward through a forward; all ranks call it."""
         engine.check_can_run()
         with engine.lock, self.calling(), torch.no_grad():
-            call = self.open(engine, "backward", lambda: passes.parts, passes.config)
+            call = self.open(engine, "backward", lambda: Cutting(passes.parts), passes.config)
             call = dataclasses.replace(call, is_one_pass=False, feeds=False, written=passes.written)
             self._run_backward(engine, call, passes, lambda: gradients)
 
@@ -102,7 +103,10 @@ class RankGroups(RankCalls):
         """Run forward, a loss of the whole batch, and backward; all ranks call it."""
         engine.check_can_run()
         with engine.lock, self.calling():
-            cut = partial(engine.cut_to_train, args, kwargs, None, config)
+
+            def cut() -> Cutting:
+                return Cutting(engine.cut_to_train(args, kwargs, None, config))
+
             call = self.open(engine, "forward_backward of a whole batch", cut, config)
             call = dataclasses.replace(call, is_one_pass=False)
             passes = GroupPasses(call.parts, config)

@@ -22,6 +22,8 @@ class LayerTraits:
     # generators other than torch's default ones that it draws from, and those it holds, by mode. Default: nothing
     # known.
     generators: dict[bool, tuple[Generator, ...]] = dataclasses.field(default_factory=dict)
+    # whether its forward changes its Python attributes, by mode. Default: nothing known.
+    changes_attributes: dict[bool, bool] = dataclasses.field(default_factory=dict)
     # whether its backward calls forward code again (activation checkpointing inside the layer), by mode. Default:
     # nothing known.
     reenters: dict[bool, bool] = dataclasses.field(default_factory=dict)
@@ -40,7 +42,7 @@ def traits_of(code: Any) -> LayerTraits:
     >>> layer = nn.Linear(1, 1)
     >>> traits_of(layer).draws[True] = False
     >>> traits_of(layer)
-    LayerTraits(mutates_inputs={}, draws={True: False}, generators={}, reenters={})
+    LayerTraits(mutates_inputs={}, draws={True: False}, generators={}, changes_attributes={}, reenters={})
     >>> traits_of(()).reenters
     {True: True, False: True}
     """

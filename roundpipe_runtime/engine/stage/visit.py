@@ -14,7 +14,7 @@ is bitwise identical.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,10 @@ from ..collected import Copies
 from ..layer_graph import LayerGraph, Values, plain
 from ..looks import check_leaves, check_repeated, digest, is_digested, watch_escaped
 from ..parameters.on_device import LayerOnDevice
+from ..recompute.attributes import LayerAttributes
 from ..recompute.states import VisitGenerator
 from ..run import Run
+from ..shared_views import check_writes, passed_on, shared_views
 from .layer_call import CallKind, LayerCall, call_layer
 from .layers import StageLayers
 from .loss_call import MicrobatchLoss
@@ -209,13 +211,6 @@ class Visit:
         place = self.place
         place.layer, place.doing, place.tensors = None, "loss", values.tensors
         on_host = self.spec.labels[microbatch]
-        if self.spec.loss_check is not None:  # on the host, as devices have room for what is planned
-            sent, rows = self._send(values), self.run.contract.rows
-            for event in sent.ready:
-                if event is not None:
-                    event.result()
-            of_batch = sum(count or 0 for count in rows)
-            self.spec.loss_check.offer(sent.rebuild(), on_host.rebuild(), rows[microbatch], of_batch)
         labels = on_host.structure.rebuild(fetch(self.device, on_host))
         with self.device.computing(), self.layers.measure("loss", microbatch), self._modes():
             loss = MicrobatchLoss(self.run, self.device, microbatch, values, self.generator)
@@ -234,7 +229,7 @@ class Visit:
             if resident.contents.buffers:
                 resident.set_buffers(self.collected.buffers.before(layer, microbatch))
             data = self._kept(layer, microbatch)
-        with self.device.computing(resident.ready):
+        with self.device.computing(resident.ready), self._attributes(resident, microbatch, kind):
             if self._is_bare:
                 result, structure, exits, results = self._call_here(resident, microbatch, values, kind, data)
             else:
@@ -253,6 +248,35 @@ class Visit:
             self._check_leaves(resident, result, exits)  # in each run: terms of a loss depend on the batch
         flags = [tensor.requires_grad for tensor in exits]
         return Values(structure, results, flags), LayerGraph(layer, result.entries, exits)
+
+    def _attributes(
+        self, resident: LayerOnDevice, microbatch: int, kind: CallKind
+    ) -> contextlib.AbstractContextManager[None]:
+        """Have the attributes that the layer had before its forward in a recomputation, and those of now after it."""
+        module, known = resident.contents.module, resident.traits.changes_attributes
+        if self.spec.trial or not (self.spec.looks or known.get(module.training)):
+            return _NO_MODES
+        return self._attributes_followed(resident, (resident.contents.index, microbatch), kind)
+
+    @contextlib.contextmanager
+    def _attributes_followed(self, resident: LayerOnDevice, key: tuple[int, int], kind: CallKind) -> Iterator[None]:
+        module, known = resident.contents.module, resident.traits.changes_attributes
+        with resident.contents.lock:
+            before = LayerAttributes(module)
+            if kind == "recompute":
+                saved = self.collected.attributes.pop(key, None)
+                if saved is not None:
+                    saved.restore()
+                try:
+                    yield
+                finally:
+                    before.restore()
+                return
+            yield
+            if before.changes():
+                known[module.training] = True
+                if kind == "forward" and self.spec.has_backward:
+                    self.collected.attributes[key] = before
 
     def _check_leaves(self, resident: LayerOnDevice, result: LayerCall, exits: Sequence[torch.Tensor]) -> None:
         check_leaves(resident.contents, exits, result.entries, resident.parameters(), self.spec.contents)
@@ -294,11 +318,23 @@ class Visit:
         data: tuple[Any, ...] | None,
     ) -> tuple[LayerCall, TreeStructure, list[torch.Tensor], list[torch.Tensor]]:
         self.device.use(values.tensors)
+        shared = (
+            self.collected.shared.pop((resident.contents.index - 1, microbatch), None) if kind != "recompute" else None
+        )
+        versions = [] if not shared else [values.tensors[number]._version for number in shared]
         result = call_layer(self.run, self.device, resident, microbatch, values, kind, self.generator, data)
         structure, exits = flatten_value(result.output, what=f"the output of {resident.title}")
         # What passes the layer stays the same tensor: the host has it, or gets it once.
         same = [id(tensor) for tensor in values.tensors]
         results = [plain(t) if t.requires_grad or id(t) not in same else t for t in exits]
+        if shared:
+            now = [values.tensors[number]._version for number in shared]
+            written = [number for number, one, other in zip(shared, versions, now, strict=True) if one != other]
+            check_writes(shared, written, resident.title)
+        if len(exits) > 1 and kind != "recompute":
+            found = {**passed_on(shared or {}, result.entered, exits), **shared_views(exits, resident.title)}
+            if found:
+                self.collected.shared[resident.contents.index, microbatch] = found
         return result, structure, exits, results
 
     def _modes(self) -> contextlib.AbstractContextManager[Any]:

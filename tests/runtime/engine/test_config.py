@@ -27,7 +27,7 @@ def test_what_nobody_says_has_its_default():
         recompute_grain="stage",
         num_microbatch=4,
         merge_output=True,
-        loss_reduction="sum",
+        loss_reduction="auto",
         last_stage_copies=1,
         keep_parameters=0,
         upload_experts="routed",
@@ -52,7 +52,7 @@ def test_what_nobody_says_has_its_default():
         ("split_label", 3, "a tree of TensorChunkSpec and Replicate or a function"),
         ("merge_output", "cat", "True, False, a tree of TensorChunkSpec and Replicate, or a function"),
         ("execute_plan", [range(2)], "a ModelExecutePlan"),
-        ("loss_reduction", "none", '"sum", "mean" or "joined"'),
+        ("loss_reduction", "none", '"auto", "sum", "mean" or "joined"'),
     ],
 )
 def test_a_wrong_value_names_its_field(field, value, expected):

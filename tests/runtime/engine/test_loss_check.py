@@ -1,24 +1,29 @@
 """The check of a loss function leaves no trace: generators, buffers and other threads are as without its calls."""
 
+import copy
+import queue
 import random
 import threading
+import types
+import warnings
 
 import numpy
 import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
+from roundpipe_runtime import LossError, RoundPipe, RoundPipeRunConfig, RoundPipeWarning, WeightedLoss
 from roundpipe_runtime.device.generator import generator_lock
-from roundpipe_runtime.engine.loss_check import LossChecks
+from roundpipe_runtime.engine.loss_check import LossChecks, sample_of
 from tests.runtime.small import batch, near
 
 F = nn.functional
 
 
-def check(loss_fn, outputs, labels):
-    found = LossChecks().of(loss_fn, "mean")
-    found.offer(outputs, labels, len(outputs), len(outputs))
+def check(loss_fn, outputs, labels, stated="mean"):
+    microbatches = [types.SimpleNamespace(labels=[labels])]
+    sample = sample_of([(outputs, labels, len(outputs))], [labels])
+    return LossChecks().reduction(loss_fn, stated, microbatches, lambda: iter([sample]))
 
 
 def states():
@@ -27,13 +32,14 @@ def states():
 
 def test_nobody_draws_while_a_loss_is_checked():
     """A layer of another thread that draws nothing would be taken for one that does, and one that draws for another."""
-    taken = []
+    taken = queue.SimpleQueue()  # what a call adds to a list is undone
 
     def loss_fn(outputs, labels):
         def take():
             lock = generator_lock()
-            taken.append(lock.acquire(timeout=0.05))
-            if taken[-1]:
+            is_free = lock.acquire(timeout=0.05)
+            taken.put(is_free)
+            if is_free:
                 lock.release()
 
         thread = threading.Thread(target=take)
@@ -42,7 +48,7 @@ def test_nobody_draws_while_a_loss_is_checked():
         return F.mse_loss(outputs, labels)
 
     check(loss_fn, *(batch(3)[1],) * 2)
-    assert set(taken) == {False}
+    assert {taken.get() for _ in range(taken.qsize())} == {False}
 
 
 def test_generators_are_as_they_were():
@@ -99,3 +105,195 @@ def test_an_error_for_some_rows_is_the_function_s_own():
     with pytest.raises(ValueError, match="not a number"):
         pipe.forward_backward((torch.ones(5, 1),), label=labels, loss_fn=loss_fn, run_config=config)
     pipe.close()
+
+
+# -- the loss of the plain model, unless another reduction is asked for ------------------------------------------------
+
+
+class Learned(nn.Module):
+    """It trains a scale, and counts rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.rows = nn.Parameter(torch.ones(5)), 0
+
+    def forward(self, outputs, labels):
+        self.rows += len(labels)
+        return F.cross_entropy(outputs * self.scale, labels)
+
+
+def contrast(outputs, labels):
+    return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+def weighted(outputs, labels):
+    return WeightedLoss(F.cross_entropy(outputs, labels, reduction="sum"), (labels != -100).sum())
+
+
+def with_z_loss(outputs, labels):
+    return F.cross_entropy(outputs, labels) + outputs.logsumexp(-1).square().mean()
+
+
+def focal(outputs, labels):
+    each = F.cross_entropy(outputs, labels.clamp(min=0), reduction="none")
+    return ((1 - torch.exp(-each)) ** 2 * each).mean()
+
+
+LOSSES = {
+    "mean": (lambda: F.cross_entropy, "items"),
+    "module": (nn.CrossEntropyLoss, "items"),
+    "smoothed": (lambda: nn.CrossEntropyLoss(label_smoothing=0.1), "items"),
+    "class weights": (lambda: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 3.0, 1.0])), "items"),
+    "halved": (lambda: lambda outputs, labels: F.cross_entropy(outputs, labels) / 2, "items"),
+    "learned": (Learned, "items"),
+    "of the user's own": (lambda: focal, "rows"),
+    "sum": (lambda: nn.CrossEntropyLoss(reduction="sum"), "sum"),
+    "sum and weight": (lambda: weighted, "rows"),
+    "rows compared": (lambda: contrast, "joined"),
+    "two means": (lambda: with_z_loss, "joined"),
+}
+
+
+def made(rows, dtype=torch.float32):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5)).to(dtype)
+    return layers, torch.randn(rows, 8, dtype=dtype), torch.randint(0, 5, (rows,))
+
+
+def found_ways(pipeline):
+    found = pipeline._rp_engine.loss_checks._found.values()
+    return [one if isinstance(one, str) else "joined" for one in found]
+
+
+def trains_like(pipeline, plain, loss_fn, own, x, y):
+    """Train once with the pipeline and with the plain layers; whether loss and gradients are the same."""
+    expected = own(plain(x), y)
+    expected = expected.sum / expected.weight if isinstance(expected, WeightedLoss) else expected
+    expected.backward()
+    found = pipeline.forward_backward((x,), label=y, loss_fn=loss_fn)
+    pairs = zip(pipeline.parameters(), plain.parameters(), strict=True)
+    return near(found, expected) and all(
+        torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-5) for one, other in pairs
+    )
+
+
+@pytest.mark.parametrize("rows", [3, 6, 7])
+@pytest.mark.parametrize("name", LOSSES)
+def test_by_default_a_loss_is_that_of_the_plain_layers(name, rows):
+    """Labels that are ignored are spread unevenly, and 7 rows are cut into 3, 2 and 2."""
+    make, way = LOSSES[name]
+    loss_fn, own = make(), make()
+    layers, x, y = made(rows)
+    if rows > 3:
+        y[2:4] = -100
+    pipeline = RoundPipe(copy.deepcopy(layers), devices="virtual:2")
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        assert trains_like(pipeline, layers, loss_fn, own, x, y)
+    assert found_ways(pipeline) == [way]
+    assert [one.category for one in heard] == [RoundPipeWarning] * (way == "joined")
+    if isinstance(loss_fn, Learned):
+        assert loss_fn.rows == rows
+        assert near(loss_fn.scale.grad, own.scale.grad)
+    pipeline.close()
+
+
+@pytest.mark.parametrize("scale", [1, 3])
+def test_sums_of_microbatches_are_asked_for(scale):
+    """RoundPipe adds losses, and its scripts divide them."""
+    layers, x, y = made(6)
+    config = RoundPipeRunConfig(loss_reduction="sum", num_microbatch=3)
+    pipeline = RoundPipe(copy.deepcopy(layers), devices="virtual:2", model_run_config=config)
+    found = pipeline.forward_backward((x,), label=y, loss_fn=lambda out, y: F.cross_entropy(out, y) / scale)
+    assert near(found, F.cross_entropy(layers(x), y) * 3 / scale)
+    pipeline.close()
+
+
+class Labelled(nn.Module):
+    """Its last layer returns the loss."""
+
+    def __init__(self, reduction):
+        super().__init__()
+        self.inner, self.reduction = nn.Linear(8, 5), reduction
+
+    def forward(self, x):
+        features, labels = x
+        return F.cross_entropy(self.inner(features), labels, reduction=self.reduction)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_layer_that_returns_the_loss_is_weighted_as_well(reduction):
+    layers = nn.Sequential(nn.Identity(), Labelled(reduction))
+    _, x, y = made(7)
+    pipeline = RoundPipe(copy.deepcopy(layers), devices="virtual:2")
+    expected = layers((x, y))
+    expected.backward()
+    assert near(pipeline.forward_backward(((x, y),)), expected)
+    for one, other in zip(pipeline.parameters(), layers.parameters(), strict=True):
+        assert near(one.grad, other.grad)
+    pipeline.close()
+
+
+# -- shown again -------------------------------------------------------------------------------------------------------
+
+
+class Curriculum:
+    """A mean over rows that becomes a loss of pairs."""
+
+    def __init__(self):
+        self.step = 0
+
+    def __call__(self, outputs, labels):
+        return contrast(outputs, labels) if self.step else F.cross_entropy(outputs, labels)
+
+
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_a_loss_whose_attribute_changes_is_shown_again(after):
+    """At the call in which it has changed, which need not be call 2, 4 or 8."""
+    loss_fn = Curriculum()
+    layers, x, y = made(6)
+    pipeline = RoundPipe(copy.deepcopy(layers), devices="virtual:2")
+    for call in range(after + 1):
+        loss_fn.step = call // after
+        layers.zero_grad()
+        pipeline.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RoundPipeWarning)
+            assert trains_like(pipeline, layers, loss_fn, loss_fn, x, y)
+    pipeline.close()
+
+
+MIXES = False
+
+
+def by_a_global(outputs, labels):
+    return contrast(outputs, labels) if MIXES else F.cross_entropy(outputs, labels)
+
+
+def test_a_global_that_a_loss_reads_is_an_attribute_of_it(monkeypatch):
+    layers, x, y = made(6)
+    pipeline = RoundPipe(layers, devices="virtual:2", model_run_config=RoundPipeRunConfig(loss_reduction="mean"))
+    for _ in range(2):
+        pipeline.forward_backward((x,), label=y, loss_fn=by_a_global)
+    monkeypatch.setitem(globals(), "MIXES", True)
+    with pytest.raises(LossError, match="not a mean over rows"):
+        pipeline.forward_backward((x,), label=y, loss_fn=by_a_global)
+    pipeline.close()
+
+
+def test_a_loss_that_changes_by_itself_is_found_at_calls_2_4_8():
+    """It counts its calls, and becomes another loss at the fourth batch."""
+    calls = []
+
+    def loss_fn(outputs, labels):
+        calls.append(len(labels))
+        return contrast(outputs, labels) if sum(calls) > 18 else F.cross_entropy(outputs, labels)
+
+    layers, x, y = made(6)
+    pipeline = RoundPipe(layers, devices="virtual:2", model_run_config=RoundPipeRunConfig(loss_reduction="mean"))
+    for _ in range(3):
+        pipeline.forward_backward((x,), label=y, loss_fn=loss_fn)
+    assert sum(calls) == 18  # the proof leaves no effect
+    with pytest.raises(LossError, match="not a mean over rows"):
+        pipeline.forward_backward((x,), label=y, loss_fn=loss_fn)
+    pipeline.close()

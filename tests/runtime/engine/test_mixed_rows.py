@@ -272,3 +272,33 @@ def test_what_a_layer_remembers_is_of_batches_only():
     with torch.no_grad():
         assert torch.equal(pipe(X), 2 * X)
     assert (layer.calls, layer.rows, layer.sizes, layer.total.item(), layer.first) == (3, [2, 2, 2], {2: 3}, 6, 2)
+
+
+class Begins(nn.Module):
+    """Takes the mean of the batch away, once it is told to or has been called often."""
+
+    mixes, calls = False, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x - x.mean(0) if self.mixes or self.calls > 8 else x
+
+
+@pytest.mark.parametrize("way", ["loss", "gradients", "no gradients"])
+@pytest.mark.parametrize("by_itself", [True, False])
+def test_a_layer_that_begins_to_mix_rows_is_refused(by_itself, way):
+    """When an attribute of it has changed, or at calls 2, 4, 8, ...: it is called twice in each."""
+    layer = Begins()
+    layer.calls = 0 if by_itself else -100
+    pipe = pipeline(layer)
+    for _ in range(3):
+        call(pipe, way)
+    layer.mixes = not by_itself
+
+    def run():
+        for _ in range(5 if by_itself else 1):
+            call(pipe, way)
+
+    with pytest.raises(SplitError, match="layer 2"):
+        run()
+    pipe.close()

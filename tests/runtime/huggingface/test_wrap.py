@@ -130,7 +130,8 @@ def test_the_loss_function_of_a_script():
     def loss_fn(outputs, labels):
         return pipeline.loss_function(logits=outputs.logits, labels=labels, vocab_size=pipeline.vocab_size) / 3
 
-    found = pipeline.forward_backward(input_kwargs=batch, label=labels, loss_fn=loss_fn)
+    config = RoundPipeRunConfig(loss_reduction="sum")
+    found = pipeline.forward_backward(input_kwargs=batch, label=labels, loss_fn=loss_fn, run_config=config)
     pipeline.close()
     parts = zip(*(value.split(2) for value in (*batch.values(), labels)), strict=True)
     expected = sum(plain(input_ids=i, attention_mask=m, labels=t).loss / 3 for i, m, t in parts)

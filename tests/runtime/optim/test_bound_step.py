@@ -21,7 +21,7 @@ def indirect():
 
 
 def test_names_of_a_module_and_of_the_functions_that_are_named(monkeypatch):
-    made = [bound_now(function) for function in (read, indirect, lambda: NAME, lambda: [read() for _ in "x"][0])]  # noqa: RUF015 # a scope of its own
+    made = [bound_now(function) for function in (read, indirect, lambda: NAME, lambda: [read() for _ in "x"].pop())]
     monkeypatch.setitem(globals(), "NAME", "second")
     assert [function() for function in made] == ["first"] * 4
     assert read() == "second"
@@ -67,7 +67,7 @@ def trained(mode):
     for step in range(8):
         optimizer = second if step % 2 else first
         model.forward_backward((x,), loss_fn=lambda outputs, _: outputs.square().mean())
-        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=mode)  # noqa: B023 # what is tested
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=mode)  # noqa: B023 # the point
         optimizer = None
     model.synchronize()
     weights = torch.cat([parameter.detach().flatten() for parameter in parameters])

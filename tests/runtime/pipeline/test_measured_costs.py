@@ -63,7 +63,8 @@ class _Watched(nn.Linear):
     threads: ClassVar[set[int]] = set()
 
     def forward(self, x):
-        self.threads.add(threading.get_ident())
+        if torch.is_grad_enabled():  # and not of rows that are tried
+            self.threads.add(threading.get_ident())
         return super().forward(x)
 
 

@@ -1,0 +1,251 @@
+"""Prove how the losses of parts of a batch add up to the loss of the batch.
+
+A loss is computed for a few rows in one piece, and for the same rows in two uneven parts::
+
+    rows 0 to 2       loss 0.93     gradients at rows 0, 1, 2, and at what the loss trains
+    rows 0 and 1      loss 0.90     rows: (2 * 0.90 + 1 * 0.99) / 3 = 0.93, and every gradient alike
+    row 2             loss 0.99
+
+Weights for the parts (their rows; the items that losses of torch average over; 1) hold if they give the loss and all
+gradients of the rows in one piece. They have to hold for other values as well: labels that are exchanged, ignored in
+part or whole, outputs that are larger and smaller. A loss that compares rows, or chooses them by values, passes with no
+weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, TypeAlias
+
+import torch
+
+from yobx_flatten.core.compare import tolerance
+from yobx_flatten.errors.failures import result_or
+
+__all__ = ["Column", "NotProvenError", "Part", "Proof", "Way", "prove", "variants"]
+
+Way: TypeAlias = Literal["rows", "items", "sum"]
+
+
+class NotProvenError(Exception):
+    """The loss cannot be called for a few rows, or returns other numbers each time; the message states which."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What was computed for some rows."""
+
+    losses: Sequence[torch.Tensor]  # with their graphs
+    rows: int
+    items: float | None = None  # number of items that a mean was taken over, as far as it is known
+    weight: float | None = None  # weight of a pair `(sum, weight)`
+
+    @property
+    def value(self) -> str:
+        """The losses as a text."""
+        numbers = ", ".join(f"{loss.item():.4g}" for loss in self.losses)
+        return numbers if self.weight is None else f"({numbers}, {self.weight:g})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """The weights with which the losses of parts add up, or what contradicts all of them."""
+
+    way: Way | None  # `None` if there are no such weights
+    compared: int = 0  # number of sets of values that were compared
+    shown: tuple[Part, Sequence[Part]] | None = None  # losses that no weights fit
+    has_other_values: bool = False  # whether these are losses of other values than those of the batch
+    is_pair: bool = False  # whether the loss states its weight
+
+
+# One evaluation: the rows in one piece, in parts, and the tensors in which gradients end.
+Evaluation: TypeAlias = tuple[Part, Sequence[Part], Sequence[torch.Tensor]]
+Values: TypeAlias = Sequence[torch.Tensor]
+
+
+def prove(
+    evaluate: Callable[[Values], Evaluation], changes: Iterable[Values], ways: Sequence[Way], *, as_stated: bool = False
+) -> Proof:
+    """Find the first weights that hold for all values."""
+    # evaluate: function that computes losses for values of the columns
+    # changes: values of the columns, first those of the batch
+    # as_stated: whether the only question is if a mean over rows was stated rightly: what microbatches with other
+    # numbers of items show is seen in each of them
+    left, compared, is_pair = list(ways), 0, False
+    for number, values in enumerate(changes):
+        found = result_or(functools.partial(evaluate, values), lambda error: error)
+        if isinstance(found, Exception):
+            if number == 0:
+                raise NotProvenError(f"{type(found).__name__}: {found}") from found
+            continue  # labels that it does not take
+        whole, parts, leaves = found
+        is_pair = is_pair or whole.weight is not None
+        if number == 0 and not _is_same(whole, evaluate(values)[0]):
+            raise NotProvenError("it returns other numbers each time")
+        if not _is_comparable(whole, parts) or (as_stated and _has_other_items(whole, parts)):
+            continue
+        compared += 1
+        difference = _Difference(whole, parts, leaves)
+        left = [way for way in left if difference.is_none(way)]
+        if not left:
+            return Proof(None, compared, (whole, parts), number > 0)
+    return Proof(left[0] if compared else None, compared, is_pair=is_pair)
+
+
+def _is_same(one: Part, other: Part) -> bool:
+    return len(one.losses) == len(other.losses) and all(map(_is_near, one.losses, other.losses))
+
+
+def _is_near(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    one, other = (tensor.detach().double().cpu() for tensor in (expected, found))
+    limit = tolerance("sums", expected.dtype)
+    return bool(torch.allclose(one, other, rtol=limit, atol=limit * 1e-2, equal_nan=True))
+
+
+def _is_comparable(whole: Part, parts: Sequence[Part]) -> bool:
+    """Whether losses are numbers, and a contract can add them: it refuses those of several kinds itself."""
+    kinds = {(len(one.losses), one.weight is None) for one in (whole, *parts)}
+    if len(kinds) > 1 or whole.items == 0 or whole.weight == 0:
+        return False
+    return all(bool(loss.isfinite()) for loss in whole.losses) and any(bool(part.weight != 0) for part in parts)
+
+
+def _has_other_items(whole: Part, parts: Sequence[Part]) -> bool:
+    return len({None if one.items is None else round(one.items / one.rows, 9) for one in (whole, *parts)}) > 1
+
+
+class _Difference:
+    """What the loss of rows in one piece differs by from weighted losses of parts, and its gradients.
+
+    Gradients of a difference are differences of gradients: so only norms are kept, and a head is not held twice.
+    """
+
+    def __init__(self, whole: Part, parts: Sequence[Part], leaves: Sequence[torch.Tensor]) -> None:
+        self._whole, self._parts, self._leaves = whole, parts, leaves
+        self._factor = 1.0 if whole.weight is None else 1 / whole.weight
+        self._expected = self._norms([loss * self._factor for loss in whole.losses])
+        sizes = [norm / math.sqrt(max(leaf.numel(), 1)) for norm, leaf in zip(self._expected, leaves, strict=True)]
+        self._typical = max((size for size in sizes if math.isfinite(size)), default=0.0)
+
+    def is_none(self, way: Way) -> bool:
+        """Whether the loss and every gradient are those of the rows in one piece."""
+        shares = self._shares(way)
+        if shares is None:
+            return False
+        counted = [(part, share) for part, share in zip(self._parts, shares, strict=True) if share]
+        differences = []
+        for number, loss in enumerate(self._whole.losses):
+            total = sum((part.losses[number].to(loss) * share for part, share in counted), loss.new_zeros(()))
+            if not _is_near(loss * self._factor, total):
+                return False
+            differences.append(loss * self._factor - total)
+        limit = max(tolerance("sums", leaf.dtype) for leaf in self._leaves) if self._leaves else 0.0
+        return all(
+            norm <= limit * max(expected, 0.1 * self._typical * math.sqrt(leaf.numel()), 1e-30)
+            for norm, expected, leaf in zip(self._norms(differences), self._expected, self._leaves, strict=True)
+        )
+
+    def _norms(self, losses: Sequence[torch.Tensor]) -> list[float]:
+        trained = [loss for loss in losses if loss.requires_grad]
+        if not trained or not self._leaves:
+            return [0.0] * len(self._leaves)
+        found = list(
+            torch.autograd.grad(
+                trained, self._leaves, [torch.ones_like(one) for one in trained], True, allow_unused=True
+            )
+        )
+        norms = []
+        while found:  # large ones are gone as soon as they are looked at
+            gradient = found.pop(0)
+            if gradient is not None and gradient.layout != torch.strided:
+                gradient = gradient.to_dense()
+            norms.append(
+                0.0 if gradient is None else float(torch.linalg.vector_norm(gradient, dtype=_wide(gradient.dtype)))
+            )
+        return norms
+
+    def _shares(self, way: Way) -> list[float] | None:
+        if self._whole.weight is not None:
+            total = sum(part.weight or 0.0 for part in self._parts)
+            return [1 / total if part.weight else 0.0 for part in self._parts]
+        if way == "sum":
+            return [1.0] * len(self._parts)
+        counts: list[float | None] = [float(part.rows) if way == "rows" else part.items for part in self._parts]
+        known = [count for count in counts if count is not None and math.isfinite(count) and count >= 0]
+        if len(known) < len(counts) or not sum(known):
+            return None
+        return [count / sum(known) for count in known]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+# -- other values ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A tensor with a row for each row of the batch."""
+
+    value: torch.Tensor
+    axis: int  # axis of the rows
+    role: Literal["label", "mask", "output"]
+    others: torch.Tensor | None = None  # labels of more rows, which also occur. Default: only its own.
+
+
+def variants(columns: Sequence[Column], ignored: Sequence[int] = (-100,)) -> Iterator[list[torch.Tensor]]:
+    """Yield the values of columns, first as they are, then other ones."""
+    # ignored: labels that losses ignore
+    yield [one.value for one in columns]
+    draw = torch.Generator().manual_seed(5)
+    for size in (1.0, 0.1, 8.0):  # outputs of each row larger or smaller than those of the others
+        yield [_scaled(one, size, draw) if one.role == "output" else _drawn(one, draw) for one in columns]
+    if not any(one.role == "output" for one in columns) or len(columns) > 1:
+        for extra in ((0, 1), ()):
+            yield [one.value if one.role == "output" else _drawn(one, draw, extra) for one in columns]
+    for filling in ignored:
+        for keeps in (0, 1):
+            yield [_cleared(one, filling, keeps) if one.role == "label" else one.value for one in columns]
+    for column in columns:  # no loss is meant for rows without any
+        if column.role == "mask" and column.value.dim() > 1:
+            yield [_cleared(one, 0, 1) if one is column else one.value for one in columns]
+
+
+def _scaled(column: Column, size: float, draw: torch.Generator) -> torch.Tensor:
+    value = column.value
+    if not value.is_floating_point():
+        return value
+    noise = torch.rand(value.shape, generator=draw, dtype=torch.float32) - 0.5
+    factors = size ** torch.linspace(0, 1, value.shape[column.axis])
+    shape = [-1 if axis == column.axis else 1 for axis in range(value.dim())]
+    scale = value.detach().double().std(correction=0).clamp(min=1e-3)
+    return ((value.detach().double() + noise * scale) * factors.reshape(shape)).to(value.dtype)
+
+
+def _drawn(column: Column, draw: torch.Generator, extra: Sequence[int] = ()) -> torch.Tensor:
+    """Labels of those that there are, in any row."""
+    value = column.value
+    if column.role == "mask" or value.is_complex():
+        return value
+    if value.is_floating_point():
+        return (value * torch.rand(value.shape, generator=draw)).to(value.dtype)
+    held = value.flatten() if column.others is None else torch.cat([value.flatten(), column.others.flatten()])
+    pool = torch.unique(torch.cat([held, torch.tensor(extra, dtype=value.dtype)]))
+    return pool[torch.randint(len(pool), value.shape, generator=draw)]
+
+
+def _cleared(column: Column, filling: int, keeps: int) -> torch.Tensor:
+    """Values of which the last row holds only what is filled in, but for so many places."""
+    value = column.value.clone()
+    last = value.select(column.axis, value.shape[column.axis] - 1)
+    is_whole = value.is_floating_point() or value.dtype == torch.bool
+    if keeps < last.numel():
+        kept = last.flatten()[last.numel() - keeps :].clone()
+        last.fill_(0 if is_whole else filling)
+        if keeps:
+            last[tuple(size - 1 for size in last.shape)] = kept[-1] if column.role == "label" else 1
+    return value

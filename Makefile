@@ -107,10 +107,10 @@ executorch:  ## run the tests of ExecuTorch, in .venv-executorch: it brings torc
 
 # Next to the libraries of the tests and not among them: transformers imports torchao where it finds it.
 QUANTIZED := build/quantized
-quantized: $(VENV)/.has-test  ## run the tests of frozen weights in few bits with bitsandbytes and torchao, in build/quantized
+quantized: $(VENV)/.has-test  ## run the tests of weights in few bits with bitsandbytes and torchao, in build/quantized
 	@test -d $(QUANTIZED)/bitsandbytes || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		--target $(QUANTIZED) $$(grep -iE '^(bitsandbytes|torchao)==' constraints.txt)
-	PYTHONPATH=$(CURDIR)/$(QUANTIZED) $(BIN)/python -m pytest -n 0 tests/runtime/quantized $(PYTEST_ARGS)
+	PYTHONPATH=$(CURDIR)/$(QUANTIZED) $(BIN)/python -m pytest -n 0 tests/runtime/quantized tests/flatten/export/test_converted.py $(PYTEST_ARGS)
 
 compat:  ## run the tests of caches and of the Trainer also with older transformers (VERSIONS="4.56.2 5.23.0" for some of them)
 	@PYTHON="$(PYTHON)" .ci/compat "$(VERSIONS)" $(COMPAT_TESTS) $(PYTEST_ARGS)

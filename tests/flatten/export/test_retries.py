@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from yobx_flatten import Case, export_onnx, export_program
-from yobx_flatten.errors import InvalidArgumentError
+from yobx_flatten.errors import InvalidArgumentError, ReplayError
 
 onnxruntime = pytest.importorskip("onnxruntime")
 nn = torch.nn
@@ -250,3 +250,21 @@ def test_a_program_checks_a_size_of_one_value():
     assert exported(x=torch.ones(7, 4))["y"].shape == (7, 5)
     with pytest.raises(Exception, match="4"):
         exported(x=torch.ones(7, 3))
+
+
+class Mixed(nn.Module):
+    """Rounds to 16 bits inside, which onnxruntime has no kernels for on the CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return {"y": self.linear(x)}
+
+
+def test_autocast_inside_forward_is_named_as_the_cause(tmp_path):
+    """With the line to type."""
+    with pytest.raises(ReplayError, match=r"torch\.autocast\('cpu', torch\.bfloat16\).*enabled=False"):
+        export_onnx(Mixed(), kwargs={"x": torch.randn(2, 6)}, path=tmp_path / "m.onnx")

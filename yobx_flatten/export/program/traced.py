@@ -38,10 +38,10 @@ from ..example.stated_sizes import asserted_in_forward
 from ..example.static_sizes import check_static_parts, static_constants
 from ..proof.case import clone
 from ..proof.module_state import draws_random_numbers, own_attributes, own_written_state, undisturbed, written_state
-from .fake_weights import fake_weights
 from .int_of_sizes import kept_sizes
 from .one_value import write_single_values
 from .origins import with_relative_origins
+from .stand_ins import stand_ins
 
 __all__ = ["Traced", "described", "fill", "trace"]
 
@@ -112,6 +112,12 @@ class Traced:
             )
         if self.drawing:
             found.append(f"random numbers are drawn ({', '.join(self.drawing)}): model and program had the same seed.")
+        for device, dtype in _autocasts(self.program):
+            found.append(
+                f"forward enters torch.autocast({device!r}, {dtype}), whose rounding differs between kernels, and "
+                "onnxruntime lacks kernels for bfloat16 on the CPU. If the export is refused, turn it off in forward: "
+                "torch.autocast(..., enabled=False)."
+            )
         if self.fixed:
             sizes = [f"{name}.shape[{axis}] is fixed at {size}" for (name, axis), size in self.fixed.items()]
             found.append(f"{', '.join(sizes)}, since the model's code rounds a number made of it.")
@@ -133,6 +139,13 @@ class Traced:
                 "takes other sizes, and its results are not the model's there. export_program fixes such sizes."
             )
         return found
+
+
+def _autocasts(program: ExportedProgram) -> list[tuple[str, torch.dtype]]:
+    """The devices and types of the blocks of ``torch.autocast`` that change types in a program."""
+    blocks = [node.args for node in program.graph.nodes if str(node.target) == "wrap_with_autocast"]
+    found = [(str(device), dtype) for device, dtype, enabled, *_ in blocks if enabled]
+    return list(dict.fromkeys(found))  # type: ignore[arg-type] # arguments of a node
 
 
 def trace(example: Example, *, strict: bool = False) -> Traced:
@@ -184,7 +197,7 @@ def _traced(example: Example, strict: bool) -> ExportedProgram:
         leaves = pytree.tree_leaves(example.inputs)
         named = named_in_forward(module, swallowed)
         asserted = asserted_in_forward(module, example.args, example.kwargs, example.names, example.relations)
-        untouched, faked = own_attributes(module), fake_weights(module, leaves)
+        untouched, traceable = own_attributes(module), stand_ins(module, leaves)
         kept = contextlib.nullcontext() if example.shapes is None else kept_sizes(module)
         calm = contextlib.redirect_stderr(_WithoutGraphs(sys.stderr))
         quiet = warnings.catch_warnings()
@@ -192,7 +205,7 @@ def _traced(example: Example, strict: bool) -> ExportedProgram:
             naming_untried_versions(),
             torch.no_grad(),
             untouched as originals,
-            faked,
+            traceable,
             named,
             asserted,
             kept,

@@ -91,7 +91,7 @@ def _place(program: ExportedProgram, operator: str) -> str:
     for node in program.graph.nodes:
         own = getattr(getattr(node.target, "_schema", None), "name", "").rpartition("::")[2]
         lines = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s+(.*)', node.meta.get("stack_trace") or "")
-        lines = [line for line in lines if not line[0].startswith(_TORCH)]
+        lines = [line for line in lines if not line[0].startswith((_TORCH, "torch/"))]
         if own and own in short and lines:
             file, number, code = lines[-1]
             return f" ({file}:{number}: {code.strip()})"

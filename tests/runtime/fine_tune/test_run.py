@@ -206,10 +206,26 @@ def test_a_model_that_cannot_be_saved_is_in_a_checkpoint(tmp_path):
     with training() as made, pytest.raises(OSError, match=r"No space left.*model\.safetensors") as caught:
         run(made, checkpoints=tmp_path / "c", save_model=full)
     assert str(saved(tmp_path / "c")[7]) in caught.value.__notes__[0]
-    (tmp_path / "file").touch()
+
+    def full_and_taken():
+        (tmp_path / "taken").touch()  # where checkpoints were to be
+        full()
+
     with training() as made, pytest.raises(OSError, match=r"No space left.*model\.safetensors") as caught:
-        run(made, checkpoints=tmp_path / "file", save_model=full)
+        run(made, checkpoints=tmp_path / "taken", save_model=full_and_taken)
     assert caught.value.__notes__[0].startswith("The 7 steps before could not be saved: ")
+
+
+@pytest.mark.parametrize("place", ["file", "file/c", "file/a/b"])
+def test_a_folder_of_checkpoints_that_cannot_be_written_is_found_before_the_first_step(tmp_path, place):
+    """From Python, as on the command line; a folder that is not there yet is made by the first checkpoint."""
+    (tmp_path / "file").touch()
+    with training() as made, pytest.raises(FineTuneError, match="it cannot be written: file is not a folder"):
+        run(made, checkpoints=tmp_path / place)
+    assert made.step == 0
+    with training(steps=1) as made:
+        run(made, checkpoints=tmp_path / "new" / "c", at_end=True)
+    assert (tmp_path / "new" / "c" / "checkpoint-1").is_dir()
 
 
 def test_a_training_at_its_end_saves_its_model(tmp_path):

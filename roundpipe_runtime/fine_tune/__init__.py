@@ -21,7 +21,6 @@ from .data.byte_tokenizer import ByteTokenizer
 from .data.chat_rows import ChatRows, make_chat_rows, read_chats
 from .data.chat_tokens import ChatTokens
 from .data.tokenizer import Tokenizer, load_tokenizer
-from .disk import check_disk
 from .errors import FineTuneError
 from .job import Job, named_error
 from .model_card import model_card, replace_card
@@ -29,7 +28,7 @@ from .models import ModelSource, model_source
 from .records import EvalRecord, StepRecord
 from .rows import Rows
 from .run import Outcome, run, timeline_of_rank
-from .saved_model import check_output, check_place, save_model
+from .saved_model import check_disk, check_output, check_place, save_model
 from .settings import BatchSettings, LearningSettings, Settings
 from .training import Training, stored_replicas
 

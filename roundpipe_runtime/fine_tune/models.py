@@ -17,10 +17,11 @@ from yobx_flatten.model_folder.source.find import FoundModel
 from yobx_flatten.model_folder.source.stored_weights import UnmatchedWeights, load_stored
 from yobx_flatten.model_folder.source.streamed import NotStreamableError, open_checkpoint, unread_model
 
+from ..device.disk import DiskMemory, keep_with
 from ..device.disk_folder import HOST_IN_MEMORY, disk_folder
 from ..device.generator import generator_kept
+from ..device.pages import page_out
 from ..huggingface.quantize import FewBits, quantize_frozen
-from .disk_models import loaded_to_disk
 from .errors import FineTuneError
 
 __all__ = ["ModelSource", "model_source"]
@@ -107,15 +108,11 @@ class ModelSource:
             return quantize_frozen(model, quantize, weights=lambda name: readers[name]()).train()
         transformers = _transformers()
         home = disk_folder(host)
-        if home is not None and self.has_weights and self.folder is not None:
-            from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-            kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
-            wanted = dtype or _stored_dtype(self.config)
-            choice = self.unmatched_weights
-            on_disk = loaded_to_disk(self.name, self.config, self.folder, kind, wanted, choice, home)
-            if on_disk is not None:
-                return _module(on_disk)
+        # without a dtype in the configuration, the weights decide, all of them
+        if home is not None and (dtype or getattr(self.config, "dtype", None)):
+            unread = self._unread(dtype)
+            if unread is not None:
+                return _module(_read_to_disk(*unread, self._dtype_of_weights(dtype), home))
         stored = bytes_of_weights(self.folder, failure=FineTuneError) if self.folder is not None else 0
         with bounded_weights(self.name, failure=FineTuneError, stored=stored):
             if not self.has_weights:
@@ -143,14 +140,35 @@ class ModelSource:
         checkpoint = open_checkpoint(self.folder) if self.folder is not None and self.has_weights else None
         if checkpoint is None:
             return None
-        stored = dtype or _stored_dtype(self.config)
-        wanted = stored if isinstance(stored, torch.dtype) else _dtype_named(getattr(self.config, "dtype", None))
         found = FoundModel(self.name, self.config, self.folder, True, unmatched_weights=self.unmatched_weights)
         try:
-            model, readers, _ = unread_model(found, checkpoint, wanted)
+            model, readers, _ = unread_model(found, checkpoint, self._dtype_of_weights(dtype))
         except NotStreamableError:
             return None
         return (model, readers) if type(model) is MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)] else None
+
+    def _dtype_of_weights(self, dtype: torch.dtype | None) -> torch.dtype:
+        stored = dtype or _stored_dtype(self.config)
+        return stored if isinstance(stored, torch.dtype) else _dtype_named(getattr(self.config, "dtype", None))
+
+
+def _read_to_disk(
+    model: nn.Module, readers: Mapping[str, Callable[[], torch.Tensor]], dtype: torch.dtype, home: pathlib.Path
+) -> nn.Module:
+    """Give a model parameters that live on a disk, read one by one, so that memory never holds them all."""
+    memory = DiskMemory(home)
+    made: dict[int, nn.Parameter] = {}
+    for path, parameter in list(model.named_parameters(remove_duplicate=False)):
+        owner, _, last = path.rpartition(".")
+        if id(parameter) not in made:
+            weight = readers[path]()
+            place = memory.copy(("weight", path), weight, dtype)
+            made[id(parameter)] = nn.Parameter(place, requires_grad=parameter.requires_grad)
+            memory.leave([place])
+            page_out(weight)  # mapped from its file
+        model.get_submodule(owner)._parameters[last] = made[id(parameter)]
+    keep_with(model, memory)
+    return model
 
 
 def model_source(name: str | os.PathLike[str]) -> ModelSource:

@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.fine_tune.disk_models: weights that are read into a file one after the other."""
+"""Weights that are read into a file one after the other."""
 
 import pytest
 import torch

@@ -12,7 +12,11 @@ COUNT ?= 10000
 # What `make bench-gpu` and `make gpu-dry-run` pass on, and where their results go.
 GPU_ARGS ?=
 GPU_OUT ?= build/gpu
-# What `make compat` runs, and with which versions of transformers.
+# What `make compat` runs, and with which versions of transformers. Another Python: all tests of both packages, with ours.
+ifeq ($(origin PYTHON),command line)
+VERSIONS ?= $(shell sed -n 's/^transformers==//p' constraints.txt)
+COMPAT_TESTS ?= tests/flatten tests/runtime -m "not extended"
+endif
 VERSIONS ?= 4.56.2 4.57.6 5.0.0 5.17.0 5.23.0
 COMPAT_TESTS ?= tests/flatten --ignore=tests/flatten/cli/test_demo.py \
 	$(patsubst %,tests/runtime/huggingface/%.py,cutting/test_capture loss/test_weights trainer/test_scripts \
@@ -112,7 +116,7 @@ quantized: $(VENV)/.has-test  ## run the tests of weights in few bits with bitsa
 		--target $(QUANTIZED) $$(grep -iE '^(bitsandbytes|torchao)==' constraints.txt)
 	PYTHONPATH=$(CURDIR)/$(QUANTIZED) $(BIN)/python -m pytest -n 0 tests/runtime/quantized tests/flatten/export/test_converted.py $(PYTEST_ARGS)
 
-compat:  ## run the tests of caches and of the Trainer also with older transformers (VERSIONS="4.56.2 5.23.0" for some of them)
+compat:  ## run the tests of caches and of the Trainer also with older transformers (VERSIONS="4.56.2 5.23.0" for some of them), or all with another Python (PYTHON=python3.13)
 	@PYTHON="$(PYTHON)" .ci/compat "$(VERSIONS)" $(COMPAT_TESTS) $(PYTEST_ARGS)
 
 # What a user gets who installs today: without constraints.txt, and each time anew. torch for CUDA is 7 GB on Linux.

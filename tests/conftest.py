@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import pathlib
 import signal
 from collections.abc import Iterator
 
@@ -27,22 +28,41 @@ os.environ.setdefault("SYMPY_CACHE_SIZE", "50000")
 if "PYTEST_XDIST_WORKER" in os.environ:  # others collect nothing
     gc.disable()
 
-import hypothesis
 import pytest
 import torch.fx.config
 
 from tests import deprecated_names, registry_snapshot
 
+try:
+    import hypothesis
+except ImportError:  # a machine with a GPU, where tests for devices run
+    hypothesis = None  # type: ignore[assignment]
+
 # A first example pays for imports and compilation, so a deadline would measure those. The automatic run draws the same
 # examples every time: what it reports can be repeated.
-hypothesis.settings.register_profile("default", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+if hypothesis is not None:
+    hypothesis.settings.register_profile("default", deadline=None)
+    hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+    hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
 # No test asks from which line of a model a node of a program comes. Under pytest the stack is deep: to write it down
 # for every node takes an eighth of an export.
 torch.fx.config.do_not_emit_stack_traces = True
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Take what pyproject.toml sets for plugins where these are not installed, as on a machine with a GPU."""
+    if not pluginmanager.hasplugin("xdist"):
+        parser.addoption("--dist", help="of pytest-xdist, which is not installed")
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "of pytest-timeout, which is not installed")
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, import the tests for devices only: others need libraries that such a machine has not."""
+    inside = collection_path.relative_to(config.rootpath / "tests").parts[:1]
+    return True if config.option.markexpr == "gpu" and inside not in [(), ("__init__.py",), ("gpu",)] else None
 
 
 def pytest_collection_finish() -> None:

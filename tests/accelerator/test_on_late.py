@@ -14,7 +14,7 @@ _ROOT = Path(__file__).parents[2]
 # Those of the order of work, and a few others; `make accelerator` runs all.
 _TESTS = [
     "tests/accelerator/on_late",
-    "tests/gpu",
+    *(f"tests/gpu/test_{name}.py" for name in ("bits", "device", "training")),
 ]
 
 pytestmark = pytest.mark.skipif(reason_not_to_build() is not None, reason=str(reason_not_to_build()))

@@ -65,7 +65,8 @@ def _t5() -> nn.Module:
     return T5ForConditionalGeneration(config).train()
 
 
-def tokens(seed: int, rows: int = 4, length: int = 8) -> torch.Tensor:
+def tokens(seed: int, rows: int = 4, length: int = 9) -> torch.Tensor:
+    """Rows with eight labels each: means over powers of two of them are added without rounding."""
     return torch.randint(1, 96, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
@@ -111,7 +112,7 @@ CASES = {
     "T5": Case(
         _t5,
         _wrapper(1),
-        lambda seed: {"input_ids": tokens(seed), "labels": tokens(seed + 100)},
+        lambda seed: {"input_ids": tokens(seed, length=8), "labels": tokens(seed + 100, length=8)},
         lambda pipe, batch: pipe.forward_backward(input_kwargs=batch),
         _loss_of_tokens,
         1,

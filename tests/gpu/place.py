@@ -64,6 +64,15 @@ class Place:
         if self.torch_device.type != "cuda":
             pytest.skip(f"{what} needs CUDA")
 
+    def moved(self, model: nn.Module) -> nn.Module:
+        """A copy of a model on the device, whose tied weights stay tied on every kind of device."""
+        there = copy.deepcopy(model)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return there.to(self.torch_device)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+
     def wrap(self, model: nn.Module, **options: Any) -> RoundPipe:
         """A pipeline on the device; two microbatches whose losses are means, unless a configuration is given."""
         config = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
@@ -83,7 +92,7 @@ class Plain:
 
     def __init__(self, model: nn.Module, place: Place, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         self.model = copy.deepcopy(model)
-        self._there = copy.deepcopy(model).to(place.torch_device)
+        self._there = place.moved(model)
         self._optimizer = optimizer(self.model.parameters())
         self._read = self._weights()
 

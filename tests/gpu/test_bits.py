@@ -79,11 +79,11 @@ def test_a_forward_has_the_bits_of_the_plain_model(case, place, deterministic):
     (part,) = Case(*case[:-1], 1).split(case.batch(0), place)
     with torch.no_grad():
         if isinstance(model, nn.Sequential):
-            expected = copy.deepcopy(model).to(place.torch_device)(part["x"]).cpu()
+            expected = place.moved(model)(part["x"]).cpu()
             pipe = case.wrap(model, place)
             found = pipe(case.batch(0)["x"])
         else:
-            expected = copy.deepcopy(model).to(place.torch_device)(**part).logits.cpu()
+            expected = place.moved(model)(**part).logits.cpu()
             pipe = case.wrap(model, place)
             found = pipe(**case.batch(0)).logits
     pipe.close()
@@ -97,12 +97,13 @@ def test_gradients_in_bfloat16_are_within_its_rounding(case, place):
     exact = copy.deepcopy(model).double()
     case.loss(exact, {name: one.double() if one.is_floating_point() else one for name, one in batch.items()}).backward()
     narrow = {name: one.bfloat16() if one.is_floating_point() else one for name, one in batch.items()}
-    there = copy.deepcopy(model).bfloat16().to(place.torch_device)
+    there = place.moved(copy.deepcopy(model).bfloat16())
     for part in case.split(narrow, place):
         (case.loss(there, part) / case.parts).backward()
-    pipe = case.wrap(model.bfloat16(), place)
+    model = model.bfloat16()
+    pipe = case.wrap(model, place)
     case.call(pipe, narrow)
-    for name, weight in pipe.model.named_parameters() if hasattr(pipe, "model") else pipe.named_parameters():
+    for name, weight in model.named_parameters():
         right = exact.get_parameter(name).grad
         noise = relative_error(there.get_parameter(name).grad.cpu(), right)
         assert relative_error(weight.grad, right) < max(0.01, 1.5 * noise), name
@@ -115,7 +116,7 @@ def test_masters_in_float32_are_those_of_the_host(place, deterministic):
     pipe = case.wrap(copy.deepcopy(model), place, dtype=torch.float32)
     optimizer = _SGD(pipe.optim_parameters())
     masters = [nn.Parameter(weight.detach().float()) for weight in model.parameters()]
-    other, there = _SGD(masters), copy.deepcopy(model).to(place.torch_device)
+    other, there = _SGD(masters), place.moved(model)
     for number in range(_STEPS):
         batch = {name: one.bfloat16() for name, one in case.batch(number).items()}
         case.call(pipe, batch)

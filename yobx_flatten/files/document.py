@@ -9,6 +9,8 @@ import pathlib
 import stat
 from typing import Any, TypeVar
 
+from ..errors.dependencies import require
+
 __all__ = ["check_own", "check_regular", "inside", "parse_document", "read_configuration", "read_document"]
 
 T = TypeVar("T")
@@ -54,6 +56,7 @@ def parse_document(
 
 
 def _parsed(text: str | bytes, form: type[T], where: str, failure: type[Exception], remedy: str, **how: Any) -> T:
+    require("msgspec", purpose=f"reading {where}")
     import msgspec
 
     try:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-__all__ = ["Choices", "Entries"]
+__all__ = ["Choices", "Described", "Entries"]
 
 _Id = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -81,3 +81,10 @@ class Choices(Entries):
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
     num_return_sequences: _Beams | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """What generation reads of the description of a folder."""
+
+    positions: Annotated[int, msgspec.Meta(ge=1)] | None = None

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import torch
 
 from ..errors import GenerationError, InvalidArgumentError
+from ..errors.dependencies import require
 from ..files.damage import damage_as
 from ..files.document import read_configuration, read_document
 from .beams import BeamSettings
-from .entries import Choices, Entries
 from .layout import MANIFEST
 from .pictures import Pictures
 from .sampling import Sampling
@@ -175,6 +174,9 @@ class GenerationSettings:
 
 def read_settings(folder: pathlib.Path) -> GenerationSettings:
     """Read ``config.json`` and ``generation_config.json`` of a folder, as far as they are there."""
+    require("msgspec", purpose=f"reading {folder}")
+    from .entries import Choices, Described, Entries  # here, so that all else works without msgspec
+
     found: list[Mapping[str, Any]] = []
     for name, entries in (("config.json", Entries), ("generation_config.json", Choices)):
         path, form = folder / name, dict[str, Any]
@@ -184,18 +186,13 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
         else:
             found.append({})
     stated = folder / MANIFEST
-    positions = read_document(stated, _Described, failure=GenerationError).positions if stated.exists() else None
+    positions = read_document(stated, Described, failure=GenerationError).positions if stated.exists() else None
     with damage_as(GenerationError, f"config.json or generation_config.json in {folder}"):
         config = found[0]
         for place in found:
             _check_tokens(folder, place, {**config, **(config.get("text_config") or {})}.get("vocab_size"))
         switch = read_switch(folder, {**config, **(config.get("text_config") or {})})
         return dataclasses.replace(settings_of(*found), switch=switch, positions=positions)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Described:
-    positions: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 def _check_tokens(folder: pathlib.Path, stated: Mapping[str, Any], vocabulary: object) -> None:

@@ -17,7 +17,6 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 
 from ..errors import RecordError
@@ -75,6 +74,8 @@ def write_call(folder: pathlib.Path, index: int, parts: Mapping[str, Snapshot], 
 
 def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], About]:
     """Read what :func:`write_call` wrote; tensors are read when they are asked for."""
+    require("safetensors", "msgspec", purpose="read_call")
+    import msgspec
     from safetensors import SafetensorError, safe_open
 
     check_regular(path, RecordError)  # a pipe would be waited for

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from ..errors import FlattenError
+from ..errors import FlattenError, InvalidArgumentError
 from ..errors.failures import result_or
 from ..errors.log import STEP
 from ..errors.messages import first_line
@@ -48,7 +48,19 @@ def with_fewer_sizes(export: Callable[[Example, bool], _T], example: Example, st
             found = _result(export, fewer, True)
             if not isinstance(found, Exception):
                 return found
-    raise first
+    raise _in_our_words(first, example)
+
+
+def _in_our_words(error: Exception, example: Example) -> Exception:
+    """An error of ours for one of torch's own classes, which write pages; others are those of the model's code."""
+    if isinstance(error, FlattenError) or not type(error).__module__.startswith(("torch.", "onnx_ir.")):
+        return error
+    explained = InvalidArgumentError(
+        f"{type(example.module).__qualname__} is not exported: torch raises {type(error).__name__}: "
+        f"{first_line(error)[:300]}\nWhat is known of it:\n    explain_error(error.__cause__, module, args, kwargs)"
+    )
+    explained.__cause__ = error
+    return explained
 
 
 def _result(export: Callable[[Example, bool], _T], example: Example, is_fixed: bool) -> _T | Exception:

@@ -268,3 +268,17 @@ def test_autocast_inside_forward_is_named_as_the_cause(tmp_path):
     """With the line to type."""
     with pytest.raises(ReplayError, match=r"torch\.autocast\('cpu', torch\.bfloat16\).*enabled=False"):
         export_onnx(Mixed(), kwargs={"x": torch.randn(2, 6)}, path=tmp_path / "m.onnx")
+
+
+class Differentiated(nn.Module):
+    def forward(self, x):
+        return {"y": torch.func.grad(lambda value: (value**3).sum())(x)}
+
+
+@pytest.mark.filterwarnings("ignore:A model attribute:UserWarning")  # torch's, of what it lifts out of such a trace
+def test_an_error_of_torch_is_one_line_and_a_line_to_type():
+    """Its own text, which has pages, is the cause."""
+    with pytest.raises(InvalidArgumentError, match="Differentiated is not exported: torch raises") as caught:
+        export_program(Differentiated(), kwargs={"x": torch.randn(2, 4)})
+    assert len(str(caught.value).splitlines()) <= 4
+    assert type(caught.value.__cause__).__module__.startswith("torch.")

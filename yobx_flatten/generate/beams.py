@@ -12,13 +12,14 @@ The sums, the order of equal ones and the end of the search are those of transfo
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 
-from ..errors import InvalidArgumentError, describe_class
+from ..errors import GenerationError, InvalidArgumentError, describe_class
 
-__all__ = ["BeamSearch", "BeamSettings"]
+__all__ = ["BeamSearch", "BeamSettings", "beams_of"]
 
 _NEVER = -1e9  # of a sum: chosen after all others
 
@@ -49,6 +50,16 @@ class BeamSettings:
             raise InvalidArgumentError(
                 f'early_stopping must be True, False or "never", found {describe_class(self.early_stopping)}.'
             )
+
+
+def beams_of(generation: Mapping[str, Any]) -> BeamSettings:
+    """Return what a search keeps by ``generation_config.json``."""
+    names = ("num_beams", "length_penalty", "early_stopping", "num_return_sequences")
+    given = {name: generation[name] for name in names if generation.get(name) is not None}
+    try:
+        return BeamSettings(**given)
+    except InvalidArgumentError as error:
+        raise GenerationError(f"generation_config.json: {error}") from error
 
 
 class BeamSearch:

@@ -88,3 +88,4 @@ class Described:
     """What generation reads of the description of a folder."""
 
     positions: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    rereads_at_switch: bool | None = None

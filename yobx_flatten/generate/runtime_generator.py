@@ -14,35 +14,9 @@ from .generator import Generator, Parts
 from .layout import find_parts, folder_of
 from .onnx_generator import OnnxGenerator
 from .program_generator import ProgramGenerator
-from .settings import GenerationSettings, read_settings
+from .settings import read_settings
 
-__all__ = ["RuntimeGenerator", "generator_for"]
-
-
-class RuntimeGenerator(Generator):
-    """Generates tokens with files of one runtime. The loop is that of all generators."""
-
-    # settings: special tokens; by default read from `config.json` and `generation_config.json` next to the file
-    # trust: whether the caller knows who wrote the files; see `open.open_runner`. `False` by default.
-    # threads: number of threads that one operator can use; see `open.thread_options`
-
-    def __init__(
-        self,
-        model: str | os.PathLike[str],
-        runtime: str,
-        *,
-        settings: GenerationSettings | None = None,
-        trust: bool = False,
-        threads: int | None = None,
-    ) -> None:
-        check_runtime(runtime)
-        found, options = _find(pathlib.Path(model), runtime), thread_options(runtime, threads)
-        parts: dict[str, Any] = {
-            part: open_runner(file, runtime=runtime, trust=trust, caller="open_generator", **options)
-            for part, file in found.items()
-        }
-        folder = folder_of(found["decoder"])
-        super().__init__(Parts(**parts), settings or read_settings(folder), adapters=FolderAdapters(folder))
+__all__ = ["generator_for"]
 
 
 def generator_for(
@@ -65,7 +39,14 @@ def generator_for(
         return OnnxGenerator(model, threads=threads, pack=pack, device=device, providers=providers)
     if runtime == "torch":
         return ProgramGenerator(model, trust=trust)
-    return RuntimeGenerator(model, runtime, trust=trust, threads=threads)
+    check_runtime(runtime)
+    found, options = _find(pathlib.Path(model), runtime), thread_options(runtime, threads)
+    parts: dict[str, Any] = {
+        part: open_runner(file, runtime=runtime, trust=trust, caller="open_generator", **options)
+        for part, file in found.items()
+    }
+    folder = folder_of(found["decoder"])
+    return Generator(Parts(**parts), read_settings(folder), adapters=FolderAdapters(folder))
 
 
 def _find(path: pathlib.Path, runtime: str) -> dict[str, pathlib.Path]:

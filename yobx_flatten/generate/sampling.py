@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from ..errors import InvalidArgumentError, describe_class
+from ..errors import GenerationError, InvalidArgumentError, describe_class
 
-__all__ = ["Sampling", "TokenChooser"]
+__all__ = ["Sampling", "TokenChooser", "sampling_of"]
+
+_TOP_K = 50  # transformers' default, also in a file that does not state it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +68,22 @@ class Sampling:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def sampling_of(generation: Mapping[str, Any]) -> Sampling:
+    """Return how ``generation_config.json`` draws tokens, with transformers' defaults, if it does."""
+    if not generation.get("do_sample"):
+        return Sampling()
+    top_k = generation.get("top_k")
+    named = {name: generation.get(name) for name in ("temperature", "top_p", "min_p", "typical_p")}
+    given = {name: value for name, value in named.items() if value is not None}
+    for name in ("top_p", "typical_p"):
+        if given.get(name, 0) >= 1:  # all of them
+            del given[name]
+    try:
+        return Sampling(do_sample=True, top_k=_TOP_K if top_k is None else top_k or None, **given)
+    except InvalidArgumentError as error:
+        raise GenerationError(f"generation_config.json: {error}") from error
 
 
 class TokenChooser:

@@ -13,9 +13,32 @@ import torch
 
 from ..errors import GenerationError
 from ..files.damage import damage_as
-from .stated_choice import check_known
 
 __all__ = ["GenerationCall", "RuleOfCall", "ScoreProcessor", "forced_tokens", "score_rules"]
+
+# what changes the tokens, and is not done here, with the values that mean that it does nothing
+_UNKNOWN: dict[str, tuple[Any, ...]] = {
+    "guidance_scale": (None, 1, 1.0),
+    "sequence_bias": (None,),
+    "exponential_decay_length_penalty": (None,),
+    "watermarking_config": (None,),
+    "stop_strings": (None, []),
+    "penalty_alpha": (None, 0, 0.0),
+    "prompt_lookup_num_tokens": (None, 0),
+    "assistant_early_exit": (None, 0),
+    "dola_layers": (None, []),
+    "num_beam_groups": (None, 1),
+    "diversity_penalty": (None, 0, 0.0),
+    "constraints": (None, []),
+    "force_words_ids": (None, []),
+    "token_healing": (None, False),
+    "max_time": (None,),
+}
+_UNKNOWN_OF_DRAWS: dict[str, tuple[Any, ...]] = {
+    "top_h": (None,),
+    "epsilon_cutoff": (None, 0, 0.0),
+    "eta_cutoff": (None, 0, 0.0),
+}
 
 ScoreProcessor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Takes the tokens so far, of shape (batch, length), and scores of shape (batch, vocabulary); returns scores."""
@@ -50,9 +73,20 @@ class RuleOfCall:
 
 def score_rules(generation: Mapping[str, Any]) -> tuple[ScoreProcessor, ...]:
     """Return the rules of a configuration, in the order in which transformers applies them, but for forced tokens."""
-    check_known(generation)
+    _check_known(generation)
     made = (make(generation) for make in _RULES)
     return tuple(rule for rule in made if rule is not None)
+
+
+def _check_known(generation: Mapping[str, Any]) -> None:
+    """Raise where a configuration asks for what generation from files does not do."""
+    looked_at = {**_UNKNOWN, **(_UNKNOWN_OF_DRAWS if generation.get("do_sample") else {})}
+    unknown = [name for name, plain in looked_at.items() if generation.get(name) not in plain]
+    if unknown:
+        raise GenerationError(
+            f"generation_config.json asks for {', '.join(unknown)}, which the files here cannot do. Remove the entry, "
+            "or call model.generate."
+        )
 
 
 def forced_tokens(call: GenerationCall, last: tuple[int, ...]) -> list[ScoreProcessor]:

@@ -13,13 +13,12 @@ from ..errors import GenerationError, InvalidArgumentError
 from ..errors.dependencies import require
 from ..files.damage import damage_as
 from ..files.document import read_configuration, read_document
-from .beams import BeamSettings
+from ..huggingface.position_switch import switch_of
+from .beams import BeamSettings, beams_of
 from .layout import MANIFEST
 from .pictures import Pictures
-from .sampling import Sampling
+from .sampling import Sampling, sampling_of
 from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_tokens, score_rules
-from .stated_choice import beams_of, sampling_of
-from .switch import Switch, read_switch
 from .tiles import Tiles
 
 __all__ = ["Documents", "GenerationSettings", "ScoreProcessor", "read_settings", "settings_of"]
@@ -41,6 +40,30 @@ class Documents:
         """Whether they are of a Whisper, with languages and times that its own loop finds out."""
         stated = any(self.generation.get(name) is not None for name in _OF_SPEECH)
         return stated and bool(self.config.get("max_source_positions"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Switch:
+    """A length, and what the model does there."""
+
+    length: int  # number of tokens, see `.position_switch.switch_of`
+    # whether `model.generate` drops its cache there and reads all tokens again, as Phi-3 does; `None` where that is not
+    # known
+    rereads: bool | None = None
+
+    def passed_at(self, length: int) -> bool:
+        """Return whether a loop has to read all tokens again before it goes on."""
+        if length != self.length + 1 or self.rereads is False:
+            return False
+        if self.rereads is None:
+            raise GenerationError(
+                f"This text grew past {self.length} tokens, where the positions of the model get other angles "
+                "(longrope, dynamic), and nothing states whether the model reads its text again there, as Phi-3 does: "
+                "other tokens could follow. yobx_flatten.json of an exported folder states it; write the folder with\n"
+                "    export_folder(model, folder)\n"
+                f"or begin with a prompt of more than {self.length} tokens, or ask for fewer new ones."
+            )
+        return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,14 +208,15 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
             found.append(read_configuration(path, form, failure=GenerationError))
         else:
             found.append({})
-    stated = folder / MANIFEST
-    positions = read_document(stated, Described, failure=GenerationError).positions if stated.exists() else None
+    manifest = folder / MANIFEST
+    described = read_document(manifest, Described, failure=GenerationError) if manifest.exists() else Described()
     with damage_as(GenerationError, f"config.json or generation_config.json in {folder}"):
-        config = found[0]
+        text = {**found[0], **(found[0].get("text_config") or {})}
         for place in found:
-            _check_tokens(folder, place, {**config, **(config.get("text_config") or {})}.get("vocab_size"))
-        switch = read_switch(folder, {**config, **(config.get("text_config") or {})})
-        return dataclasses.replace(settings_of(*found), switch=switch, positions=positions)
+            _check_tokens(folder, place, text.get("vocab_size"))
+        length = switch_of(text)
+        switch = None if length is None else Switch(length, described.rereads_at_switch)
+        return dataclasses.replace(settings_of(*found), switch=switch, positions=described.positions)
 
 
 def _check_tokens(folder: pathlib.Path, stated: Mapping[str, Any], vocabulary: object) -> None:

@@ -19,7 +19,6 @@ from .image_positions import image_positions
 from .pictures import Pictures, Seen
 from .settings import GenerationSettings
 from .slots import check_ports, empty_cache, typed
-from .sound import padded_sound
 
 __all__ = ["Parts", "Steps", "TextState", "tokens_of"]
 
@@ -203,7 +202,7 @@ class Steps:
             (what, shape), value = _READ[reads], given.get(reads)
             if value is None or value.ndim != shape.count(",") + 1:
                 raise InvalidArgumentError(f"{encoder.name} reads {what}. Pass {reads} of shape {shape}.")
-            source = feeds[reads] = padded_sound(encoder, value) if reads == "input_features" else value
+            source = feeds[reads] = _padded_sound(encoder, value) if reads == "input_features" else value
         else:
             source = feeds["input_ids"] = tokens_of("input_ids", input_ids)
             mask = torch.ones_like(source) if mask is None else _integers("attention_mask", mask)
@@ -319,6 +318,25 @@ class Steps:
         for seen in sequence.seen:
             embeds[sequence.new == seen.token_id] = seen.features.to(embeds.dtype)
         return embeds
+
+
+def _padded_sound(encoder: Runner, sound: torch.Tensor) -> torch.Tensor:
+    """Pad sound by zeros to the window that an encoder reads, as Whisper pads it."""
+    # sound: features of shape (batch, bins, frames)
+    _, bins, frames = encoder.ports["input_features"].shape
+    if bins is not None and sound.shape[1] != bins:
+        raise InvalidArgumentError(
+            f"input_features has {sound.shape[1]} bins, and {encoder.name} reads {bins}. Pass features of shape "
+            f"(batch, {bins}, frames)."
+        )
+    if frames is None or sound.shape[2] == frames:
+        return sound
+    if sound.shape[2] > frames:
+        raise InvalidArgumentError(
+            f"input_features has {sound.shape[2]} frames, and {encoder.name} reads windows of {frames}. Longer sound "
+            "takes several, which Whisper's own loop cuts:\n    generate(input_features=sound, return_timestamps=True)"
+        )
+    return torch.nn.functional.pad(sound, (0, frames - sound.shape[2]))
 
 
 def _integers(name: str, value: Any) -> torch.Tensor:

@@ -112,7 +112,7 @@ class FolderModel:
             found.folder, found.of_folder = path, generator.of_folder
             return found
         if task in SPEAKS:
-            from .speaking_model import speaking_model
+            from .plain_model import speaking_model
 
             where = {"device": device, "providers": providers}
             return speaking_model(open_generator(path, runtime=runtime, threads=threads, trust=trust, **where), cls)

@@ -1,4 +1,4 @@
-"""Open a folder of one file as a model of transformers: encoders and their heads.
+"""Open a folder as a model of transformers that writes no text: encoders and their heads, and one that speaks.
 
 Imports transformers.
 """
@@ -6,6 +6,7 @@ Imports transformers.
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from transformers.utils import ModelOutput
 
 from ..errors import GenerationError, InvalidArgumentError
 from ..files.document import read_configuration
+from ..generate.generator import Generator
 from ..generate.own_class import ModelWithoutWeights, config_from, named_class
 from ..generate.slots import typed
 from ..runners.folder_adapters import FolderAdapters
 from ..runners.runner import Runner
 
-__all__ = ["PlainFileModel", "plain_model"]
+__all__ = ["PlainFileModel", "plain_model", "speaking_model"]
 
 # what a model assumes where it is not given: nothing is padded, and there is one text
 _ASSUMED = {"attention_mask": torch.ones_like, "token_type_ids": torch.zeros_like}
@@ -75,3 +77,35 @@ def plain_model(runner: Runner, folder: pathlib.Path, base: type) -> Any:
     found = named_class(stated, (base, kind), dict.fromkeys(runner.ports))(runner, stated)
     found.of_folder = FolderAdapters(folder)
     return found
+
+
+class SpeakingFileModel(ModelWithoutWeights):
+    """Not one weight: the loop is transformers' own, over the files."""
+
+    def __init__(self, generator: Generator, stated: Mapping[str, Any]) -> None:
+        super().__init__(config_from(stated, encoder=True))
+        self.generator = generator
+        encoder = generator.parts.encoder
+        assert encoder is not None
+        self.main_input_name = next(name for name in ("input_ids", "input_values") if name in encoder.ports)
+        self.eval()
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """Return ``True``: the files speak."""
+        return True
+
+    def generate_speech(self, read: Any, speaker_embeddings: torch.Tensor | None = None, **options: Any) -> Any:
+        """Speak; see :meth:`.Generator.generate_speech`."""
+        return self.generator.generate_speech(read, speaker_embeddings, **options)
+
+    def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
+        """Speak, as pipelines ask for it."""
+        return self.generator.generate_speech(input_ids, attention_mask=attention_mask, **options)
+
+
+def speaking_model(generator: Generator, base: type) -> Any:
+    """Return a model of transformers over the files of a generator."""
+    documents = generator.settings.documents
+    stated: Mapping[str, Any] = {} if documents is None else documents.config
+    return named_class(stated, (base, SpeakingFileModel), {})(generator, stated)

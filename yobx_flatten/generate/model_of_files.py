@@ -239,7 +239,7 @@ class FileModel(ModelWithoutWeights):
         pixel_attention_mask: torch.Tensor | None = None,
         mm_token_type_ids: torch.Tensor | None = None,
     ) -> Sequence[Pictures]:
-        # mm_token_type_ids: where pictures are, which the tokens state as well
+        # mm_token_type_ids: where pictures are, which the tokens also state
         if pixel_attention_mask is not None and pixel_values is not None:
             real = pixel_values.flatten(-3).ne(0).any(-1)
             if not bool(pixel_attention_mask.flatten(-2).bool().all(-1)[real].all()):
@@ -251,10 +251,11 @@ class FileModel(ModelWithoutWeights):
         videos = settings.videos(pixel_values_videos, video_grid_thw, second_per_grid_ts)
         return settings.images(pixel_values, image_grid_thw, image_sizes, batch_num_images), videos
 
-    def run_files(self, past_key_values: Any = None, **given: Any) -> Any:
+    def run_files(self, **given: Any) -> Any:
         """Run the files on tokens, after those that the cache has read."""
+        cache = self._cache(given.pop(CACHE, None))
         read = self._read_text if self.steps.parts.encoder is None else self._read_after_encoder
-        return read(self._cache(past_key_values), **given)
+        return read(cache, **given)
 
     def _cache(self, given: Any) -> FileCache:
         """The cache of a call: what an earlier call returned, an empty one of the caller, or a new one."""

@@ -20,7 +20,7 @@ from .settings import Documents, GenerationSettings, settings_of
 
 __all__ = ["ModelWithoutWeights", "config_from", "exported_class", "generation_of", "named_class"]
 
-_MASKS = ("attention_mask", "pixel_mask")  # of which one without zeros says what none says
+_MASKS = ("attention_mask", "pixel_mask")  # one without zeros states what none states
 
 # settings, and what transformers calls them
 _SETTINGS = {
@@ -210,7 +210,7 @@ def exported_class(stated: Mapping[str, Any]) -> Any:
     import transformers
 
     found = getattr(transformers, _class_name(stated), None) if _class_name(stated) else None
-    # one that needs a library which is not installed is no model
+    # what stands for a class whose library is not installed does not derive from it
     return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
 
 

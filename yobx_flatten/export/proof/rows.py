@@ -5,7 +5,7 @@
     row 0   1 1 1 1      0 1 1 1      padded in the second call only
     row 1   1 1 1 1      1 1 1 1      the same in both: so must be what the model returns for it
 
-A kernel of attention that is told of no padding may attend in both directions, and with a mask in one: a file has one
+A kernel of attention that gets no mask may attend in both directions, and in one with a mask: a file has one
 way for all masks, and agrees with such a model at some of them only.
 """
 

@@ -45,7 +45,7 @@ NEEDS_dev := --editable '.[all]' --group dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch quantized compat newest kills fuzz ranks lint format types doctest docs site notebooks bench bench-gpu gpu-dry-run matrix cut-matrix trainings genai real runtimes clients browser clean distclean
+.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch quantized compat newest kills fuzz ranks lint format types doctest docs site notebooks bench bench-gpu gpu-dry-run matrix operators cut-matrix trainings genai real runtimes clients browser clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -199,6 +199,10 @@ gpu-dry-run:  ## do all of make bench-gpu with tiny models and no GPU, in .venv-
 matrix: $(VENV)/.has-matrix  ## every type of the installed transformers against every promise (MATRIX_ARGS="--sample 8")
 	$(BIN)/python -m matrix $(MATRIX_ARGS)
 	$(BIN)/python -m matrix --page docs/matrix.md
+
+operators: $(VENV)/.has-matrix  ## export operators and call their files with values unlike the example's (MATRIX_ARGS="--only atan2")
+	$(BIN)/python -m matrix.operators $(MATRIX_ARGS)
+	$(BIN)/python -m matrix.operators --page docs/operators.md
 
 cut-matrix: $(VENV)/.has-matrix  ## cut every causal language model of the installed transformers and train it (MATRIX_ARGS="--sample 25")
 	$(BIN)/python -m matrix.cut $(MATRIX_ARGS)

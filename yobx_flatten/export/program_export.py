@@ -46,7 +46,8 @@ def export_program(
         bounds: the largest sizes, ``{"batch": 4, "length": 512}``: rows, and tokens in the cache; ``"new"`` for tokens
             of one call, where these are fewer. ``to_executorch`` needs them; larger inputs are refused.
         strict: as for ``torch.export.export``; ``False`` by default.
-        cases: what to replay in addition; by default, for a transformers model, sizes around its window and padding.
+        cases: what to replay in addition; by default, for a transformers model, sizes around its window and padding,
+            and for any other module other sizes and values that it accepts.
         steps: calls per case, 3 by default; each gets the cache that the call before returned.
         tolerance: largest absolute difference to the module's own outputs; by default 1e-4, and for weights in half
             precision five times what the type costs the model itself on that case.

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ from .proof.levels import Proof, choose_proof, sampled
 from .proof.replay import CaseResult, Side, replay
 from .proof.report import ExportReport
 from .proof.rows import dependence_on_padding
+from .proof.varied import INFINITIES, rounding_changes, varied_cases
 from .proof.yardstick import Yardstick
 from .room import Adapter
 
@@ -62,7 +64,7 @@ class Allowed:
         """Return what was asked for; by default what the type of the weights explains."""
         if asked is not None:
             return Allowed(asked)
-        return Allowed(tolerance("file", *facts.types), facts.is_in_half, facts.kernel_types == ("float32",))
+        return Allowed(tolerance("file", *facts.types), facts.is_in_half, {*facts.kernel_types} <= {"float32"})
 
     def measure(self, report: ExportReport, example: Example, traced: Traced, known: Yardstick | None = None) -> None:
         """Let a report allow what the type of the weights costs, or note why that cannot be measured."""
@@ -122,6 +124,8 @@ class Source:
     is_given: bool = False
     yardstick: Yardstick | None = None  # what was measured with the program already; `None`, the default, for nothing
     adapters: Sequence[Adapter] = ()  # what the file is also replayed with; none by default
+    # further cases, of other sizes and values; files in few bits are measured without them. None by default
+    varied: Sequence[Case] = ()
 
 
 def traced_example(example: Example, report: ExportReport, *, strict: bool = False) -> Traced:
@@ -160,27 +164,96 @@ def prove(
         cases = _cases_of(example, asked, report)
         if only_fitting and asked.cases is None:
             cases = fitting(traced.program, cases, report)
+        varied = _varied_of(example, traced, asked, report) if cases else []
     if cases and runs:
         side = Nested(ProgramRunner(traced.program), example.cache_is, traced.written)
         replay_cases([side], example, traced, cases, report)
-    return Source(asked.facts, example, traced, cases, asked.allowed, asked.proof, yardstick=report.yardstick)
+        varied = _replayed(side, example, traced, varied, report)
+    kept: dict[str, Any] = {"yardstick": report.yardstick, "varied": varied}
+    return Source(asked.facts, example, traced, cases, asked.allowed, asked.proof, **kept)
+
+
+def _varied_of(example: Example, traced: Traced, asked: Asked, report: ExportReport) -> list[Case]:
+    """Cases of other sizes and values, where none were asked for, and inputs are not made as generation makes them."""
+    if asked.cases is not None or not example.why_not:
+        return []
+    is_free = asked.allowed.measures_failures or asked.allowed.measures
+    found = varied_cases(example, traced, only_largest=asked.proof == "sample", magnitudes=is_free)
+    report.remark(*found.remarks)
+    within = [case for case in found.cases if example.holds(case, 1)]
+    report.remark(*left_out(len(found.cases) - len(within)))
+    return within
+
+
+def _replayed(side: Side, example: Example, traced: Traced, varied: Sequence[Case], report: ExportReport) -> list[Case]:
+    """Replay varied cases with the program; return those that it does not refuse."""
+    kept = []
+    for case in varied:
+        found = _result(side, example, traced, case, report, is_varied=True)
+        if found.error is None:
+            kept.append(case)
+            _add(found, report)
+        elif case.name != INFINITIES:  # it says so when it is called, as it has to
+            reason = " ".join(found.error.split())[:200]
+            report.remark(f"the program refuses what the module accepts ({case.name}; {reason}).")
+    return kept
 
 
 def replay_cases(
-    sides: Sequence[Side], example: Example, traced: Traced, cases: Sequence[Case], report: ExportReport
+    sides: Sequence[Side],
+    example: Example,
+    traced: Traced,
+    cases: Sequence[Case],
+    report: ExportReport,
+    *,
+    is_varied: bool = False,
 ) -> None:
     """Replay cases next to the module, and put the results into the report. The block must be open."""
+    # is_varied: whether they were made here of the example, and may be where the module rounds; `False` by default
     for case, side in itertools.product(cases, sides):
-        logger.info("replaying %s with %s", case.name, side.runtime, extra=STEP)
-        with report.timed("replay"):
-            allowed = report.explained(case)
-            found = replay(side, example.runs, case, taken=example.names, written=traced.written, allowed=allowed)
-            if found.error is None and not found.within(report.tolerance):
-                found = dataclasses.replace(found, allowed=report.explained_by_float64(case) or found.allowed)
-                if not found.within(report.tolerance) and not any(one.cause for one in report.cases):
-                    cause = dependence_on_padding(example.module, case, traced.written, report.tolerance)
-                    found = dataclasses.replace(found, cause=cause)
+        _add(_result(side, example, traced, case, report, is_varied=is_varied), report)
+
+
+def _add(found: CaseResult, report: ExportReport) -> None:
+    """Put a result into the report: as a case, or as a remark where it is no failure."""
+    if found.case != INFINITIES or found.within(report.tolerance):
         report.cases.append(found)
+        return
+    name, difference, _ = found.worst(report.tolerance)
+    reason = found.error or f"{name} differs by {difference:.1e}"
+    report.remark(f"with infinite values {found.runtime} does not do what the module does ({reason}).")
+
+
+def _result(
+    side: Side, example: Example, traced: Traced, case: Case, report: ExportReport, *, is_varied: bool
+) -> CaseResult:
+    """Replay one case."""
+    logger.info("replaying %s with %s", case.name, side.runtime, extra=STEP)
+    with report.timed("replay"):
+        allowed = report.explained(case)
+        found = replay(side, example.runs, case, taken=example.names, written=traced.written, allowed=allowed)
+        if not found.within(report.tolerance) and found.error is None:
+            found = dataclasses.replace(found, allowed=report.explained_by_float64(case) or found.allowed)
+            if is_varied and not found.within(report.tolerance):
+                found = _by_rounding(found, example, case, traced, report)
+            if not found.within(report.tolerance) and not any(one.cause for one in report.cases):
+                cause = dependence_on_padding(example.module, case, traced.written, report.tolerance)
+                found = dataclasses.replace(found, cause=cause)
+    return found
+
+
+def _by_rounding(found: CaseResult, example: Example, case: Case, traced: Traced, report: ExportReport) -> CaseResult:
+    """The result, with what the last digits of inputs change in the module itself among what is allowed."""
+    changes = rounding_changes(example, case, traced.written)
+    allowed = {name: max(found.allowed.get(name, 0.0), changes.get(name, 0.0)) for name in found.differences}
+    allowed = {name: size for name, size in allowed.items() if size > report.tolerance}
+    explained = dataclasses.replace(found, allowed={**found.allowed, **allowed})
+    if explained.within(report.tolerance):
+        report.remark(
+            f"{case.name}: the last digits of the inputs change the module itself by up to "
+            f"{max(allowed.values()):.1e}, so the comparison shows no more."
+        )
+    return explained
 
 
 def replay_file(
@@ -200,6 +273,7 @@ def replay_file(
         report.cases.append(CaseResult("(loading)", report.runtime or "onnxruntime", 0, {}, 0.0, why_not(error)))
         return
     replay_cases(sides, source.example, source.traced, source.cases, report)
+    replay_cases(sides, source.example, source.traced, source.varied, report, is_varied=True)
 
 
 # -- cases -------------------------------------------------------------------------------------------------------------

@@ -95,6 +95,14 @@ def _hypot(x: OnnxValue, y: OnnxValue) -> OnnxValue:
     return op.Where(op.Or(op.IsInf(wide), op.IsInf(high)), _like(math.inf, x), op.Mul(op.Sqrt(squares), unit))
 
 
+def _logaddexp(x: OnnxValue, y: OnnxValue, *, base: float = math.e) -> OnnxValue:
+    """Next to the larger one: powers of large numbers are infinite, and of numbers below zero nothing."""
+    op = _operators()
+    apart = op.Where(op.Equal(x, y), _like(0.0, x), op.Neg(op.Abs(op.Sub(x, y))))
+    rest = op.Log(op.Add(op.Exp(op.Mul(apart, _like(math.log(base), x))), _like(1.0, x)))
+    return op.Add(op.Max(x, y), op.Div(rest, _like(math.log(base), x)))
+
+
 def _number_of(x: OnnxValue, y: OnnxValue, *, largest: bool) -> OnnxValue:
     """The larger or smaller one, or the one that is a number."""
     op = _operators()
@@ -306,6 +314,17 @@ def _isin(elements: OnnxValue, of: OnnxValue, assume_unique: bool = False, inver
     return op.Not(op.Cast(found, to=_BOOL)) if invert else op.Cast(found, to=_BOOL)
 
 
+def _split(x: OnnxValue, size: OnnxValue | int, dim: int = 0) -> OnnxValue:
+    """Parts of one size, and the rest; where that size varies, by the sizes of all, as the optimizer needs them."""
+    op = _operators()
+    if isinstance(size, int):
+        return op.SplitToSequence(x, op.Constant(value_int=size), axis=dim)
+    total, each = op.Gather(op.Shape(x), _axes(dim)), op.Reshape(size, _axes(-1))
+    before_last = op.Div(op.Sub(total, _axes(1)), each)
+    rest = op.Sub(total, op.Mul(each, before_last))
+    return op.SplitToSequence(x, op.Concat(op.Expand(each, before_last), rest, axis=0), axis=dim)
+
+
 def _scatter_mean(
     x: OnnxValue, dim: int, index: OnnxValue, source: OnnxValue, reduce: str, include_self: bool = True
 ) -> OnnxValue:
@@ -453,6 +472,8 @@ def _repairs() -> dict[Any, Callable[..., Any]]:
         aten.copysign.Tensor: _copysign,
         aten.copysign.Scalar: _copysign,
         aten.hypot.default: _hypot,
+        aten.logaddexp.default: _logaddexp,
+        aten.logaddexp2.default: functools.partial(_logaddexp, base=2.0),
         aten.remainder.Tensor: _remainder,
         aten.remainder.Scalar: _remainder_of_number,
         aten.clamp.default: _clamp,
@@ -467,6 +488,7 @@ def _repairs() -> dict[Any, Callable[..., Any]]:
         aten.isin.Tensor_Tensor: _isin,
         aten.aminmax.default: _aminmax,
         aten.scatter_reduce.two: _scatter_mean,
+        aten.split.Tensor: _split,
         aten.cross_entropy_loss.default: _cross_entropy,
         aten._cdist_forward.default: _cdist,
     }

@@ -266,12 +266,12 @@ def test_a_module_may_return_bare_tensors(returned, names, tmp_path):
 
 
 def test_other_sizes_that_are_not_replayed_are_said(tmp_path):
-    """No silence about what was not checked: what to pass is in the report."""
+    """No silence about what was not checked: what to pass is in the report. Values vary nevertheless."""
     args, kwargs = _scale_inputs(1)
     report = export_program(Scale(), args, kwargs).report
+    assert "zeros, False and lowest values" in [case.case for case in report.cases]
     assert "x axis 0" in " ".join(report.remarks)
     assert any("sizes of 0 and 1 in the example stay fixed" in remark for remark in report.remarks)
-    assert any("pass cases=[Case(" in remark for remark in report.remarks)
 
 
 def test_a_difference_above_the_tolerance_is_an_error_with_the_report(monkeypatch):

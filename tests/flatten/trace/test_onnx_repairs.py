@@ -24,7 +24,8 @@ class OfPairs(torch.nn.Module):
 
     def forward(self, x, y):
         signs = torch.signbit(x), torch.copysign(x, y), torch.copysign(x, -2.0)
-        return torch.atan2(x, y), torch.hypot(x, y), torch.fmax(x, y), torch.fmin(x, y), *signs
+        sums = torch.logaddexp(x, y), torch.logaddexp2(x, y)
+        return torch.atan2(x, y), torch.hypot(x, y), torch.fmax(x, y), torch.fmin(x, y), *sums, *signs
 
 
 class Clamped(torch.nn.Module):

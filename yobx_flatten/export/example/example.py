@@ -87,11 +87,8 @@ class Example:
     def other_cases(self, steps: int, *, only_largest: bool = False) -> tuple[list[Case], list[str]]:
         """Make cases of other sizes."""
         # only_largest: whether to make the one of most tokens only; `False` by default
-        if self.shapes is None:
+        if self.shapes is None or self.why_not:
             return [], []
-        if self.why_not:
-            missing = f"other sizes were not replayed, since {self.why_not}"
-            return [], [f"{missing}: pass cases=[Case(name, args, kwargs), ...]."]
         from ...huggingface.cases import default_sizes
 
         sizes, remark = default_sizes(self.module)

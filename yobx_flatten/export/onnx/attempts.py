@@ -119,7 +119,7 @@ def write_proven(
         replay_onnx(file.path, source, report)
         failed = [case for case in report.cases[done:] if not case.within(report.tolerance)]
         if failed and last and failed[0].error is None and decomposed is not None:
-            for case in source.cases:
+            for case in (*source.cases, *source.varied):
                 if case.name == failed[0].case:  # none is of this name where it is that of an adapter
                     report.remark(*first_difference(file.path, decomposed, case, example.names, report.tolerance))
         if not failed or last:

@@ -7,19 +7,17 @@ tokens that are shifted by one). A file without the second kind is right, and wi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from ...core.compare import compare
 from ...private_names.of_torch import pytree
-from ...recipe.aliases import PyTree
 from ...runners.relations import Expression, holds, names_in
 from ...runners.signature import Signature, place_of_sizes
 from ...storage.matching import leaves_of
-from ...trees.naming import leaf_names
 from ..example.example import Example
+from ..example.resized import arguments_with, resized_leaves
 from ..program.traced import Traced
 from ..proof.module_state import seeded, undisturbed
 
@@ -56,15 +54,15 @@ class OtherSizes:
         return made
 
     def _same(self, sizes: Mapping[str, int]) -> bool:
-        given, module = _resized(self.example, self.signature, sizes), self.example.module
-        if given is None:
+        made, module = resized_leaves(self.example, self.signature, sizes), self.example.module
+        if made is None:
             return False
         try:
             with torch.no_grad(), undisturbed(module, self.traced.written), seeded(0):
-                args, kwargs = given()
+                args, kwargs = arguments_with(self.example, made)
                 wanted = module(*args, **kwargs)
             with torch.no_grad(), seeded(0):
-                args, kwargs = given()
+                args, kwargs = arguments_with(self.example, made)
                 found = self._graph(*args, **kwargs)
         except _REFUSALS:
             return False
@@ -95,34 +93,3 @@ def _breaking(relation: Expression, sizes: Mapping[str, int]) -> Iterator[dict[s
                 count += 1
                 if count == _TRIES:
                     return
-
-
-def _resized(
-    example: Example, signature: Signature, sizes: Mapping[str, int]
-) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]] | None:
-    """A function that makes the arguments of the example in other sizes; ``None`` where that cannot be done."""
-    wanted = {name: found for name, _, found in signature.inputs}
-    made: dict[int, torch.Tensor] = {}
-    for name, leaf in zip(leaf_names(example.inputs), leaves_of(example.inputs), strict=True):
-        if not isinstance(leaf, torch.Tensor) or name not in wanted:
-            continue
-        other = leaf
-        for axis, size in enumerate(wanted[name]):
-            if isinstance(size, Mapping):
-                if any(part and part not in sizes for part in size):
-                    return None
-                length = sum(factor * (sizes[part] if part else 1) for part, factor in size.items())
-                if length < 1 or leaf.shape[axis] < 1:
-                    return None
-                other = other.index_select(axis, torch.arange(length) % leaf.shape[axis])
-        made[id(leaf)] = other
-
-    def arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def replaced(leaf: PyTree) -> PyTree:
-            found = made.get(id(leaf), leaf)
-            return found.clone() if isinstance(found, torch.Tensor) else found
-
-        args, kwargs = pytree.tree_map(replaced, (example.args, dict(example.kwargs)))
-        return args, kwargs
-
-    return arguments

@@ -127,7 +127,7 @@ class _Job:
                 return [InPlace(runner, names, pairs, constants)]
             return [ByName(runner, names, pairs, constants)]
 
-        replay_file(load, dataclasses.replace(source, cases=[*source.cases, *more]), report)
+        replay_file(load, dataclasses.replace(source, cases=[*source.cases, *more], varied=()), report)
 
     @property
     def keeps_cache(self) -> bool:

@@ -1,0 +1,208 @@
+"""Without cases, an export is compared at other sizes and values, which the module itself accepts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from yobx_flatten import export_onnx, export_program
+from yobx_flatten.errors import ReplayError
+
+onnxruntime = pytest.importorskip("onnxruntime")
+onnxscript = pytest.importorskip("onnxscript")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")]
+
+ATEN = torch.ops.aten
+op = onnxscript.opset18
+
+
+class Calls(torch.nn.Module):
+    """Calls a function of its inputs."""
+
+    def __init__(self, function, **weights):
+        super().__init__()
+        self.function = function
+        for name, weight in weights.items():
+            self.register_buffer(name, weight)
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class CallsTwo(Calls):
+    def forward(self, x, mask):
+        return self.function(x, mask)
+
+
+class Looks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(10, 4)
+
+    def forward(self, ids):
+        return self.table(ids)
+
+
+def _cut_ids(weight, ids, *_):
+    return op.Gather(weight, op.Min(ids, op.Constant(value_ints=[5])))
+
+
+def _as_traced(x):
+    return op.Reshape(op.Relu(x), op.Constant(value_ints=[2, 3]))
+
+
+POSITIVE = torch.rand(2, 3) + 0.5
+SMALL = torch.randn(2, 3) / 10
+ALL = torch.ones(2, 3, dtype=torch.bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A translation that is right for the example alone."""
+
+    module: torch.nn.Module
+    example: tuple[torch.Tensor, ...]
+    operator: object
+    translation: object
+    case: str
+
+
+FAULTS = {
+    "a sign": Fault(Calls(torch.relu), (POSITIVE,), ATEN.relu.default, op.Identity, "other sizes: x"),
+    "a size": Fault(Calls(torch.relu), (SMALL,), ATEN.relu.default, _as_traced, "other sizes: x"),
+    "zero": Fault(
+        Calls(torch.sign), (SMALL,), ATEN.sign.default, lambda x: op.Div(x, op.Abs(x)), "zeros, False and lowest values"
+    ),
+    "a zero with a sign": Fault(
+        Calls(torch.signbit), (SMALL,), ATEN.signbit.default,
+        lambda x: op.Less(x, op.CastLike(op.Constant(value_float=0.0), x)), "zeros, False and lowest values",
+    ),
+    "False": Fault(
+        CallsTwo(lambda x, mask: torch.where(mask, x, x * 2)), (SMALL, ALL), ATEN.where.self,
+        lambda mask, x, other: op.Identity(x), "other sizes: x",
+    ),
+    "a negative integer": Fault(
+        Calls(lambda x: x // 2), (torch.tensor([[4, 7], [9, 2]]),), ATEN.floor_divide.default,
+        lambda x, by: op.Div(x, op.CastLike(op.Constant(value_int=by), x)), "zeros, False and lowest values",
+    ),
+    "the highest integer": Fault(
+        Looks(), (torch.tensor([[0, 3, 1], [2, 4, 1]]),), ATEN.embedding.default, _cut_ids,
+        "large, small and highest values",
+    ),
+    "a large number": Fault(
+        Calls(lambda x: x.clamp(-9.0, 9.0)), (SMALL,), ATEN.clamp.default, lambda x, *_: op.Identity(x),
+        "large, small and highest values",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_translation_that_is_right_for_the_example_alone_is_refused(name, tmp_path):
+    """The error names the case; nothing is written."""
+    fault = FAULTS[name]
+    with pytest.raises(ReplayError) as caught:
+        export_onnx(
+            fault.module, fault.example, path=tmp_path / "m.onnx", translations={fault.operator: fault.translation}
+        )
+    failed = {case.case for case in caught.value.report.failed()}
+    assert any(one.startswith(fault.case) for one in failed), failed
+    assert not (tmp_path / "m.onnx").exists()
+
+
+@pytest.mark.parametrize("name", ["a sign", "the highest integer"])
+def test_cases_that_are_given_are_all_that_is_compared(name, tmp_path):
+    """With `cases=()` it is the example alone, as asked for."""
+    fault = FAULTS[name]
+    translations = {fault.operator: fault.translation}
+    report = export_onnx(
+        fault.module, fault.example, path=tmp_path / "m.onnx", translations=translations, cases=()
+    ).report
+    assert {case.case for case in report.cases} == {"the example"}
+
+
+def _refuses_zeros(x):
+    torch._check_with(ValueError, not bool((x == 0).any()), lambda: "zeros are not for me") if _is_eager() else None
+    return 1 / x
+
+
+def _is_eager():
+    return not torch.compiler.is_compiling()
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize(
+    ("function", "remark"),
+    [
+        (
+            _refuses_zeros,
+            "zeros, False and lowest values of x were not replayed: Calls does not accept them: zeros are",
+        ),
+        (lambda x: torch.log(x) / torch.log(x), "zeros, False and lowest values of x were not replayed"),
+        (lambda x: x.reshape(2, 3) + 1, None),
+    ],
+    ids=["error", "NaN", "fixed size"],
+)
+def test_what_the_module_does_not_accept_is_no_case(function, remark):
+    """It is in the report, in a sentence."""
+    report = export_program(Calls(function), (POSITIVE,)).report
+    assert report.ok
+    assert remark is None or any(one.startswith(remark) for one in report.remarks), report.remarks
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.round(1000 * x.cumsum(-1)),
+        lambda x: torch.sin(1e5 * x),
+        lambda x: x.topk(2, -1)[1],
+        lambda x: x.exp().softmax(-1),
+        lambda x: (x @ x.mT).argmax(-1),
+        lambda x: torch.nn.functional.layer_norm(x, (3,)) ** 5,
+    ],
+    ids=["rounded", "turned", "chosen", "overflow", "largest", "normalised"],
+)
+def test_a_module_that_amplifies_rounding_is_exported(function, tmp_path):
+    """Where the module itself changes with the last digits of its inputs, the file may differ as much."""
+    assert export_onnx(Calls(function), (torch.randn(4, 3),), path=tmp_path / "m.onnx").report.ok
+
+
+def test_vocabulary_and_mask_are_varied_within_what_the_module_takes(tmp_path):
+    """Tokens up to the last row of the table, a mask with a row that sees nothing; the file has eager's numbers."""
+
+    class Pools(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(7, 4)
+
+        def forward(self, ids, mask):
+            seen = self.table(ids) * mask[..., None]
+            return seen.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+
+    ids, mask = torch.tensor([[0, 1, 2], [3, 1, 0]]), torch.ones(2, 3, dtype=torch.int64)
+    report = export_onnx(Pools(), (ids, mask), path=tmp_path / "m.onnx").report
+    names = [case.case for case in report.cases if case.runtime == "onnxruntime"]
+    assert names == [
+        "the example",
+        "other sizes: ids (5, 7), mask (5, 7)",
+        "zeros, False and lowest values",
+        "large, small and highest values",
+    ]
+    assert report.ok
+
+
+def test_infinities_are_stated_and_no_failure(tmp_path):
+    """A translation that is wrong there alone is exported, and the report says it."""
+    wrong = {
+        ATEN.tanh.default: lambda x: op.Where(op.IsInf(x), op.CastLike(op.Constant(value_float=3.0), x), op.Tanh(x))
+    }
+    report = export_onnx(Calls(torch.tanh), (SMALL,), path=tmp_path / "m.onnx", translations=wrong).report
+    assert report.ok
+    assert any("with infinite values onnxruntime does not do what the module does" in one for one in report.remarks)
+
+
+def test_fixed_sizes_have_other_values(tmp_path):
+    """With `dynamic_shapes=None` values vary, and sizes do not."""
+    report = export_onnx(Calls(torch.relu), (POSITIVE,), path=tmp_path / "m.onnx", dynamic_shapes=None).report
+    assert [case.case for case in report.cases][1] == "other values"

@@ -1,0 +1,74 @@
+"""The search over operators: a file that is wrong is found, and the page shows what is recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from matrix import operators as search
+from matrix.operators_cases import Operator, Values, operators
+from matrix.results import Results
+
+pytestmark = pytest.mark.slow
+
+# a few of every kind, and those that torch's exporter gets wrong or does not know
+SAMPLE = ("atan2", "logsigmoid", "cummax", "bce with logits, weights", "cdist 2", "attention, bool mask", "chunk")
+
+
+def _named(name):
+    return next(one for one in operators() if one.name == name)
+
+
+def test_each_operator_has_a_name_of_its_own_and_runs():
+    """With its example; most have values unlike it, which differ from it."""
+    every = operators()
+    assert len({one.name for one in every}) == len(every) >= 134
+    for one in every:
+        one.module()(*one.example)
+        assert all(len(values.inputs) == len(one.example) for values in one.others), one.name
+    assert sum(bool(one.others) for one in every) > 0.9 * len(every)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_operators_that_were_repaired_are_right(name):
+    """At zeros, infinities, ties, near points, masks that see nothing, sizes that vary."""
+    found = search.measured(_named(name))
+    assert (found["verdict"], found["why"]) == ("right", "")
+
+
+def test_a_file_that_is_wrong_is_found():
+    """NaN has no sign in PyTorch, and one in the file: a value that no export tries."""
+    found = search.measured(_named("sign"))
+    assert (found["ok"], found["verdict"]) == (False, "wrong")
+    assert found["why"].startswith("NaN: 0 eager, nan in the file")
+
+
+def test_values_that_eager_refuses_are_left_out():
+    """What PyTorch itself does not compute has no right value."""
+    table = torch.rand(3, 2)
+    outside = Values("outside", (table, torch.tensor([7])))
+    one = Operator("index_select", "of indices", lambda x, i: x.index_select(0, i), (table, torch.tensor([1, 2])), ())
+    assert search.measured(dataclasses.replace(one, others=(outside,)))["verdict"] == "right"
+
+
+def test_what_is_recorded_is_not_run_again(tmp_path, monkeypatch):
+    """The file of results is written after each operator."""
+    path, ran = tmp_path / "operators.json", []
+    measured = {"ok": True, "verdict": "right", "why": "", "seconds": 0.1}
+    monkeypatch.setattr(search, "measured", lambda one: ran.append(one.name) or measured)
+    for _ in range(2):
+        assert search.main(["--only", "atan", "--output", str(path)]) == 0
+    assert ran == [one.name for one in operators() if "atan" in one.name]
+    assert search.main(["--only", "atan", "--output", str(path), "--page", str(tmp_path / "page.md")]) == 0
+    assert f"| right | {len(ran)} |" in (tmp_path / "page.md").read_text()
+
+
+def test_the_page_is_that_of_the_recorded_results():
+    """All operators are recorded, and `docs/operators.md` was written from them."""
+    (path,) = (search.ROOT / "docs" / "data").glob("operators-*.json")
+    held = json.loads(path.read_text())["types"]
+    assert held.keys() == {one.name for one in operators()}
+    assert (search.ROOT / "docs" / "operators.md").read_text() == search.page_of(Results.read(path), path.name)

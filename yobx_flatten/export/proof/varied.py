@@ -1,0 +1,348 @@
+"""Cases of other sizes and other values, for any module; the module itself says which of them it accepts.
+
+.. code-block:: text
+
+    sizes that vary ──> larger ones, that meet what the program asserts ──┐
+                                                                          v
+    values ──> other signs         ──> accepted by the module? ──> a case, else a milder one, else a remark
+           ──> zeros, False, lowest integers, rows that see nothing
+           ──> large and small, highest integers
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import torch
+
+from ...core.compare import share_of_nan
+from ...diagnose.spec_diff import compare_outputs
+from ...errors import InvalidArgumentError, ReplayError
+from ...errors.messages import first_line
+from ...private_names.of_torch import pytree
+from ...recipe.aliases import PyTree
+from ...runners.relations import holds, names_in
+from ...runners.signature import Signature, place_of_sizes
+from ...trees.naming import output_names
+from ..example.example import Example
+from ..example.resized import arguments_with, resized_leaves, tensors_of
+from ..program.flat_program import signature_of
+from ..program.traced import Traced
+from .case import Case
+from .eager_runs import eager_steps
+
+__all__ = ["INFINITIES", "Varied", "rounding_changes", "varied_cases"]
+
+_Leaves = Mapping[str, torch.Tensor]
+
+INFINITIES = "infinities"
+"""A case whose values few programs meet: where a file differs there, the report says so, and it is no failure."""
+
+_SMALL = 64
+"""Inputs of fewer elements are made larger than by one: each has every kind of value next to every kind of another."""
+
+_SECONDS = (0.3, 1.0)
+"""Seconds of a call up to which a module gets all cases, and two of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Varied:
+    """What was made, and what could not be."""
+
+    cases: Sequence[Case] = ()
+    remarks: Sequence[str] = ()
+
+
+def varied_cases(example: Example, traced: Traced, *, only_largest: bool = False, magnitudes: bool = True) -> Varied:
+    """Make cases of other sizes and values that the module accepts. The block must be open."""
+    # only_largest: whether to make the first one only; `False` by default
+    # magnitudes: whether numbers may be larger than the example's, which costs digits; `True` by default
+    if example.no_data or traced.drawing:
+        return Varied()
+    try:
+        signature = signature_of(traced)
+    except InvalidArgumentError:  # a number varies, which is no tensor
+        return Varied(remarks=["other sizes and values were not replayed, since a number is among what varies."])
+    found = tensors_of(example, signature)
+    if not found or len(found) != len(signature.inputs):
+        return Varied()
+    return _Maker(example, traced, signature, found).made(only_largest, magnitudes)
+
+
+def rounding_changes(example: Example, case: Case, written: Collection[str]) -> dict[str, float]:
+    """Return by output how far the module itself goes when the inputs of a case change in their last digits.
+
+    Zeros stay zeros. Of what is rounded, sorted, or chosen of equals, no comparison shows more.
+    """
+    found: dict[str, float] = {}
+    steps = example.runs.steps(case, written, twice=True)
+    for number in range(3):
+
+        def moved(leaf: PyTree, number: int = number) -> PyTree:
+            if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or not leaf.numel():
+                return leaf
+            digit = 4 * torch.finfo(leaf.dtype).eps
+            return leaf * _cycled(
+                ((1 + digit, 1 - digit, 1.0), (1.0, 1 + digit), (1 - digit, 1 + digit))[number], leaf, 0
+            )
+
+        args, kwargs = pytree.tree_map(moved, (case.args, dict(case.kwargs)))
+        others = eager_steps(example.module, dataclasses.replace(case, args=args, kwargs=kwargs), written, twice=True)
+        for step, other in zip(steps, others, strict=True):
+            names = output_names(step.outputs, example.names)
+            try:
+                apart = compare_outputs(step.outputs, other.outputs, names)
+            except ReplayError:  # of another size: nothing is allowed for that
+                continue
+            found |= {name: max(found.get(name, 0.0), difference) for name, difference in apart.items()}
+    return found
+
+
+class _Maker:
+    """Makes values, and asks the module whether it accepts them."""
+
+    def __init__(self, example: Example, traced: Traced, signature: Signature, leaves: _Leaves) -> None:
+        self._example, self._written, self._signature, self._leaves = example, traced.written, signature, leaves
+        self._structured = _holds_transformers_model(example.module)
+        self._refusal = ""
+        start = time.perf_counter()
+        self._nan = self._share_of_nan(example.case(1))
+        self._seconds = time.perf_counter() - start
+
+    def made(self, only_largest: bool, magnitudes: bool) -> Varied:
+        """Return the cases, and remarks on what the module did not accept."""
+        if self._nan is None:
+            return Varied()
+        first, base, remarks = self._resized()
+        kinds: list[tuple[str, Callable[..., torch.Tensor]]] = []
+        if not only_largest and not self._structured:
+            # what goes into a model of transformers belongs together: tokens, masks, positions, a cache
+            kinds = [("zeros, False and lowest values", _edge)]
+            kinds += [("large, small and highest values", _end)] * magnitudes
+            kinds += [(INFINITIES, _infinite)]
+            kinds = kinds[: 3 if self._seconds < _SECONDS[0] else 1 if self._seconds < _SECONDS[1] else 0]
+        cases = [] if first is None else [first]
+        for name, value in kinds:
+            case, left = self._accepted(name, base, value)
+            cases += [] if case is None else [case]
+            if left and name != INFINITIES:
+                remarks.append(
+                    f"{name} of {', '.join(left)} were not replayed: {type(self._example.module).__qualname__} "
+                    f"does not accept them{self._refusal}."
+                )
+        return Varied(cases, remarks)
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+
+    def _resized(self) -> tuple[Case | None, _Leaves, list[str]]:
+        """The case of other sizes and signs, the inputs in these sizes, and remarks."""
+        if self._example.shapes is None or not place_of_sizes(self._signature):
+            case, _ = self._accepted("other values", self._leaves, _signed)
+            return case, self._leaves, []
+        for sizes in self._larger():
+            base = resized_leaves(self._example, self._signature, sizes)
+            if base is None:
+                continue
+            shapes = [f"{name} {tuple(leaf.shape)}" for name, leaf in base.items()]
+            name = f"other sizes: {', '.join(shapes[:2])}{', ...' * (len(shapes) > 2)}"
+            case, _ = self._accepted(name, base, _signed)
+            plain = self._case(name, base)
+            if case is not None or self._accepts(plain):
+                return case or plain, base, []
+        reason = self._refusal or ": none were found that meet what the program asserts of them"
+        case, _ = self._accepted("other values", self._leaves, _signed)
+        remark = f"other sizes were not replayed{reason}. Pass cases=[Case(name, args, kwargs), ...]."
+        return case, self._leaves, [remark]
+
+    def _larger(self) -> Iterator[dict[str, int]]:
+        """Sizes to try: all larger, then one after the other, as long as they meet what the program asserts."""
+        places = place_of_sizes(self._signature)
+        own = {name: self._leaves[leaf].shape[axis] for name, (leaf, axis) in places.items()}
+        grows = {
+            name: 2 * size + 1 if self._leaves[places[name][0]].numel() < _SMALL else size + 1
+            for name, size in own.items()
+        }
+        alike = {name: size + size for name, size in own.items()}
+        tried = [
+            grows,
+            alike,
+            *({**own, name: grows[name]} for name in own),
+            *({**own, name: alike[name]} for name in own),
+        ]
+        fitting = (sizes for sizes in tried if self._fits(sizes) and sizes != own)
+        return itertools.islice(fitting, 5)
+
+    def _fits(self, sizes: Mapping[str, int]) -> bool:
+        signature = self._signature
+        known = [one for one in signature.relations if isinstance(one, tuple) and names_in(one) <= sizes.keys()]
+        return all(
+            signature.smallest.get(name, 0) <= size <= signature.largest.get(name, size) for name, size in sizes.items()
+        ) and all(holds(one, sizes) for one in known)
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def _accepted(self, name: str, base: _Leaves, value: Callable[..., torch.Tensor]) -> tuple[Case | None, list[str]]:
+        """A case with other values of as many inputs as the module accepts them of, and the other inputs."""
+        self._refusal = ""
+        made = {leaf: self._value(value, leaf, tensor, 0) for leaf, tensor in base.items()}
+        changed = [leaf for leaf in made if made[leaf] is not base[leaf]]
+        if not changed:
+            return None, []
+        case = self._case(name, made)
+        if self._accepts(case):
+            return case, []
+        # which input it is: each by itself, milder and milder
+        kept = dict(base)
+        left: list[str] = []
+        if self._seconds > _SECONDS[1] / len(changed):
+            return None, changed
+        for leaf in changed:
+            for mildness in range(3):
+                tried = self._value(value, leaf, base[leaf], mildness)
+                if tried is not base[leaf] and self._accepts(self._case(name, {**kept, leaf: tried})):
+                    kept[leaf] = tried
+                    break
+            else:
+                left.append(leaf)
+        if len(left) == len(changed):
+            return None, left
+        case = self._case(name, kept)
+        return (case, left) if self._accepts(case) else (None, changed)
+
+    def _value(self, value: Callable[..., torch.Tensor], leaf: str, base: torch.Tensor, mildness: int) -> torch.Tensor:
+        if not base.numel() or base.is_complex():
+            return base
+        rows = self._signature.rows.get(leaf)
+        number = list(self._leaves).index(leaf)
+        return value(base, number, mildness, rows=rows, structured=self._structured)
+
+    def _case(self, name: str, leaves: _Leaves) -> Case:
+        args, kwargs = arguments_with(self._example, leaves)
+        return Case(name, args, kwargs)
+
+    def _accepts(self, case: Case) -> bool:
+        """Whether the module runs, and computes numbers where it does for the example."""
+        share = self._share_of_nan(case)
+        if share is None:
+            return False
+        if self._nan is not None and share > self._nan:
+            self._refusal = " (NaN)"
+        return self._nan is not None and share <= self._nan
+
+    def _share_of_nan(self, case: Case) -> float | None:
+        """How much of the outputs is NaN; ``None`` where the module stops."""
+        try:
+            steps = self._example.runs.steps(case, self._written, twice=True)
+        except InvalidArgumentError as error:
+            self._refusal = f": {first_line(error.__cause__ or error)}"[:200]
+            return None
+        shares = [share_of_nan(leaf) or 0.0 for step in steps for leaf in pytree.tree_leaves(step.outputs)]
+        return max(shares, default=0.0)
+
+
+def _holds_transformers_model(module: torch.nn.Module) -> bool:
+    kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    return kind is not None and any(isinstance(part, kind) for part in module.modules())
+
+
+# -- kinds of values: functions of a tensor, the number of the input, and how mild they have to be ---------------------
+
+
+def _places(like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(like.numel(), device=like.device).reshape(like.shape)
+
+
+def _cycled(values: Sequence[float], like: torch.Tensor, number: int) -> torch.Tensor:
+    """Values in turn; those of another input change more slowly, so that each meets each."""
+    places = _places(like) // len(values) ** number if like.numel() > len(values) ** number else _places(like)
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[places % len(values)]
+
+
+def _distinct(base: torch.Tensor) -> torch.Tensor:
+    """Numbers of which no two are alike where sizes were made larger by repetition: equals have no order."""
+    golden = 0.6180339887
+    return base * (0.75 + 0.5 * (_places(base) * golden).frac()).to(base.dtype)
+
+
+def _is_switch(base: torch.Tensor) -> bool:
+    """Whether an input is a mask: truth values, or integers that are 0 and 1."""
+    if base.dtype == torch.bool:
+        return True
+    return not base.is_floating_point() and base.ndim > 1 and bool(((base == 0) | (base == 1)).all())
+
+
+def _as_mask(base: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A mask whose last axis has these rows, in turn."""
+    table = torch.stack(list(rows)).to(base.dtype)
+    count = base.numel() // base.shape[-1] if base.ndim else 1
+    return table[torch.arange(count, device=base.device) % len(rows)].reshape(base.shape)
+
+
+def _mask_rows(base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All of a row, the first part of it, and none of it."""
+    length = base.shape[-1] if base.ndim else 1
+    places = torch.arange(length, device=base.device)
+    return places >= 0, places < (length + 1) // 2, places < 0
+
+
+def _signed(base: torch.Tensor, number: int, mildness: int, *, rows: int | None, structured: bool) -> torch.Tensor:
+    if _is_switch(base):
+        whole, part, _ = _mask_rows(base)
+        return _as_mask(base, (part, whole) if mildness == 0 else (whole, part))
+    if not base.is_floating_point():
+        return base.flip(-1) if base.ndim and not structured else base
+    factors = ((1.0, -1.0, -0.5, 0.75), (1.0, 0.5, 0.75, 0.9))[min(mildness, 1)]
+    return _distinct(base) * _cycled(factors, base, number)
+
+
+def _edge(base: torch.Tensor, number: int, mildness: int, *, rows: int | None, structured: bool) -> torch.Tensor:
+    if _is_switch(base):
+        whole, part, none = _mask_rows(base)
+        return _as_mask(base, ((whole, none, part), (none, part), (whole, part))[mildness])
+    if not base.is_floating_point():
+        least = 0 if rows is not None or mildness or base.dtype == torch.uint8 else -1
+        return torch.where(_places(base) % 3 == 1, torch.full_like(base, least), base)
+    if _is_open_mask(base) and mildness < 2:
+        whole, part, none = (torch.zeros(row.shape).masked_fill(~row, -torch.inf) for row in _mask_rows(base))
+        return _as_mask(base, ((whole, none, part), (part, whole))[mildness])
+    kinds = _cycled((0.0, -0.0, 1.0, -1.0), base, number)
+    size = _distinct(torch.where(base == 0, torch.ones_like(base), base))
+    # -0.0 times a number has the sign of both
+    value = (
+        torch.where(kinds == 0, kinds, kinds * size) if mildness == 0 else torch.where(kinds == 0, kinds.abs(), size)
+    )
+    return value
+
+
+def _is_open_mask(base: torch.Tensor) -> bool:
+    """Whether an input is added to scores: zeros, and minus infinity or nearly so."""
+    hidden = base <= torch.finfo(base.dtype).min / 4
+    return base.ndim > 1 and bool(((base == 0) | hidden).all())
+
+
+def _end(base: torch.Tensor, number: int, mildness: int, *, rows: int | None, structured: bool) -> torch.Tensor:
+    if _is_switch(base):
+        return base
+    if not base.is_floating_point():
+        most = int(base.max())
+        highest = rows - 1 if rows is not None else (2 * most + 1, most + 1, most)[mildness]
+        if highest > torch.iinfo(base.dtype).max:
+            return base
+        return torch.where(_places(base) % 2 == 0, torch.full_like(base, highest), base)
+    if _is_open_mask(base):
+        return base
+    factors = ((1e3, 1e-3, -1.0, -1e2), (1e2, 1e-2, 1.0, 10.0), (2.0, 0.1, 1.0, 1.5))[mildness]
+    return _distinct(base) * _cycled(factors, base, number)
+
+
+def _infinite(base: torch.Tensor, number: int, mildness: int, *, rows: int | None, structured: bool) -> torch.Tensor:
+    if not base.is_floating_point() or _is_open_mask(base):
+        return base
+    kinds = _cycled(
+        ((1.0, 1.0, torch.inf, 1.0, -torch.inf), (1.0, 1.0, torch.inf), (1.0, 1.0, -torch.inf))[mildness], base, number
+    )
+    return torch.where(kinds.isinf(), kinds, base)

@@ -95,7 +95,7 @@ def _verdict(operator: Operator, path: pathlib.Path) -> tuple[str, str]:
 
 def _first(error: BaseException) -> str:
     """The error in a line, without the columns of a table."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).replace(f"{ROOT}/", "")
     return f"{type(error).__name__}: {text[:200]}".replace("|", "/")
 
 

@@ -168,7 +168,7 @@ def prove(
     if cases and runs:
         side = Nested(ProgramRunner(traced.program), example.cache_is, traced.written)
         replay_cases([side], example, traced, cases, report)
-        varied = _replayed(side, example, traced, varied, report)
+        varied = [] if report.failed() else _replayed(side, example, traced, varied, report)
     kept: dict[str, Any] = {"yardstick": report.yardstick, "varied": varied}
     return Source(asked.facts, example, traced, cases, asked.allowed, asked.proof, **kept)
 
@@ -244,7 +244,7 @@ def _result(
 
 def _by_rounding(found: CaseResult, example: Example, case: Case, traced: Traced, report: ExportReport) -> CaseResult:
     """The result, with what the last digits of inputs change in the module itself among what is allowed."""
-    changes = rounding_changes(example, case, traced.written)
+    changes = rounding_changes(example, case, traced, report.tolerance)
     allowed = {name: max(found.allowed.get(name, 0.0), changes.get(name, 0.0)) for name in found.differences}
     allowed = {name: size for name, size in allowed.items() if size > report.tolerance}
     explained = dataclasses.replace(found, allowed={**found.allowed, **allowed})
@@ -273,7 +273,8 @@ def replay_file(
         report.cases.append(CaseResult("(loading)", report.runtime or "onnxruntime", 0, {}, 0.0, why_not(error)))
         return
     replay_cases(sides, source.example, source.traced, source.cases, report)
-    replay_cases(sides, source.example, source.traced, source.varied, report, is_varied=True)
+    if not report.failed():
+        replay_cases(sides, source.example, source.traced, source.varied, report, is_varied=True)
 
 
 # -- cases -------------------------------------------------------------------------------------------------------------

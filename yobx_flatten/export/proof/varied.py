@@ -12,10 +12,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -36,6 +37,9 @@ from .case import Case
 from .eager_runs import eager_steps
 
 __all__ = ["INFINITIES", "Varied", "rounding_changes", "varied_cases"]
+
+_OF_EQUALS = ("aten.topk", "aten.sort", "aten.argsort", "aten.kthvalue", "aten.median", "aten.mode")
+"""Operators that return the place of one of several equals."""
 
 _Leaves = Mapping[str, torch.Tensor]
 
@@ -73,33 +77,60 @@ def varied_cases(example: Example, traced: Traced, *, only_largest: bool = False
     return _Maker(example, traced, signature, found).made(only_largest, magnitudes)
 
 
-def rounding_changes(example: Example, case: Case, written: Collection[str]) -> dict[str, float]:
+def rounding_changes(example: Example, case: Case, traced: Traced, tolerance: float) -> dict[str, float]:
     """Return by output how far the module itself goes when the inputs of a case change in their last digits.
 
-    Zeros stay zeros. Of what is rounded, sorted, or chosen of equals, no comparison shows more.
+    It is the tolerance at least, to the size of the output, which grows with the inputs.
+    Of what is rounded, sorted, or chosen of equals, no comparison shows more. Zeros stay zeros, since a module may have
+    one value there alone; but where it chooses of equals, each is another smallest number of its sign.
     """
     found: dict[str, float] = {}
-    steps = example.runs.steps(case, written, twice=True)
+    chooses = any(str(node.target).startswith(_OF_EQUALS) for node in traced.program.graph.nodes)
+    steps = example.runs.steps(case, traced.written, twice=True)
     for number in range(3):
-
-        def moved(leaf: PyTree, number: int = number) -> PyTree:
-            if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or not leaf.numel():
-                return leaf
-            digit = 4 * torch.finfo(leaf.dtype).eps
-            return leaf * _cycled(
-                ((1 + digit, 1 - digit, 1.0), (1.0, 1 + digit), (1 - digit, 1 + digit))[number], leaf, 0
-            )
-
+        moved = functools.partial(_moved, number=number, chooses=chooses)
         args, kwargs = pytree.tree_map(moved, (case.args, dict(case.kwargs)))
-        others = eager_steps(example.module, dataclasses.replace(case, args=args, kwargs=kwargs), written, twice=True)
+        other_case = dataclasses.replace(case, args=args, kwargs=kwargs)
+        others = eager_steps(example.module, other_case, traced.written, twice=True)
         for step, other in zip(steps, others, strict=True):
             names = output_names(step.outputs, example.names)
             try:
                 apart = compare_outputs(step.outputs, other.outputs, names)
             except ReplayError:  # of another size: nothing is allowed for that
                 continue
-            found |= {name: max(found.get(name, 0.0), difference) for name, difference in apart.items()}
+            for name, leaf in zip(names, pytree.tree_leaves(step.outputs), strict=True):
+                rounding = _range_of(leaf, apart.get(name, 0.0))
+                found[name] = max(found.get(name, 0.0), rounding, tolerance * _largest(leaf))
     return found
+
+
+def _moved(leaf: PyTree, *, number: int, chooses: bool) -> PyTree:
+    """An input with other last digits; and with other zeros, where the module chooses of equals."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or not leaf.numel():
+        return leaf
+    digit = 4 * torch.finfo(leaf.dtype).eps
+    factors = ((1 + digit, 1 - digit, 1.0), (1.0, 1 + digit), (1 - digit, 1 + digit))[number]
+    other = leaf * _cycled(factors, leaf, 0)
+    if not chooses:
+        return other
+    places = _places(leaf) if number else leaf.numel() - _places(leaf)
+    least = (places + 1).to(leaf.dtype) * torch.finfo(leaf.dtype).tiny
+    return torch.where(leaf == 0, torch.copysign(least, leaf), other)
+
+
+def _largest(leaf: object) -> float:
+    """The largest finite number of an output of floating point."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+        return 0.0
+    finite = leaf[leaf.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _range_of(leaf: object, difference: float) -> float:
+    """What is allowed of an output that changes: of places and counts, any other one."""
+    if difference and isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and not leaf.is_complex():
+        return max(difference, float(leaf.max() - leaf.min()) if leaf.dtype != torch.bool else 1.0)
+    return difference
 
 
 class _Maker:
@@ -108,6 +139,8 @@ class _Maker:
     def __init__(self, example: Example, traced: Traced, signature: Signature, leaves: _Leaves) -> None:
         self._example, self._written, self._signature, self._leaves = example, traced.written, signature, leaves
         self._structured = _holds_transformers_model(example.module)
+        # which reads rows that are not there, and says nothing
+        self._reads_anything = any("embedding_bag" in str(node.target) for node in traced.program.graph.nodes)
         self._refusal = ""
         start = time.perf_counter()
         self._nan = self._share_of_nan(example.case(1))
@@ -214,11 +247,13 @@ class _Maker:
         return (case, left) if self._accepts(case) else (None, changed)
 
     def _value(self, value: Callable[..., torch.Tensor], leaf: str, base: torch.Tensor, mildness: int) -> torch.Tensor:
-        if not base.numel() or base.is_complex():
+        if not base.numel() or base.is_complex() or (self._reads_anything and not base.is_floating_point()):
             return base
         rows = self._signature.rows.get(leaf)
         number = list(self._leaves).index(leaf)
-        return value(base, number, mildness, rows=rows, structured=self._structured)
+        made = value(base, number, mildness, rows=rows, structured=self._structured)
+        # offsets, positions, borders of intervals: PyTorch computes with others, and what comes out is nothing
+        return made if made is base or not _is_ordered(self._leaves[leaf]) else made.sort(-1)[0]
 
     def _case(self, name: str, leaves: _Leaves) -> Case:
         args, kwargs = arguments_with(self._example, leaves)
@@ -266,6 +301,15 @@ def _distinct(base: torch.Tensor) -> torch.Tensor:
     """Numbers of which no two are alike where sizes were made larger by repetition: equals have no order."""
     golden = 0.6180339887
     return base * (0.75 + 0.5 * (_places(base) * golden).frac()).to(base.dtype)
+
+
+def _is_ordered(example: torch.Tensor) -> bool:
+    """Whether numbers rise along the last axis."""
+    if not example.ndim or example.shape[-1] < 2 or _is_switch(example):
+        return False
+    numbers = example if example.is_floating_point() else example.to(torch.int64)
+    steps = numbers[..., 1:] - numbers[..., :-1]
+    return bool((steps >= 0).all()) and bool((steps > 0).any())
 
 
 def _is_switch(base: torch.Tensor) -> bool:

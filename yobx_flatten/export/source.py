@@ -31,9 +31,9 @@ from .proof.levels import Proof, choose_proof, sampled
 from .proof.replay import CaseResult, Side, replay
 from .proof.report import ExportReport
 from .proof.rows import dependence_on_padding
-from .proof.varied import INFINITIES, rounding_changes, varied_cases
 from .proof.yardstick import Yardstick
 from .room import Adapter
+from .varied import INFINITIES, rounding_changes, varied_cases
 
 __all__ = [
     "Asked",

@@ -20,21 +20,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from ...core.compare import share_of_nan
-from ...diagnose.spec_diff import compare_outputs
-from ...errors import InvalidArgumentError, ReplayError
-from ...errors.messages import first_line
-from ...private_names.of_torch import pytree
-from ...recipe.aliases import PyTree
-from ...runners.relations import holds, names_in
-from ...runners.signature import Signature, place_of_sizes
-from ...trees.naming import output_names
-from ..example.example import Example
-from ..example.resized import arguments_with, resized_leaves, tensors_of
-from ..program.flat_program import signature_of
-from ..program.traced import Traced
-from .case import Case
-from .eager_runs import eager_steps
+from ..core.compare import share_of_nan
+from ..diagnose.spec_diff import compare_outputs
+from ..errors import InvalidArgumentError, ReplayError
+from ..errors.messages import first_line
+from ..private_names.of_torch import pytree
+from ..recipe.aliases import PyTree
+from ..runners.relations import holds, names_in
+from ..runners.signature import Signature, place_of_sizes
+from ..trees.naming import output_names
+from .example.example import Example
+from .example.resized import arguments_with, resized_leaves, tensors_of
+from .program.flat_program import signature_of
+from .program.traced import Traced
+from .proof.case import Case
+from .proof.eager_runs import eager_steps
 
 __all__ = ["INFINITIES", "Varied", "rounding_changes", "varied_cases"]
 

@@ -103,14 +103,14 @@ def write_proven(
             functools.partial(_written, attempt, file, source, report, quantization, translations), lambda error: error
         )
         if isinstance(converted, Exception):
-            reason = refused_conversion(converted, type(example.module).__qualname__, source.traced)
-            refused = refused or reason
-            if last and (attempt.by_torch or reason is converted):
+            error = refused_conversion(converted, type(example.module).__qualname__, source.traced)
+            refused = refused or error
+            if last and (attempt.by_torch or error is converted):
                 raise refused
             if last:
                 attempts.append(dataclasses.replace(attempt, by_torch=True))
-            shown = reason.reason if isinstance(reason, ConversionRefusedError) else first_line(reason)
-            report.remark(f"{attempt} was left out: {shown}")
+            reason = error.reason if isinstance(error, ConversionRefusedError) else first_line(error)
+            report.remark(f"{attempt} was left out: {reason}")
             continue
         report.opset = converted.model.opset_imports.get("")
         report.operators = count_operators(converted.model.graph)

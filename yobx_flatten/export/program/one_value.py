@@ -48,8 +48,7 @@ def _symbols(program: ExportedProgram) -> list[torch.SymInt]:
 
 
 def _number(size: int | torch.SymInt) -> int | torch.SymInt:
-    is_number = isinstance(size, torch.SymInt) and size.node.expr.is_Integer
-    return int(size.node.expr) if is_number else size
+    return int(size.node.expr) if isinstance(size, torch.SymInt) and size.node.expr.is_Integer else size
 
 
 def _with_numbers(value: PyTree) -> PyTree:

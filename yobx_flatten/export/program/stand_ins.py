@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...huggingface.layer_weights import paused
-from ...private_names.of_torch import FakeTensor, FakeTensorMode, is_traceable_wrapper_subclass
+from ...private_names.of_torch import FakeTensor, FakeTensorMode
 
 __all__ = ["stand_ins"]
 
@@ -31,7 +31,8 @@ def stand_ins(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:
     found: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     made: dict[int, torch.Tensor | None] = {}  # what is tied stays tied
     for owner in module.modules():
-        for held in (owner._parameters, owner._buffers):
+        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+        for held in tables:
             for name, tensor in held.items():
                 if tensor is not None and id(tensor) not in made:
                     made[id(tensor)] = _stand_in(tensor, mode, device)
@@ -65,7 +66,7 @@ def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device |
 
 def _is_of_integers(tensor: torch.Tensor) -> bool:
     """Whether torchao computes a weight from integers, and multiplies it with what is not rounded."""
-    if not is_traceable_wrapper_subclass(tensor) or not hasattr(type(tensor), "tensor_data_names"):
-        return False
+    kind: Any = type(tensor)
+    wraps = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "tensor_data_names")
     rounds = ("activation_quantization", "act_quant_kwargs")
-    return hasattr(tensor, "dequantize") and all(getattr(tensor, name, None) is None for name in rounds)
+    return wraps and all(getattr(tensor, name, None) is None for name in rounds)

@@ -145,7 +145,7 @@ def _autocasts(program: ExportedProgram) -> list[tuple[str, torch.dtype]]:
     """The devices and types of the blocks of ``torch.autocast`` that change types in a program."""
     blocks = [node.args for node in program.graph.nodes if str(node.target) == "wrap_with_autocast"]
     found = [(str(device), dtype) for device, dtype, enabled, *_ in blocks if enabled]
-    return list(dict.fromkeys(found))  # type: ignore[arg-type] # arguments of a node
+    return list(dict.fromkeys(found))
 
 
 def trace(example: Example, *, strict: bool = False) -> Traced:

@@ -28,6 +28,7 @@ from .layer_tables import LayerTables
 from .parametrized import forget_parametrized
 from .partial_layer import PartialLayer
 from .routed import NOTHING_PARTIAL, PartialPlan
+from .rows_on_demand import RowsOnDemand
 
 __all__ = ["Buffers", "Gradients", "LayerOnDevice", "check_not_kept"]
 
@@ -51,6 +52,11 @@ def check_not_kept(leaf: torch.Tensor) -> None:
             "begins at what it returned. Also return the tensor, and hand it on to the loss:\n"
             "    return outputs, auxiliary_loss"
         )
+
+
+def _is_there(found: torch.Tensor | None, copy: nn.Parameter) -> bool:
+    """Whether a copy, or what stands for its rows, is where it was put."""
+    return found is copy or (type(found) is RowsOnDemand and found._stands_for[0] is copy)
 
 
 class LayerOnDevice:
@@ -162,7 +168,7 @@ class LayerOnDevice:
                 keeping = weights_kept(self.contents.module) if self._has_few_bits else contextlib.nullcontext()
                 with keeping, self._partial.standing():
                     result = function()
-                replaced = [owner._parameters.get(name) is not copy for owner, name, copy, _ in self._places]
+                replaced = [not _is_there(owner._parameters.get(name), copy) for owner, name, copy, _ in self._places]
                 if any(replaced):
                     raise self._wrote_parameter(replaced, "replaces")
                 if versions and versions != (now := [copy._version for _, _, copy, _ in self._places]):

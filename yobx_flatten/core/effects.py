@@ -28,7 +28,7 @@ import sys
 import sysconfig
 import types
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -106,23 +106,26 @@ class Snapshot:
         for content in self._contents:
             content.restore()
 
-    def keep_values(self, parameters: Collection[str]) -> None:
-        """Copy what can be written in place: all but parameters, of which those that are named."""
+    def keep_values(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Copy what can be written in place: all but parameters, of which the given ones."""
         copied: dict[object, Any] = {}  # one copy of a storage that several tensors share
+        written = {id(parameter) for parameter in parameters}
         for content in self._contents:
-            if not isinstance(content.obj, torch.nn.Parameter) or content.path in parameters:
+            if not isinstance(content.obj, torch.nn.Parameter) or id(content.obj) in written:
                 content.keep(copied)
 
 
 @contextlib.contextmanager
-def undisturbed(*, seed: int | None = None, parameters: Collection[str] = (), **roots: object) -> Iterator[Snapshot]:
+def undisturbed(
+    *, seed: int | None = None, parameters: Iterable[torch.nn.Parameter] = (), **roots: object
+) -> Iterator[Snapshot]:
     """Call something in the block: what it changes in the roots is afterwards as it was, also after an exception.
 
     The same objects are in the same places, with the same values and versions. So are the generators of random numbers
     of torch, NumPy and Python. Results that share memory with a root change with it: take copies of them inside.
     """
     # seed: what torch's random numbers begin with in the block; by default the block draws what comes next
-    # parameters: key paths of parameters that the call writes to. Others are shared, as they are large and hardly any
+    # parameters: those that the call writes to; none by default. Others are shared, as they are large and hardly any
     # call writes to them; they keep what was written.
     # returns: a context manager; inside, the snapshot from before the block
     before = Snapshot.of(values=False, **roots)

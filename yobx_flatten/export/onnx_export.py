@@ -47,6 +47,7 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
     optimize: Literal["onnxruntime"] | None = None,
     translations: Mapping[Any, Callable[..., Any]] | None = None,
     adapters: Sequence[Adapter] = (),
+    loop: bool = True,
 ) -> ExportedModel:
     """Export a module to an ONNX file and replay it in onnxruntime, as a loop over its own outputs.
 
@@ -55,7 +56,7 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
     Args:
         module, args, kwargs: the module, in the mode to export, and example arguments; see :func:`export_program`.
         path, keep_failed: the file to write, once the replay has passed, and a folder for a file that failed.
-        dynamic_shapes, cases, steps, tolerance, proof: see :func:`export_program`.
+        dynamic_shapes, cases, steps, tolerance, proof, loop: see :func:`export_program`.
         opset_version: version of ONNX's operators; ``None``, the default, for the newest that passes the replay.
         counter_input: whether a cache whose layers all slide has an input ``past_key_values.length``; not by default.
         quantize: ``"int8"``, ``"int4"`` or a :class:`.quantization.Quantization`; ``None``, the default, for neither.
@@ -91,25 +92,14 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
         keep_failed=None if keep_failed is None else pathlib.Path(keep_failed),
         adapters=adapters,
     )
-    return _export(module, args, dict(kwargs or {}), dynamic_shapes, asked, options)
-
-
-def _export(
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dynamic_shapes: DynamicShapes,
-    asked: Asked,
-    options: FileOptions,
-) -> ExportedModel:
-    """Make the example, trace it, prove the program where the file is not enough, and write the file."""
     options = options.checked(asked.facts, proof=asked.proof)
 
     def export(example: Example, is_fixed: bool) -> ExportedModel:
         report = asked.report()
         with unproven_file(options.path) as file:
             traced = traced_example(example, report)
-            traced.check_cache_outputs(asked.facts.name)
+            if example.loop:
+                traced.check_cache_outputs(asked.facts.name)
             if traced.readers and asked.proof == "full":
                 report.remark("the file was replayed, and not the program, which has no weights of its own.")
             # of a sample the file is replayed alone: it holds what the program does
@@ -119,6 +109,6 @@ def _export(
         return finish(source, report, options.path)
 
     with register_flattening_functions(**options_in_use()):
-        example = make_example(module, args, kwargs, dynamic_shapes)
+        example = make_example(module, args, dict(kwargs or {}), dynamic_shapes, loop=loop)
         options.check_example(example)
         return with_fewer_sizes(export, example, dynamic_shapes)

@@ -34,6 +34,7 @@ def export_program(
     steps: int = 3,
     tolerance: float | None = None,
     proof: Proof = "auto",
+    loop: bool = True,
 ) -> ExportedModel:
     """Export a module with ``torch.export`` and replay the program against the module.
 
@@ -54,6 +55,9 @@ def export_program(
         proof: what is replayed: ``"full"``, the example and all cases; ``"sample"``, the example and the largest case,
             two calls each; ``"none"``, nothing, which the report states as unproven. ``"auto"``, the default, is
             ``"full"`` for weights of less than 1 GB, and ``"sample"`` for others.
+        loop: whether calls follow each other, the default: what ``forward`` leaves in its arguments and does not
+            return, as a cache that it extends, is returned in addition, and calling the result leaves it there.
+            ``False`` for a module that no call follows, as one that reads a cache for a score.
 
     Returns:
         The program with a report. It can also be called outside ``register_flattening_functions``.
@@ -86,5 +90,5 @@ def export_program(
         return finish(prove(example, traced, asked, report, only_fitting=is_fixed), report)
 
     with register_flattening_functions(**options_in_use()):
-        example = make_example(module, args, dict(kwargs or {}), dynamic_shapes, largest)
+        example = make_example(module, args, dict(kwargs or {}), dynamic_shapes, largest, loop=loop)
         return with_fewer_sizes(export, example, dynamic_shapes)

@@ -27,6 +27,7 @@ from .program.traced import Traced, trace
 from .proof.case import Case, check_cases
 from .proof.exported_call import Nested
 from .proof.fitting import fitting
+from .proof.left import note_on_lost
 from .proof.levels import Proof, choose_proof, sampled
 from .proof.replay import CaseResult, Side, replay
 from .proof.report import ExportReport
@@ -73,7 +74,7 @@ class Allowed:
             return
         module = example.module
         if self.measures_failures and not Yardstick.why_not(module):
-            report.spare = Yardstick(module, example.names, traced.written, is_half=False)
+            report.spare = Yardstick(module, example.names, traced.written, traced.left, is_half=False)
         if not self.measures:
             return
         reason = Yardstick.why_not(module)
@@ -83,7 +84,7 @@ class Allowed:
             )
             return
         is_same = known is not None and known.is_of(module)
-        report.yardstick = known if is_same else Yardstick(module, example.names, traced.written)
+        report.yardstick = known if is_same else Yardstick(module, example.names, traced.written, traced.left)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +232,10 @@ def _result(
     logger.info("replaying %s with %s", case.name, side.runtime, extra=STEP)
     with report.timed("replay"):
         allowed = report.explained(case)
-        found = replay(side, example.runs, case, taken=example.names, written=traced.written, allowed=allowed)
+        found = replay(
+            side, example.runs, case, taken=example.names, written=traced.written, left=traced.left, allowed=allowed
+        )
+        report.remark(*note_on_lost(example.runs.lost))
         if not found.within(report.tolerance) and found.error is None:
             found = dataclasses.replace(found, allowed=report.explained_by_float64(case) or found.allowed)
             if is_varied and not found.within(report.tolerance):

@@ -86,12 +86,12 @@ def rounding_changes(example: Example, case: Case, traced: Traced, tolerance: fl
     """
     found: dict[str, float] = {}
     chooses = any(str(node.target).startswith(_OF_EQUALS) for node in traced.program.graph.nodes)
-    steps = example.runs.steps(case, traced.written, twice=True)
+    steps = example.runs.steps(case, traced.written, traced.left, twice=True)
     for number in range(3):
         moved = functools.partial(_moved, number=number, chooses=chooses)
         args, kwargs = pytree.tree_map(moved, (case.args, dict(case.kwargs)))
         other_case = dataclasses.replace(case, args=args, kwargs=kwargs)
-        others = eager_steps(example.module, other_case, traced.written, twice=True)
+        others = eager_steps(example.module, other_case, traced.written, traced.left, twice=True)
         for step, other in zip(steps, others, strict=True):
             names = output_names(step.outputs, example.names)
             try:

@@ -315,8 +315,10 @@ def next_inputs(kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int
     encoder_decoder = "decoder_input_ids" in kwargs
     ids_name = "decoder_input_ids" if encoder_decoder else "input_ids"
     ids = kwargs[ids_name]
-    generator = torch.Generator().manual_seed(seed)
-    following[ids_name] = torch.randint(0, outputs["logits"].shape[-1], ids.shape, generator=generator).to(ids.device)
+    if outputs.get("logits") is not None:  # of a module that returns something else, the vocabulary is not known
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(0, outputs["logits"].shape[-1], ids.shape, generator=generator)
+        following[ids_name] = drawn.to(ids.device)
     mask_name = "decoder_attention_mask" if encoder_decoder else "attention_mask"
     if isinstance(kwargs.get(mask_name), torch.Tensor):
         mask = kwargs[mask_name]

@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 import torch
 
 from ..core.compare import WEIGHT_TYPES
+from ..core.effects import undisturbed
 from ..errors import InvalidArgumentError
 from ..export.free_space import check_room
 from ..export.model_facts import ModelFacts
 from ..export.onnx.kept_integers import holds_integers
 from ..export.onnx.kernels import has_kernels
 from ..export.proof.levels import Proof, choose_proof
-from ..export.proof.module_state import undisturbed
 from ..export.proof.report import ExportReport
 from ..export.quantization.options import Quantization, WeightBits, choose_quantization
 from ..export.quantization.text_cases import reads_once
@@ -130,7 +130,7 @@ def plan_folder(
     timed = ExportReport(facts.name)
     with timed.timed("inputs"):
         try:
-            with undisturbed(model):  # positions can depend on the longest text that was read
+            with undisturbed(model=model):  # positions can depend on the longest text that was read
                 task, pieces = _cut(model, task, form, proof, whole_cache=form.optimize is not None)
         except RuntimeError as error:
             if not opened.is_streamed or "meta" not in str(error):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..export.proof.module_state import seeded, undisturbed
+from ..core.effects import undisturbed
 from ..generate.generator import Generator
 from ..generate.spectrogram import drawn_masks, speak
 from ..recipe.aliases import TransformersModel
@@ -43,13 +43,13 @@ def spoken_case(model: TransformersModel, rows: int, calls: int) -> SpokenCase:
     speaker = torch.randn(rows, config.speaker_embedding_dim, generator=torch.Generator().manual_seed(rows))
     speaker = speaker.to(model.dtype)
     first = read.get("input_ids", read.get("input_values"))
-    with undisturbed(model):
+    with undisturbed(model=model):
         length = model.speecht5.encoder(first, attention_mask=read["attention_mask"])[0].shape[1]
         ratio = (calls + 0.5) * config.reduction_factor / length
         asked = {"threshold": _NEVER, "maxlenratio": ratio, "return_output_lengths": True}
-        with seeded(0):
+        with undisturbed(seed=0):
             found = model.generate_speech(first, speaker, read["attention_mask"], **asked)[0]
-    with seeded(0):
+    with undisturbed(seed=0):
         masks = torch.stack([drawn_masks(config, count, model.dtype) for count in range(1, calls + 1)])
     inputs = {**read, "speaker_embeddings": speaker, "dropout_masks": masks}
     return SpokenCase(inputs, {"spectrogram": found, "maxlenratio": ratio})

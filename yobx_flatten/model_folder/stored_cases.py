@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
+from ..core.effects import undisturbed
 from ..declare.scopes import register_flattening_functions
 from ..export.proof.case import Case, clone
-from ..export.proof.module_state import undisturbed
 from ..export.proof.quality import SCORES, text_losses
-from ..export.proof.untouched_copy import untouched_copy
 from ..export.quantization.text_cases import text_cases
 from ..generate.settings import settings_of
 from ..private_names.of_torch import pytree
@@ -76,10 +75,10 @@ def stored_calls(piece: Piece, cases: Sequence[Case]) -> Iterator[tuple[str, dic
     """
     for case in (Case("the example", (), piece.kwargs), *cases):
         opened = register_flattening_functions(patch_transformers=True)
-        with opened, torch.no_grad(), undisturbed(piece.module):
+        with opened, torch.no_grad(), undisturbed(module=piece.module, kwargs=case.kwargs):
             kwargs = clone(dict(case.kwargs))
             inputs = dict(zip(leaf_names(kwargs), pytree.tree_leaves(kwargs), strict=True))
-            outputs = piece.module(**untouched_copy(dict(case.kwargs), piece.module))
+            outputs = piece.module(**case.kwargs)
             names = output_names(outputs, inputs)
             results = dict(zip(names, pytree.tree_leaves(clone(outputs)), strict=True))
         yield case.name, _without_none(inputs), _without_none(results)
@@ -119,7 +118,7 @@ def generation_case(
         import transformers
 
         generate = functools.partial(transformers.GenerationMixin.generate, model)
-    with undisturbed(model):
+    with undisturbed(model=model):
         found = generate(
             **inputs,
             max_new_tokens=new_tokens,

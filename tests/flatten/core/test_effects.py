@@ -303,7 +303,7 @@ def test_a_parameter_that_is_named_is_copied():
     """Parameters are shared, but for those of which the caller knows that they are written."""
     layer = nn.Linear(2, 2)
     stored = layer.weight.detach().clone()
-    with undisturbed(layer=layer, parameters=["layer.weight"]), torch.no_grad():
+    with undisturbed(layer=layer, parameters=[layer.weight]), torch.no_grad():
         layer.weight.zero_()
     assert torch.equal(layer.weight, stored)
 

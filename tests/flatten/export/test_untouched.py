@@ -7,8 +7,9 @@ import torch
 import torch.utils._pytree as pytree
 
 from yobx_flatten import export_onnx, export_program, register_class_flattening, unregister_class_flattening
-from yobx_flatten.errors import ReplayError
-from yobx_flatten.export.proof.untouched_copy import untouched_copy
+from yobx_flatten.errors import InvalidArgumentError, ReplayError
+from yobx_flatten.export.proof.case import Case
+from yobx_flatten.export.proof.eager_runs import eager_steps
 
 
 class Given:
@@ -46,22 +47,40 @@ def test_what_a_flatten_function_drops_fails_the_proof(is_positional, tmp_path):
     assert given.bias is not None
 
 
-def test_a_copy_has_everything_and_shares_the_module():
-    """Tensors are copies, also one that was computed; a lock is shared, since it cannot be copied."""
-    module = Adds()
-    given = Given(torch.ones(2, requires_grad=True) * 2, [torch.ones(1)])
-    given.module, given.lock = module, threading.Lock()
-    ((found,), named) = untouched_copy(((given,), {"given": given}), module)
-    assert torch.equal(found.x, given.x)
-    assert found.x is not given.x
-    assert found.bias[0] is not given.bias[0]
-    assert found.module is module
-    assert found.lock is given.lock
-    assert named["given"].lock is given.lock
+class Spoils(torch.nn.Module):
+    """Writes to what it is given, also where no flatten function looks."""
+
+    def forward(self, given):
+        given.x += 1
+        given.bias[0].mul_(2)
+        given.bias.append(given.x)
+        given.seen = given.x.sum()
+        return given.x * 1
 
 
-def test_an_object_that_is_given_twice_is_copied_once():
-    """As `clone` cannot know."""
-    given = Given(torch.ones(2))
-    (found,), named = untouched_copy(((given,), {"given": given}), Adds())
-    assert found is named["given"]
+def test_the_objects_of_the_caller_are_afterwards_as_they_were():
+    """Tensors, lists and attributes; a lock, which cannot be copied, and one object that is given twice."""
+    given = Given(torch.ones(2), [torch.ones(1)])
+    given.lock, x, bias = threading.Lock(), given.x, given.bias
+    (step,) = eager_steps(Spoils(), Case("spoils", (given,)))
+    assert torch.equal(step.outputs, torch.full((2,), 2.0))
+    assert vars(given).keys() == {"x", "bias", "lock"}
+    assert given.x is x
+    assert given.bias is bias
+    assert len(bias) == 1
+    assert (x.tolist(), bias[0].tolist()) == ([1.0, 1.0], [1.0])
+    assert (x._version, bias[0]._version) == (0, 0)
+
+
+def test_the_objects_of_the_caller_are_as_they_were_after_an_exception():
+    """A module that stops half-way has written something."""
+
+    class Stops(Spoils):
+        def forward(self, given):
+            super().forward(given)
+            raise RuntimeError("half-way")
+
+    given = Given(torch.ones(2), [torch.ones(1)])
+    with pytest.raises(InvalidArgumentError, match="half-way"):
+        eager_steps(Stops(), Case("stops", (), {"given": given}))
+    assert (given.x.tolist(), len(given.bias), hasattr(given, "seen")) == ([1.0, 1.0], 1, False)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ...core.effects import undisturbed
 from ...declare.scopes import options_in_use
 from ...errors import DynamicShapesError
 from ...errors.failures import result_or
@@ -27,7 +28,6 @@ from ...trees.shapes import dynamic_shapes as write_dynamic_shapes
 from ...trees.weights import has_no_data
 from ..proof.case import Case, clone
 from ..proof.eager_runs import EagerRuns
-from ..proof.module_state import undisturbed
 from .bounds import Bounds
 from .forward_kwargs import check_spelling, swallowed_names
 from .stated_sizes import Relation, names_of, relations_of
@@ -54,6 +54,7 @@ class Example:
     remarks: tuple[str, ...] = ()  # notes for the report
     bounds: Bounds | None = None  # the largest sizes; `None` without them
     relations: tuple[Relation, ...] = ()  # what the caller stated of sizes, which the trace asserts
+    loop: bool = True  # whether calls follow each other, and get what the one before left in its arguments
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -76,7 +77,11 @@ class Example:
 
     def of_case(self, case: Case) -> dict[str, Any]:
         """Return all inputs of a case by parameter name."""
-        return _by_name(self.module, case.args, case.kwargs)
+        return self.of_call(case.args, case.kwargs)
+
+    def of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by parameter name."""
+        return _by_name(self.module, args, named_for(forward_of(self.module), kwargs))
 
     def holds(self, case: Case, steps: int) -> bool:
         """Return whether a case is within the bounds."""
@@ -109,10 +114,13 @@ def make_example(
     kwargs: Mapping[str, Any],
     shapes: DynamicShapes,
     bounds: Bounds | None = None,
+    *,
+    loop: bool = True,
 ) -> Example:
     """Check the arguments of an export and complete them. The block must be open."""
     # shapes: dynamic shapes; `"auto"` writes them, `None` keeps every size fixed
     # bounds: largest sizes, which the shapes get; `None`, the default, for none
+    # loop: whether calls follow each other; `True` by default
     # returns: the example. For a transformers model, one that `torch.export` would fix at a size of 0 or 1 is replaced
     # by a larger one.
     # the cache may be given under the word of another version of transformers
@@ -129,9 +137,8 @@ def make_example(
     found = _complete(module, inputs, kwargs, shapes, assumptions, bounds)
     cache_is = name_in(kwargs) or ""
     why_not, notes = no_data or why_not, tuple(remarks)
-    example = Example(
-        module, args, kwargs, found.shapes, found.names, cache_is, no_data, why_not, notes, bounds, found.relations
-    )
+    stated = (bounds, found.relations, loop)
+    example = Example(module, args, kwargs, found.shapes, found.names, cache_is, no_data, why_not, notes, *stated)
     fixed = _fixed_axes(example, given)
     if fixed and not example.why_not:
         example = _replaced(example, shapes, assumptions, fixed, bounds)
@@ -146,7 +153,7 @@ def resized(module: torch.nn.Module, kwargs: Mapping[str, Any], sizes: DecodeSiz
     from ...huggingface.cases import decode_inputs
 
     like = {name: value for name, value in kwargs.items() if value is not None}
-    with undisturbed(module):
+    with undisturbed(module=module):
         return {**kwargs, **decode_inputs(module, sizes, like, seed)}
 
 
@@ -176,7 +183,7 @@ def _replaced(
 
     def called() -> dict[str, Any]:
         larger = resized(module, example.kwargs, DecodeSizes(), 0)
-        with torch.no_grad(), undisturbed(module):
+        with torch.no_grad(), undisturbed(module=module):
             module(**clone(larger))
         return larger
 

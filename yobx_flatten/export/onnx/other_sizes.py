@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from ...core.compare import compare
+from ...core.effects import undisturbed
 from ...private_names.of_torch import pytree
 from ...runners.relations import Expression, holds, names_in
 from ...runners.signature import Signature, place_of_sizes
@@ -19,7 +20,8 @@ from ...storage.matching import leaves_of
 from ..example.example import Example
 from ..example.resized import arguments_with, resized_leaves
 from ..program.traced import Traced
-from ..proof.module_state import seeded, undisturbed
+from ..proof.case import clone
+from ..proof.module_state import written_parameters
 
 __all__ = ["OtherSizes"]
 
@@ -58,10 +60,11 @@ class OtherSizes:
         if made is None:
             return False
         try:
-            with torch.no_grad(), undisturbed(module, self.traced.written), seeded(0):
+            written = written_parameters(module, self.traced.written)
+            with torch.no_grad(), undisturbed(seed=0, module=module, parameters=written):
                 args, kwargs = arguments_with(self.example, made)
-                wanted = module(*args, **kwargs)
-            with torch.no_grad(), seeded(0):
+                wanted = clone(module(*args, **kwargs))
+            with torch.no_grad(), undisturbed(seed=0):
                 args, kwargs = arguments_with(self.example, made)
                 found = self._graph(*args, **kwargs)
         except _REFUSALS:

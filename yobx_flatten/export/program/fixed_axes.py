@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch.export import Dim, ExportedProgram
 
+from ...core.effects import undisturbed
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
 from ...storage.matching import leaves_of
@@ -14,7 +15,7 @@ from ...trace.program_inputs import traced_inputs
 from ...trees.naming import leaf_names
 from ...trees.shapes import shapes_of_leaves
 from ..example.example import Example
-from ..proof.module_state import seeded, undisturbed
+from ..proof.module_state import written_parameters
 from .traced import Traced
 
 __all__ = ["notes_on_fixed_axes"]
@@ -93,7 +94,8 @@ def _takes_more(example: Example, traced: Traced, axes: Mapping[str, list[int]])
 
     args, kwargs = pytree.tree_map(other, (example.args, dict(example.kwargs)))
     try:
-        with torch.no_grad(), undisturbed(example.module, traced.written), seeded(0):
+        written = written_parameters(example.module, traced.written)
+        with torch.no_grad(), undisturbed(seed=0, module=example.module, parameters=written):
             example.module(*args, **kwargs)
     except _REFUSALS:
         return False

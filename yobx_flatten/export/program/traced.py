@@ -17,6 +17,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
 
+from ...core.effects import undisturbed
 from ...diagnose.export_errors import explain_error
 from ...diagnose.refused import explain_leaf
 from ...errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError
@@ -37,7 +38,8 @@ from ..example.size_relations import asserts_values, largest_sizes, unasserted_s
 from ..example.stated_sizes import asserted_in_forward
 from ..example.static_sizes import check_static_parts, static_constants
 from ..proof.case import clone
-from ..proof.module_state import draws_random_numbers, own_attributes, own_written_state, undisturbed, written_state
+from ..proof.left import Left, returning_left
+from ..proof.module_state import draws_random_numbers, own_written_state, written_state
 from .int_of_sizes import kept_sizes
 from .one_value import write_single_values
 from .origins import with_relative_origins
@@ -60,6 +62,7 @@ class Traced:
     drawing: Sequence[str]  # operators that draw random numbers
     # what reads the weights that have no data in the program, by name
     readers: Mapping[str, Reader] = dataclasses.field(default_factory=dict)
+    left: Left | None = None  # what it returns in addition to what the module returns; `None`, the default, for nothing
     kept: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see `.signature.Signature`; none by default
     # the example's sizes, by name of the input and axis, that it was traced for and does not assert; see
     # `.size_relations.unasserted_sizes`
@@ -83,16 +86,12 @@ class Traced:
 
     def check_cache_outputs(self, name: str) -> None:
         """Refuse to make a file of a module that takes a cache and does not return it."""
-        remedy = (
-            "Return the cache that the model returns next to the scores, or give the input another name if no call "
-            f'follows:\n    return {{"logits": out.logits, "{CACHE}": cache_of(out)}}  # from '
-            "yobx_flatten.huggingface.cache_names"
-        )
+        remedy = f"Return it under the name {CACHE!r}, or state that no call follows:\n    loop=False"
         check_cache_outputs(self.input_names, self.output_names, name, remedy=remedy)
 
     def remarks(self) -> list[str]:
         """Return notes for the report on what it does to its state."""
-        found = []
+        found = [] if self.left is None else self.left.remarks()
         if self.written:
             found.append(
                 f"forward writes to {', '.join(self.written)}: the program has its own, which it keeps from call to "
@@ -152,15 +151,15 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
     """Trace the module of an example with ``torch.export``. The block must be open."""
     # strict: as for `torch.export.export`; `False` by default
     logger.info("tracing %s", type(example.module).__qualname__, extra=STEP)
-    program = _traced(example, strict)
+    program, left = _traced(example, strict)
     unasserted = _unasserted(program, example.names)
     if unasserted:  # then the program has to: those sizes are fixed
         logger.info("tracing %s with fixed sizes", type(example.module).__qualname__, extra=STEP)
         own = tuple((("==", "size", size), {"size": place}) for place, size in unasserted.items())
-        program = _traced(dataclasses.replace(example, relations=(*example.relations, *own)), strict)
+        program, left = _traced(dataclasses.replace(example, relations=(*example.relations, *own)), strict)
     if example.bounds is not None:
         example.bounds.check_program(example.inputs, example.shapes, program, example.names)
-    return dataclasses.replace(described(program, example), fixed=unasserted)
+    return dataclasses.replace(described(program, example, left), fixed=unasserted)
 
 
 def _unasserted(program: ExportedProgram, names: Sequence[str]) -> dict[tuple[str, int], int]:
@@ -190,27 +189,30 @@ def _by_leaf(
     return {(by_argument[leaf], axis): size for (leaf, axis), size in found.items() if leaf in by_argument}
 
 
-def _traced(example: Example, strict: bool) -> ExportedProgram:
+def _traced(example: Example, strict: bool) -> tuple[ExportedProgram, Left | None]:
     module = example.module
     swallowed = [] if example.shapes is None else swallowed_names(module, example.kwargs)
     with raised_as(functools.partial(_explain, example)):  # of the model, or of torch
         leaves = pytree.tree_leaves(example.inputs)
         named = named_in_forward(module, swallowed)
         asserted = asserted_in_forward(module, example.args, example.kwargs, example.names, example.relations)
-        untouched, traceable = own_attributes(module), stand_ins(module, leaves)
+        # a trace writes to tensors that are plain attributes, and leaves symbols in attributes
+        untouched, traceable = undisturbed(module=module), stand_ins(module, leaves)
+        left = _left_of(example, strict)
         kept = contextlib.nullcontext() if example.shapes is None else kept_sizes(module)
         calm = contextlib.redirect_stderr(_WithoutGraphs(sys.stderr))
         quiet = warnings.catch_warnings()
         with (
             naming_untried_versions(),
             torch.no_grad(),
-            untouched as originals,
+            untouched,
             traceable,
             named,
             asserted,
             kept,
             calm,
             quiet,
+            left as watch,
         ):
             warnings.filterwarnings("ignore", _OF_RECURRENT_LAYERS, UserWarning)
             program = torch.export.export(
@@ -222,17 +224,15 @@ def _traced(example: Example, strict: bool) -> ExportedProgram:
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
     write_single_values(program)
-    for name, tensor in program.constants.items():  # a copy in which the trace may have written
-        program.constants[name] = originals.get(id(tensor), tensor)
     check_all_read(module, swallowed, program, _by_argument(example.inputs, _user_inputs(program)))
-    return program
+    return program, None if watch is None else watch.left
 
 
 # torch's recurrent layers list their parameters in an attribute, which a trace replaces and puts back
 _OF_RECURRENT_LAYERS = r"The tensor attributes (self\.[\w.]*_flat_weights\[\d+\](, )?)+ were assigned"
 
 
-def described(program: ExportedProgram, example: Example) -> Traced:
+def described(program: ExportedProgram, example: Example, left: Left | None = None) -> Traced:
     """Name what a program takes and returns, and give it its own copies of the state that it writes to."""
     # program: the program; tensors of its state may be replaced
     module, signature = example.module, with_relative_origins(program).graph_signature
@@ -252,8 +252,14 @@ def described(program: ExportedProgram, example: Example) -> Traced:
     types = _types(program, outputs)
     largest = {} if example.bounds is not None else _largest(program, example)
     sizes: dict[str, Any] = {"unasserted": unasserted, "largest": largest, "asserts_values": asserts_values(program)}
-    fixed = {"constants": constants, "constant_outputs": fixed_outputs}
-    return Traced(program, inputs, names, types, written, drawing, readers, **sizes, **fixed)
+    fixed: dict[str, Any] = {"constants": constants, "constant_outputs": fixed_outputs}
+    return Traced(program, inputs, names, types, written, drawing, readers, left, **sizes, **fixed)
+
+
+def _left_of(example: Example, strict: bool) -> contextlib.AbstractContextManager[Any]:
+    """Let the trace return what the module leaves in its arguments; a strict one reads no hooks."""
+    returned = example.loop and not strict
+    return returning_left(example.module, finds=True) if returned else contextlib.nullcontext()
 
 
 class _WithoutGraphs(io.TextIOBase):
@@ -296,7 +302,7 @@ def _explain(example: Example, error: BaseException) -> FlattenError | None:
     if "Unsupported input type" in message:
         return explain_leaf(inputs, message)
     if "in output, which is not a known type" in message:
-        with undisturbed(module):
+        with undisturbed(module=module):
             args, kwargs = clone(example.args), clone(dict(example.kwargs))
             return NotRegisteredError(str(explain_error(error, module, args, kwargs)))
     if example.bounds is not None and "user-specified" in message:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...core.effects import Snapshot, undisturbed
 from ...diagnose.export_errors import explain_error
 from ...errors import FlattenError, InvalidArgumentError
 from ...errors.failures import raised_as
@@ -17,8 +18,8 @@ from ...huggingface.cache_names import forward_of, named_for
 from ...huggingface.sliding_decoder import SlidingDecoder
 from ...private_names.of_torch import pytree
 from .case import Case, clone
-from .module_state import seeded, undisturbed
-from .untouched_copy import untouched_copy
+from .left import Left, returning_left, with_present
+from .module_state import written_parameters
 
 __all__ = ["EagerRuns", "Step", "eager_steps"]
 
@@ -37,39 +38,62 @@ class Step(NamedTuple):
 
 
 def eager_steps(
-    module: torch.nn.Module, case: Case, written: Collection[str] = (), *, twice: bool = False
+    module: torch.nn.Module,
+    case: Case,
+    written: Collection[str] = (),
+    left: Left | None = None,
+    *,
+    twice: bool = False,
+    lost: dict[str, str] | None = None,
 ) -> list[Step]:
     """Run a case eagerly: inputs and outputs of each step, both copied before anything writes to them.
 
-    The module gets the objects of the caller, copied as they are; what is returned is flattened, as the other side is
-    given it. With ``twice``, a single call that leaves other values in attributes of the module is made again: a
-    program has the values of the trace, so the next call of the module may do what no call of the program does.
+    The module gets the objects of the caller, which are afterwards as they were. What it returns is flattened, as the
+    other side is given it, with what it leaves in its arguments.
+
+    With ``twice``, a single call that leaves other values in attributes of the module is made again: a program has the
+    values of the trace, so the next call of the module may do what no call of the program does.
 
     Afterwards the state of the module is restored; from step to step the module keeps its changes.
     """
-
-    def copied() -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        args, kwargs = untouched_copy((case.args, dict(case.kwargs)), module)
-        return args, named_for(forward_of(module), kwargs)
-
+    # left: what is returned in addition; nothing by default
+    # lost: gets what the module changes in its arguments and does not return; `None`, the default, for nobody
     steps: list[Step] = []
     following = _following(module)
-    args, first = copied()
-    kwargs: Mapping[str, Any] | None = first
-    with undisturbed(module, written) as changed:
-        while kwargs is not None:
-            given, index = clone(kwargs), len(steps)
-            with _naming(case, module, index), torch.no_grad(), seeded(index):
-                outputs = module(*args, **kwargs)
-            steps.append(Step(given, clone(outputs), goes_on=index > 0))
-            args = untouched_copy(case.args, module)
-            kwargs = following(given, outputs, index) if index + 1 < case.steps else None
-        if twice and len(steps) == 1 and changed():
-            args, again = copied()
-            with _naming(case, module, 1), torch.no_grad(), seeded(1):
-                outputs = module(*args, **again)
-            steps.append(Step(steps[0].given, clone(outputs), goes_on=False))
+    first = named_for(forward_of(module), case.kwargs)
+
+    def call(kwargs: Mapping[str, Any], number: int) -> tuple[Any, Any]:
+        """The outputs of a call, and a copy of them, which the next call does not change."""
+        with undisturbed(seed=number, args=case.args), _naming(case, module, number), torch.no_grad():
+            outputs = module(*case.args, **kwargs)
+            return outputs, clone(outputs)
+
+    before = undisturbed(module=module, parameters=written_parameters(module, written))
+    with before as snapshot, returning_left(module, left) as watch:
+        kwargs: Mapping[str, Any] | None = first
+        with undisturbed(kwargs=first):
+            while kwargs is not None:
+                given, index = clone(kwargs), len(steps)
+                outputs, kept = call(kwargs, index)
+                steps.append(Step(given, kept, goes_on=index > 0))
+                kwargs = following(given, outputs, index) if index + 1 < case.steps else None
+        if twice and len(steps) == 1 and _exchanges(module, snapshot):
+            with undisturbed(kwargs=first):
+                steps.append(Step(steps[0].given, call(first, 1)[1], goes_on=False))
+        if lost is not None:
+            lost |= watch.lost
     return steps
+
+
+def _exchanges(module: torch.nn.Module, before: Snapshot) -> bool:
+    """Whether a module has put other values in attributes: what a program of it cannot hold."""
+    hooks = ("module._forward_hooks", "module._forward_pre_hooks")  # those that watch the arguments
+    state = {id(tensor) for tensor in (*module.buffers(), *module.parameters())}
+    changes = before.changes()
+    return any(
+        effect != "written" and id(changes.objects[path][1]) not in state and not path.startswith(hooks)
+        for path, effect in changes.items()
+    )
 
 
 @contextlib.contextmanager
@@ -98,15 +122,18 @@ class EagerRuns:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
+        self.lost: dict[str, str] = {}  # what calls changed in their arguments and do not return, with the effect
         self._kept: dict[tuple[int, frozenset[str], bool], tuple[Case, list[Step]]] = {}  # with the case, for its id
         self._bytes = 0
 
-    def steps(self, case: Case, written: Collection[str] = (), *, twice: bool = False) -> list[Step]:
+    def steps(
+        self, case: Case, written: Collection[str] = (), left: Left | None = None, *, twice: bool = False
+    ) -> list[Step]:
         """The steps of a case, see `eager_steps`; those of short cases are computed once."""
         key = id(case), frozenset(written), twice
         if key in self._kept:
             return _copied(self._kept[key][1])
-        steps = eager_steps(self.module, case, written, twice=twice)
+        steps = eager_steps(self.module, case, written, left, twice=twice, lost=self.lost)
         size = sum(
             leaf.nbytes for leaf in pytree.tree_leaves([tuple(one) for one in steps]) if isinstance(leaf, torch.Tensor)
         )
@@ -125,8 +152,14 @@ def _following(module: torch.nn.Module) -> Next:
     """What makes the inputs of the next step from the outputs of the last."""
     if isinstance(module, SlidingDecoder):
         return module.next_inputs
-    if "transformers" not in sys.modules:
-        return lambda kwargs, outputs, seed: None
-    from ...huggingface.cases import next_inputs
 
-    return next_inputs
+    def following(kwargs: Mapping[str, Any], outputs: Any, seed: int) -> dict[str, Any] | None:
+        if "transformers" in sys.modules:
+            from ...huggingface.cases import next_inputs
+
+            found = next_inputs(kwargs, outputs, seed)
+            if found is not None:
+                return found
+        return with_present(kwargs, outputs)
+
+    return following

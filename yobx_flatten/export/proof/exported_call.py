@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...core.compare import largest_difference
+from ...core.effects import undisturbed
 from ...diagnose.spec_diff import compare_outputs
 from ...errors import ReplayError
 from ...errors.tried_versions import without_cause
@@ -26,7 +27,8 @@ from ...runners.rewind import cache_tensors
 from ...runners.runner import Runner
 from ...trees.naming import leaf_names
 from .case import clone
-from .module_state import undisturbed
+from .left import with_present
+from .module_state import written_parameters
 from .padding import Padding
 
 __all__ = ["ByName", "InPlace", "Nested"]
@@ -46,7 +48,10 @@ class Nested:
 
     def from_the_start(self) -> contextlib.AbstractContextManager[object]:
         """Run a case inside; what the program writes to is put back afterwards."""
-        return undisturbed(self._runner.module, self._written)
+        module = self._runner.module
+        state = [dict(module.named_buffers()), [one for one in vars(module).values() if isinstance(one, torch.Tensor)]]
+        parameters = written_parameters(module, self._written)
+        return undisturbed(state=state, weights=parameters, parameters=parameters)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
         """Run one step; return its nested outputs."""
@@ -59,9 +64,10 @@ class Nested:
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
         """Put the program's own cache object in place of the eager one."""
-        if isinstance(outputs, Mapping) and PRESENT in outputs:  # of a `SlidingDecoder`
+        if isinstance(outputs, Mapping) and isinstance(outputs.get(PRESENT), list):  # of a `SlidingDecoder`
             return {**kwargs, "cache": outputs[PRESENT]}
-        return {**kwargs, self._cache_is: cache_of(outputs)}
+        following, cache = with_present(kwargs, outputs) or dict(kwargs), cache_of(outputs)
+        return following if cache is None else {**following, self._cache_is: cache}
 
 
 class ByName:
@@ -127,7 +133,7 @@ class ByName:
         """Put the file's own cache in place of the eager one."""
         leaves, spec = pytree.tree_flatten(dict(kwargs))
         own = [
-            leaf if (present := present_of(name)) is None else _like(leaf, outputs.get(present, leaf))
+            _like(leaf, outputs.get(present_of(name) or f"{PRESENT}.{name}", leaf))
             for name, leaf in zip(leaf_names(dict(kwargs)), leaves, strict=True)
         ]
         return pytree.tree_unflatten(own, spec)  # type: ignore[no-any-return] # a dict, as it was

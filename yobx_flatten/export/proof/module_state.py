@@ -1,98 +1,19 @@
-"""Call a module without changing it: on copies of its state, with a random seed of its own."""
+"""What a program writes to in the state of its module, and where it draws random numbers."""
 
 from __future__ import annotations
 
-import collections
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection
 
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-__all__ = ["draws_random_numbers", "own_attributes", "own_written_state", "seeded", "undisturbed", "written_state"]
+__all__ = ["draws_random_numbers", "own_written_state", "written_parameters", "written_state"]
 
 
-@contextlib.contextmanager
-def undisturbed(module: torch.nn.Module, written: Collection[str] = ()) -> Iterator[Callable[[], bool]]:
-    """Call a module inside: what it writes to its buffers and attributes, or puts in their place, is gone afterwards.
-
-    Its own tensors stand aside meanwhile, with the same identity, content and version afterwards, also after an
-    exception. Parameters, which are large and which few modules write to, are shared but for those that are named.
-    """
-    # module: a module; copies stand in the place of its buffers, and of tensors that are plain attributes
-    # written: names of parameters that its `forward` also writes to
-    # returns: A context manager; inside, a function that returns whether the module has put other values in attributes
-    # that are no buffers since then: what a program of it cannot hold
-    found = []
-    copies: dict[int, torch.Tensor] = {}  # what is tied stays tied
-    for prefix, owner in module.named_modules():
-        for held in (owner._buffers, owner._parameters):
-            found.append((held, dict(held)))
-            for name, tensor in held.items():
-                if tensor is None or (held is owner._parameters and f"{prefix}.{name}".lstrip(".") not in written):
-                    continue
-                if id(tensor) not in copies:
-                    copies[id(tensor)] = _copy(tensor)
-                held[name] = copies[id(tensor)]
-    try:
-        with own_attributes(module):
-            attributes = [(vars(owner), dict(vars(owner))) for owner in module.modules()]
-
-            def changed() -> bool:
-                return any(
-                    held.keys() != before.keys() or any(held[name] is not value for name, value in before.items())
-                    for held, before in attributes
-                )
-
-            yield changed
-    finally:
-        for held, before in found:
-            held.clear()
-            held.update(before)
-
-
-@contextlib.contextmanager
-def own_attributes(module: torch.nn.Module) -> Iterator[Mapping[int, torch.Tensor]]:
-    """Call a module inside: what it puts into attributes that are neither buffers nor parameters is gone afterwards.
-
-    A trace runs in-place operations on a tensor that is a plain attribute, and leaves symbols in attributes. What is in
-    dictionaries, lists and sets among the attributes is also restored: transformers notes in an attribute that it has
-    added hooks, and one without the other would add them twice.
-    """
-    # module: a module; copies stand in the place of tensors among the attributes
-    found = [(vars(owner), dict(vars(owner))) for owner in module.modules()]
-    values = [value for _, before in found for value in before.values()]
-    filled: list[tuple[Any, Any]] = [(one, one.copy()) for one in values if type(one) in _CONTAINERS]
-    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for held, before in found:
-        for name, value in before.items():
-            if isinstance(value, torch.Tensor):
-                held[name] = copies.setdefault(id(value), (value, _copy(value)))[1]
-    try:
-        yield {id(copy): tensor for tensor, copy in copies.values()}
-    finally:
-        for held, before in found:
-            held.clear()
-            held.update(before)
-        for container, items in filled:
-            container.clear()
-            (container.extend if type(container) is list else container.update)(items)
-
-
-_CONTAINERS = {dict, collections.OrderedDict, list, set}
-
-
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Draw the same random numbers at every entry; the caller's generators are as they were afterwards."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(seed)
-        if devices:
-            torch.cuda.manual_seed_all(seed)
-        yield
+def written_parameters(module: torch.nn.Module, written: Collection[str]) -> list[torch.nn.Parameter]:
+    """Return the parameters of a module among the names of what its program writes to."""
+    return [parameter for name, parameter in module.named_parameters(remove_duplicate=False) if name in written]
 
 
 def written_state(program: ExportedProgram) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...core.compare import shares_of_nan
+from ...core.effects import undisturbed
 from ...errors import ReplayError
 from ...errors.failures import result_or
 from ...errors.tried_versions import without_cause
@@ -19,7 +20,7 @@ from ...recipe.aliases import PyTree
 from ...trees.naming import output_names
 from .case import Case, clone
 from .eager_runs import EagerRuns, Step
-from .module_state import seeded
+from .left import Left
 from .padding import Padding
 
 __all__ = ["CaseResult", "Pair", "Side", "replay", "side_by_side"]
@@ -133,7 +134,7 @@ def side_by_side(
         fed = side.feed_back(step.given, outputs) if step.goes_on else step.given
         padding.next_call({**positional, **step.given})
         start = time.perf_counter()
-        with seeded(index):
+        with undisturbed(seed=index):
             outputs = side.run(clone(case.args), fed)
         yield Pair(step.outputs, outputs, output_names(step.outputs, taken), time.perf_counter() - start)
 
@@ -145,14 +146,16 @@ def replay(
     *,
     taken: Collection[str] = (),
     written: Collection[str] = (),
+    left: Left | None = None,
     allowed: Mapping[str, float] | None = None,
 ) -> CaseResult:
     """Run one case eagerly and by what was exported, and compare every output of every step."""
     # taken: names of inputs, see `naming.output_names`; none by default
-    # written: parameters that the module writes to, see `undisturbed.undisturbed`; none by default
+    # written: parameters that the module writes to; none by default
+    # left: what is returned of its arguments, see `left`; nothing by default
     # allowed: what outputs may differ by, as far as it was measured; nothing by default
     # all steps of the module first: what it writes to is put back before the other side runs
-    expected = runs.steps(case, written, twice=side.keeps_state or not written)
+    expected = runs.steps(case, written, left, twice=side.keeps_state or not written)
     padding, seconds = Padding(), 0.0
     differences: dict[str, float] = {}
     nan: dict[str, list[float]] = {}

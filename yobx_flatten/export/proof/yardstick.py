@@ -23,6 +23,7 @@ from ...recipe.aliases import PyTree
 from ...trees.naming import output_names
 from .case import Case
 from .eager_runs import eager_steps
+from .left import Left
 from .memory import memory_available, weight_bytes
 
 __all__ = ["PART_OF_FLOAT32", "Yardstick", "explained"]
@@ -68,9 +69,15 @@ class Yardstick:
     # is_half: whether that is half precision, next to float32; else float32, next to float64. `True` by default
 
     def __init__(
-        self, module: torch.nn.Module, names: Collection[str], written: Collection[str] = (), *, is_half: bool = True
+        self,
+        module: torch.nn.Module,
+        names: Collection[str],
+        written: Collection[str] = (),
+        left: Left | None = None,
+        *,
+        is_half: bool = True,
     ) -> None:
-        self._module, self._names, self._written = module, names, written
+        self._module, self._names, self._state = module, names, (written, left)
         self._narrow: tuple[torch.dtype, ...] = _HALF if is_half else (torch.float32,)
         self._wide = torch.float32 if is_half else torch.float64
         self._part = _PART if is_half else PART_OF_FLOAT32
@@ -107,10 +114,10 @@ class Yardstick:
         return self._found[id(case)][1]
 
     def _measured(self, case: Case) -> dict[str, float]:
-        steps = eager_steps(self._module, case, self._written, twice=True)
+        steps = eager_steps(self._module, case, *self._state, twice=True)
         wide = Case(case.name, self._widened(case.args), self._widened(dict(case.kwargs)), case.steps)
         with _as_type(self._module, self._narrow, self._wide):
-            others = eager_steps(self._module, wide, self._written, twice=True)
+            others = eager_steps(self._module, wide, *self._state, twice=True)
         allowed: dict[str, float] = {}
         for step, other in zip(steps, others, strict=True):
             names = output_names(step.outputs, self._names)

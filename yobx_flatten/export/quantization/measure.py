@@ -48,7 +48,7 @@ def measure(
     side = ByName(runner, example.names)
     for case in source.cases:
         logger.info("comparing %s", case.name, extra=STEP)
-        padding, steps = Padding(), example.runs.steps(case, written)
+        padding, steps = Padding(), example.runs.steps(case, written, source.traced.left)
         for pair in side_by_side(side, example.module, case, steps, example.names, padding):
             eager = pytree.tree_leaves(padding.blank_leaves(pair.eager, pair.names))
             expected = dict(zip(pair.names, eager, strict=True))

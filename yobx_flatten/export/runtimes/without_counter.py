@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from ...core.compare import largest_difference
+from ...core.effects import undisturbed
 from ...huggingface.cache_names import CACHE, cache_of
 from ...huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
 from ..example.example import Example, make_example
 from ..program.traced import Traced
 from ..proof.case import Case, clone
-from ..proof.module_state import seeded, undisturbed
+from ..proof.module_state import written_parameters
 from ..proof.report import ExportReport
-from ..proof.untouched_copy import untouched_copy
 from ..source import Source, traced_example
 
 __all__ = ["without_counter"]
@@ -23,7 +23,8 @@ __all__ = ["without_counter"]
 
 def without_counter(source: Source, report: ExportReport) -> Source:
     """Return a source without the counter that no tool feeds, for a model whose layers all slide."""
-    example = None if source.is_given else _without_counter(source.example, source.traced, report)
+    left = source.traced.left  # the decoder that is fed otherwise leaves nothing in its arguments
+    example = None if source.is_given or left is not None else _without_counter(source.example, source.traced, report)
     if example is None:
         return source
     decoder: Any = example.module
@@ -41,9 +42,10 @@ def _without_counter(example: Example, traced: Traced, report: ExportReport) -> 
     if why_not is None:
         decoder = SlidingDecoder(module, kwargs)
         inputs = decoder.inputs(kwargs)
-        with torch.no_grad(), undisturbed(module, traced.written), seeded(0):
-            expected = module(**untouched_copy(dict(kwargs), module))
+        written = written_parameters(module, traced.written)
+        with torch.no_grad(), undisturbed(seed=0, module=module, kwargs=kwargs, parameters=written):
             found = decoder(**clone(inputs))
+            expected = module(**kwargs)
         if largest_difference(expected["logits"], found["logits"]) <= report.tolerance:
             fed = make_example(decoder, (), inputs, decoder.shapes(example.shapes), example.bounds)
             return dataclasses.replace(fed, axis_names=example.axis_names, relations=example.relations)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ...core.effects import undisturbed
 from ...errors import GenerationError
-from ...export.proof.module_state import seeded, undisturbed
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import TransformersModel
 
@@ -19,12 +19,12 @@ __all__ = ["check_nothing_is_drawn"]
 @torch.no_grad()
 def check_nothing_is_drawn(model: TransformersModel, example: Mapping[str, torch.Tensor]) -> None:
     """Refuse a model whose outputs follow torch's seed; one that draws and drops what it drew is taken."""
-    with undisturbed(model), seeded(0):
+    with undisturbed(seed=0, model=model):
         before = torch.get_rng_state()
         first = _tensors(model(**example))
         if torch.equal(before, torch.get_rng_state()):
             return
-    with undisturbed(model), seeded(1):
+    with undisturbed(seed=1, model=model):
         second = _tensors(model(**example))
     same = [one.shape == two.shape and torch.equal(one, two) for one, two in zip(first, second, strict=True)]
     if all(same):

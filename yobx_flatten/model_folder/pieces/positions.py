@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ...core.effects import undisturbed
 from ...errors.failures import result_or
-from ...export.proof.module_state import undisturbed
 from ...recipe.aliases import TransformersModel
 from .text import encoder_output_class
 
@@ -46,7 +46,7 @@ def _ends_at(more: Any, length: int | None, model: TransformersModel, stated: in
         tokens = torch.zeros(1, length or last + 1, dtype=torch.int64)
 
         def called() -> bool:
-            with undisturbed(model):  # rotations may be made anew for positions that are far away
+            with undisturbed(model=model):  # rotations may be made anew for positions that are far away
                 _call(model, tokens, more(last))
             return True
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.export import Dim
 
+from ...core.effects import undisturbed
 from ...export.proof.case import Case
-from ...export.proof.module_state import undisturbed
 from ...huggingface.cache_names import cache_of, installed_name
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PlainCache, TransformersModel
@@ -166,7 +166,7 @@ def spoken_pieces(model: TransformersModel, rows: int | None = None) -> list[Pie
 
     sizes = [(rows or batch, length, past) for batch, length, past in ((1, 9, 0), (3, 5, 4))]
     named = {f"batch {b}, source {s}, frames {p}": (b, s, p) for b, s, p in sizes}
-    with undisturbed(model):
+    with undisturbed(model=model):
         examples = calls(rows or 2, 7, 5)
         others = {name: calls(*size) for name, size in named.items()}
     pieces = []

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.export import Dim
 
+from ...core.effects import undisturbed
 from ...errors import GenerationError, InvalidArgumentError
 from ...export.proof.case import Case
-from ...export.proof.module_state import undisturbed
 from ...huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
 from ...huggingface.cache_names import CACHE, argument_of, cache_of, installed_name
 from ...huggingface.cases import DecodeSizes, decode_inputs, default_sizes, keeps_all, slides
@@ -300,7 +300,7 @@ def encoder_decoder_pieces(
 def _reads_several(decoder: NextDecoder, call: Mapping[str, Any]) -> bool:
     """Whether a decoder with a cache reads more than one token in a call: ProphetNet refuses them."""
     try:
-        with undisturbed(decoder):
+        with undisturbed(decoder=decoder):
             decoder(**call)
     except (AssertionError, ValueError, IndexError, RuntimeError):
         return False

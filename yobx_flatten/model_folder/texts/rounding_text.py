@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from ...core.effects import undisturbed
 from ...errors.log import STEP
-from ...export.proof.module_state import undisturbed
 from ...recipe.aliases import TransformersModel
 
 __all__ = ["answered", "in_own_cache", "in_rows", "unanswered"]
@@ -41,8 +41,7 @@ def answered(model: TransformersModel, prompts: Mapping[str, torch.Tensor]) -> l
     ids, mask = (prompts[name].repeat(_ANSWERS, 1) for name in ("input_ids", "attention_mask"))
     logger.info("drawing answers of %s", type(model).__qualname__, extra=STEP)
     ends: Any = getattr(model.generation_config, "eos_token_id", None)
-    with undisturbed(model), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with undisturbed(seed=0, model=model):
         found = model.generate(
             input_ids=ids,
             attention_mask=mask,

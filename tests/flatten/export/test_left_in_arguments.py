@@ -1,0 +1,306 @@
+"""What a call leaves in its arguments comes out of the program and of its files, or the report says so."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+
+from yobx_flatten import export_onnx, export_program, pytree_dataclass, register_flattening_functions
+from yobx_flatten.errors import GenerationError, RoundTripError
+from yobx_flatten.export.foreign_program import prove_program
+from yobx_flatten.huggingface.cache_names import cache_of, installed_name
+
+onnxruntime = pytest.importorskip("onnxruntime")
+
+
+class Written(torch.nn.Module):
+    """Writes into a tensor among the inputs, as gpt-fast does."""
+
+    def __init__(self):
+        super().__init__()
+        self.key = torch.nn.Linear(4, 4)
+
+    def forward(self, x, place, cache):
+        cache[:, place] = self.key(x)
+        return {"y": cache.sum(1)}
+
+
+@pytree_dataclass
+@dataclasses.dataclass
+class Slots:
+    keys: torch.Tensor
+    places: list
+
+
+class Sliced(torch.nn.Module):
+    """Writes through views of tensors in a dataclass, and returns one tensor."""
+
+    def forward(self, x, slots):
+        slots.keys.index_copy_(1, torch.tensor([2, 0]), x)
+        slots.keys[..., 1:].mul_(0.5)
+        slots.places[0][:, 0] += 1
+        return slots.keys.sum(1) + slots.places[0].sum()
+
+
+class Logged(torch.nn.Module):
+    """Appends to a list, and sets, replaces and removes entries of a dict."""
+
+    def forward(self, x, log, state):
+        log.append(x * 2)
+        state["new"] = x + 1
+        state["old"] = state["old"] + x
+        del state["gone"]
+        return x + 1, x - 1
+
+
+class Memory:
+    def __init__(self, layers):
+        self.layers = layers
+
+
+class Remembers(torch.nn.Module):
+    """Extends a cache of a class of its own, which nothing returns."""
+
+    def forward(self, x, memory):
+        memory.layers = [torch.cat([layer, x], dim=1) for layer in memory.layers]
+        return {"y": sum(layer.sum(1) for layer in memory.layers)}
+
+
+@pytree_dataclass
+@dataclasses.dataclass
+class RowsCache:
+    rows: torch.Tensor
+    count: int = 0
+
+
+class Counts(torch.nn.Module):
+    """Replaces the tensor of a cache."""
+
+    def forward(self, x, memory):
+        memory.rows = memory.rows + x
+        return memory.rows.mean(-1)
+
+
+def _written():
+    return {"x": torch.randn(2, 2, 4), "place": torch.tensor([0, 1]), "cache": torch.zeros(2, 8, 4)}
+
+
+def _sliced():
+    return {"x": torch.randn(2, 2, 4), "slots": Slots(torch.zeros(2, 8, 4), [torch.zeros(3, 2, dtype=torch.int64)])}
+
+
+def _logged():
+    return {"x": torch.randn(2, 4), "log": [torch.zeros(3)], "state": {"old": torch.ones(2, 4), "gone": torch.ones(2)}}
+
+
+def _counts():
+    return {"x": torch.randn(2, 4), "memory": RowsCache(torch.zeros(2, 4))}
+
+
+ALL = [
+    (Written, _written, ["present.cache"]),
+    (Sliced, _sliced, ["present.slots.keys", "present.slots.places.0"]),
+    (Logged, _logged, ["present.log.1", "present.state.old", "present.state.new"]),
+    (Counts, _counts, ["present.memory.rows"]),
+]
+
+
+def same(one, other):
+    leaves, spec = pytree.tree_flatten(one)
+    others, other_spec = pytree.tree_flatten(other)
+    assert spec == other_spec
+    for leaf, found in zip(leaves, others, strict=True):
+        torch.testing.assert_close(found, leaf, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("module", "make", "present"), ALL, ids=["tensor", "dataclass", "list and dict", "cache"])
+def test_a_program_returns_what_the_module_does_and_leaves_the_same(module, make, present):
+    """Called like the module, it returns an object of its class, and the arguments are as the module leaves them."""
+    model = module().eval()
+    program = export_program(model, kwargs=make())
+    (note,) = [remark for remark in program.report.remarks if "does not return that" in remark]
+    assert all(name in note for name in present)
+    assert "loop=False" in note
+    torch.manual_seed(1)
+    theirs = make()
+    ours = copy.deepcopy(theirs)
+    identity = [id(value) for value in ours.values()]
+    with torch.no_grad():
+        expected, found = model(**theirs), program(**ours)
+    assert type(found) is type(expected)
+    same(expected, found)
+    same(theirs, ours)
+    assert [id(value) for value in ours.values()] == identity
+
+
+@pytest.mark.parametrize(("module", "make", "present"), ALL, ids=["tensor", "dataclass", "list and dict", "cache"])
+def test_a_file_returns_what_the_module_leaves(module, make, present, tmp_path):
+    """Each output that is new has the name of its input, after `present.`, and the numbers that eager leaves there."""
+    model = module().eval()
+    report = export_onnx(model, kwargs=make(), path=tmp_path / "m.onnx").report
+    assert [name for name in report.output_names if name.startswith("present.")] == present
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    torch.manual_seed(2)
+    given = make()
+    values = [leaf.numpy().copy() for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+    feeds = dict(zip(report.input_names, values, strict=True))
+    taken = {one.name for one in session.get_inputs()}
+    found = session.run(None, {name: value for name, value in feeds.items() if name in taken})
+    with torch.no_grad():
+        outputs = model(**given)
+    own = pytree.tree_leaves(outputs)
+    for leaf, value in zip(own, found, strict=False):
+        torch.testing.assert_close(torch.from_numpy(value), leaf, atol=1e-6, rtol=0)
+    after = {
+        "present.cache": lambda: given["cache"],
+        "present.slots.keys": lambda: given["slots"].keys,
+        "present.slots.places.0": lambda: given["slots"].places[0],
+        "present.log.1": lambda: given["log"][1],
+        "present.state.old": lambda: given["state"]["old"],
+        "present.state.new": lambda: given["state"]["new"],
+        "present.memory.rows": lambda: given["memory"].rows,
+    }
+    for name, value in zip(present, found[len(own) :], strict=True):
+        torch.testing.assert_close(torch.from_numpy(value), after[name](), atol=1e-6, rtol=0)
+
+
+def test_the_replay_is_a_loop_over_what_was_left(tmp_path):
+    """Three calls, each with the cache that the one before wrote to: by the module, the program and the file."""
+    report = export_onnx(Written().eval(), kwargs=_written(), path=tmp_path / "m.onnx").report
+    assert [(case.runtime, case.steps) for case in report.cases] == [("torch.export", 3), ("onnxruntime", 3)]
+    assert all(set(case.differences) == {"y", "present.cache"} for case in report.cases)
+
+
+@pytest.mark.parametrize("suffix", ["to_aotinductor.pt2", "to_openvino.xml"])
+def test_files_of_other_runtimes_return_it_too(suffix, tmp_path):
+    """The mechanism stands before the targets."""
+    method, _, ending = suffix.partition(".")
+    if method == "to_openvino":
+        pytest.importorskip("openvino")
+    program = export_program(Written().eval(), kwargs=_written())
+    report = getattr(program, method)(tmp_path / f"m.{ending}")
+    assert report.output_names == ["y", "present.cache"]
+
+
+def test_a_program_of_positional_arguments_leaves_the_same():
+    """The names of the arguments are those of forward."""
+    model, given = Written().eval(), tuple(_written().values())
+    program = export_program(model, copy.deepcopy(given))
+    ours = copy.deepcopy(given)
+    with torch.no_grad():
+        same(model(*given), program(*ours))
+    same(given, ours)
+
+
+def test_what_is_returned_anyway_is_not_returned_twice():
+    """A module that returns the tensor that it wrote to, or its list, needs no further output."""
+
+    class Returns(torch.nn.Module):
+        def forward(self, x, cache, log):
+            cache.add_(x)
+            log.append(x)
+            return {"y": cache * 2, "cache_now": cache, "log_now": log}
+
+    report = export_program(Returns(), kwargs={"x": torch.ones(2, 3), "cache": torch.zeros(2, 3), "log": []}).report
+    assert not any("does not return" in remark for remark in report.remarks)
+    assert not any(name.startswith("present.") for name in report.output_names)
+
+
+@pytest.mark.parametrize(("module", "make", "present"), ALL, ids=["tensor", "dataclass", "list and dict", "cache"])
+def test_without_a_loop_the_report_says_what_is_lost(module, make, present, tmp_path):
+    """`loop=False`: the outputs are the module's own."""
+    report = export_onnx(module().eval(), kwargs=make(), path=tmp_path / "m.onnx", loop=False).report
+    assert not any(name.startswith("present.") for name in report.output_names)
+    (note,) = [remark for remark in report.remarks if "does not return that" in remark]
+    assert present[0].split(".")[1] in note
+
+
+@pytest.mark.parametrize(("module", "make", "present"), ALL, ids=["tensor", "dataclass", "list and dict", "cache"])
+def test_a_program_of_torch_export_is_proven_with_a_note(module, make, present):
+    """It was traced by other code, and returns what it returns."""
+    model = module().eval()
+    with register_flattening_functions():
+        program = torch.export.export(model, (), make())
+        report = prove_program(program, model).report
+    (note,) = [remark for remark in report.remarks if "does not return that" in remark]
+    assert present[0].split(".")[1] in note
+
+
+def test_an_attribute_that_no_field_holds_is_refused():
+    """Its class does not flatten it, so no program could leave it there."""
+
+    class Notes(torch.nn.Module):
+        def forward(self, x, slots):
+            slots.seen = x.sum()
+            return x + slots.keys.sum()
+
+    with pytest.raises(RoundTripError, match=r"holds the attribute 'seen'"):
+        export_program(Notes(), kwargs=_sliced())
+
+
+class Reads(torch.nn.Module):
+    """Reads a cache, and returns a score."""
+
+    def forward(self, x, past_key_values):
+        return (x @ past_key_values[0]["key"].transpose(-1, -2)).amax(-1)
+
+
+def test_a_module_that_reads_a_cache_for_a_score_names_the_option(tmp_path):
+    """The error ends with what to add to the call, and with it the file is written."""
+    given = {
+        "x": torch.randn(2, 3, 4),
+        "past_key_values": [{"key": torch.randn(2, 5, 4), "value": torch.randn(2, 5, 4)}],
+    }
+    with pytest.raises(GenerationError, match=r"Reads takes past_key_values\.0\.key .*\n    loop=False$"):
+        export_onnx(Reads(), kwargs=given, path=tmp_path / "m.onnx")
+    report = export_onnx(Reads(), kwargs=given, path=tmp_path / "m.onnx", loop=False).report
+    assert report.output_names == ["output"]
+    assert export_program(Reads(), kwargs=given, loop=False).to_onnx(tmp_path / "n.onnx").ok
+
+
+@pytest.mark.slow
+class TestCacheOfTransformers:
+    """A wrapper extends a DynamicCache and returns the scores alone."""
+
+    @pytest.fixture
+    def scores(self):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        class Scores(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(0)
+                sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+                self.lm = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, initializer_range=0.5))
+
+            def forward(self, input_ids, past_key_values):
+                return {"y": self.lm(input_ids, **{installed_name(): past_key_values}).logits}
+
+        return Scores().eval()
+
+    @staticmethod
+    def _given(scores):
+        with torch.no_grad():
+            cache = cache_of(scores.lm(torch.arange(10).view(2, 5) + 3))
+        return {"input_ids": torch.tensor([[5, 6], [7, 8]]), "past_key_values": cache}
+
+    def test_a_program_extends_the_cache_of_its_caller(self, scores):
+        """Three calls with one object give the module's numbers."""
+        program = export_program(scores, kwargs=self._given(scores))
+        ours, theirs = self._given(scores), self._given(scores)
+        for token in range(3):
+            ids = {"input_ids": torch.tensor([[20 + token], [30 + token]])}
+            with torch.no_grad():
+                expected, found = scores(**(theirs | ids)), program(**(ours | ids))
+            assert found.keys() == {"y"}
+            torch.testing.assert_close(found["y"], expected["y"], atol=1e-4, rtol=0)
+        assert ours["past_key_values"].get_seq_length() == 8
+
+    def test_a_file_returns_the_cache(self, scores, tmp_path):
+        """Under the names that tools for generation know; the replay goes on with it."""
+        report = export_onnx(scores, kwargs=self._given(scores), path=tmp_path / "m.onnx").report
+        presents = [f"present.{layer}.{leaf}" for layer in (0, 1) for leaf in ("key", "value")]
+        assert report.output_names == ["y", *presents]
+        assert {case.steps for case in report.cases} == {3}

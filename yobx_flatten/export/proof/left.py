@@ -1,0 +1,288 @@
+"""What a call leaves in its arguments and does not return: a program returns it, and a file too.
+
+.. code-block:: text
+
+    forward(x, cache, log)          writes to cache, appends to log, returns y
+    program                         {"y": ..., "present": {"cache": ..., "log.1": ...}}
+    file                            y, present.cache, present.log.1
+    forward(input_ids, past_key_values)     extends a DynamicCache, returns y
+    file                            y, present.0.key, present.0.value, ...
+
+Hooks around ``forward`` compare the leaves of each argument before a call and after it, in a trace and in eager calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ...core.effects import Snapshot
+from ...errors import ReplayError
+from ...huggingface.cache_names import CACHE, PRESENT, is_cache, word_in_files
+from ...private_names.of_torch import pytree
+from ...recipe.aliases import PyTree
+from ...runners.ports import present_of
+from ...trees.naming import leaf_names
+from ...trees.node import key_name, node_of
+
+__all__ = ["Left", "note_on_lost", "returning_left", "with_present"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """What a call leaves in its arguments, as a program returns it."""
+
+    caches: tuple[str, ...]  # arguments that are caches: they are returned whole, each under its name
+    leaves: tuple[str, ...]  # leaves of other arguments that are new or were written, by name
+    written: tuple[str, ...]  # arguments of which tensors were written in place, and nothing else
+    specs: Mapping[str, pytree.TreeSpec]  # by argument, its structure after the call
+    own: pytree.TreeSpec  # of what the module itself returns
+
+    def remarks(self) -> list[str]:
+        """Return notes for the report."""
+        others = [name for name in self.specs if name not in self.caches and name not in self.written]
+        does = [
+            *([f"writes to {', '.join(self.written)}"] if self.written else []),
+            *([f"extends {', '.join(self.caches)}"] if self.caches else []),
+            *([f"changes {', '.join(others)}"] if others else []),
+        ]
+        names = [f"{PRESENT}.{_after_present(name)}" for name in self.leaves]
+        names += [f"{PRESENT}.*"] if self.caches else []
+        return [
+            f"forward {' and '.join(does)} and does not return that: the program and its files return "
+            f"{', '.join(names) or 'nothing of it'} in addition, for the next call. For a module that no call "
+            "follows, loop=False leaves them out."
+        ]
+
+    def given_back(self, found: PyTree, given: Mapping[str, Any]) -> PyTree:
+        """Return what the module itself returns, and leave in the caller's arguments what the module would."""
+        # found: what the program returned
+        # given: arguments of the call, by name
+        own = {name: value for name, value in found.items() if name != PRESENT and name not in self.caches}
+        new = found.get(PRESENT, {})
+        for name, spec in self.specs.items():
+            value = given[name]
+            if name in self.caches:
+                _adopted(value, found[name])
+            elif name not in self.written:  # the program itself writes in place
+                held = dict(zip(leaf_names({name: value}), pytree.tree_leaves(value), strict=True))
+                names = leaf_names({name: pytree.tree_unflatten(list(range(spec.num_leaves)), spec)})
+                leaves = [new[_after_present(leaf)] if leaf in self.leaves else held[leaf] for leaf in names]
+                _adopted(value, pytree.tree_unflatten(leaves, spec))
+        return pytree.tree_unflatten(pytree.tree_leaves(own), self.own)
+
+
+def note_on_lost(lost: Mapping[str, str]) -> list[str]:
+    """Return a note on what calls changed in their arguments and no program returns; none where there is nothing."""
+    if not lost:
+        return []
+    changes = ", ".join(f"{path} ({effect})" for path, effect in lost.items())
+    return [
+        f"forward changes {changes} in its arguments and does not return that. Files do not return it either; the "
+        "program writes to tensors in place, and changes nothing else."
+    ]
+
+
+def with_present(kwargs: Mapping[str, Any], outputs: PyTree) -> dict[str, Any] | None:
+    """Return the arguments of the next call, with what a call left in these; ``None`` where they have another form."""
+    left = outputs.get(PRESENT) if isinstance(outputs, Mapping) else None
+    leaves, spec = pytree.tree_flatten(dict(kwargs))
+    names = [_after_present(name) for name in leaf_names(dict(kwargs))]
+    if not left or not isinstance(left, dict) or not left.keys() <= set(names):
+        return None
+    following = [left.get(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+    shapes = [[getattr(leaf, "shape", None) for leaf in those] for those in (leaves, following)]
+    return None if shapes[0] != shapes[1] else pytree.tree_unflatten(following, spec)
+
+
+@contextlib.contextmanager
+def returning_left(module: torch.nn.Module, wanted: Left | None = None, *, finds: bool = False) -> Iterator[_Watch]:
+    """Let calls of a module return in addition what they leave in their arguments."""
+    # wanted: what is returned; `None`, the default, for nothing
+    # finds: whether to find out what is left, and return all of it: in a trace; `False` by default
+    watch = _Watch(wanted, finds)
+    hooks = [
+        module.register_forward_pre_hook(watch.before, prepend=True, with_kwargs=True),
+        module.register_forward_hook(watch.after, with_kwargs=True),
+    ]
+    try:
+        yield watch
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Watch:
+    """Compares arguments before and after a call."""
+
+    def __init__(self, wanted: Left | None, finds: bool) -> None:
+        self.left, self._finds = wanted, finds
+        self.lost: dict[str, str] = {}  # what calls changed and do not return, by argument
+        self._depth = 0
+
+    def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            bound = inspect.signature(module.forward).bind_partial(*args).arguments
+            self._given = {**bound, **kwargs}
+            self._leaves = {name: _leaves(name, value) for name, value in self._given.items()}
+            # a trace has symbols for sizes, which must not be compared
+            self._snapshot = None if self._finds else Snapshot.of(given=self._given)
+
+    def after(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: PyTree) -> PyTree:
+        self._depth -= 1
+        if self._depth:
+            return outputs
+        if self._finds:
+            self.left = self._found(outputs)
+        elif self._snapshot is not None:
+            self._note_lost(outputs)
+        return outputs if self.left is None else _with_left(outputs, self.left, self._given)
+
+    def _found(self, outputs: PyTree) -> Left | None:
+        returned = set(_identities(outputs))
+        caches: list[str] = []
+        leaves: list[str] = []
+        written: list[str] = []
+        specs = {}
+        for name, value in self._given.items():
+            before, after = self._leaves[name], _leaves(name, value)
+            changed = _changed(before, after)
+            if not _is_lost(value, changed, before, after, returned):
+                continue
+            specs[name] = pytree.tree_structure(value)
+            if word_in_files(name, value) == CACHE and is_cache(value):
+                caches.append(name)
+            else:
+                leaves += [leaf for leaf in after if leaf in changed or after[leaf].is_made]
+                if all(after[leaf].value is before[leaf].value for leaf in after if leaf in before) and (
+                    after.keys() == before.keys()
+                ):
+                    written.append(name)
+        if not specs:
+            return None
+        return Left(tuple(caches), tuple(leaves), tuple(written), specs, pytree.tree_structure(outputs))
+
+    def _note_lost(self, outputs: PyTree) -> None:
+        """Note the arguments that were changed, and that neither outputs nor what is returned in addition hold."""
+        assert self._snapshot is not None
+        changes = self._snapshot.changes()
+        returned = set(_identities(outputs)) if changes else set()
+        for path, effect in changes.items():
+            name = next((name for name in self._given if path.startswith(f"given[{name!r}]")), None)
+            if name is None or (self.left is not None and name in self.left.specs) or id(self._given[name]) in returned:
+                continue
+            after = changes.objects[path][1]
+            if not (isinstance(after, torch.Tensor) and id(after) in returned):
+                self.lost.setdefault(name + path.removeprefix(f"given[{name!r}]"), effect)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    value: Any
+    version: int | None  # of a tensor
+    is_made: bool  # whether flattening makes it anew each time: the counter of a cache
+
+
+def _leaves(name: str, value: object) -> dict[str, _Leaf]:
+    """The leaves of an argument as they are now, by name."""
+    names, leaves, again = leaf_names({name: value}), pytree.tree_leaves(value), pytree.tree_leaves(value)
+    return {
+        path: _Leaf(leaf, _version(leaf), leaf is not other)
+        for path, leaf, other in zip(names, leaves, again, strict=True)
+    }
+
+
+def _version(leaf: object) -> int | None:
+    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
+
+
+def _changed(before: Mapping[str, _Leaf], after: Mapping[str, _Leaf]) -> list[str]:
+    """The names of leaves that a call wrote to, exchanged or added."""
+    return [name for name, leaf in after.items() if not leaf.is_made and not _is_same(before.get(name), leaf)]
+
+
+def _is_same(before: _Leaf | None, after: _Leaf) -> bool:
+    if before is None:
+        return False
+    if before.value is after.value:
+        return before.version == after.version
+    # symbols of a trace are compared by identity
+    is_constant = type(before.value) is type(after.value) and isinstance(after.value, (bool, int, float, str))
+    return is_constant and bool(before.value == after.value)
+
+
+def _is_lost(
+    value: object,
+    changed: list[str],
+    before: Mapping[str, _Leaf],
+    after: Mapping[str, _Leaf],
+    returned: set[int],
+) -> bool:
+    """Whether an argument was changed, and what is new in it is not among the outputs."""
+    if id(value) in returned:
+        return False
+    return before.keys() - after.keys() != set() or not all(id(after[name].value) in returned for name in changed)
+
+
+def _identities(tree: PyTree) -> Iterator[int]:
+    """The identity of a nested object and of all that it holds as nodes or leaves."""
+    yield id(tree)
+    node = node_of(tree)
+    for child in () if node is None else node.children:
+        yield from _identities(child)
+
+
+def _after_present(leaf: str) -> str:
+    present = present_of(leaf)
+    return leaf if present is None else present.removeprefix(f"{PRESENT}.")
+
+
+def _with_left(outputs: PyTree, left: Left, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The outputs of a module by name, and what it left in its arguments."""
+    entries = _entries(outputs)
+    added = {name: given[name] for name in left.caches}
+    if left.leaves:
+        held: dict[str, Any] = {}
+        for name in left.specs:
+            held |= dict(zip(leaf_names({name: given[name]}), pytree.tree_leaves(given[name]), strict=True))
+        missing = [leaf for leaf in left.leaves if leaf not in held]
+        if missing:
+            raise ReplayError(f"the example's call left {', '.join(missing)} in its arguments, and this one does not")
+        added[PRESENT] = {_after_present(leaf): held[leaf] for leaf in left.leaves}
+    if entries.keys() & added.keys():
+        entries = {"output": outputs}
+    return {**entries, **added}
+
+
+def _entries(outputs: PyTree) -> dict[str, Any]:
+    """The outputs by the names that they have as entries; one entry for what has no names."""
+    node = None if is_cache(outputs) or isinstance(outputs, (tuple, list)) else node_of(outputs)
+    if node is None or not (isinstance(outputs, Mapping) or node.recipe is not None):
+        return {"output": outputs}
+    return {key_name(key): child for key, child in zip(node.keys, node.children, strict=True)}
+
+
+def _adopted(old: Any, new: Any) -> Any:
+    """Give an object of the caller what another one of its class holds; return what stands in its place."""
+    if old is new or type(old) is not type(new) or isinstance(old, torch.Tensor):
+        return new
+    if isinstance(old, list):
+        old[:] = [*map(_adopted, old, new), *new[len(old) :]]
+        return old
+    if isinstance(old, dict):
+        made = {key: _adopted(old[key], value) if key in old else value for key, value in new.items()}
+        old.clear()
+        old.update(made)
+    if node_of(old) is None:
+        return old if isinstance(old, dict) else new
+    for name, value in getattr(new, "__dict__", {}).items():
+        vars(old)[name] = _adopted(vars(old).get(name), value)
+    for name in [name for cls in type(old).__mro__ for name in getattr(cls, "__slots__", ()) if hasattr(new, name)]:
+        object.__setattr__(old, name, _adopted(getattr(old, name, None), getattr(new, name)))
+    return old

@@ -113,6 +113,7 @@ class Steps:
                     (*_LOOP, *(_FROM_ENCODER if parts.encoder is not None else ())),
                     part.name,
                 )
+                check_cache_outputs(part.ports, part.outputs, part.name)
                 if "logits" not in part.outputs:
                     raise GenerationError(f"{part.name} returns {', '.join(part.outputs)}, and no logits.")
         if parts.prefill is not None:

@@ -26,7 +26,7 @@ class CheckedRunner:
         self.name, self.signature = name, signature
         self.ports: Mapping[str, Port] = signature.ports
         self.outputs: Sequence[str] = signature.outputs
-        self.slots: Sequence[CacheSlot] = cache_slots(self.ports.values(), self.outputs, name)
+        self.slots: Sequence[CacheSlot] = cache_slots(self.ports.values(), self.outputs)
         # inputs of the cache that the library writes in place, with the outputs that they would be
         self.in_place: Mapping[str, str] = {}
 

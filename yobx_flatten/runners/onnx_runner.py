@@ -49,7 +49,7 @@ class OnnxRunner:
         }
         self.outputs: Sequence[str] = [node.name for node in session.get_outputs()]
         self.has_kept_scores = any(node.name == KEPT_SCORES for node in session.get_overridable_initializers())
-        self.slots: Sequence[CacheSlot] = cache_slots(self.ports.values(), self.outputs, name)
+        self.slots: Sequence[CacheSlot] = cache_slots(self.ports.values(), self.outputs)
         metadata = session.get_modelmeta().custom_metadata_map
         shared = metadata.get(SHARED_CACHE, "").split(",")
         pairs = {slot.port.name: slot.present for slot in self.slots if slot.present is not None}

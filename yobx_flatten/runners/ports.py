@@ -98,20 +98,20 @@ def _grown(name: str) -> str | None:
     return None if ".encoder." in name else present_of(name)
 
 
-def cache_slots(ports: Iterable[Port], outputs: Collection[str], where: str) -> list[CacheSlot]:
+def cache_slots(ports: Iterable[Port], outputs: Collection[str], where: str = "") -> list[CacheSlot]:
     """Find the inputs that are the cache.
 
     >>> counter = Port("past_key_values.length", (), torch.int64)
     >>> cache_slots([Port("input_ids", (None, None), torch.int64), counter], ["logits", "present.length"], "model.onnx")
     [CacheSlot(port=Port(name='past_key_values.length', shape=(), dtype=torch.int64), present='present.length')]
     """
+    # where: name of a file of which calls follow each other; by default none has to, and nothing is checked
     ports = list(ports)
-    check_cache_outputs([port.name for port in ports], outputs, where)
-    presents = {port.name: present_of(port.name) for port in ports}
+    if where:
+        check_cache_outputs([port.name for port in ports], outputs, where)
+    presents = ((port, present_of(port.name)) for port in ports)
     return [
-        CacheSlot(port, present if present in outputs else None)
-        for port in ports
-        if (present := presents[port.name]) is not None
+        CacheSlot(port, present if present in outputs else None) for port, present in presents if present is not None
     ]
 
 
@@ -130,8 +130,12 @@ def split_cache(
     ({'logits': 1}, {'past_key_values.length': 4})
     """
     # slots: the inputs that are the cache; none for the file of a first call, whose outputs are the cache of another
+    # raises: `GenerationError` where a part of the cache that grows does not come out
     # returns: the outputs that are not part of the cache, by name, and the cache by name of the input (of the output,
     # where there are no slots)
+    slots = list(slots)
+    if any(slot.present is None for slot in slots):
+        check_cache_outputs([slot.port.name for slot in slots], found, "the file")
     following = {
         slot.port.name: cache[slot.port.name] if slot.present is None else found[slot.present] for slot in slots
     }

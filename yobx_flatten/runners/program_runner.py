@@ -115,7 +115,7 @@ class ProgramRunner:
     @functools.cached_property
     def slots(self) -> Sequence[CacheSlot]:
         """The inputs that are the cache."""
-        return cache_slots(self.ports.values(), self.outputs, self.name)
+        return cache_slots(self.ports.values(), self.outputs)
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run one call; see :meth:`.runner.Runner.run`."""

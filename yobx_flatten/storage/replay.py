@@ -19,6 +19,7 @@ from ..huggingface.cache_names import spellings_of
 from ..recipe.aliases import PyTree
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import open_session, require_onnxruntime
+from ..runners.ports import check_cache_outputs, is_present
 from ..runners.runner import Runner
 from ..trees.naming import leaf_names, output_names
 from .cases import StoredCase
@@ -139,7 +140,10 @@ def replay_case(
         session = open_session(model, caller="replay_case", providers=providers)
     else:
         shown, session = "the session", model
-    return run_case(case, OnnxRunner(session, shown), tolerance=tolerance)
+    runner = OnnxRunner(session, shown)
+    if any(map(is_present, output_names(case.outputs))):  # outputs of other names would be compared by their order
+        check_cache_outputs(runner.ports, runner.outputs, shown)
+    return run_case(case, runner, tolerance=tolerance)
 
 
 def run_case(case: StoredCase, runner: Runner, *, tolerance: float) -> CaseReport:

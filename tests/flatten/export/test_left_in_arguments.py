@@ -11,6 +11,7 @@ from yobx_flatten import export_onnx, export_program, pytree_dataclass, register
 from yobx_flatten.errors import GenerationError, RoundTripError
 from yobx_flatten.export.foreign_program import prove_program
 from yobx_flatten.huggingface.cache_names import cache_of, installed_name
+from yobx_flatten.runners.open import open_runner
 
 onnxruntime = pytest.importorskip("onnxruntime")
 
@@ -258,6 +259,11 @@ def test_a_module_that_reads_a_cache_for_a_score_names_the_option(tmp_path):
     report = export_onnx(Reads(), kwargs=given, path=tmp_path / "m.onnx", loop=False).report
     assert report.output_names == ["output"]
     assert export_program(Reads(), kwargs=given, loop=False).to_onnx(tmp_path / "n.onnx").ok
+    runner = open_runner(tmp_path / "n.onnx")
+    cache = {f"past_key_values.0.{name}": leaf for name, leaf in given["past_key_values"][0].items()}
+    assert torch.allclose(runner.run({"x": given["x"], **cache})["output"], Reads()(**given), atol=1e-5)
+    with pytest.raises(GenerationError, match=r"takes past_key_values\.0\.key and does not return"):
+        runner.step({"x": given["x"]}, runner.cache(cache))
 
 
 @pytest.mark.slow

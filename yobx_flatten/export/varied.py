@@ -137,7 +137,7 @@ class _Maker:
     """Makes values, and asks the module whether it accepts them."""
 
     def __init__(self, example: Example, traced: Traced, signature: Signature, leaves: _Leaves) -> None:
-        self._example, self._written, self._signature, self._leaves = example, traced.written, signature, leaves
+        self._example, self._traced, self._signature, self._leaves = example, traced, signature, leaves
         self._structured = _holds_transformers_model(example.module)
         # which reads rows that are not there, and says nothing
         self._reads_anything = any("embedding_bag" in str(node.target) for node in traced.program.graph.nodes)
@@ -271,7 +271,7 @@ class _Maker:
     def _share_of_nan(self, case: Case) -> float | None:
         """How much of the outputs is NaN; ``None`` where the module stops."""
         try:
-            steps = self._example.runs.steps(case, self._written, twice=True)
+            steps = self._example.runs.steps(case, self._traced.written, self._traced.left, twice=True)
         except InvalidArgumentError as error:
             self._refusal = f": {first_line(error.__cause__ or error)}"[:200]
             return None

@@ -123,14 +123,16 @@ class EagerRuns:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self.lost: dict[str, str] = {}  # what calls changed in their arguments and do not return, with the effect
-        self._kept: dict[tuple[int, frozenset[str], bool], tuple[Case, list[Step]]] = {}  # with the case, for its id
+        self._kept: dict[
+            tuple[int, frozenset[str], bool, bool], tuple[Case, list[Step]]
+        ] = {}  # with the case, for its id
         self._bytes = 0
 
     def steps(
         self, case: Case, written: Collection[str] = (), left: Left | None = None, *, twice: bool = False
     ) -> list[Step]:
         """The steps of a case, see `eager_steps`; those of short cases are computed once."""
-        key = id(case), frozenset(written), twice
+        key = id(case), frozenset(written), left is None, twice
         if key in self._kept:
             return _copied(self._kept[key][1])
         steps = eager_steps(self.module, case, written, left, twice=twice, lost=self.lost)

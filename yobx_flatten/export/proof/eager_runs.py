@@ -123,6 +123,7 @@ class EagerRuns:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self.lost: dict[str, str] = {}  # what calls changed in their arguments and do not return, with the effect
+        # with the case, for its id
         self._kept: dict[
             tuple[int, frozenset[str], bool, bool], tuple[Case, list[Step]]
         ] = {}  # with the case, for its id

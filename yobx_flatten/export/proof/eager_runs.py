@@ -124,9 +124,7 @@ class EagerRuns:
         self.module = module
         self.lost: dict[str, str] = {}  # what calls changed in their arguments and do not return, with the effect
         # with the case, for its id
-        self._kept: dict[
-            tuple[int, frozenset[str], bool, bool], tuple[Case, list[Step]]
-        ] = {}  # with the case, for its id
+        self._kept: dict[tuple[int, frozenset[str], bool, bool], tuple[Case, list[Step]]] = {}
         self._bytes = 0
 
     def steps(

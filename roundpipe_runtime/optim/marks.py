@@ -53,7 +53,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach()
-    size = min(tensor.numel(), flat.untyped_storage().nbytes() // flat.element_size() - flat.storage_offset())
+    flat, size = tensor.detach(), tensor.numel()
+    if not flat.is_contiguous():
+        size = min(size, flat.untyped_storage().nbytes() // flat.element_size() - flat.storage_offset())
     step = max(1, size // _SAMPLE)
     return flat.as_strided((min(_SAMPLE, size // step),), (step,)).clone().view(torch.uint8)

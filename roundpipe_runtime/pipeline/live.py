@@ -10,6 +10,7 @@ Objects are compared by identity and held, so that no other object gets the addr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import types
@@ -20,7 +21,15 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ModelReading", "OtherForward", "changed_layers", "own_forward", "read_model", "tensors_held"]
+__all__ = [
+    "ModelReading",
+    "OtherForward",
+    "changed_layers",
+    "own_forward",
+    "read_model",
+    "tensors_held",
+    "with_own_forwards",
+]
 
 # What every module has: parameters and buffers are read anew in each run, and hooks are shared.
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
@@ -52,6 +61,23 @@ def own_forward(module: nn.Module) -> Any:
     while isinstance(found, OtherForward):
         found = found.before
     return found
+
+
+@contextlib.contextmanager
+def with_own_forwards(model: nn.Module) -> Iterator[None]:
+    """Undo `forward_of` in the block, for a model and all modules in it."""
+    held = [(module.__dict__, module.__dict__.get("forward")) for module in model.modules()]
+    taken = [(own, forward) for own, forward in held if isinstance(forward, OtherForward)]
+    for own, forward in taken:
+        if forward.before is None:
+            del own["forward"]
+        else:
+            own["forward"] = forward.before
+    try:
+        yield
+    finally:
+        for own, forward in taken:
+            own["forward"] = forward
 
 
 class ModelReading:

@@ -19,7 +19,7 @@ from torch import nn
 
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
-from ...pipeline.live import tensors_held
+from ...pipeline.live import tensors_held, with_own_forwards
 from ..errors import CutError
 from .capture_old import collect_on_copy
 from .replaced_functions import rebind_functions
@@ -108,7 +108,8 @@ def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embedding
             memo.update((id(value), value) for value in _shared(module))
     keep_alive = list(memo.values())  # deepcopy looks objects up by id
     try:
-        made: nn.Module = copy.deepcopy(model, memo)
+        with with_own_forwards(model):  # a pipeline may be generating
+            made: nn.Module = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, ValueError, AttributeError, copy.Error) as error:
         raise CutError("copy", f"{type(model).__name__} cannot be copied: {error}") from error
     rebind_functions(made, memo)

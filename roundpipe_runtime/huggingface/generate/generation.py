@@ -14,7 +14,7 @@ from torch import nn
 from yobx_flatten.core.compare import relative_difference, tolerance
 from yobx_flatten.errors.failures import result_or
 
-from ...pipeline.live import OtherForward
+from ...pipeline.live import OtherForward, with_own_forwards
 from ..adapters import model_inside
 from ..configuration import text_config
 from ..cutting.caches import cache_argument, home
@@ -41,23 +41,6 @@ def forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             del held["forward"]
         else:
             held["forward"] = before
-
-
-@contextlib.contextmanager
-def with_own_forwards(model: nn.Module) -> Iterator[None]:
-    """Undo `forward_of` in the block, for a model and all modules in it."""
-    held = [(module.__dict__, module.__dict__.get("forward")) for module in model.modules()]
-    taken = [(own, forward) for own, forward in held if isinstance(forward, OtherForward)]
-    for own, forward in taken:
-        if forward.before is None:
-            del own["forward"]
-        else:
-            own["forward"] = forward.before
-    try:
-        yield
-    finally:
-        for own, forward in taken:
-            own["forward"] = forward
 
 
 def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:

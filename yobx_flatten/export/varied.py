@@ -180,6 +180,8 @@ class _Maker:
             base = resized_leaves(self._example, self._signature, sizes)
             if base is None:
                 continue
+            ordered = {name for name, leaf in self._leaves.items() if not leaf.is_complex() and _is_ordered(leaf)}
+            base = {name: leaf.sort(-1)[0] if name in ordered else leaf for name, leaf in base.items()}
             shapes = [f"{name} {tuple(leaf.shape)}" for name, leaf in base.items()]
             name = f"other sizes: {', '.join(shapes[:2])}{', ...' * (len(shapes) > 2)}"
             case, _ = self._accepted(name, base, _signed)

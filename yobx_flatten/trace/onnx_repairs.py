@@ -131,8 +131,9 @@ def _remainder_of_number(x: OnnxValue, divisor: float) -> OnnxValue:
 def _clamp(x: OnnxValue, least: float | None = None, most: float | None = None) -> OnnxValue:
     op = _operators()
     if not _is_float(x):
-        ends = [None if end is None else op.CastLike(op.Constant(value_int=int(end)), x) for end in (least, most)]
-        return op.Clip(x, *ends)
+        # an end may be a size, which is a value of the graph
+        held = [op.Constant(value_int=int(end)) if isinstance(end, (int, float)) else end for end in (least, most)]
+        return op.Clip(x, *[None if end is None else op.CastLike(end, x) for end in held])
     if least is not None and most is not None:
         return op.Clip(x, _like(least, x), _like(most, x))
     # of one end, onnxruntime takes the largest number of the type for the other, which infinity is beyond

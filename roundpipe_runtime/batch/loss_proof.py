@@ -152,10 +152,9 @@ class _Difference:
         trained = [loss for loss in losses if loss.requires_grad]
         if not trained or not self._leaves:
             return [0.0] * len(self._leaves)
-        found = list(
-            torch.autograd.grad(
-                trained, self._leaves, [torch.ones_like(one) for one in trained], True, allow_unused=True
-            )
+        ones = [torch.ones_like(one) for one in trained]
+        found: list[torch.Tensor | None] = list(
+            torch.autograd.grad(trained, self._leaves, ones, True, allow_unused=True)
         )
         norms = []
         while found:  # large ones are gone as soon as they are looked at
@@ -234,7 +233,7 @@ def _drawn(column: Column, draw: torch.Generator, extra: Sequence[int] = ()) -> 
     if value.is_floating_point():
         return (value * torch.rand(value.shape, generator=draw)).to(value.dtype)
     held = value.flatten() if column.others is None else torch.cat([value.flatten(), column.others.flatten()])
-    pool = torch.unique(torch.cat([held, torch.tensor(extra, dtype=value.dtype)]))
+    pool: torch.Tensor = torch.unique(torch.cat([held, torch.tensor(extra, dtype=value.dtype)]))
     return pool[torch.randint(len(pool), value.shape, generator=draw)]
 
 

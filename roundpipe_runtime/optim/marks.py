@@ -53,7 +53,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    flat, size = tensor.detach(), tensor.numel()
+    flat, size = tensor.detach(), int(tensor.numel())
     if not flat.is_contiguous():
         size = min(size, flat.untyped_storage().nbytes() // flat.element_size() - flat.storage_offset())
     step = max(1, size // _SAMPLE)

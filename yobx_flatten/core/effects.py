@@ -371,10 +371,11 @@ class _Slots(_Way):
         now = self.read(owner)
         for name, read in self._slots:
             descriptor: Any = read.__self__  # type: ignore[attr-defined] # of the slot
-            if name in before and now.get(name, owner) is not before[name]:
-                descriptor.__set__(owner, before[name])
-            elif name in now and name not in before:
-                descriptor.__delete__(owner)
+            with contextlib.suppress(AttributeError, TypeError):  # read only, as those of a partial
+                if name in before and now.get(name, owner) is not before[name]:
+                    descriptor.__set__(owner, before[name])
+                elif name in now and name not in before:
+                    descriptor.__delete__(owner)
 
     def spell(self, key: Any) -> str:
         return f".{key}"

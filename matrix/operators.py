@@ -1,6 +1,6 @@
 """Export operators and call each file with values unlike its example: ``python -m matrix.operators --help``.
 
-A file that computes other numbers than eager PyTorch, and says nothing, is what is looked for. What is recorded is not
+A file that computes other numbers than eager PyTorch, without an error, is what is looked for. What is recorded is not
 run again, unless ``--redo`` asks for it.
 """
 
@@ -33,7 +33,7 @@ _VERDICTS = {
     "right": "eager's numbers at all values",
     "refused": "an error of this package, before there is a file",
     "not exported": "an error of torch",
-    "wrong": "other numbers than eager's, and nothing says so",
+    "wrong": "other numbers than eager's, and no error",
 }
 _CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -41,13 +41,13 @@ _PAGE = """# Operators
 
 Each operator is exported by `export_onnx` with a harmless example, and the file is called in onnxruntime with values
 unlike it: zeros of both signs, negative and large numbers, infinities, NaN, ties, integers at both ends, masks with a
-row that sees nothing. Eager PyTorch says what is right (to a part of 1e-4); values that it refuses are left out.
+row that sees nothing. Eager PyTorch has the right values (to a part of 1e-4); values that it refuses are left out.
 `make operators` runs it, and continues where it stopped; this page is written from `data/{file}`, with {versions}.
 
 {counts}
 
 Repaired translations are in `yobx_flatten/trace/onnx_repairs.py`. What is wrong here is so in files of
-`torch.onnx.export` too: at values that an export does not try by itself, infinities and NaN above all. For one that
+`torch.onnx.export`, also: at values that an export does not try by itself, infinities and NaN above all. For one that
 your program meets, write the operator yourself:
 `export_onnx(..., translations={{torch.ops.aten.NAME.default: function}})`.
 
@@ -114,7 +114,7 @@ def _apart(module: torch.nn.Module, values: Values, path: pathlib.Path) -> str:
     given = {f"x{index}": one.numpy() for index, one in enumerate(values.inputs) if f"x{index}" in wanted}
     try:
         found = [torch.as_tensor(one) for one in session.run(None, given)]
-    except Exception as error:  # it stops, which is no wrong number; onnxruntime has no base class for its errors
+    except Exception as error:  # it stops, and returns no number; onnxruntime has no base class for its errors
         return "" if "sizes are refused" in str(error) else f"stops ({_first(error)[:80]})"
     for one, other in zip(expected, found, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype:
@@ -129,7 +129,7 @@ def page_of(results: Results, file: str) -> str:
     """Return the page of the results.
 
     Args:
-        results: of all operators.
+        results: the results of all operators.
         file: the name of their file.
     """
     held = {name: entry["columns"][_COLUMN] for name, entry in results.types.items()}

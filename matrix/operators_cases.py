@@ -1,7 +1,7 @@
 """Operators of PyTorch with an example and values unlike it: the cases of ``make operators``.
 
 The values are hard where translations are often wrong: zeros of both signs, negative numbers, infinities, NaN, ties,
-integers at both ends, masks with a row that sees nothing, near points. Eager PyTorch says what is right.
+integers at both ends, masks with a row that sees nothing, near points. Eager PyTorch has the right values.
 """
 
 from __future__ import annotations

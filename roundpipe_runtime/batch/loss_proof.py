@@ -7,7 +7,7 @@ A loss is computed for a few rows in one piece, and for the same rows in two une
     row 2             loss 0.99
 
 Weights for the parts (their rows; the items that losses of torch average over; 1) hold if they give the loss and all
-gradients of the rows in one piece. They have to hold for other values as well: labels that are exchanged, ignored in
+gradients of the rows in one piece. They also have to hold for other values: labels that are exchanged, ignored in
 part or whole, outputs that are larger and smaller. A loss that compares rows, or chooses them by values, passes with no
 weights.
 """

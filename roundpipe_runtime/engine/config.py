@@ -31,7 +31,7 @@ class RoundPipeRunConfig:
             leaf is a :class:`RoundPipePackedData`. Default: ``True``, concatenated along the batch.
         execute_plan: layers of each stage. Default: computed, and adapted to measured times.
         loss_reduction: how the losses of microbatches become that of the batch. ``"auto"``: such that loss and
-            gradients are those of the plain model; shown on a few rows, and computed of the joined outputs where no
+            gradients are those without a pipeline; shown on a few rows, and computed of the joined outputs where no
             weights fit. ``"mean"``: each is a mean over its rows, and the total is the mean over all rows. ``"sum"``:
             added, as RoundPipe does, for a script that divides by the number of microbatches. ``"joined"``: computed
             once, of the joined outputs of all microbatches. Default: ``"auto"``.

@@ -39,9 +39,7 @@ def keeps_texts_apart(model: nn.Module) -> bool | None:
     """Return whether a model computes the same for a text alone and behind another one in its row.
 
     It is called with both, on the host. Models with recurrent states carry them on, whatever the positions are.
-
-    Returns:
-        ``None`` if the model does not run on tokens alone.
+    ``None`` if the model does not run on tokens alone.
     """
     one, other = torch.tensor([[3, 4, 5, 6, 7]]), torch.tensor([[8, 9, 3, 5]])
     positions = torch.cat([torch.arange(5), torch.arange(4)])[None]

@@ -1,7 +1,7 @@
 """Refuse what looks for gradients at parameters, where copies have them: it would do nothing.
 
 torch's clipping would return 0, and an optimizer made of ``model.parameters()`` would change no weight. Both are
-checked where they are called, whoever made them.
+checked where they are called, by any class.
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     flat, size = tensor.detach(), int(tensor.numel())
     if not flat.is_contiguous():
-        size = min(size, flat.untyped_storage().nbytes() // flat.element_size() - flat.storage_offset())
+        held = flat.untyped_storage().nbytes() // flat.element_size() - int(flat.storage_offset())
+        size = min(size, held)
     step = max(1, size // _SAMPLE)
     return flat.as_strided((min(_SAMPLE, size // step),), (step,)).clone().view(torch.uint8)

@@ -216,7 +216,7 @@ class RoundPipe(OptimizedModel, SavedModel):
             input_kwargs: keyword arguments of the model.
             label: labels, split like the inputs.
             loss_fn: ``loss_fn(outputs, labels)`` of a microbatch: a tensor, a sequence of tensors, or a pair
-                ``(sum, weight)``. The loss of the batch is that of the plain model, unless ``loss_reduction`` of the
+                ``(sum, weight)``. The loss of the batch is that without a pipeline, unless ``loss_reduction`` of the
                 settings states otherwise. Default: the outputs are the loss.
             return_outputs: whether to also return the outputs, joined and detached.
             run_config: settings of this call, which override those of the model.

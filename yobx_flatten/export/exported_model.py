@@ -63,7 +63,7 @@ class ExportedModel:
             **kwargs: keyword arguments.
 
         Returns:
-            What the module returns. What the module leaves in its arguments, a longer cache say, this leaves there too.
+            What the module returns. A change of its arguments, such as a longer cache, is made in the given arguments.
         """
         found = self._runner.call(args, kwargs)
         source = self._source

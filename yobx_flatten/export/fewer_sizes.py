@@ -36,7 +36,7 @@ _Axis = tuple[str, int]  # name of a leaf of the inputs, axis
 
 
 def with_fewer_sizes(export: Callable[[Example, bool], _T], example: Example, stated: DynamicShapes) -> _T:
-    """Export an example; where torch fails, again with fewer sizes that vary. The report says which, and why."""
+    """Export an example; where torch fails, again with fewer sizes that vary. The report states which, and why."""
     # export: takes an example, and whether sizes of it were fixed here
     # stated: dynamic shapes of the caller, which are never changed
     first = _result(export, example, False)

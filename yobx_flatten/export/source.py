@@ -194,7 +194,7 @@ def _replayed(side: Side, example: Example, traced: Traced, varied: Sequence[Cas
         if found.error is None:
             kept.append(case)
             _add(found, report)
-        elif case.name != INFINITIES:  # it says so when it is called, as it has to
+        elif case.name != INFINITIES:  # the call itself ends in an error
             reason = " ".join(found.error.split())[:200]
             report.remark(f"the program refuses what the module accepts ({case.name}; {reason}).")
     return kept
@@ -216,7 +216,7 @@ def replay_cases(
 
 
 def _add(found: CaseResult, report: ExportReport) -> None:
-    """Put a result into the report: as a case, or as a remark where it is no failure."""
+    """Put a result into the report: as a case, or as a remark where it does not fail."""
     if found.case != INFINITIES or found.within(report.tolerance):
         report.cases.append(found)
         return

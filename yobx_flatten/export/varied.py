@@ -1,4 +1,4 @@
-"""Cases of other sizes and other values, for any module; the module itself says which of them it accepts.
+"""Cases of other sizes and other values, for any module; the module itself decides which of them it accepts.
 
 .. code-block:: text
 
@@ -44,7 +44,7 @@ _OF_EQUALS = ("aten.topk", "aten.sort", "aten.argsort", "aten.kthvalue", "aten.m
 _Leaves = Mapping[str, torch.Tensor]
 
 INFINITIES = "infinities"
-"""A case whose values few programs meet: where a file differs there, the report says so, and it is no failure."""
+"""A case whose values few programs meet: where a file differs there, a note states it, and the export does not fail."""
 
 _SMALL = 64
 """Inputs of fewer elements are made larger than by one: each has every kind of value next to every kind of another."""
@@ -69,7 +69,7 @@ def varied_cases(example: Example, traced: Traced, *, only_largest: bool = False
         return Varied()
     try:
         signature = signature_of(traced)
-    except InvalidArgumentError:  # a number varies, which is no tensor
+    except InvalidArgumentError:  # a number varies, and not a tensor
         return Varied(remarks=["other sizes and values were not replayed, since a number is among what varies."])
     found = tensors_of(example, signature)
     if not found or len(found) != len(signature.inputs):
@@ -139,7 +139,7 @@ class _Maker:
     def __init__(self, example: Example, traced: Traced, signature: Signature, leaves: _Leaves) -> None:
         self._example, self._traced, self._signature, self._leaves = example, traced, signature, leaves
         self._structured = _holds_transformers_model(example.module)
-        # which reads rows that are not there, and says nothing
+        # which reads rows that are not there, without an error
         self._reads_anything = any("embedding_bag" in str(node.target) for node in traced.program.graph.nodes)
         self._refusal = ""
         start = time.perf_counter()

@@ -1,7 +1,7 @@
 """Translations for operators that torch's ONNX exporter gets wrong at some values, or does not know.
 
 ``make operators`` finds such operators; its page lists what each does. What grows with the square of the length of an
-axis (``cumprod``, ``cummax``, ``logcumsumexp``) says so here: ONNX has no running form of them.
+axis (``cumprod``, ``cummax``, ``logcumsumexp``) is marked here: ONNX has no running form of them.
 """
 
 from __future__ import annotations

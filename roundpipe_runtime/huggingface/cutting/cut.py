@@ -60,7 +60,14 @@ class Cut:
     def of(
         cls, model: nn.Module, pieces: Sequence[nn.Module], report: CutReport, layers: Mapping[str, nn.Module]
     ) -> Cut:
-        """Return the cut of a model as it is now."""
+        """Return the cut of a model as it is now.
+
+        Args:
+            model: The model, which is read.
+            pieces: Modules of the pipeline, in order.
+            report: Result of the cut in words and numbers.
+            layers: Modules that were cut out, by name.
+        """
         made = cls(model, pieces, report, layers, _read(model, layers))
         made.sync()
         return made

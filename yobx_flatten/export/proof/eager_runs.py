@@ -57,7 +57,7 @@ def eager_steps(
     Afterwards the state of the module is restored; from step to step the module keeps its changes.
     """
     # left: what is returned in addition; nothing by default
-    # lost: gets what the module changes in its arguments and does not return; `None`, the default, for nobody
+    # lost: gets what the module changes in its arguments and does not return; `None`, the default, where no caller asks
     steps: list[Step] = []
     following = _following(module)
     first = named_for(forward_of(module), case.kwargs)

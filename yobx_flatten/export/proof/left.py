@@ -1,4 +1,4 @@
-"""What a call leaves in its arguments and does not return: a program returns it, and a file too.
+"""What a call leaves in its arguments and does not return: a program and a file return it.
 
 .. code-block:: text
 

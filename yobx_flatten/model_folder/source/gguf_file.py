@@ -94,7 +94,7 @@ def _check_counts(path: pathlib.Path) -> None:
     with path.open("rb") as file:
         size = path.stat().st_size
         version, tensors, entries = struct.unpack("<4xIQQ", file.read(24))
-        if not 2 <= version <= 3:  # big-endian files, whose version is no such number, are left to the library
+        if not 2 <= version <= 3:  # big-endian files, whose version is another number, are left to the library
             return
         if max(tensors, entries) > size:
             raise ValueError(f"it states {tensors:,} tensors and {entries:,} entries in {size:,} bytes")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -51,8 +51,8 @@ class DistributedPipeline:
         num_microbatch: number of microbatches of every batch.
         loss_fn: ``loss_fn(outputs, labels)`` of a microbatch, a tensor; given in every process. Default: the outputs
             are the loss.
-        loss_reduction: ``"sum"``, or ``"mean"``: each loss is a mean over its rows, and the total is the mean over all
-            rows.
+        loss_reduction: how the losses of microbatches become that of the batch: ``"mean"`` where each is a mean over
+            its rows, ``"sum"`` where they are added. Needed for :meth:`forward_backward` with several microbatches.
         example_args: positional arguments of a batch, in the process of stage 0; only classes and sizes count.
         example_kwargs: keyword arguments of a batch that the stages of this process get.
         example_outputs: output of one microbatch by stage, for a module that cannot be called on tensors without data.
@@ -89,7 +89,7 @@ class DistributedPipeline:
         *,
         num_microbatch: int,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
-        loss_reduction: str = "sum",
+        loss_reduction: Literal["mean", "sum"] | None = None,
         example_args: tuple[Any, ...] = (),
         example_kwargs: Mapping[str, Any] | None = None,
         example_outputs: Mapping[int, Any] | None = None,
@@ -99,7 +99,7 @@ class DistributedPipeline:
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        if loss_reduction not in ("sum", "mean"):
+        if loss_reduction not in ("sum", "mean", None):
             raise ConfigError(f'loss_reduction must be "sum" or "mean", found {loss_reduction!r}.')
         self._group, self._device = group, torch.device(device)
         self._line = StageLine(group)
@@ -147,9 +147,16 @@ class DistributedPipeline:
             SplitError: arguments or labels cannot be split into microbatches of the agreed size.
             StageError: a stage returned something other than what was agreed.
             LossError: the loss is not a number in a tensor.
+            ConfigError: ``loss_reduction`` was not given, and there are several microbatches.
             DistributedError: a stage of another process has failed, or its process is gone. Gradients of this batch may
                 be there in part.
         """
+        if self._reduction is None and self._num_microbatch > 1:
+            raise ConfigError(
+                "How the losses of microbatches become that of the batch was not given, and a mean that is added is "
+                f"{self._num_microbatch} times too large. State what loss_fn returns of its rows:\n"
+                '    DistributedPipeline(..., loss_reduction="mean")    # or "sum"'
+            )
         losses: list[torch.Tensor] = []
         with self._together():
             args, kwargs = check_call(input_args, input_kwargs)

@@ -100,7 +100,9 @@ def pairs(mine, of_reference):
 
 def made_of(stages, schedule):
     example = () if dist.get_rank() else batch(0)[:1]
-    return DistributedPipeline(stages, schedule, num_microbatch=MICROBATCHES, loss_fn=squares, example_args=example)
+    return DistributedPipeline(
+        stages, schedule, loss_reduction="sum", num_microbatch=MICROBATCHES, loss_fn=squares, example_args=example
+    )
 
 
 def plain_stages():
@@ -117,6 +119,7 @@ def plain_stages():
         pipeline = DistributedPipeline(
             stages,
             schedule,
+            loss_reduction="sum",
             num_microbatch=MICROBATCHES,
             loss_fn=squares,
             example_args=batch(0)[:1] if not rank else (),
@@ -182,6 +185,7 @@ def with_a_cache():
         pipeline = DistributedPipeline(
             {rank: own[rank]},
             Schedule1F1B,
+            loss_reduction="sum",
             num_microbatch=MICROBATCHES,
             loss_fn=squares,
             example_args=made(0)[:1] if not rank else (),
@@ -301,6 +305,7 @@ def errors():
         return DistributedPipeline(
             mine,
             schedule,
+            loss_reduction="sum",
             num_microbatch=microbatches,
             loss_fn=nn.functional.mse_loss,
             example_args=() if rank else (example,),
@@ -349,7 +354,7 @@ def failing():
         torch.manual_seed(rank)
         module = Fails()
         pipeline = DistributedPipeline(
-            {rank: module}, SCHEDULES[name], num_microbatch=4, loss_fn=nn.functional.mse_loss,
+            {rank: module}, SCHEDULES[name], loss_reduction="sum", num_microbatch=4, loss_fn=nn.functional.mse_loss,
             example_args=(x,) if rank == 0 else (),
         )  # fmt: skip
         pipeline.forward_backward(**given)
@@ -374,11 +379,22 @@ def alone():
     found = {}
     for name, first in (("static part", CountsRows()), ("sizes", Longer())):
         pipeline = DistributedPipeline(
-            {0: first, 1: Last()}, ScheduleInterleaved1F1B, num_microbatch=2, loss_fn=squares, example_args=(x,)
+            {0: first, 1: Last()},
+            ScheduleInterleaved1F1B,
+            loss_reduction="sum",
+            num_microbatch=2,
+            loss_fn=squares,
+            example_args=(x,),
         )
         found[name] = error_of(lambda made=pipeline: made.forward_backward((x,), label=torch.ones(8, 3)))
-    pipeline = DistributedPipeline({0: nn.Linear(8, 8)}, ScheduleGPipe, num_microbatch=2, example_args=(x,))
+    pipeline = DistributedPipeline(
+        {0: nn.Linear(8, 8)}, ScheduleGPipe, loss_reduction="sum", num_microbatch=2, example_args=(x,)
+    )
     found["no number"] = error_of(lambda: pipeline.forward_backward((x,)))
+    unstated = DistributedPipeline(
+        {0: nn.Linear(8, 8)}, ScheduleGPipe, num_microbatch=2, loss_fn=nn.functional.mse_loss, example_args=(x,)
+    )
+    found["no reduction"] = error_of(lambda: unstated.forward_backward((x,), label=x))
     return found
 
 

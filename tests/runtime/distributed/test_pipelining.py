@@ -131,6 +131,12 @@ def test_a_loss_is_one_number(one):
     )
 
 
+def test_losses_of_microbatches_are_not_added_unasked(one):
+    """A mean loss was multiplied by the number of microbatches, silently."""
+    assert "a mean that is added is 2 times too large" in one["alone"]["no reduction"]
+    assert 'loss_reduction="mean"' in one["alone"]["no reduction"]
+
+
 def test_making_a_pipeline_runs_no_module(one):
     """Buffers, random numbers and counters stay as they were."""
     assert one["untouched"]

@@ -250,11 +250,11 @@ class DiskStore(ParameterStore):
         stepped = (self.note_published() or stepped) and not self._has_stepped
         self._has_stepped = False
         self._move()
-        if not stepped:
-            self.adopt()
         for name, parameter in self._with_master():
             master = self._masters[name]
             is_left = master.agrees(parameter) and not stepped
+            if not stepped:
+                master.adopt(parameter)  # one after the other, as all at once would fill the memory
             master.agree(parameter, stepped=stepped)
             if not is_left:
                 self.memory.leave([parameter, master.tensor])

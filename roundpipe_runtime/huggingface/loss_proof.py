@@ -68,9 +68,18 @@ class SomeRows:
     state: CutState | None = None  # what the layers returned; `None` for a model in one piece
 
     def widened(self) -> SomeRows:
-        """Return rows whose tensors of 16 bits have 32, as rounding would hide wrong weights."""
+        """Return rows whose tensors of 16 bits have 32, as rounding would hide wrong weights.
+
+        What the layers returned are leaves, in which gradients end: the parameters behind them may all be frozen.
+        """
         args, kwargs = pytree.tree_map_only(torch.Tensor, _wide, (self.args, self.kwargs))
-        return dataclasses.replace(self, args=args, kwargs=kwargs)
+        state = self.state
+        if state is not None:
+            values = {key: _wide(value.detach()) for key, value in state.values.items()}
+            for value in values.values():
+                value.requires_grad_(value.is_floating_point())
+            state = dataclasses.replace(state, values=values)
+        return dataclasses.replace(self, args=args, kwargs=kwargs, state=state)
 
 
 def gives_loss(piece: nn.Module, state: CutState, options: CallOptions) -> bool:

@@ -7,8 +7,6 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["lazy_names"]
-
 
 def lazy_names(
     names: dict[str, Any], homes: Sequence[str], special: Mapping[str, Callable[[str], Any]] | None = None

@@ -11,8 +11,6 @@ from ..errors import ConfigError
 from .flat import FlatTree
 from .packed import RoundPipePackedData
 
-__all__ = ["check_call", "check_labels", "check_loss_fn"]
-
 
 def check_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Check the arguments of ``forward_backward`` and return them as positional and keyword arguments of the model.

@@ -14,8 +14,6 @@ from torch.overrides import TorchFunctionMode
 from yobx_flatten.private_names.of_torch import DisableTorchFunction
 from yobx_flatten.recipe.aliases import Kwargs
 
-__all__ = ["Items", "count_items"]
-
 Counted: TypeAlias = Literal["tokens", "labels", "rows"]
 
 _AVERAGING: dict[Callable[..., Any], Counted] = {

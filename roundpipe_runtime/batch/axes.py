@@ -22,8 +22,6 @@ from .entries import Entry
 from .packed import RoundPipePackedData
 from .spec import Rules, format_value, is_below
 
-__all__ = ["BatchAxes", "batch_axes"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchAxes:

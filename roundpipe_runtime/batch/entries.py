@@ -19,8 +19,6 @@ from .flat import FlatTree
 from .packed import RoundPipePackedData, counted_rows, known_rows
 from .spec import Rule, is_below, rule_for
 
-__all__ = ["Entry", "check_registered", "entries_of", "entries_of_flat", "is_cache"]
-
 # Leaves of these types hold nothing that torch would have to flatten; a batch mostly has no others.
 _CLOSED = frozenset(
     {torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes, type(None), RoundPipePackedData, HeldMask}

@@ -17,8 +17,6 @@ from yobx_flatten.private_names.of_torch import pytree
 
 from ..device.block_masks import HeldMask, held, is_block_mask, leaf_test
 
-__all__ = ["FlatBatch", "FlatMicrobatch", "FlatTree"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatTree:

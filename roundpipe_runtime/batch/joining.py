@@ -16,8 +16,6 @@ from yobx_flatten.trees import Leaf
 from ..errors import JoinError
 from .spec import Rule, Rules, is_below, read_rules, rule_for
 
-__all__ = ["common_spec", "join"]
-
 
 def join(
     outputs: Sequence[Any],

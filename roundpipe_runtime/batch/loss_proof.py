@@ -25,8 +25,6 @@ import torch
 from yobx_flatten.core.compare import tolerance
 from yobx_flatten.errors.failures import result_or
 
-__all__ = ["Column", "NotProvenError", "Part", "Proof", "Way", "prove", "variants"]
-
 Way: TypeAlias = Literal["rows", "items", "sum"]
 
 

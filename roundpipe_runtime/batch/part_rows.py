@@ -18,8 +18,6 @@ from .entries import Entry, entries_of
 from .packed import RoundPipePackedData
 from .spec import sizes
 
-__all__ = ["check_packed_counts", "check_packed_rows", "rows_of_parts", "rows_with_packed"]
-
 Rows = tuple[int, ...]
 
 

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["changes_with_others", "mixes_rows", "rows_of", "taken"]
-
 # How far rounding goes: parts are computed by other kernels, one layer after the other.
 _TOLERANCE = {torch.float16: 3e-2, torch.bfloat16: 0.15}
 _USUAL = 1e-3

@@ -14,22 +14,9 @@ from ..errors import SplitError
 from .axes import BatchAxes, batch_axes
 from .entries import Entry, check_registered, entries_of, entries_of_flat
 from .flat import FlatBatch, FlatMicrobatch
-from .joining import join
 from .packed import RoundPipePackedData
 from .part_rows import check_packed_counts, check_packed_rows, rows_of_parts, rows_with_packed
-from .spec import Replicate, Rules, TensorChunkSpec, format_value, read_rules, sizes
-
-__all__ = [
-    "Microbatch",
-    "Replicate",
-    "RoundPipePackedData",
-    "TensorChunkSpec",
-    "infer_batch_size",
-    "join",
-    "sizes",
-    "split",
-    "split_flat",
-]
+from .spec import Rules, format_value, read_rules, sizes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

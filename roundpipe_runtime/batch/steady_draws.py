@@ -9,8 +9,6 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["NoDropout", "SteadyDraws"]
-
 _DROPOUTS = (functional.dropout, functional.alpha_dropout, functional.feature_alpha_dropout, functional.dropout1d,
              functional.dropout2d, functional.dropout3d)  # fmt: skip
 

@@ -23,8 +23,6 @@ from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass
 from .errors import CheckpointError
 from .shards import is_sharded
 
-__all__ = ["decode", "encode"]
-
 
 def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:
     """Encode a value for JSON; its tensors are stored separately, under names made from their key paths.

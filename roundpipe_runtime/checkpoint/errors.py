@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ..errors import RoundPipeError, RoundPipeWarning
 
-__all__ = ["CheckpointError", "CheckpointWarning", "DamagedCheckpointError"]
-
 
 class CheckpointError(RoundPipeError, ValueError):
     """A state cannot be stored, or a checkpoint does not fit the objects that it is loaded into."""

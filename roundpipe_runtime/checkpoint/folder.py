@@ -26,18 +26,6 @@ from ..device.outcome import on_error
 from .errors import CheckpointError
 from .manifest import MANIFEST, is_complete, write_manifest
 
-__all__ = [
-    "appearing",
-    "checkpoints_in",
-    "is_checkpoint",
-    "next_path",
-    "only_writer",
-    "remove_checkpoint",
-    "remove_leftovers",
-    "remove_old",
-    "writing_path",
-]
-
 _NAME = re.compile(r"checkpoint-(\d{8,})")
 _HELD = ".writing"
 _LEFTOVER = re.compile(r"\.checkpoint-\d+\.(writing|leaving)")

@@ -16,8 +16,6 @@ from torch import nn
 from ..device.composite import is_composite, parts_of, plain_numbers, states_of
 from .errors import CheckpointError
 
-__all__ = ["check_frozen", "digests_of_frozen", "names_left_out"]
-
 
 def names_left_out(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
     """Return the names in a state dict that stand for frozen weights in few bits, with their scales."""

@@ -34,8 +34,6 @@ from .save import finish_writing, training_objects
 from .tensor_files import need_safetensors, open_tensors
 from .training_state import TRAINING, TrainingObjects, read_training, read_weights
 
-__all__ = ["load_checkpoint"]
-
 
 def load_checkpoint(
     folder: str | os.PathLike[str],

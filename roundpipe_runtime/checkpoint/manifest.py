@@ -13,8 +13,6 @@ from yobx_flatten.files.flush import flush_tree
 
 from .errors import CheckpointError, DamagedCheckpointError
 
-__all__ = ["MANIFEST", "describe_files", "is_complete", "verify", "write_manifest"]
-
 MANIFEST = "checkpoint.json"
 _VERSION = 1
 

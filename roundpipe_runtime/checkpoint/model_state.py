@@ -20,20 +20,6 @@ from .errors import CheckpointError
 from .frozen_weights import check_frozen, digests_of_frozen, names_left_out
 from .tensor_files import open_tensors
 
-__all__ = [
-    "check_masters",
-    "check_model",
-    "check_progress",
-    "check_writes_at_once",
-    "collect_parameters",
-    "collect_progress",
-    "load_weights",
-    "optimizer_targets",
-    "restore_parameters",
-    "restore_progress",
-]
-
-
 # Bytes of parameters that are loaded to a disk at a time.
 _PART = 64 * 2**20
 

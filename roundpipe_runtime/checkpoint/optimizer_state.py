@@ -10,8 +10,6 @@ import torch
 from ..optim.disk_store import hold_on_disk
 from .errors import CheckpointError
 
-__all__ = ["check_optimizer", "named_state", "restore_optimizer"]
-
 
 def named_state(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return the state of an optimizer, by name."""

@@ -16,8 +16,6 @@ from .shards import is_sharded
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["CheckpointRanks", "ranks_of"]
-
 _Result = TypeVar("_Result")
 
 # by ranks, with the job: a group is made once, by all of them, and is used for one checkpoint at a time

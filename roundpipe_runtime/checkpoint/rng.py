@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_random_state", "random_state", "restore_random_state"]
-
 
 def random_state() -> dict[str, Any]:
     """Return the states of all generators that are in use. torch's also holds the seed from which dropout counts."""

@@ -26,8 +26,6 @@ from .ranks import CheckpointRanks, ranks_of
 from .tensor_files import need_safetensors
 from .training_state import TrainingObjects, TrainingState, collect_state, read_training
 
-__all__ = ["Checkpoint", "finish_writing", "list_checkpoints", "save_checkpoint", "training_objects"]
-
 _LOG = logging.getLogger("roundpipe_runtime")
 _AS_THEY_WERE = "While {} was written. The checkpoints before it are as they were."
 _WRITER = Worker("checkpoint")  # its thread starts with the first checkpoint in the background

@@ -25,8 +25,6 @@ from .errors import DamagedCheckpointError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["SHARDS", "cut_like", "is_sharded", "own_copies", "read_shards", "write_shards"]
-
 SHARDS = "shards"
 
 

@@ -23,8 +23,6 @@ from ..device.disk import disk_of, leave
 # Bytes of a file with tensors that live on a disk: so many are in memory while it is written.
 _SHARD_OF_DISK = 128 * 2**20
 
-__all__ = ["need_safetensors", "open_tensors", "write_tensors"]
-
 
 def need_safetensors() -> None:
     """Raise an error if safetensors is not installed."""

@@ -38,18 +38,6 @@ import sys
 
 from ..pipeline import wrapped_model
 
-__all__ = [
-    "TRAINING",
-    "TrainingObjects",
-    "TrainingState",
-    "collect_state",
-    "config_files",
-    "read_training",
-    "read_values",
-    "read_weights",
-    "write_values",
-]
-
 _TRAINING = "training"
 TRAINING = f"{_TRAINING}.json"
 

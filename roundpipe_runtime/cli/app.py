@@ -27,8 +27,6 @@ from .plan.command import plan
 from .timeline import timeline
 from .train.command import train
 
-__all__ = ["app", "run"]
-
 
 def _version(asked: bool) -> None:
     if asked:

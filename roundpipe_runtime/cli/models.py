@@ -9,8 +9,6 @@ from yobx_flatten.model_folder.source.find import find_model
 
 from ..fine_tune import ModelSource, model_source
 
-__all__ = ["source_of"]
-
 
 def source_of(name: str, *, weights: bool = True) -> ModelSource:
     """Return a model that is not loaded yet."""

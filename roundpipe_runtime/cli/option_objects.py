@@ -10,8 +10,6 @@ from typing import Any, TypeVar, get_type_hints
 
 import typer
 
-__all__ = ["flat_options", "option", "takes_options"]
-
 T = TypeVar("T")
 
 

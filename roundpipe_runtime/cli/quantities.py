@@ -8,8 +8,6 @@ from typing import Literal
 
 from yobx_flatten.terminal.failures import UserError
 
-__all__ = ["format_count", "format_seconds", "parse_bits", "parse_bytes", "parse_gigabytes"]
-
 _UNITS = {
     **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))},
     **{unit: 1024**power for power, unit in enumerate(("b", "kib", "mib", "gib", "tib"))},

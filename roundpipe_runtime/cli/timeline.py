@@ -18,8 +18,6 @@ from ..timeline.picture import save_picture
 from ..timeline.totals import DeviceTotals, StageTotals, device_totals, stage_totals
 from .quantities import format_seconds
 
-__all__ = ["timeline"]
-
 
 def timeline(
     files: Annotated[

@@ -33,8 +33,6 @@ from .events import NOW, Event
 from .outcome import noting
 from .worker import Worker
 
-__all__ = ["PIECE", "AcceleratorDevice", "copy_in_pieces", "is_held_elsewhere", "memory_info"]
-
 # Bytes of one piece of a parameter: a link finishes a copy that it began, so an activation waits this long at most.
 PIECE = 32 * 1024**2
 

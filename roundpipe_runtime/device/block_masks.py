@@ -22,8 +22,6 @@ import torch
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import PyTree
 
-__all__ = ["HeldMask", "cut_mask", "held", "is_block_mask", "leaf_test", "parts_of_mask"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class HeldMask:

@@ -12,8 +12,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["HOST_CLOCK", "Clock", "EventClock", "HostClock"]
-
 
 class Clock(Protocol):
     """A clock of one device, for one run."""

@@ -23,19 +23,6 @@ from yobx_flatten.private_names.of_torch import DisableTorchFunctionSubclass, is
 
 from ..errors import ConfigError
 
-__all__ = [
-    "Rebuilding",
-    "StateSlot",
-    "all_tensors",
-    "is_composite",
-    "is_wrapper",
-    "memory_of",
-    "parts_of",
-    "plain_numbers",
-    "states_of",
-    "stored_bytes",
-]
-
 # What every module has: parameters, buffers, hooks and modes.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 

@@ -32,8 +32,6 @@ from . import pages
 from .disk_folder import full_disk, open_scratch
 from .worker import Worker
 
-__all__ = ["DiskMemory", "disk_of", "in_groups", "keep_with", "leave", "memory_for", "passing"]
-
 # Bytes at which a tensor begins: a page for those that fill one.
 _ALIGNMENT = 64
 

@@ -15,8 +15,6 @@ from yobx_flatten.errors.messages import format_bytes
 
 from ..errors import ConfigError
 
-__all__ = ["HOST_IN_MEMORY", "check_host", "disk_folder", "full_disk", "open_scratch"]
-
 HOST_IN_MEMORY = "memory"
 _PREFIX = "disk:"
 

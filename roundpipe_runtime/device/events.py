@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-__all__ = ["NOW", "Event"]
-
 
 class Event(Protocol):
     """An event of a device, with the interface of a future."""

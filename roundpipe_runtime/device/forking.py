@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any, TypeVar
 
-__all__ = ["free_after_fork"]
-
 L = TypeVar("L")
 
 _LOCKS: list[Any] = []

@@ -12,8 +12,6 @@ import torch
 
 from .forking import free_after_fork
 
-__all__ = ["generator_alone", "generator_kept", "generator_lock"]
-
 # A layer that has the generator may call another pipeline, and waits for its threads. They know by their context, and
 # take turns among themselves.
 _CPU_GENERATOR = free_after_fork(threading.RLock())

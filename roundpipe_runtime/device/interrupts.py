@@ -10,8 +10,6 @@ from concurrent.futures import Future
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-__all__ = ["Uninterrupted", "error_of", "is_done", "wait_for"]
-
 T = TypeVar("T")
 
 

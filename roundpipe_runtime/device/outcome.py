@@ -9,8 +9,6 @@ from types import TracebackType
 
 from .worker import add_note_once
 
-__all__ = ["Outcome", "noting", "on_error"]
-
 
 class Outcome:
     """Keeps the error of a block until other ranks know of it; who made it raises it then.

@@ -13,8 +13,6 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["drop_cached", "fetch", "page_out", "ranges_of", "release", "return_freed", "write_out"]
-
 # Constants of Linux that the mmap module does not have.
 _PAGE_OUT, _POPULATE_READ = 21, 22
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4

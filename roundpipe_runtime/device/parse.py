@@ -18,6 +18,7 @@ from .virtual import VirtualDevice
 
 __all__ = ["DeviceSpec", "parse_devices"]
 
+
 DeviceSpec: TypeAlias = "str | torch.device | Sequence[torch.device | str | Device] | None"
 
 # One object, so one thread, per accelerator and process, for as long as a pipeline holds it.

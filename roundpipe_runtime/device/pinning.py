@@ -17,8 +17,6 @@ from .composite import all_tensors, is_composite, memory_of, parts_of, plain_num
 from .protocol import Device
 from .slabs import PinnedMemory
 
-__all__ = ["PinnedModel"]
-
 
 class PinnedModel:
     """Keeps the parameters and buffers of a model in pinned memory where one of its devices is an accelerator."""

@@ -13,8 +13,6 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
-__all__ = ["PinnedMemory", "plan_slabs"]
-
 # Bytes at which a tensor begins, for the instructions of the host and the transfers of a device.
 _ALIGNMENT = 64
 

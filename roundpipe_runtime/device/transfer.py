@@ -22,18 +22,6 @@ from .block_masks import is_block_mask, leaf_test, parts_of_mask
 from .events import Event
 from .protocol import Device
 
-__all__ = [
-    "HostCopies",
-    "HostValue",
-    "Static",
-    "TreeStructure",
-    "fetch",
-    "flatten_value",
-    "send",
-    "separate",
-    "shapes_of",
-]
-
 
 class Static:
     """Base of classes that promise to hold no tensor: their objects are passed on unchanged."""

@@ -21,6 +21,7 @@ from .worker import Worker
 
 __all__ = ["VirtualDevice"]
 
+
 _POISON_INTEGER = 0x5A
 
 # It keeps no state, so all threads may be in it at once.

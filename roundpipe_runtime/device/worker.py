@@ -18,8 +18,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..errors import DeviceError
 
-__all__ = ["Mailbox", "StoppedRun", "Worker", "add_note_once", "collect"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

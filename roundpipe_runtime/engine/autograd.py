@@ -21,8 +21,6 @@ from ..errors import StageError
 from ..schedule.round_robin import Stage
 from .run import Run
 
-__all__ = ["Executor", "arrived", "call", "check_not_transformed", "return_outputs"]
-
 
 class Executor(Protocol):
     """The interface of an engine that runs stages, and knows of optimizer steps."""

@@ -12,8 +12,6 @@ from ..device.transfer import HostValue
 from .parameters.on_device import Gradients
 from .run import Run
 
-__all__ = ["Call", "Cutting"]
-
 
 class Cutting(NamedTuple):
     """A batch in microbatches."""

@@ -17,8 +17,6 @@ from .parameters.on_device import Buffers, Gradients
 from .recompute.attributes import LayerAttributes
 from .shared_views import Shared
 
-__all__ = ["RUNS_AGAIN", "Collected", "Copies", "WrittenBuffers"]
-
 # Attribute of layers whose forward runs the code of earlier ones again, from its start: these have the same object in
 # it. They write the same values into the same buffers, so those of the first one count.
 RUNS_AGAIN = "_rp_runs_again"

@@ -16,8 +16,6 @@ from torch import nn
 
 from ..errors import ConfigError
 
-__all__ = ["NOT_COMPILED", "TO_COMPILE", "CompiledLayers", "check_compile_options"]
-
 # Attribute of layers that call another module, which is compiled in their place; `None` where nothing is compiled.
 TO_COMPILE = "_rp_to_compile"
 

@@ -19,8 +19,6 @@ from .run import Run
 from .stage.copies import CopyVisit
 from .stage.visit import Visit, run_stage
 
-__all__ = ["Dispatch"]
-
 # Pipelines may share devices. All stages of a run are handed out in one go: then every device has them in the same
 # order, and no two runs can wait for each other.
 _DISPATCH = free_after_fork(threading.Lock())

@@ -39,8 +39,6 @@ from .rows import RowCheck, RowTrial, few_rows, set_apart
 from .run import Run
 from .run_spec import Trial
 
-__all__ = ["Engine", "in_two_passes"]
-
 # Microbatches of one row that are enough to compare some of them with all.
 _FEW = 3
 

@@ -12,8 +12,6 @@ from yobx_flatten.private_names.of_torch import pytree
 from ..device.transfer import HostValue, separate
 from .run import Run
 
-__all__ = ["PinnedCopies", "feed_inputs", "host_value"]
-
 # Tensors of a batch and their copies in pinned memory, by the identity of the tensor.
 PinnedCopies: TypeAlias = dict[int, tuple[torch.Tensor, torch.Tensor]]
 

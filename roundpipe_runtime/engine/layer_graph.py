@@ -11,15 +11,6 @@ import torch
 
 from ..device.transfer import TreeStructure
 
-__all__ = [
-    "LayerGraph",
-    "Values",
-    "enter",
-    "is_refused_write",
-    "other_leaves",
-    "plain",
-]
-
 
 @dataclasses.dataclass(slots=True)
 class Values:

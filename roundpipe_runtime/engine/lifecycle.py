@@ -52,8 +52,6 @@ from .run import Run
 from .run_spec import RunSpec
 from .timer import Timer
 
-__all__ = ["RunLifecycle"]
-
 
 class RunLifecycle:
     """Prepares, executes and commits runs of the layers of one model on its devices."""

@@ -19,18 +19,6 @@ from ..errors import StageError
 from ..optim.parameters import LayerContents
 from .layer_graph import other_leaves
 
-__all__ = [
-    "HOST_PARAMETER",
-    "Digest",
-    "check_leaves",
-    "check_repeated",
-    "digest",
-    "is_compared",
-    "is_digested",
-    "is_due",
-    "watch_escaped",
-]
-
 # Sums of the numbers of a tensor with random signs, and the norm of the tensor.
 Digest: TypeAlias = list[torch.Tensor]
 

@@ -36,8 +36,6 @@ from ..errors import JoinError, LossError, RoundPipeWarning, SplitError, warn
 from .layer_graph import other_leaves
 from .repeats import Repeats, state_of
 
-__all__ = ["JoinedLossError", "LossChecks", "Sample", "loss_code", "sample_of"]
-
 # Rows that are enough for two parts with different numbers of rows.
 _ROWS = 3
 

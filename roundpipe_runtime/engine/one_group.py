@@ -28,8 +28,6 @@ from .config import RoundPipeRunConfig
 from .inputs import feed_inputs
 from .run import Run
 
-__all__ = ["GroupEngine", "OneGroup"]
-
 
 class GroupEngine(Protocol):
     """The part of an engine that runs and commits one group."""

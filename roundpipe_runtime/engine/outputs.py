@@ -15,8 +15,6 @@ from ..device.outcome import noting
 from .config import RoundPipeRunConfig
 from .run import Run
 
-__all__ = ["merge_outputs", "outputs_of"]
-
 
 def outputs_of(run: Run) -> list[Any]:
     """Return the output of each microbatch of a run that has ended."""

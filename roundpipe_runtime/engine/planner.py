@@ -17,8 +17,6 @@ from ..optim.tables import LargeTables, TableRule, needed_bytes, rule_for
 from ..schedule.costs import LayerCost, MeasuredCosts, analytic_cost
 from ..schedule.plan import ModelExecutePlan, RunType
 
-__all__ = ["FOR_PARAMETERS", "Planner", "bytes_to_keep", "guessed_costs", "stage_limit"]
-
 # Seconds of a forward on the CPU below which two threads are slower than one: torch gives the interpreter's lock away
 # at each operator, so they would take it from each other all the time.
 _BRIEF = 150e-6

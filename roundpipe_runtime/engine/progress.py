@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = ["PipelineProgress"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PipelineProgress:

@@ -13,8 +13,6 @@ from torch import nn
 from .caller_state import values_of
 from .looks import is_due
 
-__all__ = ["Repeats", "state_of"]
-
 # Changes that are followed at once; after them, the 16th, the 32nd, ...: some attributes change in every call.
 _CHANGES = 8
 

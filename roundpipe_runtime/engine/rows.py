@@ -39,8 +39,6 @@ from .recompute.attributes import LayerAttributes
 from .repeats import Repeats, state_of
 from .run_spec import Trial
 
-__all__ = ["CannotTryError", "RowCheck", "RowTrial", "Rows", "few_rows", "first_that_mixes", "set_apart"]
-
 # Rows that are enough for two parts with different numbers of rows, and for two with several rows each.
 _FEW, _SEVERAL = 3, 4
 

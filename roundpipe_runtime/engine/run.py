@@ -26,8 +26,6 @@ from .recompute.draws import Draws
 from .run_spec import RunSpec
 from .timer import Timer
 
-__all__ = ["Run"]
-
 
 @dataclasses.dataclass
 class Run:

@@ -19,8 +19,6 @@ from .compiled import NOT_COMPILED, CompiledLayers
 from .parameters.on_device import Gradients
 from .recompute.states import call_seed
 
-__all__ = ["RunSpec", "Trial"]
-
 Trial: TypeAlias = Literal["parts", "others"]
 
 

@@ -16,8 +16,6 @@ import torch
 
 from ..errors import StageError
 
-__all__ = ["Shared", "check_writes", "passed_on", "shared_views"]
-
 
 class _Place(NamedTuple):
     """A tensor in its memory."""

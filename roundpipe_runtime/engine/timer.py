@@ -11,9 +11,6 @@ from ..device.protocol import Device
 from ..schedule.costs import MeasuredCosts
 from ..timeline.record import Timeline
 
-__all__ = ["Span", "Timer"]
-
-
 _NOT_MEASURED = contextlib.nullcontext()
 
 

@@ -12,8 +12,6 @@ from ..engine.config import RoundPipeRunConfig
 from ..pipeline import RoundPipe
 from ..schedule.plan import ModelExecutePlan
 
-__all__ = ["call_seconds"]
-
 _LAYERS, _MICROBATCHES, _WIDTH = 16, 4, 8
 _REPEATS = 5
 

@@ -9,8 +9,6 @@ from typing import TypeAlias
 
 import torch
 
-__all__ = ["DeviceRates", "measure_device"]
-
 _BYTES_OF_PARAMETER = 2
 
 # Bytes of a copy that is measured, and rows of a matrix.

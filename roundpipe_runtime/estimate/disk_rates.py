@@ -10,8 +10,6 @@ import torch
 
 from ..device.disk import DiskMemory
 
-__all__ = ["DiskRates", "measure_disk"]
-
 _PIECE = 32 * 2**20  # bytes that are read or written at a time
 _LONG_ENOUGH = 0.3  # seconds, after which no further piece is begun
 _MOST = 32  # pieces

@@ -18,8 +18,6 @@ from .hardware import Hardware
 from .layer_footprint import LayerFootprint
 from .memory_estimate import HostMemory
 
-__all__ = ["DiskUse", "disk_use", "on_disk", "optimizer_seconds"]
-
 # Bytes that may wait to be written before the host waits, as in `roundpipe_runtime.device.disk`.
 _BACKLOG = 256 * 2**20
 

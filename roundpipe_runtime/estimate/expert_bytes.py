@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .layer_footprint import LayerFootprint
 
-__all__ = ["expected_share", "unread_bytes"]
-
 # The share of the experts up to which the runtime uploads them on demand, as `engine/parameters/routed` has it.
 MOST_READ = 0.75
 

@@ -15,8 +15,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from yobx_flatten.private_names.of_torch import TorchDispatchMode, pytree
 
-__all__ = ["Footprint", "storage_bytes"]
-
 _ATEN = torch.ops.aten
 
 

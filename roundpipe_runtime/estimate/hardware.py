@@ -15,18 +15,6 @@ from ..device.accelerator import memory_info
 from ..device.parse import parse_devices
 from ..errors import ConfigError
 
-__all__ = [
-    "Hardware",
-    "copy_rate",
-    "cores",
-    "describe_hardware",
-    "device_kind",
-    "device_names",
-    "host_memory_available",
-    "host_memory_rate",
-    "matmul_rate",
-]
-
 # What is assumed of a device that is not here, unless it is given: a card of a workstation over PCIe 4.
 _ASSUMED_FLOPS = 100e12
 _ASSUMED_LINK = 20e9

@@ -15,8 +15,6 @@ from ..schedule.round_robin import Stage
 from .layer_footprint import LayerFootprint
 from .memory_estimate import visit_bytes
 
-__all__ = ["JoinedLoss", "joined_loss"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JoinedLoss:

@@ -18,8 +18,6 @@ from ..engine.planner import FOR_PARAMETERS, bytes_to_keep
 from ..schedule.round_robin import Stage
 from .layer_footprint import LayerFootprint
 
-__all__ = ["KeptBytes", "kept_bytes", "room_to_keep"]
-
 
 class KeptBytes(NamedTuple):
     """Bytes of a layer that stay on each device."""

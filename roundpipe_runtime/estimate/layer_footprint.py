@@ -22,8 +22,6 @@ from .footprint import Footprint, storage_bytes
 from .meta_kernels import device_kernels
 from .meta_tables import Parts, standing_tables
 
-__all__ = ["LayerFootprint", "measure_layers"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerFootprint:

@@ -14,8 +14,6 @@ from yobx_flatten.files.scratch import write_text
 from ..errors import ConfigError
 from .hardware import Hardware, device_kind
 
-__all__ = ["load_machine", "save_machine"]
-
 _REQUIRED = ("names", "flops", "link", "host_rate")
 _NUMBERS = ("flops", "link", "memory", "host", "host_rate", "down", "call", "disk_read", "disk_write")
 

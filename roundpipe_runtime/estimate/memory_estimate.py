@@ -29,8 +29,6 @@ from ..schedule.round_robin import Stage
 from .kept_bytes import KeptBytes, kept_bytes
 from .layer_footprint import LayerFootprint
 
-__all__ = ["DeviceMemory", "HostMemory", "device_memory", "host_memory", "share_bytes", "visit_bytes"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceMemory:

@@ -22,8 +22,6 @@ from yobx_flatten.private_names.of_torch import TorchDispatchMode
 
 from .meta_results import MetaResults
 
-__all__ = ["device_kernels"]
-
 _ATEN = torch.ops.aten
 _ATTENTION = functional.scaled_dot_product_attention
 

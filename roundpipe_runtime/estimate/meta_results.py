@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["MetaResults"]
-
 
 class MetaResults:
     """Results by operation, and by sizes, strides and dtypes of its tensors and all other arguments.

@@ -14,8 +14,6 @@ from ..engine.parameters.host_sum import HostSum
 from ..engine.parameters.host_table import HostTable, TableAccess
 from ..optim.parameters import LayerContents
 
-__all__ = ["Parts", "standing_tables"]
-
 
 class Parts:
     """The bytes of parts of tables that were copied, and what copies them: nothing is."""

@@ -51,16 +51,6 @@ from ..errors import ConfigError
 from .memory_estimate import HostMemory
 from .report import PlanReport
 
-__all__ = [
-    "LINE_SHARE",
-    "NodesEstimate",
-    "estimate_nodes",
-    "host_of_node",
-    "nodes_of_report",
-    "of_node",
-    "tokens_that_hide",
-]
-
 LINE_SHARE = 0.8
 """Share of the line that a collective reaches."""
 

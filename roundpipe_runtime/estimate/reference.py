@@ -13,8 +13,6 @@ from ..schedule.simulation import simulate as simulate_schedule
 from .report import PlanReport
 from .step_simulation import machine_of
 
-__all__ = ["Reference", "with_reference"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reference:

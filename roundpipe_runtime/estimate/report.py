@@ -25,8 +25,6 @@ from .memory_estimate import DeviceMemory, HostMemory
 from .step_plan import StepPlan, step_plan
 from .step_simulation import StepSimulation, simulate
 
-__all__ = ["PlanReport", "plan_report"]
-
 # Work of a stage that multiplies nothing, in seconds: an order for the plan, and nothing in the sum.
 _NEXT_TO_NOTHING = 1e-7
 

@@ -18,8 +18,6 @@ from .kept_bytes import kept_bytes
 from .layer_footprint import LayerFootprint
 from .memory_estimate import HostMemory, host_memory, share_bytes
 
-__all__ = ["StepPlan", "stage_loads", "step_plan"]
-
 # What a stage does of a layer's forward, forward again and backward, by which the host's share of them is known.
 _SHARE: dict[Kind, float] = {"forward": 1 / 3, "fused": 2 / 3, "backward": 2 / 3}
 

@@ -28,8 +28,6 @@ from .kept_bytes import room_to_keep
 from .memory_estimate import DeviceMemory, HostMemory, device_memory
 from .step_plan import StepPlan, stage_loads
 
-__all__ = ["BottleneckFlip", "StepSimulation", "machine_of", "simulate", "stays_on_devices"]
-
 
 class BottleneckFlip(NamedTuple):
     """The number of tokens at which a step begins to wait for something else.

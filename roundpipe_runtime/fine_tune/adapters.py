@@ -15,8 +15,6 @@ from yobx_flatten.errors.dependencies import require
 from ..device.generator import generator_kept
 from .errors import FineTuneError
 
-__all__ = ["Lora", "add_lora", "quiet_peft"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Lora:

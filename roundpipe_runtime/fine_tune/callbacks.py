@@ -20,8 +20,6 @@ from .records import EvalRecord, StepRecord, record_of
 if TYPE_CHECKING:  # it imports this file where it runs
     from .training import Training
 
-__all__ = ["RunCallback"]
-
 
 class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts as untyped
     """Decides after each step of a run what the Trainer does, and passes on what it logs.

@@ -13,8 +13,6 @@ from yobx_flatten.files.scratch import whole_file
 from .errors import FineTuneError
 from .records import EvalRecord, StepRecord
 
-__all__ = ["check_curve", "save_curve", "sparkline"]
-
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ..errors import RoundPipeError
 
-__all__ = ["FineTuneError"]
-
 
 class FineTuneError(RoundPipeError, ValueError):
     """A model, text, tokenizer or folder is not usable for the training, or a training cannot continue."""

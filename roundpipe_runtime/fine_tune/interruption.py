@@ -8,8 +8,6 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["Interruption"]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SHOW_CURSOR = b"\x1b[?25h"
 

@@ -19,8 +19,6 @@ from ..distributed.ranks.torchrun import join_job
 from ..errors import DistributedError, RoundPipeError
 from .errors import FineTuneError
 
-__all__ = ["Job", "named_error"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from .curve import sparkline
 from .models import ModelSource
 from .records import EvalRecord, StepRecord
 
-__all__ = ["CARD", "model_card", "replace_card"]
-
 CARD = "README.md"
 _LIBRARIES = ("yobx-flatten", "torch", "transformers", "peft", "accelerate")
 # Lines of the table of losses.

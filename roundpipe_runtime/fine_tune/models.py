@@ -24,8 +24,6 @@ from ..device.pages import page_out
 from ..huggingface.quantize import FewBits, quantize_frozen
 from .errors import FineTuneError
 
-__all__ = ["ModelSource", "model_source"]
-
 _FIX = "Name a folder that save_pretrained wrote, or a config.json."
 
 

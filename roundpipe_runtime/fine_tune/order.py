@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import Sampler
 
-__all__ = ["Order"]
-
 # Batches among whose rows neighbours are chosen: so many that lengths are close, and rows still meet others.
 _BUCKET = 50
 

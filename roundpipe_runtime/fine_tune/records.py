@@ -24,8 +24,6 @@ from yobx_flatten.files.scratch import write_text
 from ..device.accelerator import AcceleratorDevice
 from ..device.protocol import Device
 
-__all__ = ["EvalRecord", "MetricsFile", "StepRecord", "device_peak", "process_memory", "record_of"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepRecord:

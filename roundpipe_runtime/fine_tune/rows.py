@@ -7,8 +7,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Rows", "split_rows"]
-
 
 class Rows(Protocol):
     """Rows of tokens, which are numbered."""

@@ -19,8 +19,6 @@ from .training import Training
 if TYPE_CHECKING:  # it imports transformers
     from .callbacks import RunCallback
 
-__all__ = ["Outcome", "run", "timeline_of_rank"]
-
 # The first steps are spent on finding out what a layer costs; the plan is settled after them.
 _RECORDED_STEP = 5
 

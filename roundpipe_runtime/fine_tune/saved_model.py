@@ -26,8 +26,6 @@ from .model_card import CARD
 from .models import ModelSource
 from .settings import Settings
 
-__all__ = ["check_disk", "check_output", "check_place", "save_model"]
-
 
 def check_output(folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Check before a training that its output folder can be written.

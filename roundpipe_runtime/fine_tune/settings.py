@@ -14,8 +14,6 @@ from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError
 from ..optim.tables import LargeTables, check_large_tables
 
-__all__ = ["BatchSettings", "LearningSettings", "Settings"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchSettings:

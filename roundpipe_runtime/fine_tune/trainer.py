@@ -18,15 +18,13 @@ from ..device.accelerator import AcceleratorDevice
 from ..engine.config import RoundPipeRunConfig
 from ..huggingface.loss.call_options import CALL_OPTIONS, CallOptions
 from ..huggingface.trainer.classes import RoundPipeTrainer
-from ..huggingface.wrap import WrappedModel
+from ..huggingface.wrapped_model import WrappedModel
 from .errors import FineTuneError
 from .job import Job
 from .order import Order
 from .records import device_peak, process_memory
 from .rows import Rows
 from .settings import Settings
-
-__all__ = ["TextTrainer", "read_notes"]
 
 # What a training on text adds to the files of a checkpoint.
 _NOTES = "fine_tune.json"

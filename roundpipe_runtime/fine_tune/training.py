@@ -19,7 +19,8 @@ from ..checkpoint import CheckpointError
 from ..device.parse import parse_devices
 from ..errors import ConfigError
 from ..huggingface.cutting.check import evaluating
-from ..huggingface.wrap import WrappedModel, wrap_model_to_roundpipe
+from ..huggingface.wrap import wrap_model_to_roundpipe
+from ..huggingface.wrapped_model import WrappedModel
 from .data.chat_rows import ChatRows, check_packing
 from .errors import FineTuneError
 from .job import Job
@@ -27,8 +28,6 @@ from .records import EvalRecord, StepRecord, record_of
 from .rows import Rows
 from .saved_model import check_place
 from .settings import Settings
-
-__all__ = ["Training", "stored_replicas"]
 
 # Settings that each process may have its own of.
 _OF_PROCESS = ("devices", "keep_parameters", "host", "report_to")

@@ -10,7 +10,8 @@ from .long_rows import LongRows
 from .loss.chunked import chunked_cross_entropy
 from .loss.label_smoothing import SmoothedLoss
 from .quantize import quantize_frozen
-from .wrap import WrappedModel, wrap_model_to_roundpipe
+from .wrap import wrap_model_to_roundpipe
+from .wrapped_model import WrappedModel
 
 __all__ = [
     "BatchStructureError",

@@ -10,8 +10,6 @@ from torch import nn
 
 from ..errors import ConfigError
 
-__all__ = ["check_adapters", "is_adapted", "model_inside"]
-
 
 def is_adapted(model: nn.Module) -> bool:
     """Report whether a model is wrapped by PEFT."""

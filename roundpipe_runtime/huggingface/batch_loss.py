@@ -23,8 +23,6 @@ from .loss.call_options import gives_share, is_proven
 from .loss.moe_aux_loss import auxiliary_loss_of, without_auxiliary_loss
 from .loss.weights import check_weights, loss_of, shares_of, with_loss
 
-__all__ = ["WholeBatchLoss"]
-
 
 class WholeBatchLoss:
     """The loss of a batch with its auxiliary loss."""

@@ -24,8 +24,6 @@ from ..batch.splitting import split
 from ..errors import ConfigError, SplitError
 from .encoder_outputs import with_encoder_outputs, without_encoder_outputs
 
-__all__ = ["check_packed_texts", "join_outputs", "split_pictures"]
-
 # images of all rows in one tensor, the size of each image, and the token that is the placeholder of a part of one
 _PACKED = (
     ("pixel_values", "image_grid_thw", ("image_token_id", "image_token_index")),

@@ -33,8 +33,6 @@ from .packed_rows import is_packed, keeps_texts_apart
 from .row_lists import split_lists
 from .row_ways import RowWays
 
-__all__ = ["CutModel"]
-
 
 class CutModel(RoundPipe):
     """A model in pieces, with the ways in which losses and rows of a kind of call are computed."""

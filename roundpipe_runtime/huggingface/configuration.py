@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["text_config"]
-
 
 def text_config(model: nn.Module) -> Any:
     """Return the configuration of the part of a model that reads or writes text; ``None`` if there is none."""

@@ -24,8 +24,6 @@ from yobx_flatten.recipe.aliases import PyTree
 from ..batch.joining import join
 from ..errors import JoinError
 
-__all__ = ["with_encoder_outputs", "without_encoder_outputs"]
-
 _NAMES = tuple(f"{kind}_{what}" for kind in ("image", "video", "audio") for what in ("hidden_states", "outputs"))
 # lists there have an item for each picture; others, for each layer
 _BY_PICTURE = ("last_hidden_state", "pooler_output")

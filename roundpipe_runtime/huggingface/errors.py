@@ -6,18 +6,6 @@ from yobx_flatten.errors.tried_versions import VersionDependentError, without_ca
 
 from ..errors import ConfigError, RoundPipeError, RoundPipeWarning, SplitError
 
-__all__ = [
-    "REPLACED_FORWARD",
-    "BatchStructureError",
-    "CutError",
-    "CutRefusedWarning",
-    "MissingEmbeddingError",
-    "changed_results",
-    "moved_away",
-    "resized_late",
-    "rows_are_mixed",
-]
-
 REPLACED_FORWARD = (
     ". Its forward was replaced by a function, which may call the model itself and not its copy. Cut it with an "
     "example that takes another way, if batches do:\n    wrap_model_to_roundpipe(model, example=batch)"

@@ -35,9 +35,8 @@ from .adapters import model_inside
 from .configuration import text_config
 from .cutting.check import evaluating
 from .loss.call_options import CALL_OPTIONS, CallOptions
-from .wrap import WrappedModel, wrap_model_to_roundpipe
-
-__all__ = ["LongRows"]
+from .wrap import wrap_model_to_roundpipe
+from .wrapped_model import WrappedModel
 
 _NAMES = itertools.count()
 _TAKEN = ("input_ids", "attention_mask", "labels")

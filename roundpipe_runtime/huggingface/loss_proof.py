@@ -31,8 +31,6 @@ from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share
 from .loss.moe_aux_loss import has_auxiliary_loss, without_auxiliary_loss
 from .loss.weights import WeightBy, counting, label_names, loss_of, with_loss_weight
 
-__all__ = ["LossProof", "SomeRows", "Way", "gives_loss", "prove"]
-
 Way: TypeAlias = WeightBy | Literal["joined", "whole"]
 
 # Labels that losses ignore: torch's default, and places after the end of every text, for models that look for places.

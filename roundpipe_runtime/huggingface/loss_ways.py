@@ -32,8 +32,6 @@ from .loss.call_options import CallOptions, split_options
 from .loss_proof import LossProof, SomeRows, gives_loss, prove
 from .row_lists import split_lists
 
-__all__ = ["LossWays"]
-
 # Rows that a proof runs: the fewest of which two parts have different numbers.
 _ROWS = 3
 

@@ -21,8 +21,6 @@ from .loss.moe_aux_loss import batch_auxiliary_loss, has_auxiliary_loss, has_rou
 from .loss.own_terms import OwnTerms
 from .loss.weights import check_weights, has_labels, loss_of, shares_of, with_loss
 
-__all__ = ["loss_fn_with_weight", "merge_as_asked", "merge_as_tuple", "merge_with_cache", "merge_with_loss"]
-
 
 def loss_fn_with_weight(
     loss_fn: Callable[[Any, Any], Any],

@@ -10,10 +10,8 @@ from torch import nn
 
 from yobx_flatten.errors.failures import result_or
 
+from ..pipeline.live import with_own_forwards
 from .cutting.check import evaluating
-from .generate.generation import with_own_forwards
-
-__all__ = ["is_packed", "keeps_texts_apart"]
 
 # What a text may differ by next to another one, relative to its numbers.
 _ROUNDING, _ROUNDING_16 = 1e-4, 2e-2

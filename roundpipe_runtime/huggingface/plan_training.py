@@ -26,8 +26,6 @@ from .cutting.pieces import Phase, Whole
 from .errors import CutError
 from .loss.lazy_logits import loss_only, without_logits
 
-__all__ = ["PlannedTraining", "SettingsChange", "model_on_meta"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SettingsChange:

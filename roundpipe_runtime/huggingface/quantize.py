@@ -17,8 +17,6 @@ from ..device.pages import return_freed
 from ..errors import ConfigError
 from .cutting.layers import candidates
 
-__all__ = ["FewBits", "count_weights", "quantize_frozen"]
-
 FewBits: TypeAlias = Literal["nf4", "fp4", "int8"]
 """``"nf4"`` and ``"fp4"``, 4 bits of bitsandbytes with scales in 8 bits, and ``"int8"``, 8 bits of torchao."""
 

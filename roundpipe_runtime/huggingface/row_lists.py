@@ -26,8 +26,6 @@ from ..batch.splitting import infer_batch_size, split
 from ..errors import SplitError
 from .adapters import model_inside
 
-__all__ = ["split_lists"]
-
 SplitFunction = Callable[[Any, Kwargs, int], tuple[list[Any], list[Any]]]
 
 

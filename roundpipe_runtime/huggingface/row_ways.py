@@ -24,8 +24,6 @@ from .cutting.joined_state import CannotJoinError, state_leaves
 from .cutting.pieces import LayerCall
 from .loss_ways import LossWays
 
-__all__ = ["RowWays"]
-
 
 class RowWays:
     """Which pieces of one model mix rows, by kind of call."""

@@ -17,8 +17,6 @@ from .cutting.cut import Cut, cut, whole
 from .errors import REPLACED_FORWARD, CutError, CutRefusedWarning
 from .wrapped_model import WrappedModel
 
-__all__ = ["WrappedModel", "wrap_model_to_roundpipe"]
-
 # Modules below this many bytes gain nothing from microbatches.
 _LOWER_THRESHOLD = 16 * 1024
 

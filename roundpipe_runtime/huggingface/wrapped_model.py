@@ -35,8 +35,6 @@ from .merge_outputs import loss_fn_with_weight
 
 _LOG = logging.getLogger(__name__)
 
-__all__ = ["WrappedModel"]
-
 
 class WrappedModel(CutModel):
     """A transformers model that runs through a pipeline, made by :func:`wrap_model_to_roundpipe`.

@@ -8,8 +8,6 @@ import torch
 
 from ..errors import ConfigError, warn
 
-__all__ = ["Adam"]
-
 
 class Adam(torch.optim.Adam):
     """Adam on the CPU with torch's fused kernel, and with the arguments of RoundPipe's Adam.

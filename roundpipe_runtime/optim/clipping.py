@@ -19,8 +19,6 @@ from yobx_flatten.private_names.of_torch import clipping_functions
 
 from ..errors import ConfigError
 
-__all__ = ["HasMasters", "check_clipped", "watch_originals"]
-
 
 class HasMasters(Protocol):
     """What knows the copies of parameters in which an optimizer works."""

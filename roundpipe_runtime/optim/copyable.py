@@ -20,8 +20,6 @@ from ..device.composite import Rebuilding, is_composite, is_wrapper, parts_of, p
 from ..errors import ConfigError
 from .weights_kept import weights_kept
 
-__all__ = ["check_copyable", "same_numbers"]
-
 _NOT_ENTERED = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 

@@ -12,8 +12,6 @@ from yobx_flatten.private_names.of_torch import norm_and_scaling
 
 from ..device.disk import disk_of, in_groups, passing
 
-__all__ = ["clip_by_parts"]
-
 
 @functools.cache
 def clip_by_parts() -> None:

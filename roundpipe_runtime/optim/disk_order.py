@@ -19,8 +19,6 @@ import torch
 
 from ..device.disk import DiskMemory
 
-__all__ = ["LayersAtHand"]
-
 
 class LayersAtHand:
     """Reads the layer after the one that is used ahead, and leaves each one after its use."""

@@ -34,8 +34,6 @@ from .parts import OptimizerParts, can_step_in_parts, state_share
 from .places import AtHand, HasParameters, Landed
 from .torch_steps import Optimizer, take_over_always
 
-__all__ = ["DiskStore", "hold_on_disk"]
-
 # Bytes of the smallest tensor of an optimizer that goes to the disk: others, like counts of steps, are read everywhere.
 _SMALLEST = 4096
 

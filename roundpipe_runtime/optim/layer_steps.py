@@ -24,8 +24,6 @@ from .parts import OptimizerParts, can_step_in_parts
 from .readiness import ReadinessTable
 from .torch_steps import Optimizer, install, other_post_hooks, taking_over, under_way
 
-__all__ = ["LayerSteps"]
-
 
 class LayerSteps:
     """Runs the function of a step, and makes each layer readable as soon as its parameters are what the step makes."""

@@ -9,8 +9,6 @@ import torch
 
 from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass
 
-__all__ = ["Mark", "is_plain"]
-
 # Numbers of a tensor that are compared.
 _SAMPLE = 32
 

@@ -29,8 +29,6 @@ from .marks import Mark
 from .places import InMemory
 from .torch_steps import dtype_of_gradient, install, number_of_steps
 
-__all__ = ["BufferSlot", "LayerContents", "ParameterSlot", "ParameterStore", "Table", "is_watched", "scan"]
-
 # Whether a parameter was written, and torch has counted it.
 Change: TypeAlias = Literal["none", "counted", "uncounted"]
 

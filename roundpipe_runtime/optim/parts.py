@@ -27,8 +27,6 @@ from ..device.generator import generator_kept
 from ..errors import ConfigError, StageError
 from .torch_steps import PART, Optimizer, dtype_of_gradient
 
-__all__ = ["OptimizerParts", "can_step_in_parts", "state_share", "widened"]
-
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 

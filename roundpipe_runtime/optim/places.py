@@ -13,8 +13,6 @@ from ..device.events import Event
 from .parts import widened
 from .torch_steps import Optimizer
 
-__all__ = ["AtHand", "HasParameters", "InMemory", "Landed"]
-
 # Has the tensors of a layer in memory for a block.
 AtHand: TypeAlias = Callable[[int], AbstractContextManager[None]]
 

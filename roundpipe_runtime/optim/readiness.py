@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterable
 
 from ..errors import StageError
 
-__all__ = ["LayerReadiness", "ReadinessTable"]
-
 
 @dataclasses.dataclass(slots=True)
 class LayerReadiness:

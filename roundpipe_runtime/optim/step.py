@@ -36,6 +36,7 @@ from .readiness import ReadinessTable
 
 __all__ = ["OptimizerCtx", "StepRunner", "in_optimizer_ctx", "wait_for_updates"]
 
+
 _DEPTH: contextvars.ContextVar[int] = contextvars.ContextVar("roundpipe_optimizer_ctx", default=0)
 
 

@@ -21,8 +21,6 @@ from torch import nn
 from ..errors import ConfigError
 from .parameters import LayerContents, ParameterSlot, Table, scan
 
-__all__ = ["LARGE", "LargeTables", "TableRule", "check_large_tables", "needed_bytes", "rule_for"]
-
 LargeTables: TypeAlias = Literal["auto", "whole", "slices"]
 
 # Bytes from which on a table is large. A smaller one travels in about the time that finding its rows takes.

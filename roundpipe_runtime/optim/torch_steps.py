@@ -22,19 +22,6 @@ from torch.utils.hooks import RemovableHandle
 
 from yobx_flatten.private_names.of_torch import optimizer_post_hooks
 
-__all__ = [
-    "PART",
-    "Taker",
-    "dtype_of_gradient",
-    "hear_steps",
-    "install",
-    "number_of_steps",
-    "other_post_hooks",
-    "take_over_always",
-    "taking_over",
-    "under_way",
-]
-
 Optimizer: TypeAlias = torch.optim.Optimizer
 
 # Gets an optimizer and the arguments of its step, itself first. Returns the optimizer that steps instead.

@@ -11,8 +11,6 @@ from torch import nn
 
 from ..device.composite import Rebuilding, is_composite, is_wrapper, plain_numbers, states_of
 
-__all__ = ["has_few_bits", "weights_kept"]
-
 
 def has_few_bits(module: nn.Module) -> bool:
     """Report whether a module itself holds a frozen weight in few bits."""

@@ -13,8 +13,6 @@ import torch
 from ..batch.loss import WeightedLoss
 from ..engine.config import RoundPipeRunConfig
 
-__all__ = ["ForwardBackward", "forward_backward_method"]
-
 Loss: TypeAlias = torch.Tensor | WeightedLoss | tuple[torch.Tensor | float, torch.Tensor | float]
 Outputs = TypeVar("Outputs")
 

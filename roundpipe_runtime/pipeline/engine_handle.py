@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ..distributed.ranks.ranks import Ranks
     from ..distributed.replicas.rank_groups import RankGroups
 
-__all__ = ["EngineHandle"]
-
 
 class EngineHandle(ModelProxy):
     """A model with the engine that runs it."""

@@ -12,8 +12,6 @@ from yobx_flatten.recipe.aliases import PyTree
 
 from ..batch.loss import terms_of_batch
 
-__all__ = ["back_from"]
-
 
 def back_from(outputs: PyTree, label: Any, loss_fn: Callable[[Any, Any], Any], return_outputs: bool) -> PyTree:
     """Compute a loss of the outputs of a whole batch, and go back from it."""

@@ -9,8 +9,6 @@ from torch import nn
 from ..errors import ConfigError
 from .model_proxy import ModelProxy
 
-__all__ = ["as_module", "layers_of"]
-
 
 def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     """Return a model as one module; layers in a list become an ``nn.Sequential``."""

@@ -21,16 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = [
-    "ModelReading",
-    "OtherForward",
-    "changed_layers",
-    "own_forward",
-    "read_model",
-    "tensors_held",
-    "with_own_forwards",
-]
-
 # What every module has: parameters and buffers are read anew in each run, and hooks are shared.
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
 

@@ -7,8 +7,6 @@ from typing import Any, Self
 
 from torch import nn
 
-__all__ = ["CALL_HOOKS", "ModelProxy", "wrapped_model"]
-
 # Hooks of a call of a module.
 CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 

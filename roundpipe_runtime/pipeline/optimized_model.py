@@ -13,8 +13,6 @@ from ..optim.bound_step import bound_now
 from ..optim.step import in_optimizer_ctx
 from .engine_handle import EngineHandle
 
-__all__ = ["OptimizedModel"]
-
 
 class OptimizedModel(EngineHandle):
     """A pipeline whose parameters an optimizer changes."""

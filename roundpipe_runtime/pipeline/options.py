@@ -18,8 +18,6 @@ from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError
 from ..optim.tables import LargeTables, check_large_tables
 
-__all__ = ["PipelineOptions"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PipelineOptions:

@@ -38,8 +38,6 @@ from .saved_model import SavedModel
 if TYPE_CHECKING:
     from ..distributed.replicas.rank_groups import RankGroups
 
-__all__ = ["RoundPipe"]
-
 
 def _identity(outputs: Any, labels: Any) -> Any:
     return outputs

@@ -10,8 +10,6 @@ from ..engine.progress import PipelineProgress
 from ..errors import RoundPipeWarning, warn
 from .engine_handle import EngineHandle
 
-__all__ = ["SavedModel"]
-
 
 class SavedModel(EngineHandle):
     """A pipeline whose state is saved and loaded."""

@@ -16,6 +16,7 @@ from ..errors import PlanError
 
 __all__ = ["LayerCost", "MeasuredCosts", "analytic_cost", "layer_costs"]
 
+
 # Work of a layer without parameters, and of a norm, next to one multiplication per parameter.
 _SMALLEST = 1e3
 

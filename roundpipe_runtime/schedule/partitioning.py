@@ -26,8 +26,6 @@ from ..errors import PlanError
 from .costs import LayerCost
 from .simulation import makespan, makespan_of_copies
 
-__all__ = ["CLEAR_GAIN", "partition", "partition_and_copy"]
-
 # forward stages and backward stages, as in a plan
 Stages: TypeAlias = tuple[list[range], list[range]]
 

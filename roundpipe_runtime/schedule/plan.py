@@ -16,6 +16,7 @@ from .round_robin import Stage, stages_of
 
 __all__ = ["ModelExecutePlan", "RunType"]
 
+
 RunType: TypeAlias = Literal["infer", "train", "fused"]
 
 

@@ -27,18 +27,6 @@ from typing import Literal, TypeAlias
 
 from ..errors import ConfigError
 
-__all__ = [
-    "Kind",
-    "RoundRobin",
-    "Stage",
-    "Step",
-    "clock_cycles",
-    "draw",
-    "stages_of",
-    "stages_within",
-    "steps_in_order",
-]
-
 Kind: TypeAlias = Literal["forward", "fused", "backward"]
 
 

@@ -12,8 +12,6 @@ from yobx_flatten.errors.messages import format_bytes
 from ..errors import ConfigError
 from .round_robin import RoundRobin, Step
 
-__all__ = ["Machine", "Simulation", "StageLoad", "TimedStep", "makespan", "simulate"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:

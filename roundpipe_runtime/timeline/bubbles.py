@@ -18,8 +18,6 @@ from typing import Literal, TypeAlias
 
 from .record import Record
 
-__all__ = ["CAUSES", "Bubble", "Cause", "bubbles_of"]
-
 Cause: TypeAlias = Literal["transfer", "optimizer", "dependency", "interpreter"]
 
 CAUSES: tuple[Cause, ...] = ("transfer", "optimizer", "dependency", "interpreter")

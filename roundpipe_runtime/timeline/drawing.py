@@ -8,8 +8,6 @@ from typing import Any
 
 from .record import Timeline
 
-__all__ = ["draw_on"]
-
 # What a letter of the drawing stands for, and its colour on a terminal.
 _WORK = {
     "F": ("forward", "white on blue"),

@@ -13,9 +13,6 @@ from yobx_flatten.files.document import read_document
 from ..errors import RoundPipeError
 from .record import KINDS, Record, Timeline
 
-__all__ = ["TimelineFileError", "load_timeline", "merge_timelines"]
-
-
 _FIX = "To write one: roundpipe train MODEL --text FILE -o DIR --timeline FILE"
 _FOREVER = 1e18  # microseconds; NaN is not below it, either
 

@@ -13,8 +13,6 @@ from yobx_flatten.files.scratch import write_text
 from .bubbles import CAUSES, bubbles_of
 from .record import KINDS, Record
 
-__all__ = ["save_page"]
-
 _LINKS = {"upload": "in", "download": "back"}
 
 

@@ -12,8 +12,6 @@ from yobx_flatten.files.scratch import whole_file
 from .file import TimelineFileError
 from .record import Record
 
-__all__ = ["save_picture"]
-
 _COLOURS = {
     "upload": "#bbbbbb",
     "forward": "#3b75af",

@@ -15,6 +15,7 @@ from yobx_flatten.files.scratch import write_text
 
 __all__ = ["KINDS", "Record", "Timeline", "current_timeline"]
 
+
 _CURRENT: contextvars.ContextVar[Timeline | None] = contextvars.ContextVar("roundpipe_timeline", default=None)
 
 # One letter per kind of work in the drawing.

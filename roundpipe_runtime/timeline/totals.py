@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from .record import Record
 
-__all__ = ["DeviceTotals", "StageTotals", "device_totals", "stage_totals"]
-
 _COPIES = ("upload", "download")
 
 

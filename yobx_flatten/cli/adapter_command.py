@@ -13,8 +13,6 @@ from ..terminal.failures import UserError
 from ..terminal.output import progress, say, say_json
 from .options import Folder
 
-__all__ = ["adapter", "named_folders"]
-
 
 def adapter(
     folder: Folder,

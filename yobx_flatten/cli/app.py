@@ -22,8 +22,6 @@ from .list_command import list_classes
 from .repository import bench, is_installed_copy, matrix
 from .verify_command import verify
 
-__all__ = ["app", "run"]
-
 
 def _version(asked: bool) -> None:
     if asked:

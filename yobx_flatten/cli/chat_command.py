@@ -20,8 +20,6 @@ from ..terminal.failures import UserError
 from ..terminal.output import say, say_json
 from .options import AdapterName, Device, Folder, Runtime, Seed, Temperature, Threads, TopK, TopP, Trust
 
-__all__ = ["chat"]
-
 
 def chat(
     folder: Folder,

@@ -17,8 +17,6 @@ from ..terminal.failures import CHECK_FAILED, UserError
 from ..terminal.output import printable, say, say_json
 from .targets import call_of, is_object_name, object_of
 
-__all__ = ["check"]
-
 
 def check(
     target: Annotated[

@@ -35,8 +35,6 @@ from ..huggingface.caches.layers import code_of
 from ..huggingface.cases import DecodeSizes, decode_inputs
 from ..terminal.output import console as make_console
 
-__all__ = ["MODELS", "run_demo"]
-
 WINDOW = 8
 STEPS = 6
 

@@ -11,8 +11,6 @@ from ..terminal.failures import UserError
 from ..terminal.output import say_json
 from .demo import MODELS, run_demo
 
-__all__ = ["demo"]
-
 
 def demo(
     output: Annotated[pathlib.Path, typer.Option(metavar="DIR", help="Folder for the ONNX files.")] = pathlib.Path(

@@ -12,8 +12,6 @@ import typer
 from ..errors.tried_versions import NEWEST_TRIED, untried_versions
 from ..terminal.output import say, say_json
 
-__all__ = ["env", "versions"]
-
 _LIBRARIES = (
     "yobx-flatten",
     "torch",

@@ -21,8 +21,6 @@ from ..terminal.failures import UserError
 from ..terminal.output import say, say_json
 from .targets import call_of, is_object_name, object_of
 
-__all__ = ["explain"]
-
 
 def explain(
     target: Annotated[

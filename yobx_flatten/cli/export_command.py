@@ -13,8 +13,6 @@ from ..terminal.output import progress, say, say_json
 from . import export_options as option
 from .adapter_command import named_folders
 
-__all__ = ["export"]
-
 # those whose folders write text after text
 _WRITES = ("text-generation", "text2text-generation", "image-text-to-text")
 

@@ -13,8 +13,6 @@ from ..terminal.failures import UserError
 from ..terminal.output import say, say_json, table
 from .targets import import_module
 
-__all__ = ["list_classes"]
-
 _KINDS = ("layer", "cache", "output", "container")
 
 

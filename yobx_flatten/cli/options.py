@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 import typer
 
-__all__ = ["AdapterName", "Device", "Folder", "Runtime", "Seed", "Temperature", "Threads", "TopK", "TopP", "Trust"]
 Folder = Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A folder that export wrote.")]
 AdapterName = Annotated[
     str | None, typer.Option("--adapter", metavar="NAME", help="Adapter of the folder (default: none).")

@@ -6,8 +6,6 @@ from typing import Any
 
 import typer
 
-__all__ = ["reference"]
-
 
 def reference(app: typer.Typer) -> str:
     """Return one section for each command: what it does, its arguments, its options."""

@@ -13,8 +13,6 @@ import typer
 from ..terminal.failures import UserError
 from ..terminal.output import say, say_json
 
-__all__ = ["bench", "is_installed_copy", "matrix", "repository"]
-
 
 def is_installed_copy() -> bool:
     """Return whether the package stands without its repository."""

@@ -12,8 +12,6 @@ from typing import Any
 from ..errors.failures import raised_as
 from ..terminal.failures import UserError
 
-__all__ = ["call_of", "import_module", "is_object_name", "object_of"]
-
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 

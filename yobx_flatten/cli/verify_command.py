@@ -13,8 +13,6 @@ from ..terminal.failures import CHECK_FAILED
 from ..terminal.output import progress, say, say_json
 from .options import Device, Folder, Trust
 
-__all__ = ["verify"]
-
 
 def verify(
     folder: Folder,

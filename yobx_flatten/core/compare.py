@@ -31,20 +31,6 @@ import torch
 from ..errors import ReplayError, describe_class
 from ..private_names.of_torch import pytree
 
-__all__ = [
-    "WEIGHT_TYPES",
-    "Comparison",
-    "Kind",
-    "compare",
-    "describe_leaf",
-    "is_text",
-    "largest_difference",
-    "relative_difference",
-    "share_of_nan",
-    "shares_of_nan",
-    "tolerance",
-]
-
 Kind: TypeAlias = Literal["file", "layers", "gradients", "sums", "kernels"]
 
 WEIGHT_TYPES = ("float32", "float64", "float16", "bfloat16")

@@ -28,8 +28,6 @@ import torch
 
 from ..private_names.of_torch import DisableTorchFunctionSubclass
 
-__all__ = ["NUMBERS", "Layout", "Layouts", "format_key", "is_known_base", "size_in_bytes"]
-
 # Built-in types whose ``repr`` runs no code of a user.
 NUMBERS = (bool, int, float, complex, str, bytes, bytearray, type(None), type(...), range)
 

@@ -37,8 +37,6 @@ from ..errors.failures import result_or
 from ..private_names.of_torch import set_version
 from .contents import NUMBERS, Layout, Layouts, format_key
 
-__all__ = ["Effect", "Effects", "Snapshot", "undisturbed"]
-
 Effect: TypeAlias = Literal["written", "replaced", "grown", "set", "removed"]
 
 # A container of more items is compared by the identity of its items, which are not entered: rows of a data set.

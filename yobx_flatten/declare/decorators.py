@@ -23,16 +23,6 @@ from ..recipe.fields import functions_of
 from ..recipe.keys import torch_key
 from ..registry.claims import REGISTRY
 
-__all__ = [
-    "pytree_dataclass",
-    "register",
-    "register_pytree_node",
-    "register_pytree_node_class",
-    "register_pytree_with_keys",
-    "register_pytree_with_keys_class",
-    "static_field",
-]
-
 C = TypeVar("C", bound=type)
 Backends = str | Iterable[str]
 

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from ..errors.dependencies import is_installed
 from ..recipe.contract import Recipe
 
-__all__ = ["FlatteningRow", "flattening_list"]
-
 _TABLES = "torch (Python), torch (C++), torch.fx"
 _OTHERS_TABLES = "torch (Python), torch (C++)"  # what torch's own function writes
 

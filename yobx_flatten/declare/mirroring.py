@@ -22,8 +22,6 @@ from ..recipe.keys import torch_key
 from ..recipe.roundtrip import check_round_trip
 from ..registry.claims import REGISTRY
 
-__all__ = ["mirror"]
-
 _Functions = tuple[Flatten, FlattenWithKeys | None, Unflatten]
 
 

@@ -34,17 +34,6 @@ from ..registry.patches import ImportHook
 from ..trace.hook import EXPORT_HOOK
 from ..trace.supports import TraceSupport
 
-__all__ = [
-    "Undo",
-    "make_flattening_function_for_dataclass",
-    "options_in_use",
-    "register_cache_flattening",
-    "register_class_flattening",
-    "register_flattening_functions",
-    "unregister_cache_flattening",
-    "unregister_class_flattening",
-]
-
 
 def register_class_flattening(
     cls: type,

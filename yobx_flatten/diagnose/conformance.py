@@ -8,8 +8,6 @@ from ..recipe.contract import Recipe, require_class
 from ..recipe.roundtrip import CHECKS
 from ..registry.claims import REGISTRY
 
-__all__ = ["check_recipe", "recipe_of"]
-
 
 def check_recipe(cls: type, sample: object) -> None:
     """Check how a class is registered with torch, by this package or by another library.

@@ -16,8 +16,6 @@ from ..recipe.aliases import PyTree
 from ..trees.walk import children_of, class_name, format_entry
 from .opaque import Unregistered, find_unregistered, format_count
 
-__all__ = ["Drawing", "DrawingRow", "explain"]
-
 _DEEPEST = 50
 _LONGEST_PERIOD = 8
 _FEWEST = 3  # so many equal siblings become one row

@@ -12,8 +12,6 @@ from torch.export import ExportedProgram
 
 from ..trees.arguments import inputs_by_name
 
-__all__ = ["Explanation", "Failure", "Row"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:

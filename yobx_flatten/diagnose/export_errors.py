@@ -28,8 +28,6 @@ from .remedies import Remedy, remedy_for
 from .size_errors import SIZE_ROWS, explain_misfit, misfit_in_our_words
 from .tool_messages import OTHER_ROWS
 
-__all__ = ["Explanation", "explain_error"]
-
 
 def explain_error(
     error: BaseException,

@@ -27,8 +27,6 @@ from .opaque import find_unregistered
 from .remedies import remedy_for
 from .varying import Axis, varying_axes
 
-__all__ = ["Finding", "Findings", "check_inputs"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:

@@ -20,12 +20,6 @@ from ..trees.walk import class_name, torch_leaves
 from .remedies import Remedy, registers_what_is_inside, remedy_for
 from .tensors_inside import Holder, holders_in
 
-__all__ = [
-    "Unregistered",
-    "find_unregistered",
-    "format_count",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unregistered:

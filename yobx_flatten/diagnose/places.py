@@ -8,8 +8,6 @@ import traceback
 
 import torch
 
-__all__ = ["place_of"]
-
 _TORCH = os.path.dirname(torch.__file__)
 _OURS = os.path.dirname(os.path.dirname(__file__))
 

@@ -11,8 +11,6 @@ from .explanation import Explanation, Failure, Row
 from .size_errors import format_size
 from .spec_diff import Difference, compare_spec_texts, compare_specs
 
-__all__ = ["PROGRAM_ROWS", "explain_guards"]
-
 
 def _other_structure(failure: Failure, found: re.Match[str]) -> Explanation | None:
     names = ("exported", "called")

@@ -10,8 +10,6 @@ from ..errors import NotRegisteredError
 from ..trees.walk import class_name, torch_leaves
 from .remedies import remedy_for
 
-__all__ = ["explain_leaf"]
-
 
 def explain_leaf(inputs: Mapping[str, Any], refusal: str) -> NotRegisteredError | None:
     """Say where among the inputs the object is that torch refuses, and the line that registers its class."""

@@ -18,8 +18,6 @@ from ..recipe.fields import functions_of
 from ..recipe.mappings import is_mapping
 from ..registry.claims import REGISTRY
 
-__all__ = ["Remedy", "registers_what_is_inside", "remedy_for"]
-
 
 class Remedy(NamedTuple):
     """What to do, in words, and the line to type."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Mapping
 
-__all__ = ["Report"]
-
 
 class Report(abc.ABC):
     """Base of all reports on a comparison. ``print(report)`` shows it as a table.

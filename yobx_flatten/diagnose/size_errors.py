@@ -11,8 +11,6 @@ from ..trees.shapes import check_dynamic_shapes
 from .explanation import Explanation, Failure, Row
 from .places import place_of
 
-__all__ = ["SIZE_ROWS", "explain_misfit", "format_size", "misfit_in_our_words"]
-
 
 def _constraints(failure: Failure, found: re.Match[str]) -> Explanation | None:
     """Every line of "Constraints violated" in other words, and torch's own suggestion."""

@@ -9,8 +9,6 @@ from typing import Any
 from ..core.contents import Layouts, size_in_bytes
 from ..private_names.of_torch import get_node_type, pytree
 
-__all__ = ["Holder", "holders_in"]
-
 _CONTAINERS = (list, tuple, dict)
 
 

@@ -12,8 +12,6 @@ from ..trees.walk import class_name, torch_leaves
 from .explanation import Explanation, Failure, Row
 from .opaque import find_unregistered
 
-__all__ = ["OTHER_ROWS"]
-
 
 def _leaves(failure: Failure) -> list[tuple[str, Any]]:
     return [item for name, value in failure.inputs().items() for item in torch_leaves(value, name)]

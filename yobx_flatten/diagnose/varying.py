@@ -12,8 +12,6 @@ from ..trees.node import leaf_places, own_children
 from ..trees.shapes import shapes_of_leaves
 from ..trees.walk import format_path
 
-__all__ = ["Axis", "varying_axes"]
-
 
 class Axis(NamedTuple):
     """One axis of one tensor."""

@@ -6,8 +6,6 @@ import importlib.util
 
 from . import MissingDependencyError
 
-__all__ = ["is_installed", "require"]
-
 
 def is_installed(library: str) -> bool:
     """Return whether a library can be imported, without importing it.

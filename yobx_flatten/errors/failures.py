@@ -9,8 +9,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TypeVar, cast
 
-__all__ = ["noted_on_failure", "raised_as", "result_or", "undone_on_failure"]
-
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 

@@ -8,8 +8,6 @@ import logging
 import sys
 from collections.abc import Iterator
 
-__all__ = ["STEP", "say", "verbosity"]
-
 # `extra=` of a record that begins a step of a long call, which progress bars show.
 STEP = {"step": True}
 

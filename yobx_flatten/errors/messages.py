@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["first_line", "format_bytes", "table"]
-
 
 def first_line(error: BaseException) -> str:
     r"""Return the first line of an error's message that is not blank; the name of its class if there is none.

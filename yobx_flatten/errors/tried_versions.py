@@ -12,16 +12,6 @@ import importlib.metadata
 
 from .failures import noted_on_failure
 
-__all__ = [
-    "NEWEST_TRIED",
-    "Untried",
-    "VersionDependentError",
-    "naming_untried_versions",
-    "possible_cause",
-    "untried_versions",
-    "without_cause",
-]
-
 NEWEST_TRIED = {"torch": "2.15.0", "transformers": "5.24.0", "onnxruntime": "1.32.0"}
 """By library: the newest version with which everything was tried."""
 

@@ -25,8 +25,6 @@ from .runtimes.file_options import CacheForm, FileOptions
 from .runtimes.write import write_for
 from .source import Source
 
-__all__ = ["ExportedModel", "finish", "source_of"]
-
 
 @dataclasses.dataclass
 class ExportedModel:

@@ -27,8 +27,6 @@ from ..trees.shapes import dynamic_shapes, shapes_of_leaves
 from .example.example import Example
 from .onnx.refused import ConversionRefusedError
 
-__all__ = ["with_fewer_sizes"]
-
 logger = logging.getLogger("yobx_flatten")
 
 _T = TypeVar("_T")

@@ -32,8 +32,6 @@ from .proof.fitting import shapes_taken
 from .proof.levels import Proof
 from .source import Asked, noted, prove
 
-__all__ = ["prove_program"]
-
 
 def prove_program(
     program: ExportedProgram,

@@ -11,8 +11,6 @@ from .model_facts import ModelFacts
 from .proof.memory import memory_available
 from .quantization.options import Quantization
 
-__all__ = ["check_room"]
-
 _BESIDE = 2**29  # libraries, the graph and activations of short inputs; measured on models of 135 million and more
 _TRIFLE = 2**28  # below, the libraries take more than the weights
 

@@ -10,8 +10,6 @@ import torch
 from ..huggingface.layer_weights import largest_layer
 from .proof.memory import weight_bytes
 
-__all__ = ["ModelFacts"]
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:

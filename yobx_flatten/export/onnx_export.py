@@ -26,8 +26,6 @@ from .runtimes.file_options import FileOptions
 from .runtimes.write import write_file
 from .source import Asked, prove, traced_example
 
-__all__ = ["export_onnx"]
-
 
 def export_onnx(  # noqa: D417 # arguments that belong together are described together
     module: torch.nn.Module,

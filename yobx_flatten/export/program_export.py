@@ -19,8 +19,6 @@ from .proof.case import Case
 from .proof.levels import Proof
 from .source import Asked, prove, traced_example
 
-__all__ = ["export_program"]
-
 
 def export_program(
     module: torch.nn.Module,

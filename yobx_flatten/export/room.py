@@ -18,8 +18,6 @@ import torch
 
 from ..runners.adapters import FIRST, SECOND
 
-__all__ = ["Adapter", "leave_room", "rooms_in"]
-
 _MATRICES = (FIRST, SECOND)
 _MARK = "_yobx_room"
 _TRACED_RANK = 2  # of the matrices of a trace; torch fixes sizes of 1

@@ -36,18 +36,6 @@ from .proof.yardstick import Yardstick
 from .room import Adapter
 from .varied import INFINITIES, rounding_changes, varied_cases
 
-__all__ = [
-    "Asked",
-    "Source",
-    "left_out",
-    "noted",
-    "prove",
-    "replay_cases",
-    "replay_file",
-    "shortened",
-    "traced_example",
-]
-
 logger = logging.getLogger("yobx_flatten")
 
 

@@ -36,8 +36,6 @@ from .program.traced import Traced
 from .proof.case import Case
 from .proof.eager_runs import eager_steps
 
-__all__ = ["INFINITIES", "Varied", "rounding_changes", "varied_cases"]
-
 _OF_EQUALS = ("aten.topk", "aten.sort", "aten.argsort", "aten.kthvalue", "aten.median", "aten.mode")
 """Operators that return the place of one of several equals."""
 

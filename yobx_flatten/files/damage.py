@@ -8,8 +8,6 @@ from ..errors import FlattenError
 from ..errors.failures import raised_as
 from ..errors.messages import first_line
 
-__all__ = ["damage_as"]
-
 
 def damage_as(failure: type[Exception], where: str, *own: type[Exception]) -> contextlib.AbstractContextManager[None]:
     """Turn what readers of other libraries raise, and wrong types, into one error.

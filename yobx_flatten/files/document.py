@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 from ..errors.dependencies import require
 
-__all__ = ["check_own", "check_regular", "inside", "parse_document", "read_configuration", "read_document"]
-
 T = TypeVar("T")
 
 _LARGEST = 2**30  # bytes; a timeline of days has less

@@ -7,8 +7,6 @@ import os
 import pathlib
 import stat
 
-__all__ = ["flush_folder", "flush_tree", "opened_folder"]
-
 
 def flush_tree(folder: pathlib.Path) -> None:
     """Flush a folder and everything in it to the disk; files get the permissions of new files in their folder.

@@ -11,8 +11,6 @@ import os
 from collections.abc import Iterator
 from typing import BinaryIO
 
-__all__ = ["file_for_torch"]
-
 
 @contextlib.contextmanager
 def file_for_torch(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:

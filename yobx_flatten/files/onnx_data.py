@@ -6,8 +6,6 @@ import pathlib
 
 from .scratch import is_data_of
 
-__all__ = ["data_files_of"]
-
 
 def data_files_of(path: pathlib.Path) -> set[str]:
     """Return the names of files of data that an ONNX file refers to, if they are as this package gives them."""

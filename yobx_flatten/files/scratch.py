@@ -36,22 +36,6 @@ from .flush import flush_tree, opened_folder
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
-__all__ = [
-    "check_writable",
-    "copy_links",
-    "data_path",
-    "hold",
-    "is_data_of",
-    "is_folder",
-    "move_in",
-    "publish_files",
-    "publish_folder",
-    "scratch_for",
-    "settle",
-    "whole_file",
-    "write_text",
-]
-
 _LOCK = "lock/held"  # filelock makes the folder above its file anew, and that must not be the hidden one
 _NEW, _OLD, _OTHERS, _STALE = "new", "old", "others", "stale"
 

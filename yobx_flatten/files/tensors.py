@@ -9,8 +9,6 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = ["write_tensor_file"]
-
 
 def write_tensor_file(
     path: pathlib.Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None

@@ -19,8 +19,6 @@ import torch
 
 from ..errors import GenerationError, InvalidArgumentError, describe_class
 
-__all__ = ["BeamSearch", "BeamSettings", "beams_of"]
-
 _NEVER = -1e9  # of a sum: chosen after all others
 
 

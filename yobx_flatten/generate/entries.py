@@ -7,8 +7,6 @@ from typing import Annotated
 
 import msgspec
 
-__all__ = ["Choices", "Described", "Entries"]
-
 _Id = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Beams = Annotated[int, msgspec.Meta(ge=0, le=1024)]  # each one is a row with a cache of its own

@@ -21,8 +21,6 @@ from ..runners.rewind import cache_tensors, copied, cropped, held_before, rewoun
 from .pictures import Seen
 from .steps import Steps, TextState
 
-__all__ = ["FileCache"]
-
 
 class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
     """What files have read so far; loops of transformers reorder its rows and take its last tokens back."""

@@ -21,8 +21,6 @@ from .spectrogram import speak
 from .speech import SpeechCall, refusals_named, transcribe
 from .steps import Parts, Steps, TextState
 
-__all__ = ["Generator", "Parts"]
-
 # parameters of generate and stream that are no keywords of transformers' generate
 _OWN = ("self", "options", "sampling", "adapter")
 

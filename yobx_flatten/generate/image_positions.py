@@ -20,8 +20,6 @@ import torch
 
 from ..errors import InvalidArgumentError
 
-__all__ = ["Grids", "image_positions"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Grids:

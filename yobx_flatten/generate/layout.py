@@ -17,8 +17,6 @@ import pathlib
 from ..errors import GenerationError
 from ..files.scratch import is_folder
 
-__all__ = ["LAYOUTS", "MANIFEST", "SUBFOLDER", "find_parts", "folder_of", "located"]
-
 MANIFEST = "yobx_flatten.json"
 """The description of a folder that :func:`export_folder` wrote."""
 

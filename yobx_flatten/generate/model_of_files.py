@@ -31,8 +31,6 @@ from .own_class import ModelWithoutWeights, config_from, exported_class, generat
 from .pictures import Pictures
 from .steps import Steps, TextState
 
-__all__ = ["FileModel", "model_of_files"]
-
 _DRAFTS: Any = GenerationMode.ASSISTED_GENERATION
 _STRIDE = 2  # frames of sound for each position of Whisper's encoder
 # kinds of caches that do not keep what the model computes, or are kept by another loop

@@ -12,11 +12,10 @@ from ..runners.devices import Providers, choose_providers
 from ..runners.folder_adapters import FolderAdapters
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import mapped_options, open_session, require_onnxruntime, session_options
-from .generator import Generator, Parts
+from .generator import Generator
 from .layout import find_parts, folder_of
 from .settings import GenerationSettings, read_settings
-
-__all__ = ["OnnxGenerator"]
+from .steps import Parts
 
 
 class OnnxGenerator(Generator):

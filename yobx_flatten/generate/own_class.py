@@ -18,8 +18,6 @@ from ..huggingface.cache_names import named_as
 from ..runners.folder_adapters import FolderAdapters
 from .settings import Documents, GenerationSettings, settings_of
 
-__all__ = ["ModelWithoutWeights", "config_from", "exported_class", "generation_of", "named_class"]
-
 _MASKS = ("attention_mask", "pixel_mask")  # one without zeros states what none states
 
 # settings, and what transformers calls them

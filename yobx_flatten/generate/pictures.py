@@ -14,8 +14,6 @@ from .image_positions import Grids
 from .slots import typed
 from .tiles import Tiles
 
-__all__ = ["Pictures", "Seen"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Seen:

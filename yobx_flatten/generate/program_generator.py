@@ -12,11 +12,10 @@ from ..errors import InvalidArgumentError, describe_class
 from ..export.exported_model import ExportedModel
 from ..runners.folder_adapters import FolderAdapters
 from ..runners.program_runner import ProgramRunner, open_program
-from .generator import Generator, Parts
+from .generator import Generator
 from .layout import find_parts, folder_of
 from .settings import GenerationSettings, read_settings
-
-__all__ = ["ProgramGenerator"]
+from .steps import Parts
 
 
 class ProgramGenerator(Generator):

@@ -10,13 +10,12 @@ from ..errors import GenerationError
 from ..runners.devices import Providers, only_for_onnxruntime
 from ..runners.folder_adapters import FolderAdapters
 from ..runners.open import RUNTIMES, check_runtime, open_runner, thread_options
-from .generator import Generator, Parts
+from .generator import Generator
 from .layout import find_parts, folder_of
 from .onnx_generator import OnnxGenerator
 from .program_generator import ProgramGenerator
 from .settings import read_settings
-
-__all__ = ["generator_for"]
+from .steps import Parts
 
 
 def generator_for(

@@ -11,8 +11,6 @@ import torch
 
 from ..errors import GenerationError, InvalidArgumentError, describe_class
 
-__all__ = ["Sampling", "TokenChooser", "sampling_of"]
-
 _TOP_K = 50  # transformers' default, also in a file that does not state it
 
 

@@ -14,8 +14,6 @@ import torch
 from ..errors import GenerationError
 from ..files.damage import damage_as
 
-__all__ = ["GenerationCall", "RuleOfCall", "ScoreProcessor", "forced_tokens", "score_rules"]
-
 # what changes the tokens, and is not done here, with the values that mean that it does nothing
 _UNKNOWN: dict[str, tuple[Any, ...]] = {
     "guidance_scale": (None, 1, 1.0),

@@ -21,8 +21,6 @@ from .sampling import Sampling, sampling_of
 from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_tokens, score_rules
 from .tiles import Tiles
 
-__all__ = ["Documents", "GenerationSettings", "ScoreProcessor", "read_settings", "settings_of"]
-
 # entries of a generation_config.json that Whisper's own loop reads
 _OF_SPEECH = ("lang_to_id", "no_timestamps_token_id")
 

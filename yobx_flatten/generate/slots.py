@@ -11,8 +11,6 @@ from ..huggingface.cache_names import CACHE
 from ..runners.ports import CacheSlot, Port
 from ..runners.runner import Runner
 
-__all__ = ["check_ports", "empty_cache", "typed"]
-
 # Leaves of which nothing, or zeros, is what a cache holds before the first token. A convolution sees zeros in front of
 # the first token, and a recurrence starts from zero.
 _EMPTY_AT_FIRST = {"key", "value", "length", "position", "conv_states", "recurrent_states"}

@@ -24,8 +24,6 @@ from .settings import GenerationSettings
 from .slots import empty_cache, typed
 from .steps import Parts
 
-__all__ = ["drawn_masks", "speak"]
-
 
 def speak(
     parts: Parts,

@@ -14,8 +14,6 @@ from ..errors.dependencies import require
 from .sampling import Sampling
 from .steps import Steps
 
-__all__ = ["SpeechCall", "refusals_named", "transcribe"]
-
 
 @dataclasses.dataclass(frozen=True)
 class SpeechCall:

@@ -20,8 +20,6 @@ from .pictures import Pictures, Seen
 from .settings import GenerationSettings
 from .slots import check_ports, empty_cache, typed
 
-__all__ = ["Parts", "Steps", "TextState", "tokens_of"]
-
 _LOOP = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "deepstack_embeds")
 _FROM_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
 # what an encoder can be given: text, sound, pictures

@@ -21,8 +21,6 @@ from ..errors import GenerationError, InvalidArgumentError
 from ..errors.dependencies import require
 from ..files.damage import damage_as
 
-__all__ = ["TILED", "Tiles"]
-
 TILED: Mapping[str, str] = {
     "llava_next": "LlavaNext",
     "llava_next_video": "LlavaNextVideo",

@@ -11,8 +11,6 @@ from ..errors import CacheStructureError, describe_class
 from ..recipe.aliases import CacheLayer, TransformersCache
 from .caches.layers import LETTERS, keeps_dtype
 
-__all__ = ["make_dynamic_cache", "make_encoder_decoder_cache", "make_static_cache"]
-
 Pairs: TypeAlias = Sequence[torch.Tensor] | Sequence[tuple[torch.Tensor, torch.Tensor]]
 Layers: TypeAlias = str | type | Sequence[str | type] | None
 Options: TypeAlias = dict[str, Any] | Sequence[dict[str, Any]] | None

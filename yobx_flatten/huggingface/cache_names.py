@@ -25,24 +25,6 @@ import torch
 from ..errors.failures import result_or
 from ..recipe.aliases import CacheLayer, ModelOutput, TransformersCache, TransformersModel
 
-__all__ = [
-    "CACHE",
-    "PRESENT",
-    "after_cache",
-    "argument_of",
-    "cache_of",
-    "forward_of",
-    "has_read",
-    "installed_name",
-    "is_cache",
-    "name_in",
-    "named_as",
-    "named_for",
-    "spellings_of",
-    "tokens_in",
-    "word_in_files",
-]
-
 CACHE = "past_key_values"
 """The first part of the names of a file's inputs that are the cache."""
 

@@ -18,17 +18,6 @@ from .layer_weights import device_of_inputs
 from .position_switch import switch_of
 from .state_decoder import has_states_alone, new_dynamic_cache
 
-__all__ = [
-    "DecodeSizes",
-    "ambiguous_without",
-    "decode_inputs",
-    "default_sizes",
-    "keeps_all",
-    "next_inputs",
-    "slides",
-    "why_not_resizable",
-]
-
 # in addition to the cache
 _DECODER = {"input_ids", "attention_mask", "position_ids", "use_cache"}
 _ENCODER_DECODER = {"decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "attention_mask", "use_cache"}

@@ -8,8 +8,6 @@ import torch
 
 from ..recipe.aliases import PyTree
 
-__all__ = ["contiguous"]
-
 
 def contiguous(value: PyTree) -> PyTree:
     """Return a tensor contiguous; what holds tensors gets such, in place.

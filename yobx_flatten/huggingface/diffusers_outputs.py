@@ -18,8 +18,6 @@ from ..recipe.fields import functions_of
 from ..trace.onnx_operators import Translation
 from .loaded import subclasses_of
 
-__all__ = ["DIFFUSERS", "DiffusersSupport", "diffusers_recipes"]
-
 _REMEDY = "with register_flattening_functions(patch_diffusers=True): ..."
 
 

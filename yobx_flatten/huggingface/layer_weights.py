@@ -17,16 +17,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = [
-    "Reader",
-    "device_of_inputs",
-    "largest_layer",
-    "offloaded_readers",
-    "paused",
-    "stream_layers",
-    "streamed_readers",
-]
-
 _Hook: TypeAlias = Any  # ``accelerate.hooks.ModelHook``: accelerate counts as untyped
 
 Reader = Callable[[], torch.Tensor]

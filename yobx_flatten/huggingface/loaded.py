@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-__all__ = ["ModelClasses", "classes_of", "subclasses_of"]
-
 
 def classes_of(module: ModuleType) -> list[type]:
     """Return the classes that a module defines itself."""

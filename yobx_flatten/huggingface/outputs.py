@@ -39,16 +39,9 @@ from typing import Any
 from ..private_names.of_torch import MappingKey, pytree
 from ..recipe.aliases import ModelOutput
 from ..recipe.contract import Recipe
-from ..recipe.fields import functions_of, is_mapping_like
+from ..recipe.fields import functions_of
+from ..recipe.mappings import is_mapping_like
 from .loaded import ModelClasses, classes_of, subclasses_of
-
-__all__ = [
-    "flatten_base_model_output",
-    "flatten_with_keys_base_model_output",
-    "output_recipes",
-    "output_recipes_of_module",
-    "unflatten_base_model_output",
-]
 
 
 def flatten_base_model_output(output: ModelOutput) -> tuple[list[Any], list[str]]:

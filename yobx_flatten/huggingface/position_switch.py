@@ -11,8 +11,6 @@ import torch
 from ..recipe.aliases import TransformersModel
 from .cache_names import argument_of, installed_name
 
-__all__ = ["rereads_at_switch", "switch_of", "switch_of_kind"]
-
 
 def switch_of(config: Mapping[str, Any]) -> int | None:
     """Return the number of tokens up to which positions are turned by the first angles; ``None`` where all are.

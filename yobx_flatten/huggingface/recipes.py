@@ -10,8 +10,6 @@ from .caches import functions as caches
 from .caches.other_caches import cache_recipes, cache_recipes_of_module
 from .outputs import output_recipes, output_recipes_of_module
 
-__all__ = ["WRONG_REGISTRATIONS", "transformers_recipes", "transformers_recipes_of_module"]
-
 _REMEDY = "with register_flattening_functions(patch_transformers=True): ..."
 
 

@@ -22,8 +22,6 @@ from .builders import make_dynamic_cache
 from .cache_names import CACHE, PRESENT, argument_of, cache_of, name_in
 from .caches.layers import code_of
 
-__all__ = ["SlidingDecoder", "counts_by_itself", "why_not_sliding"]
-
 _FED = ("input_ids", "attention_mask", "position_ids")  # and the cache
 
 

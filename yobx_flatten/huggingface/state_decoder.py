@@ -17,8 +17,6 @@ import torch
 from ..recipe.aliases import CacheLayer, TransformersCache, TransformersConfig, TransformersModel
 from .cache_names import CACHE, argument_of, cache_of, forward_of
 
-__all__ = ["StateDecoder", "has_states_alone", "new_dynamic_cache"]
-
 
 def new_dynamic_cache(config: TransformersConfig) -> TransformersCache:
     """Return an empty ``DynamicCache`` with the layers that a configuration asks for."""

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from ..export.proof.quality import Quality
 from .verify_tokens import TokenCount
 
-__all__ = ["write_card"]
-
 _CARD = "README.md"
 
 

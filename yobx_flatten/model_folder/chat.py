@@ -13,8 +13,6 @@ from ..errors.failures import raised_as
 from ..errors.messages import first_line
 from .source.tokenizer_files import open_tokenizer
 
-__all__ = ["chat_text", "chat_tokenizer", "message_tokens", "reply", "text_pieces"]
-
 _ROLES = ("system", "user", "assistant", "tool", "developer")
 _INCOMPLETE = "�"  # what a tokenizer returns while the bytes of a character are on their way
 

@@ -26,8 +26,6 @@ from .merged_decoder import MERGED, merge_decoders
 from .pieces.spoken import spoken_pieces
 from .pieces.tasks import TASKS
 
-__all__ = ["LAYOUTS", "Layout", "apply_layout", "check_layout"]
-
 Layout = Literal["flat", "transformers.js", "genai"]
 LAYOUTS: tuple[Layout, ...] = ("flat", "transformers.js", "genai")
 """A flat folder is opened by sentence-transformers, optimum and, where it is a decoder, onnxruntime-genai."""

@@ -28,8 +28,6 @@ from ..trees.shapes import dynamic_shapes
 from .pieces.text import Piece
 from .targets import FolderFormat, fitting_cases
 
-__all__ = ["export_piece"]
-
 # how torch begins what a program states of sizes that it was not traced for
 _OF_SIZES = ("Guard failed: ", "Runtime assertion failed for expression ")
 

@@ -21,15 +21,6 @@ from ..recipe.aliases import TransformersModel
 from .pieces.genai_pictures import EMBEDDING, image_token_of, why_not_in_genai
 from .pieces.genai_sound import ALLOWED, FRAMES
 
-__all__ = [
-    "check_genai",
-    "decoder_config",
-    "picture_config",
-    "sound_config",
-    "write_genai_config",
-    "write_sound_files",
-]
-
 _VERSION = "onnxruntime-genai 0.18"
 
 

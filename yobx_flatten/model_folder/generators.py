@@ -7,12 +7,11 @@ import pathlib
 
 from ..files.scratch import is_folder
 from ..generate.generator import Generator
+from ..generate.layout import MANIFEST
 from ..generate.runtime_generator import generator_for
 from ..runners.devices import Providers
 from ..runners.open import check_runtime
-from .manifest import MANIFEST, check_digests, read_manifest
-
-__all__ = ["open_generator", "runtime_of_folder"]
+from .manifest import check_digests, read_manifest
 
 
 def open_generator(

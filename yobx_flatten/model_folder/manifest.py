@@ -16,16 +16,6 @@ from ..files.document import inside, read_document
 from ..generate.layout import MANIFEST
 from ..runners.open import RUNTIMES
 
-__all__ = [
-    "MANIFEST",
-    "FolderManifest",
-    "StoredAdapter",
-    "check_digests",
-    "digests",
-    "read_manifest",
-    "write_manifest",
-]
-
 _VERSION = 3
 
 

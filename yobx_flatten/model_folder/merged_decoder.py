@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     import onnxruntime
 
-__all__ = ["MERGED", "merge_decoders"]
-
 MERGED = "decoder_model_merged"
 """Name of the joined file, without its suffix."""
 

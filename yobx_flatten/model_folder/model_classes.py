@@ -22,31 +22,6 @@ from .generators import open_generator, runtime_of_folder
 from .manifest import check_digests, read_manifest
 from .pieces.tasks import GENERATES, SPEAKS
 
-__all__ = [
-    "FolderModel",
-    "OnnxForAudioClassification",
-    "OnnxForCTC",
-    "OnnxForCausalLM",
-    "OnnxForDepthEstimation",
-    "OnnxForFeatureExtraction",
-    "OnnxForImageClassification",
-    "OnnxForImageSegmentation",
-    "OnnxForImageTextToText",
-    "OnnxForMaskedLM",
-    "OnnxForMultipleChoice",
-    "OnnxForObjectDetection",
-    "OnnxForQuestionAnswering",
-    "OnnxForSeq2SeqLM",
-    "OnnxForSequenceClassification",
-    "OnnxForSpeechSeq2Seq",
-    "OnnxForTextToSpectrogram",
-    "OnnxForTokenClassification",
-    "OnnxForVideoClassification",
-    "OnnxForVocoder",
-    "OnnxForZeroShotImageClassification",
-    "open_model",
-]
-
 
 class FolderModel:
     """A model over an exported folder; each subclass is for a task.

@@ -20,8 +20,6 @@ from ..generate.slots import typed
 from ..runners.folder_adapters import FolderAdapters
 from ..runners.runner import Runner
 
-__all__ = ["PlainFileModel", "plain_model", "speaking_model"]
-
 # what a model assumes where it is not given: nothing is padded, and there is one text
 _ASSUMED = {"attention_mask": torch.ones_like, "token_type_ids": torch.zeros_like}
 

@@ -39,8 +39,6 @@ from .texts.encoder_text import encoder_rows, sentence_case
 from .texts.quality_text import python_text, read_prompts
 from .texts.rounding_text import answered, in_rows, unanswered
 
-__all__ = ["Accuracy", "Adapters", "FolderPlan", "plan_folder"]
-
 Adapters: TypeAlias = Mapping[str, str | os.PathLike[str]]
 """Folders that PEFT wrote, by the name that an adapter is switched on by."""
 

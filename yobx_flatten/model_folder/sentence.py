@@ -28,8 +28,6 @@ from ..files.document import check_own, inside, read_document
 from ..recipe.aliases import TransformersModel
 from .pieces.text import Piece
 
-__all__ = ["SentenceModel", "SentenceModules", "copy_modules", "pools", "read_modules", "with_embedding"]
-
 T = TypeVar("T")
 
 MODULES = "modules.json"

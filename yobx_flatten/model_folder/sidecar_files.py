@@ -16,8 +16,6 @@ from .sentence import copy_modules
 from .source.adapter import ADAPTER
 from .source.gguf_file import gguf_tokenizer
 
-__all__ = ["TOKENIZER_INPUTS", "state_tokenizer_inputs", "write_companions"]
-
 # Everything that is next to weights and is text, but for what is written anew.
 _LARGEST = 2**30  # bytes
 TOKENIZER_INPUTS = ("input_ids", "token_type_ids", "attention_mask")

@@ -15,8 +15,6 @@ from ..recipe.aliases import TransformersModel
 from ..storage.cases import StoredCase
 from .pieces.spoken import spoken_input
 
-__all__ = ["FRAMES", "SAMPLED_FRAMES", "SpokenCase", "difference_of_speech", "spoken_case"]
-
 FRAMES = 12
 """How many calls of its decoder the case of a folder has."""
 

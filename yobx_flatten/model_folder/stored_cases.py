@@ -28,21 +28,6 @@ from .spoken_case import spoken_case
 from .texts.chat_prompts import CHAT_TOKENS, CHATS
 from .texts.rounding_text import in_own_cache
 
-__all__ = [
-    "CASES",
-    "PROMPT",
-    "SAMPLED_TOKENS",
-    "TOKENS",
-    "GenerationCase",
-    "generation_case",
-    "store_calls",
-    "store_chats",
-    "store_generation",
-    "store_speech",
-    "store_text",
-    "stored_calls",
-]
-
 CASES = "cases"
 """The folder below an exported one in which cases are stored."""
 

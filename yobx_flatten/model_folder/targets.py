@@ -19,8 +19,6 @@ from ..trees.shapes import dynamic_shapes
 from .client_layout import Layout
 from .pieces.text import Piece
 
-__all__ = ["FORMATS", "FolderFormat", "Target", "fitting_cases", "fitting_text", "room_for_tokens"]
-
 Target = Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"]
 """Runtimes that folders are written for."""
 

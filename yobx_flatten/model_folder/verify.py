@@ -38,8 +38,6 @@ from .spoken_case import difference_of_speech
 from .texts.chat_prompts import CHATS
 from .verify_tokens import TokenCount, count_tokens
 
-__all__ = ["FolderCheck", "FolderReport", "check_adapter", "verify_folder"]
-
 _MOST_OF_TOLERANCE = 10
 """How much more than its type's tolerance a folder may state of its scores, where two tokens are a tie."""
 

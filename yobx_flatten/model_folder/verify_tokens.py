@@ -12,8 +12,6 @@ from ..generate.generator import Generator
 from ..generate.sampling import Sampling
 from ..storage.cases import StoredCase
 
-__all__ = ["TokenCount", "count_tokens"]
-
 
 @dataclasses.dataclass(frozen=True)
 class TokenCount:

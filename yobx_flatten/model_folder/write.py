@@ -63,8 +63,6 @@ from .stored_cases import (
 from .targets import FolderFormat, Target, fitting_cases, room_for_tokens
 from .verify import FolderReport, verify_folder
 
-__all__ = ["ExportedFolder", "export_folder"]
-
 logger = logging.getLogger("yobx_flatten")
 
 _LONGEST = 1024

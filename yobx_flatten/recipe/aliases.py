@@ -7,24 +7,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = [
-    "CacheLayer",
-    "Call",
-    "Device",
-    "DynamicShapes",
-    "Kwargs",
-    "Length",
-    "ModelOutput",
-    "OnnxValue",
-    "PlainCache",
-    "PyTree",
-    "Size",
-    "Static",
-    "TransformersCache",
-    "TransformersConfig",
-    "TransformersModel",
-]
-
 #: nested value: containers, and objects of registered classes, around tensors and other leaves
 PyTree: TypeAlias = Any
 #: keyword arguments of a forward

@@ -14,17 +14,6 @@ import torch
 from ..errors import InvalidRegistrationError, describe_class
 from ..private_names.of_torch import KeyEntry, SequenceKey, is_namedtuple_class
 
-__all__ = [
-    "Flatten",
-    "FlattenWithKeys",
-    "Recipe",
-    "Unflatten",
-    "is_constant_class",
-    "require_callable",
-    "require_class",
-    "require_node",
-]
-
 Flatten: TypeAlias = Callable[[Any], tuple[list[Any], Any]]
 FlattenWithKeys: TypeAlias = Callable[[Any], tuple[list[tuple[KeyEntry, Any]], Any]]
 Unflatten: TypeAlias = Callable[[Iterable[Any], Any], Any]

@@ -30,10 +30,8 @@ from .codegen import checked, functions_from_fields, name_functions, require_con
 from .contract import Flatten, FlattenWithKeys, Recipe, Unflatten, require_node
 from .hashable import own_copy
 from .keys import torch_key
-from .mappings import is_mapping, is_mapping_like, mapping_functions
+from .mappings import is_mapping, mapping_functions
 from .undeclared import is_derived, lost_attribute, slots_of
-
-__all__ = ["functions_of", "is_mapping_like", "recipe_of"]
 
 _Functions = tuple[Flatten, FlattenWithKeys, Unflatten]
 

@@ -12,8 +12,6 @@ from collections import OrderedDict
 from ..errors import StaticDataError, describe_class
 from .aliases import Static
 
-__all__ = ["HeldStatic", "hashable", "original", "own_copy"]
-
 
 class HeldStatic:
     """Static data that does not hash by itself; two are equal when what they hold is."""

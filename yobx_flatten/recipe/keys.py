@@ -6,8 +6,6 @@ from typing import Any
 
 from ..private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceKey
 
-__all__ = ["torch_key"]
-
 _TORCH = (GetAttrKey, MappingKey, SequenceKey)
 
 

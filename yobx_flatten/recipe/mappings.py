@@ -22,8 +22,6 @@ from .codegen import builtin_base
 from .contract import Flatten, FlattenWithKeys, Unflatten
 from .undeclared import is_derived
 
-__all__ = ["is_mapping", "is_mapping_like", "mapping_functions"]
-
 
 def is_mapping_like(cls: type) -> bool:
     """Return whether instances list their content by ``keys()`` and ``values()``."""

@@ -20,8 +20,6 @@ from .contract import Recipe
 from .hashable import hashable
 from .undeclared import UNSET, held_attributes, is_derived
 
-__all__ = ["CHECKS", "check_round_trip"]
-
 
 def check_round_trip(recipe: Recipe, sample: object) -> None:
     """Flatten, unflatten and flatten again, with every function of the recipe."""

@@ -18,8 +18,6 @@ from typing import Any
 
 from ..errors import NotRegisteredError, StaticDataError, describe_class
 
-__all__ = ["find_named", "import_known", "may_be_imported"]
-
 # Modules that only define classes. Each name in them is a part of this pattern: a file cannot choose others.
 _KNOWN = re.compile(
     r"numpy|ml_dtypes"

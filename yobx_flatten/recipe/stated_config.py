@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["objection_to"]
-
 _COUNTS = re.compile(r"(layers?|experts?|depths?|blocks|stages|heads|num_labels)$")
 _MOST = 10_000  # layers, experts or labels; models of today have some hundred, and 1,000 to 22,000 labels
 _MOST_LABELS = 100_000

@@ -25,8 +25,6 @@ from .aliases import Static
 from .safe_names import find_named
 from .stated_config import objection_to
 
-__all__ = ["check_static", "dump_static", "is_array", "load_static"]
-
 _PLAIN = (str, int, float, bool, type(None))
 _Put = Callable[[Any, str], Any]  # (part, where it stands in the whole) -> JSON
 

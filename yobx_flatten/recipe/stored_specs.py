@@ -9,8 +9,6 @@ from typing import Any
 from ..errors import StaticDataError
 from .safe_names import find_named
 
-__all__ = ["check_spec"]
-
 _BUILT_IN = {cls.__name__ for cls in (list, dict, set, tuple, int, float, str, bool)}
 
 

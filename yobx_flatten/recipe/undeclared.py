@@ -18,8 +18,6 @@ from typing import Any
 
 from ..errors import RoundTripError, describe_class
 
-__all__ = ["UNSET", "held_attributes", "is_derived", "lost_attribute", "slots_of", "undeclared_check"]
-
 UNSET = object()
 """In place of the value of an attribute that is not set."""
 

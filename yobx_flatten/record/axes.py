@@ -19,8 +19,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from .call import Call
 from .snapshot import Fact
 
-__all__ = ["Axes", "Place", "read_axes"]
-
 Place = tuple[str, int | None]
 """The path of a leaf, and an axis of it; ``None`` for an integer."""
 

@@ -11,8 +11,6 @@ from ..recipe.static_codec import dump_static
 from .callee import Callee
 from .snapshot import Fact, Snapshot
 
-__all__ = ["About", "Call", "about_call"]
-
 
 class Call:
     """One recorded call. Inputs and outputs are returned as new copies: changing them does not change the record.

@@ -11,8 +11,6 @@ import torch
 
 from ..errors import InvalidArgumentError, describe_class
 
-__all__ = ["Callee", "callee_of", "module_of"]
-
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 

@@ -23,8 +23,6 @@ from .phases import by_phase
 from .replays import RecordReplay, replay_calls
 from .table import table_of
 
-__all__ = ["RecordedCalls"]
-
 
 class RecordedCalls(Sequence[Call]):
     """The calls that :func:`~yobx_flatten.record_calls` saw, in order: all of them, or those of one phase.

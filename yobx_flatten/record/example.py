@@ -15,9 +15,6 @@ from .axes import Axes, Place
 from .call import Call
 from .snapshot import Fact, same_value
 
-__all__ = ["choose_example", "constants_of", "shapes_of", "varying_in"]
-
-
 _GROWING = ("batch", "past", "total", "kept", "source")  # sizes that a call with 1 of them is an example of any of
 
 

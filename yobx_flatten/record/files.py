@@ -31,8 +31,6 @@ from ..recipe.stored_specs import check_spec
 from .call import About
 from .snapshot import Fact, Snapshot, libraries_in_use
 
-__all__ = ["call_files", "prepare_folder", "read_call", "write_call"]
-
 _KEY, _VERSION, _SUFFIX = "yobx_flatten.call", 1, ".safetensors"
 
 

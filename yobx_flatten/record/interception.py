@@ -21,8 +21,6 @@ from ..errors import InvalidArgumentError, describe_class
 from ..registry.locking import LOCK
 from ..registry.patches import AttributePatch
 
-__all__ = ["Watcher", "watching"]
-
 
 class Watcher(Protocol):
     """What is passed on of each call."""

@@ -12,8 +12,6 @@ from ..recipe.aliases import TransformersCache
 from .call import Call
 from .snapshot import Fact, same_value
 
-__all__ = ["by_phase", "cache_of", "kind_of"]
-
 
 def cache_of(values: Mapping[str, Any]) -> TransformersCache | None:
     """The cache among arguments or outputs, ``None`` if there is none."""

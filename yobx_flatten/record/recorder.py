@@ -25,8 +25,6 @@ from .interception import watching
 from .phases import cache_of, kind_of
 from .snapshot import Snapshot, libraries_in_use
 
-__all__ = ["record_calls"]
-
 
 @contextlib.contextmanager
 def record_calls(

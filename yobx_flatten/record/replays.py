@@ -22,8 +22,6 @@ from ..trees.naming import output_names
 from .call import Call
 from .snapshot import libraries_in_use
 
-__all__ = ["RecordReplay", "replay_calls"]
-
 
 @dataclasses.dataclass(frozen=True)
 class RecordReplay(Report):

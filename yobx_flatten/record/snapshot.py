@@ -18,8 +18,6 @@ from ..recipe.aliases import PyTree
 from ..trees.node import check_no_cycles, key_name, leaf_places, own_children, recipe_for
 from ..trees.walk import Place
 
-__all__ = ["Fact", "Snapshot", "libraries_in_use", "same_value"]
-
 
 class Fact(NamedTuple):
     """What is known of one leaf without keeping it."""

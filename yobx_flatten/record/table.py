@@ -11,8 +11,6 @@ from .axes import Axes
 from .call import Call
 from .example import constants_of, varying_in
 
-__all__ = ["table_of"]
-
 
 def table_of(label: str, phases: Mapping[str, Sequence[Call]], axes: Axes) -> str:
     """Write the table."""

@@ -6,8 +6,6 @@ from typing import Any, Protocol
 
 from ..recipe.contract import Recipe
 
-__all__ = ["Backend"]
-
 
 class Backend(Protocol):
     """One library's table of classes.

@@ -35,8 +35,6 @@ from .torch_cpp import TorchCpp
 from .torch_fx import TorchFx
 from .torch_python import TorchPython
 
-__all__ = ["REGISTRY", "TORCH", "Claim", "Registry"]
-
 TORCH = ("torch",)  # what the documented functions reach when nothing else is asked for
 
 

@@ -9,8 +9,6 @@ import threading
 from types import FrameType
 from typing import Any
 
-__all__ = ["DeferredSignals"]
-
 _SIGNALS = tuple(sorted(signal.valid_signals()))
 
 

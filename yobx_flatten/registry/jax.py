@@ -26,8 +26,6 @@ from ..recipe.contract import Recipe
 from ..recipe.hashable import hashable, original
 from .waiting import Waiting
 
-__all__ = ["Jax"]
-
 _THEIRS = "registered with JAX by other code"
 
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 import os
 import threading
 
-__all__ = ["LOCK"]
-
 LOCK = threading.RLock()
 
 if hasattr(os, "register_at_fork"):  # not on Windows, where processes are made otherwise

@@ -17,8 +17,6 @@ from ..recipe.contract import Recipe
 from .optree_table import order_kept, register_again, registered, unregister
 from .waiting import Waiting
 
-__all__ = ["NAMESPACE", "Optree"]
-
 NAMESPACE = "yobx_flatten"
 
 

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["order_kept", "register_again", "registered", "unregister"]
-
 
 def registered(namespace: str, cls: type) -> Any:
     """Return optree's entry for a class in one namespace, or ``None``; optree must be imported."""

@@ -16,8 +16,6 @@ from typing import Any
 
 from .locking import LOCK
 
-__all__ = ["AttributePatch", "ImportHook", "ImportedPatch", "TracePatch", "tracing_here"]
-
 _MISSING = object()
 
 

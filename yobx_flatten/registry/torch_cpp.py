@@ -19,8 +19,6 @@ from ..private_names.of_torch import (
 from ..recipe.contract import Flatten, Recipe, Unflatten
 from .optree_table import order_kept, register_again, registered, unregister
 
-__all__ = ["TorchCpp"]
-
 _NAMESPACE = "torch"
 
 

@@ -14,8 +14,6 @@ from ..errors import SpecMismatchError, describe_class
 from ..private_names.of_torch import fx_pytree, pytree
 from ..recipe.contract import Recipe
 
-__all__ = ["TorchFx"]
-
 _MISSING = object()
 
 

@@ -13,8 +13,6 @@ from ..private_names.of_torch import NODE_REGISTRY_LOCK, pytree, register_python
 from ..recipe.contract import Recipe
 from ..recipe.static_codec import dump_static, load_static
 
-__all__ = ["TorchPython"]
-
 
 class _FoundNode(NamedTuple):
     node: Any  # NodeDef

@@ -13,8 +13,6 @@ from ..recipe.contract import Recipe
 from .locking import LOCK
 from .patches import ImportHook
 
-__all__ = ["Waiting"]
-
 logger = logging.getLogger("yobx_flatten")
 
 

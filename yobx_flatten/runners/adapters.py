@@ -13,8 +13,6 @@ from ..files.damage import damage_as
 from ..files.document import check_regular
 from .ports import Port
 
-__all__ = ["ADAPTERS", "FIRST", "SECOND", "adapter_file", "adapter_names", "check_matrices", "read_adapter"]
-
 ADAPTERS = "adapters"
 """The folder below an exported one in which adapters are."""
 

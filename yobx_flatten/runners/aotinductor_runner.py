@@ -22,8 +22,6 @@ from .in_place import InPlaceCache
 from .signature import KEY, Signature
 from .tensor_buffers import TensorBuffers
 
-__all__ = ["IN_PLACE", "AOTInductorRunner", "is_package", "open_package", "read_package"]
-
 IN_PLACE = "yobx_flatten.in_place"
 """Key of a package's metadata; the value names the inputs of the cache that it writes in place, with commas."""
 

@@ -14,8 +14,6 @@ from .in_place import InPlaceCache, new_tokens
 from .ports import CacheSlot, Port, cache_slots, is_present, split_cache, with_rows
 from .signature import Signature
 
-__all__ = ["CheckedRunner"]
-
 
 class CheckedRunner:
     """One file, open; a :class:`.runner.Runner` whose subclasses only call the library."""

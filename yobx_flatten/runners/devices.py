@@ -7,8 +7,6 @@ from typing import Any, TypeAlias
 
 from ..errors import FlattenError, GenerationError, InvalidArgumentError, MissingDependencyError, describe_class
 
-__all__ = ["CPU", "DEVICES", "Providers", "check_runs_on", "choose_providers", "is_on_cpu", "only_for_onnxruntime"]
-
 Providers: TypeAlias = Sequence[str | tuple[str, dict[str, Any]]]
 
 CPU = "CPUExecutionProvider"

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 from ..errors import FlattenError
 from ..errors.dependencies import require
 
-__all__ = ["BOOL", "DOUBLE", "ELEMENTS", "INT64", "STRING", "UINT8", "Element", "pack", "require_onnx", "unpack"]
-
 
 class Element(NamedTuple):
     """How one type of elements is stored."""

@@ -26,18 +26,6 @@ from .in_place import InPlaceCache
 from .signature import KEY, Signature
 from .tensor_buffers import TensorBuffers
 
-__all__ = [
-    "METHOD",
-    "ROWS",
-    "SIGNATURE",
-    "ExecuTorchRunner",
-    "Rows",
-    "load_attention",
-    "open_pte",
-    "require_executorch",
-    "room_for",
-]
-
 METHOD = "forward"
 """Name of the method that is the model."""
 

@@ -16,8 +16,6 @@ from .onnx_runner import OnnxRunner
 from .ports import Port
 from .runner import Runner
 
-__all__ = ["FolderAdapters", "rooms_of_files"]
-
 _TYPES = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}  # numbers of ONNX
 
 

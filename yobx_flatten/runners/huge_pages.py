@@ -12,8 +12,6 @@ import ctypes
 import pathlib
 from collections.abc import Iterator
 
-__all__ = ["in_huge_pages"]
-
 _MAPS = pathlib.Path("/proc/self/maps")
 _LEAST = 32 * 2**20  # bytes; less fits into caches
 _ON_REQUEST, _NOW = 14, 25  # of Linux's `madvise`: MADV_HUGEPAGE, and MADV_COLLAPSE of Linux 6.1

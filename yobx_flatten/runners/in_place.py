@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["InPlaceCache", "new_tokens"]
-
 
 class InPlaceCache(dict[str, Any]):
     """A cache by name of the input, in values of the library. A step changes it: earlier states are gone."""

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["is_refused", "one_by_one", "row_by_row"]
-
 _TOKENS = ("input_ids", "inputs_embeds")
 
 

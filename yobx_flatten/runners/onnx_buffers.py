@@ -16,8 +16,6 @@ import torch
 
 from .in_place import InPlaceCache
 
-__all__ = ["SHARED_CACHE", "BufferedCache"]
-
 SHARED_CACHE = "yobx_flatten.shared_cache"
 """Key of a file's metadata; the value names the inputs whose memory may be that of their outputs, with commas."""
 

@@ -27,8 +27,6 @@ from .onnx_values import from_value, to_value, value_type
 from .ports import KEPT_SCORES, CacheSlot, Port, cache_slots, is_present, split_cache, with_rows
 from .signature import KEY, Signature
 
-__all__ = ["OnnxRunner"]
-
 _COUNT = value_type("tensor(int64)")
 
 

@@ -14,8 +14,6 @@ from ..errors.messages import first_line
 from .devices import check_runs_on
 from .huge_pages import in_huge_pages
 
-__all__ = ["has_mapped_weights", "mapped_options", "open_session", "require_onnxruntime", "session_options"]
-
 
 def require_onnxruntime(caller: str) -> Any:
     """Import onnxruntime."""

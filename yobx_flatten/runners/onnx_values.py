@@ -11,8 +11,6 @@ from ..core.compare import is_text
 from ..errors import ReplayError
 from .elements import ELEMENTS
 
-__all__ = ["ValueType", "from_value", "to_value", "value_type"]
-
 # what onnxruntime calls types of elements, where torch has another name
 _TORCH_NAMES = {"float": "float32", "double": "float64", "string": "str"}
 # what NumPy does not have, by its number in ONNX

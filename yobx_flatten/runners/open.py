@@ -16,8 +16,6 @@ from .openvino_runner import open_openvino
 from .program_runner import ProgramRunner, open_program
 from .runner import Runner
 
-__all__ = ["RUNNERS", "RUNTIMES", "check_runtime", "open_runner", "runtime_of", "thread_options"]
-
 
 def _onnx(path: pathlib.Path, caller: str, failure: type[FlattenError], **options: Any) -> Runner:
     return OnnxRunner(open_session(path, caller=caller, failure=failure, **options), path.name)

@@ -22,8 +22,6 @@ from .in_place import InPlaceCache
 from .openvino_state import BEAMS, StateCache, variable_of
 from .signature import KEY, Signature, Size
 
-__all__ = ["FLOAT32", "OpenVINORunner", "import_openvino", "last_line", "open_openvino", "read_model"]
-
 FLOAT32: Mapping[str, str] = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 """What a model is compiled with."""
 

@@ -18,8 +18,6 @@ import torch
 
 from .in_place import InPlaceCache
 
-__all__ = ["BEAMS", "StateCache", "variable_of"]
-
 BEAMS = "beam_idx"
 """The input that states which row of the state each row continues, as OpenVINO's own tools name it."""
 

@@ -20,19 +20,6 @@ import torch
 from ..errors import GenerationError
 from ..huggingface.cache_names import CACHE, PRESENT, after_cache
 
-__all__ = [
-    "KEPT_SCORES",
-    "CacheSlot",
-    "Port",
-    "cache_slots",
-    "check_cache_outputs",
-    "is_present",
-    "present_of",
-    "split_cache",
-    "with_rows",
-]
-
-
 KEPT_SCORES = "num_logits_to_keep"
 """Input of an ONNX file that has a value, so that none has to be given: of how many last tokens it returns scores."""
 

@@ -28,8 +28,6 @@ from ..trace.program_inputs import arguments_of, traced_inputs
 from ..trees.naming import leaf_names, output_names
 from .ports import CacheSlot, Port, cache_slots, split_cache, with_rows
 
-__all__ = ["ProgramRunner", "open_program"]
-
 
 def open_program(
     path: str | os.PathLike[str], *, trust: bool = False, failure: type[FlattenError] = GenerationError

@@ -13,20 +13,6 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = [
-    "COMPARISONS",
-    "FUNCTIONS",
-    "Expression",
-    "bound_by_sums",
-    "decides_by_parts",
-    "format_expression",
-    "from_lists",
-    "holds",
-    "is_of_one_size",
-    "names_in",
-    "value_of",
-]
-
 Expression = int | str | tuple[Any, ...]
 """A number, the name of a size, or an operator and what it is applied to."""
 

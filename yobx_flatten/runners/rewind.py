@@ -17,8 +17,6 @@ from .in_place import InPlaceCache
 from .onnx_values import from_value
 from .runner import Runner
 
-__all__ = ["cache_tensors", "copied", "cropped", "held_before", "rewound"]
-
 
 def cache_tensors(cache: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the leaves of a cache as tensors, by name of the input."""

@@ -19,8 +19,6 @@ import torch
 
 from .ports import CacheSlot, Port
 
-__all__ = ["Runner"]
-
 
 class Runner(Protocol):
     """One exported file or program, open."""

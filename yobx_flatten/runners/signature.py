@@ -23,8 +23,6 @@ from ..files.document import parse_document
 from .ports import Port
 from .relations import Expression, format_expression, from_lists, holds, names_in
 
-__all__ = ["KEY", "Signature", "Size", "as_tensor", "place_of_sizes"]
-
 KEY = "yobx_flatten.signature"
 """Key of a file's metadata under which the signature is stored."""
 

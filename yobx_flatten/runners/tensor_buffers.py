@@ -15,8 +15,6 @@ import torch
 
 from .in_place import InPlaceCache
 
-__all__ = ["TensorBuffers"]
-
 _LEAST = 256  # tokens
 
 

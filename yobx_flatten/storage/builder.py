@@ -21,8 +21,6 @@ from .run import RunOutputs
 from .structure import Structure, flatten_tree, unflatten_tree
 from .values import Payload
 
-__all__ = ["MiniOnnxBuilder", "create_input_tensors_from_onnx_model", "create_onnx_model_from_input_tensors"]
-
 _FLOATS = {name for name in ELEMENTS if name.startswith(("float", "bfloat")) and not name.startswith("float4")}
 
 

@@ -12,8 +12,6 @@ from .nested import read
 from .onnx_write import save
 from .structure import flatten_tree
 
-__all__ = ["StoredCase", "load_case", "save_case"]
-
 
 @dataclasses.dataclass(frozen=True)
 class StoredCase:

@@ -9,8 +9,6 @@ from typing import Any
 from ..recipe.aliases import PyTree
 from ..trees.node import key_name, leaf_places, own_children
 
-__all__ = ["leaves_of", "match", "plain_names"]
-
 
 def leaves_of(tree: PyTree) -> list[Any]:
     """List the leaves in the order of their names, in the block or outside of it."""

@@ -16,8 +16,6 @@ from .structure import flatten_tree, unflatten_tree
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["load_nested", "read", "save_nested"]
-
 T = TypeVar("T")
 
 

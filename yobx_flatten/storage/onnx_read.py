@@ -17,8 +17,6 @@ from .onnx_write import CHECKSUM, CONTENT, FORMAT, STRUCTURE, VERSION, crc_of_st
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["Initializers", "open_model", "structure_of"]
-
 _PIECE = 16 * 2**20  # bytes read at once
 _LARGEST = 2**31  # bytes; protobuf reads no more
 _KNOWN_VERSION = 1

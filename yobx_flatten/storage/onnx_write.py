@@ -19,8 +19,6 @@ from .values import Payload
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["CHECKSUM", "CONTENT", "FORMAT", "STRUCTURE", "VERSION", "OnnxWriter", "check_size", "save"]
-
 FORMAT, VERSION, CONTENT = "yobx_flatten.format", "yobx_flatten.format_version", "yobx_flatten.content"
 STRUCTURE, CHECKSUM = "yobx_flatten.structure", "yobx_flatten.structure_crc32"
 

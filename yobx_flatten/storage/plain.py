@@ -8,8 +8,6 @@ import torch
 
 from ..runners.elements import ELEMENTS
 
-__all__ = ["Obstacle", "obstacle_of"]
-
 
 class Obstacle(NamedTuple):
     """Why a tensor is not stored as it is."""

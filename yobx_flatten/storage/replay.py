@@ -25,8 +25,6 @@ from ..trees.naming import leaf_names, output_names
 from .cases import StoredCase
 from .matching import leaves_of, match, plain_names
 
-__all__ = ["CaseReport", "OutputDifference", "replay_case", "run_case"]
-
 
 @dataclasses.dataclass(frozen=True)
 class OutputDifference:

@@ -15,8 +15,6 @@ from ..runners.onnx_session import open_session
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["RunOutputs"]
-
 _ENGINES = ("onnx", "onnxruntime", "ReferenceEvaluator")
 
 

@@ -7,8 +7,6 @@ from ..errors.failures import raised_as
 from ..recipe.aliases import Static
 from ..recipe.static_codec import load_static
 
-__all__ = ["load_trusted"]
-
 
 def load_trusted(data: Static) -> Static:
     """Bring static data back, as :func:`.load_static` does."""

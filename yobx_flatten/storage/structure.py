@@ -26,8 +26,6 @@ from ..trees.node import check_no_cycles, recipe_for
 from .safe_static import load_trusted
 from .values import Payload, Source, read_leaf, write_leaf
 
-__all__ = ["Structure", "flatten_tree", "unflatten_tree", "unique"]
-
 
 class Structure(NamedTuple):
     """A nested object, flattened."""

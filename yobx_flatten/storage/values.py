@@ -26,8 +26,6 @@ from .safe_static import load_trusted
 if TYPE_CHECKING:
     import numpy
 
-__all__ = ["Payload", "Source", "read_leaf", "write_leaf"]
-
 Record = dict[str, Any]
 
 _DRAWN = 10**9  # bytes; random numbers take no place in a file, so nothing else bounds them

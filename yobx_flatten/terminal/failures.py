@@ -22,8 +22,6 @@ from ..errors.tried_versions import VersionDependentError, possible_cause, witho
 from .output import printable
 from .termination import Terminated
 
-__all__ = ["CHECK_FAILED", "INTERRUPTED", "REFUSED", "TERMINATED", "UserError", "explain_failure"]
-
 CHECK_FAILED, REFUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 

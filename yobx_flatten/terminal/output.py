@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["console", "printable", "progress", "say", "say_json", "table"]
-
 # Characters that a terminal obeys and does not show: C0 and C1 controls except for tab and line feed, and marks that
 # change the direction of text. A name in a file of a stranger may hold them (CWE-150).
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")

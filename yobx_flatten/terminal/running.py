@@ -17,8 +17,6 @@ from .termination import terminable
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["has_libraries", "reflow_help", "run_app", "starting"]
-
 
 def starting(
     program: str, start: Callable[[], Callable[[Sequence[str] | None], int]], argv: Sequence[str] | None

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-__all__ = ["lasting_streams"]
-
 
 class _LastingStream:
     """A text stream that takes every character, also after its reader has ended, as of ``yobx-flatten list | head``."""

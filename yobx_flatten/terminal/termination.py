@@ -9,8 +9,6 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["Terminated", "terminable"]
-
 
 class Terminated(KeyboardInterrupt):
     """The process got SIGTERM; a text of it reports what was written by then."""

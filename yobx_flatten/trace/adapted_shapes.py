@@ -28,8 +28,6 @@ from ..private_names.of_torch import pytree
 from ..recipe.aliases import DynamicShapes, TransformersCache
 from ..recipe.contract import Recipe
 
-__all__ = ["adapted_shapes"]
-
 _RecipeOf = Callable[[type], Recipe | None]
 
 

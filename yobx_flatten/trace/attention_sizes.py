@@ -10,8 +10,6 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..private_names.of_torch import DispatchKey, FakeTensor
 
-__all__ = ["AttentionSizes"]
-
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _STEPS = DispatchKey.CompositeImplicitAutograd
 

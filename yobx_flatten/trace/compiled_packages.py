@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["called_contiguous", "remembering_strides"]
-
 _KEY = "yobx_flatten.contiguous"  # in the metadata of a package: 1 or 0 for each tensor among its inputs
 _METADATA = "aot_inductor.metadata"
 

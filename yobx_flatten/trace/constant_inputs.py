@@ -21,8 +21,6 @@ from ..private_names.of_torch import pytree
 from ..recipe.aliases import PyTree
 from .program_inputs import arguments_of
 
-__all__ = ["checking_constants", "enums_as_texts", "members_in_forward", "text_of", "with_members"]
-
 _Hook = Callable[[torch.nn.Module, tuple[Any, ...], Mapping[str, Any]], Any]
 _Members = dict[int, enum.Enum]
 

@@ -18,8 +18,6 @@ from ..private_names.of_torch import GetAttrKey
 from ..recipe.aliases import DynamicShapes
 from ..recipe.contract import Recipe
 
-__all__ = ["attached_spec", "elements_of", "forget_attached", "opened_spec", "refuse_specs_of_keys", "spec_classes"]
-
 _CLASSES = ("DictSpec", "IntVar", "ObjectSpec", "ParamsSpec", "SeqSpec", "ShapesSpec", "TensorSpec")
 _ATTACHED = "_dynamic_spec"
 

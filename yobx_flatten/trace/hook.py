@@ -43,8 +43,6 @@ from .supports import OPEN, TraceSupport, open_supports
 from .trace_settings import PLAIN_ATTENTION, duck_shapes_off, fake_tensor_cache_off, sizes_differ
 from .type_promotion import without_running
 
-__all__ = ["EXPORT_HOOK", "ExportHook"]
-
 
 class ExportHook:
     """Wraps torch's export functions while at least one block is open."""

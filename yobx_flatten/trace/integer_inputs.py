@@ -16,8 +16,6 @@ from torch.export.graph_signature import SymIntArgument
 from ..private_names.of_torch import pytree
 from .program_inputs import arguments_of
 
-__all__ = ["StoredInteger", "with_integers"]
-
 _Hook = Callable[[torch.nn.Module, tuple[Any, ...], Mapping[str, Any]], Any]
 
 

@@ -22,8 +22,6 @@ from torch.export import ExportedProgram
 
 from ..private_names.of_torch import FloorDiv, Max, Min
 
-__all__ = ["without_needless_assertions"]
-
 
 def without_needless_assertions(program: ExportedProgram) -> ExportedProgram:
     """Take assertions out of a new program that hold for all sizes."""

@@ -23,8 +23,6 @@ from ..errors.failures import result_or
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import DynamicShapes
 
-__all__ = ["check_nested_kwargs"]
-
 
 def check_nested_kwargs(
     export: Callable[..., Any], module: torch.nn.Module, kwargs: Mapping[str, Any] | None, shapes: DynamicShapes

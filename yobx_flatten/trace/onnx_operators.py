@@ -21,8 +21,6 @@ import torch
 from ..recipe.aliases import OnnxValue
 from .onnx_repairs import REPAIRS, plain_attention
 
-__all__ = ["ERFINV_CENTRE", "ERFINV_TAIL", "TRANSLATIONS", "Translation", "add_translation"]
-
 
 class Translation(NamedTuple):
     """One operator in ONNX."""

@@ -16,8 +16,6 @@ from typing import Any
 from ..private_names.of_torch import operator_names, operators_with_kernel
 from ..registry.locking import LOCK
 
-__all__ = ["filled_registry", "remembering_decompositions"]
-
 # what was asked for -> what a table depends on, and the table
 _TABLES: dict[Any, tuple[Any, Any]] = {}
 

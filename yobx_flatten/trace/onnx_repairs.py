@@ -15,8 +15,6 @@ import torch
 
 from ..recipe.aliases import OnnxValue
 
-__all__ = ["REPAIRS", "plain_attention"]
-
 _INT64, _BOOL = 7, 9
 _DIRECT = 16
 """The most numbers per point of which ``cdist`` takes all differences; of longer ones it multiplies."""

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["with_zeros_at_padding"]
-
 
 def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return ``TransformerEncoder.forward`` for traces: what the original does outside of one."""

@@ -7,8 +7,6 @@ from typing import Any
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ArgumentSpec, ConstantArgument, InputKind
 
-__all__ = ["arguments_of", "traced_inputs"]
-
 
 def arguments_of(program: ExportedProgram) -> list[ArgumentSpec]:
     """Return the argument of each leaf of the inputs, in order; parameters and buffers are left out."""

@@ -20,8 +20,6 @@ from .integer_inputs import with_integers
 from .supports import open_supports
 from .trace_settings import FEW_TENSORS, PLAIN_ATTENTION, fake_tensor_cache_off
 
-__all__ = ["concise", "remembering", "require_registered"]
-
 
 class _RememberingProgram(ExportedProgram):
     """An ``ExportedProgram`` that explains itself when its classes are not registered."""

@@ -17,8 +17,6 @@ from typing import Any
 
 from ..private_names.of_torch import pytree
 
-__all__ = ["importing_classes", "remembering_expressions", "remembering_hints"]
-
 # class -> the globals that its annotations were read with, and the types of its fields
 _HINTS: dict[type, tuple[Any, dict[str, Any]]] = {}
 

@@ -10,8 +10,6 @@ from ..recipe.aliases import PyTree
 from ..registry.locking import LOCK
 from .onnx_operators import Translation
 
-__all__ = ["OPEN", "TraceSupport", "open_supports"]
-
 
 class TraceSupport(Protocol):
     """What a model library needs while its models are traced, and while programs of them are loaded."""

@@ -16,15 +16,6 @@ from ..private_names.of_torch import fx_config, pytree
 from ..registry.locking import LOCK
 from .attention_sizes import AttentionSizes
 
-__all__ = [
-    "FEW_TENSORS",
-    "PLAIN_ATTENTION",
-    "_PlainAttention",
-    "duck_shapes_off",
-    "fake_tensor_cache_off",
-    "sizes_differ",
-]
-
 
 class _PlainAttention:
     """Trace the attention with the strides of its plain kernel, those that every other kernel's callers may rely on.

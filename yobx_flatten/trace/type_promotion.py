@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["without_running"]
-
 
 def without_running(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``_TypePromotionInterpreter.run_node`` that takes the value of a node from the graph, where it is there.

@@ -14,14 +14,6 @@ from ..recipe.aliases import DynamicShapes, PyTree
 from .node import check_no_cycles
 from .walk import class_name, torch_leaves
 
-__all__ = [
-    "check_arguments",
-    "check_no_modules",
-    "did_you_mean",
-    "inputs_by_name",
-    "shapes_by_name",
-]
-
 _EXAMPLE = '\n    export_program(module, (x,), {"y": y})'
 
 

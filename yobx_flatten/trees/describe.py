@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     import numpy
     import onnxruntime
 
-__all__ = ["string_type"]
-
 LOGGER = logging.getLogger("yobx_flatten")
 
 # In the order of onnx.TensorProto, from 0. torch, NumPy and ml_dtypes give an element type the same name, so

@@ -33,8 +33,6 @@ from .shapes import builtin_kind, same_container
 if TYPE_CHECKING:
     import sympy
 
-__all__ = ["Size", "Stated", "by_parameter", "without_specs"]
-
 
 class Size(NamedTuple):
     """A size that a specification speaks of."""

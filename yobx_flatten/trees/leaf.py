@@ -9,8 +9,6 @@ from ..registry.claims import REGISTRY
 from .node import key_name, leaf_places
 from .walk import Place, format_path, torch_children
 
-__all__ = ["Leaf", "leaves"]
-
 
 class Leaf(NamedTuple):
     """One leaf of a nested object.

@@ -8,8 +8,6 @@ from ..huggingface.cache_names import CACHE, PRESENT, word_in_files
 from ..recipe.aliases import PyTree
 from .node import key_name, node_of
 
-__all__ = ["leaf_names", "output_names"]
-
 
 def leaf_names(tree: PyTree, *, cache: str = CACHE) -> list[str]:
     """Name every leaf by the way to it.

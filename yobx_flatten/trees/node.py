@@ -13,18 +13,6 @@ from ..recipe.contract import Recipe
 from ..registry.claims import REGISTRY
 from .walk import Children, Place, format_path, walk
 
-__all__ = [
-    "Node",
-    "check_no_cycles",
-    "find_cycle",
-    "format_cycle",
-    "key_name",
-    "leaf_places",
-    "node_of",
-    "own_children",
-    "recipe_for",
-]
-
 
 class Node(NamedTuple):
     """One level of a nested object."""

@@ -22,16 +22,6 @@ from ..recipe.contract import Recipe
 from .node import Node, check_no_cycles, key_name, node_of, own_children
 from .walk import walk
 
-__all__ = [
-    "builtin_kind",
-    "check_dynamic_shapes",
-    "dynamic_shapes",
-    "make_dynamic_shapes_kv_cache",
-    "same_container",
-    "shapes_of_leaves",
-    "without_names",
-]
-
 _Path = tuple[str, ...]
 
 

@@ -11,18 +11,6 @@ from ..errors.failures import noted_on_failure
 from ..private_names.of_torch import get_node_type, pytree
 from ..recipe.aliases import PyTree
 
-__all__ = [
-    "Children",
-    "Place",
-    "children_of",
-    "class_name",
-    "format_entry",
-    "format_path",
-    "torch_children",
-    "torch_leaves",
-    "walk",
-]
-
 _MODULE: Callable[[type], str] = type.__dict__["__module__"].__get__
 _QUALNAME: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 

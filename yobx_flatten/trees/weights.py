@@ -10,8 +10,6 @@ import torch
 
 from ..errors import InvalidArgumentError
 
-__all__ = ["about_devices", "check_not_offloaded", "has_no_data", "on_other_devices"]
-
 
 def has_no_data(module: torch.nn.Module, leaves: Iterable[Any], brought: Collection[str] = ()) -> str:
     """Return why a module cannot be run: it, or an input, has shapes and no data. Empty where it can."""

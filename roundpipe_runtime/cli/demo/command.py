@@ -37,8 +37,6 @@ from ...timeline.drawing import draw_on
 from ...timeline.record import Timeline
 from .memory import Needs, measure_needs
 
-__all__ = ["demo", "run_demo"]
-
 STEPS, SHOWN_EVERY, COUNTED_STEPS = 24, 4, 2
 ROWS, LENGTH, WIDTH, BLOCKS = 10, 32, 96, 12
 DEVICES, LIMIT = 2, 4_000_000  # bytes of each: less than the weights

@@ -23,8 +23,6 @@ from ...estimate.footprint import Footprint, storage_bytes
 from ...optim.adam import Adam
 from ...pipeline import RoundPipe
 
-__all__ = ["CountingDevice", "Needs", "measure_needs"]
-
 _Batch = tuple[torch.Tensor, torch.Tensor]
 _LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-__all__ = ["Check", "Status"]
-
 Status = Literal["ok", "warning", "fail"]
 
 

@@ -32,8 +32,6 @@ from ...pipeline import RoundPipe
 from .check import Check, Status
 from .devices import device_checks
 
-__all__ = ["HERE", "accelerators", "examine", "train_difference"]
-
 _PACKAGE = "yobx-flatten"
 
 # Libraries that a training can use, with what is left out without them.

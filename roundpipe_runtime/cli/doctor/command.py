@@ -21,8 +21,6 @@ from ...estimate.machine_file import save_machine
 from .check import Check
 from .checks import HERE, examine
 
-__all__ = ["doctor"]
-
 
 def doctor(
     machine: Annotated[

@@ -11,8 +11,6 @@ from ...engine.planner import FOR_PARAMETERS
 from ...estimate.device_rates import DeviceRates, measure_device
 from .check import Check
 
-__all__ = ["device_checks"]
-
 # A link below this keeps any device waiting: PCIe 3 with 8 lanes.
 _SLOW_LINK = 6e9
 

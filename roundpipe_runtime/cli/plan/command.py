@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ...fine_tune import ModelSource
     from ...huggingface.plan_training import PlannedTraining, SettingsChange
 
-__all__ = ["plan"]
-
 
 @takes_options(what=ModelOptions, machine=MachineOptions, step=StepOptions, shared=NodeOptions)
 def plan(

@@ -12,8 +12,6 @@ from yobx_flatten.errors.messages import format_bytes, table
 from ...estimate.network import NodesEstimate
 from ..quantities import format_seconds
 
-__all__ = ["as_dict", "write_nodes"]
-
 _LINES = (10e9, 25e9, 100e9, 400e9)
 
 

@@ -20,8 +20,6 @@ from ..train import options as train
 if TYPE_CHECKING:
     from ...estimate.hardware import Hardware
 
-__all__ = ["MachineOptions", "ModelOptions", "NodeOptions", "StepOptions"]
-
 _STEP, _NODES = "A step", "Several machines"
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ...huggingface.plan_training import PlannedTraining, SettingsChange
     from ...schedule.round_robin import Stage
 
-__all__ = ["as_dict", "write_plan"]
-
 _COLUMNS = 78
 
 

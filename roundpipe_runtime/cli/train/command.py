@@ -36,8 +36,6 @@ from .options import (
     settings_of,
 )
 
-__all__ = ["train"]
-
 
 @takes_options(what=ModelOptions, data=TextOptions, step=StepOptions, learning=LearningOptions, files=FileOptions)
 def train(

@@ -25,8 +25,6 @@ import typer
 from yobx_flatten.errors.dependencies import require
 from yobx_flatten.terminal.failures import UserError
 
-__all__ = ["format_config", "read_config_file"]
-
 # Options that are about the file itself.
 _OWN = ("config", "print_config")
 

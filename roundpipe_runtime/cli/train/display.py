@@ -17,9 +17,6 @@ from ...device.composite import is_composite, stored_bytes
 from ...fine_tune import Blocks, ChatRows, EvalRecord, ModelSource, StepRecord, Tokenizer, Training, sparkline
 from ...huggingface.quantize import count_weights
 
-__all__ = ["Display", "format_chats", "format_model", "format_step", "format_text", "format_training", "show_rows"]
-
-
 # Between two lines of an evaluation, where there is no terminal.
 _SECONDS = 30
 

@@ -17,8 +17,6 @@ from typing import Any
 
 from .machine import Process
 
-__all__ = ["Alarm"]
-
 # Seconds between two looks: an exception on one rank is to be raised on all within a second.
 _PERIOD = 0.1
 

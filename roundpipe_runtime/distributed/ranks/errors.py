@@ -6,18 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from ...errors import DistributedError
 
-__all__ = [
-    "DistributedError",
-    "RankStepError",
-    "StoppedByRankError",
-    "format_failure",
-    "raise_first",
-    "rank_failed",
-    "rank_failed_in_step",
-    "ranks_disagree",
-    "ranks_gone",
-]
-
 
 class StoppedByRankError(DistributedError):
     """Ends the work of this rank because another one has failed. The verdict replaces it by the cause."""

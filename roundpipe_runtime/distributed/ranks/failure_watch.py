@@ -12,8 +12,6 @@ from ...engine.run import Run
 from .alarm import Alarm
 from .errors import StoppedByRankError
 
-__all__ = ["News"]
-
 
 class _CallNews:
     """What is known of one call: its run, and why it stops."""

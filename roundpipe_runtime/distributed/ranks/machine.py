@@ -8,8 +8,6 @@ import socket
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Process", "this_machine"]
-
 # States of a process that has ended, of which its parent may not have heard yet.
 _ENDED = ("Z", "X")
 

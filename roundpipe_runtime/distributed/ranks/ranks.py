@@ -31,8 +31,6 @@ from ...errors import ConfigError
 from .alarm import Alarm
 from .errors import rank_failed_in_step, ranks_gone
 
-__all__ = ["Channel", "MeshRanks", "Ranks", "job_timeout", "meet", "ranks_of"]
-
 Channel: TypeAlias = Literal["control", "data", "weights", "step"]
 
 _CHANNELS: tuple[Channel, ...] = ("control", "data", "weights", "step")

@@ -23,8 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .ranks import job_timeout
 
-__all__ = ["TokenExchange"]
-
 # Seconds between two looks at an exchange that has not ended.
 _PERIOD = 0.0002
 

@@ -24,8 +24,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...errors import ConfigError
 
-__all__ = ["is_one_of_many", "join_job", "own_devices"]
-
 # Seconds between two looks into the store.
 _PERIOD = 0.02
 

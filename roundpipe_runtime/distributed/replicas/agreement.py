@@ -13,8 +13,6 @@ from ...errors import RoundPipeWarning, warn
 from ...optim.parameters import LayerContents
 from ..ranks.ranks import Ranks
 
-__all__ = ["describe_call", "describe_model", "share_weights"]
-
 
 def describe_model(model: nn.Module, **options: Any) -> dict[str, object]:
     """Return what makes a model and its pipeline, by name, for :func:`ranks_disagree`."""

@@ -16,8 +16,6 @@ from ...errors import DistributedError
 from .losses import GroupLosses, LossReport
 from .reduction import ReductionPlan
 
-__all__ = ["Halfway", "Opening", "RankCall", "Verdict"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opening:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import itertools
 
-__all__ = ["group_sizes", "groups_of", "num_turns", "rows_of_rank"]
-
 
 def group_sizes(rows: int, replicas: int) -> list[int]:
     """Return the rows of each group of a batch.

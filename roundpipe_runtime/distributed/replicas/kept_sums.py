@@ -11,8 +11,6 @@ from ..ranks.ranks import Ranks
 from .groups import groups_of
 from .reduction import Reduction, ReductionPlan
 
-__all__ = ["KeptSums"]
-
 
 class KeptSums:
     """The gradients of calls in ``no_sync()``, by group of this rank and layer."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from ...batch.loss import BackwardTerm, LossContract, LossValue
 
-__all__ = ["GroupLosses", "LossReport", "report_losses", "total_contract"]
-
 
 class GroupLosses(LossContract):
     """The contract of a batch, as the microbatches of one group see it.

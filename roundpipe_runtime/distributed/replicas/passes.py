@@ -25,8 +25,6 @@ from ...engine.parameters.on_device import Gradients
 from ...engine.run import Run
 from ...errors import StageError
 
-__all__ = ["GroupPasses", "as_outputs", "join_graph"]
-
 
 @dataclasses.dataclass(slots=True)
 class GroupPasses:

@@ -48,8 +48,6 @@ from .kept_sums import KeptSums
 from .losses import report_losses, total_contract
 from .reduction import Reduction, ReductionPlan
 
-__all__ = ["RankCalls"]
-
 
 class RankCalls(OneGroup[Engine]):
     """The groups that a batch is cut into, of which each rank runs some."""

@@ -33,8 +33,6 @@ from .call import Halfway, RankCall
 from .passes import GroupPasses, as_outputs, join_graph
 from .rank_calls import RankCalls, with_rows
 
-__all__ = ["BatchLoss", "RankGroups"]
-
 
 class BatchLoss(Protocol):
     """A loss that is not a sum over microbatches."""

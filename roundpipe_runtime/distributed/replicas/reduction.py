@@ -26,8 +26,6 @@ from ..weights.cuts import is_cut, pieces, shards
 from ..weights.shards import RankStore
 from .groups import groups_of, num_turns
 
-__all__ = ["Reduction", "ReductionPlan"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bucket:

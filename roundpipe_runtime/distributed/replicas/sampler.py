@@ -22,8 +22,6 @@ from yobx_flatten.private_names.of_torch import pytree
 from ...errors import ConfigError
 from .groups import rows_of_rank
 
-__all__ = ["ReplicaBatchSampler", "collate_with_empty"]
-
 
 class ReplicaBatchSampler(Sampler[list[int]]):
     """Give each rank its rows of each global batch, for the ``batch_sampler`` of a ``DataLoader``.

@@ -28,8 +28,6 @@ from ...device.outcome import Outcome
 from ...device.transfer import TreeStructure, flatten_value
 from ...errors import ConfigError, StageError
 
-__all__ = ["Boundary", "TensorSizes", "agree", "call_without_data", "share"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorSizes:

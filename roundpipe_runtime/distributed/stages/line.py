@@ -19,8 +19,6 @@ from ..ranks.alarm import Alarm
 from ..ranks.errors import format_failure, ranks_gone
 from ..ranks.ranks import job_timeout
 
-__all__ = ["StageLine"]
-
 
 class StageLine:
     """The group of a pipeline's stages, in one process; all of them make it."""

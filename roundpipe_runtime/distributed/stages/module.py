@@ -13,8 +13,6 @@ from yobx_flatten.private_names.of_torch import pytree
 from ...batch.splitting import Microbatch
 from .boundaries import Boundary
 
-__all__ = ["StageModule"]
-
 
 class StageModule(nn.Module):
     """Call a module with objects that are rebuilt from tensors, and return the tensors of its output."""

@@ -34,8 +34,6 @@ from .boundaries import Boundary, TensorSizes, agree, call_without_data, share
 from .line import StageLine
 from .module import StageModule, arguments
 
-__all__ = ["DistributedPipeline"]
-
 
 class DistributedPipeline:
     """Train a model whose layers are spread over processes, by a schedule of ``torch.distributed.pipelining``.

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["is_cut", "pieces", "shards"]
-
 
 def is_cut(tensor: torch.Tensor) -> bool:
     """Report whether a parameter is cut into shards: matrices and tensors of more axes are."""

@@ -17,8 +17,6 @@ from ..ranks.ranks import Ranks
 from .cuts import is_cut, shards
 from .shards import local_of
 
-__all__ = ["clip_grad_norm"]
-
 
 @torch.no_grad()
 def clip_grad_norm(

@@ -19,8 +19,6 @@ from ...errors import ConfigError, DistributedError
 from ..ranks.machine import this_machine
 from ..ranks.ranks import Ranks
 
-__all__ = ["first_of_shards", "machines_of", "routes", "share_memory"]
-
 # Bytes at which a tensor begins; the first of them hold the token by which the memory is known.
 _ALIGNMENT = 64
 

@@ -22,8 +22,6 @@ from ...optim.torch_steps import dtype_of_gradient
 from ..ranks.ranks import Ranks
 from .cuts import is_cut, shards
 
-__all__ = ["RankStore", "ShardedStore", "Target", "local_of"]
-
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank has of a tensor, without a graph; a tensor that is not a DTensor is whole."""

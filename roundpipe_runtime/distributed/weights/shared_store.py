@@ -21,8 +21,6 @@ from .cuts import is_cut, shards
 from .host_memory import first_of_shards, machines_of, routes, share_memory
 from .shards import ShardedStore, Target
 
-__all__ = ["SharedStore"]
-
 
 class SharedStore(ShardedStore):
     """Parameters with one copy per machine.

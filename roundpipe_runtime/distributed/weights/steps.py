@@ -28,8 +28,6 @@ from ..ranks.errors import RankStepError, format_failure
 from ..ranks.ranks import Ranks
 from .shards import RankStore
 
-__all__ = ["RankSteps"]
-
 # They take sums over a whole matrix, or over all parameters.
 _NOT_ELEMENTWISE = {"adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap", "sparseadam"}
 

@@ -11,8 +11,6 @@ from torch import nn
 from ...device.slabs import PinnedMemory
 from ...optim.parameters import LayerContents
 
-__all__ = ["GradientMemory"]
-
 
 class GradientMemory:
     """Pinned memory with a place for the gradient of each parameter of each layer.

@@ -10,8 +10,6 @@ import torch
 
 from ...device.events import Event
 
-__all__ = ["HostSum"]
-
 
 class HostSum:
     """The sum of gradients of parts of one parameter. It is an event of its own: :meth:`result` completes it."""

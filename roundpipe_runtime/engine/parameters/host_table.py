@@ -23,8 +23,6 @@ from ...errors import StageError
 from ...optim.parameters import Table
 from .host_sum import HostSum
 
-__all__ = ["HostTable", "PartsDevice", "TableAccess", "on_tables"]
-
 # Questions about the form of a tensor, by the names of methods.
 _FORM = {
     *("size", "dim", "numel", "element_size", "stride", "is_floating_point", "is_complex", "is_contiguous"),

@@ -21,8 +21,6 @@ from ...optim.parameters import LayerContents
 from ...optim.torch_steps import number_of_steps
 from .partial_table import bytes_present
 
-__all__ = ["KeptParameters", "ParameterTraffic"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterTraffic:

@@ -17,8 +17,6 @@ from .host_sum import HostSum
 from .host_table import HostTable, TableAccess, on_tables
 from .table_functions import linear_of_table, rows_of_table
 
-__all__ = ["LayerTables"]
-
 on_tables(functional.embedding)(rows_of_table)
 on_tables(functional.linear)(linear_of_table)
 

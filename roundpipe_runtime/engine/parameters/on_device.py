@@ -30,8 +30,6 @@ from .partial_layer import PartialLayer
 from .routed import NOTHING_PARTIAL, PartialPlan
 from .rows_on_demand import RowsOnDemand
 
-__all__ = ["Buffers", "Gradients", "LayerOnDevice", "check_not_kept"]
-
 T = TypeVar("T")
 
 # What came down from a device: copies on the host, and when they are complete.

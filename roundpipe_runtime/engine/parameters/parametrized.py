@@ -20,8 +20,6 @@ from torch import nn
 from yobx_flatten.private_names.of_torch import cached_parametrizations, setter_of_parametrizations
 from yobx_flatten.registry.patches import AttributePatch
 
-__all__ = ["forget_parametrized", "setting_nothing_to_itself"]
-
 
 def _patch() -> AttributePatch | None:
     module, name = setter_of_parametrizations()

@@ -17,8 +17,6 @@ from .read_on_demand import ParametersOnDemand
 from .routed import PartialPlan
 from .rows_on_demand import KnownRows, RowsOnDemand, stand_for
 
-__all__ = ["PartialLayer"]
-
 
 class PartialLayer:
     """The parameters of one layer on a device that are copied when they are read."""

@@ -14,8 +14,6 @@ import torch
 
 from ...device.protocol import Device
 
-__all__ = ["PartialTable", "Runs", "TableReader", "bytes_present", "reserve_table", "runs_of", "table_of"]
-
 # Rows that follow each other, as (start, stop).
 Runs: TypeAlias = Sequence[tuple[int, int]]
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["ParametersOnDemand"]
-
 
 class ParametersOnDemand(dict[str, nn.Parameter | None]):
     """The parameters of a module, some of which are copied to the device when they are read.

@@ -25,8 +25,6 @@ from torch import nn
 from ...optim.parameters import LayerContents
 from .partial_table import TableReader
 
-__all__ = ["LEAST_BYTES", "MOST_READ", "NOTHING_PARTIAL", "PartialPlan", "RoutedParameters", "find_groups"]
-
 # Bytes of a group from which on it is copied on demand: to ask which rows are read takes longer than to copy fewer.
 LEAST_BYTES = 1024**2
 

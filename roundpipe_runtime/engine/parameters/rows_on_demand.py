@@ -26,8 +26,6 @@ from yobx_flatten.private_names.of_torch import grouped_products, pytree
 
 from .partial_table import TableReader
 
-__all__ = ["KnownRows", "RowsOnDemand", "stand_for"]
-
 # Properties and methods that read no number.
 _FACTS = {
     *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "names", "grad", "grad_fn", "_version"),

@@ -10,8 +10,6 @@ from torch.nn import functional
 
 from .host_table import HostTable, TableAccess
 
-__all__ = ["linear_of_table", "rows_of_table", "wide"]
-
 
 def rows_of_table(
     input: torch.Tensor,

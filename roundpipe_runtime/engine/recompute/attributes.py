@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["LayerAttributes"]
-
 _OF_TORCH = frozenset(vars(nn.Module()))
 _CONTAINERS = (dict, list, set, collections.deque)
 

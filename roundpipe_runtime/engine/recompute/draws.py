@@ -22,8 +22,6 @@ from ...errors import StageError
 from .generators import Generator, is_same
 from .process_state import moving
 
-__all__ = ["CallDraws", "Draws", "move_generator", "run_base"]
-
 # Runs under way, each with what its seeds are made of: of two that begin in the same state, as in two threads, each
 # draws for itself.
 _UNDER_WAY: weakref.WeakSet[Draws] = weakref.WeakSet()

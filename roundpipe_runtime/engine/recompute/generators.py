@@ -17,8 +17,6 @@ from ...device.generator import generator_kept
 if TYPE_CHECKING:
     import numpy
 
-__all__ = ["Generator", "generators_kept", "held_generators", "is_same", "process_generators", "process_marks"]
-
 
 class Generator(Protocol):
     """A generator whose state can be read and written."""

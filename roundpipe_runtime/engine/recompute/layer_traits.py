@@ -8,8 +8,6 @@ from typing import Any
 
 from .generators import Generator
 
-__all__ = ["LayerTraits", "traits_of"]
-
 
 @dataclasses.dataclass(slots=True)
 class LayerTraits:

@@ -16,8 +16,6 @@ import torch
 from ...device.generator import generator_lock
 from .generators import process_marks
 
-__all__ = ["ProcessState", "moving"]
-
 # Bytes of a state of the generator of the CPU that are compared, at its begin and at its end.
 _HEAD, _TAIL = 128, 64
 

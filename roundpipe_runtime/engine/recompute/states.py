@@ -35,6 +35,7 @@ __all__ = [
     "save_for_recompute",
 ]
 
+
 T = TypeVar("T")
 
 

@@ -23,8 +23,6 @@ from ..parameters.on_device import LayerOnDevice
 from .layer_call import CallKind
 from .visit import Visit
 
-__all__ = ["CopyVisit"]
-
 
 class CopyVisit(Visit):
     """A copy of the fused stage on its device. The last one waits for the others, which are dispatched before it."""

@@ -18,8 +18,6 @@ from ..recompute.states import CURRENT, CallState, VisitGenerator, run_seeded
 from ..run import Run
 from .nested_checkpoint import watch_forward
 
-__all__ = ["CallKind", "LayerCall", "call_layer"]
-
 CallKind = Literal["forward", "fused", "recompute"]
 
 _AS_IT_IS = contextlib.nullcontext()

@@ -12,8 +12,6 @@ from ..parameters.on_device import LayerOnDevice
 from ..run import Run
 from .place import Place
 
-__all__ = ["StageLayers"]
-
 _NOTHING = contextlib.nullcontext()
 _DOWNLOAD = "the download of its gradients"
 

@@ -19,8 +19,6 @@ from ..recompute.states import VisitGenerator, run_seeded
 from ..run import Run
 from .nested_checkpoint import run_backward, watch_forward
 
-__all__ = ["MicrobatchLoss"]
-
 
 class MicrobatchLoss:
     """The loss of one microbatch: :meth:`compute` it, then go :meth:`back`."""

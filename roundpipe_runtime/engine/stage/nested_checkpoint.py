@@ -21,8 +21,6 @@ import torch
 from ...device.generator import generator_alone
 from ..recompute.layer_traits import traits_of
 
-__all__ = ["run_backward", "watch_forward"]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ from ...device.transfer import shapes_of
 from ...schedule.round_robin import Stage
 from ..run import Run
 
-__all__ = ["Place"]
-
 
 @dataclasses.dataclass(slots=True)
 class Place:

@@ -39,8 +39,6 @@ from .loss_call import MicrobatchLoss
 from .nested_checkpoint import run_backward
 from .place import Place
 
-__all__ = ["Visit", "run_stage"]
-
 _NO_MODES = contextlib.nullcontext()
 
 

@@ -20,8 +20,6 @@ from ..rows import split_rows
 from .text_files import END, find_texts, read_texts
 from .tokenizer import Tokenizer
 
-__all__ = ["Blocks", "make_blocks", "pack", "read_blocks"]
-
 # A tokenizer is given so many characters, or texts, at a time: it has threads of its own.
 _CHARACTERS, _TEXTS = 2**20, 1000
 

@@ -15,8 +15,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-__all__ = ["ByteTokenizer"]
-
 _FIRST_BYTE = 3
 
 

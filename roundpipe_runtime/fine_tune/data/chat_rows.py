@@ -28,8 +28,6 @@ from .conversations import read_conversations
 from .text_files import find_texts
 from .tokenizer import Tokenizer
 
-__all__ = ["ChatRows", "check_packing", "make_chat_rows", "read_chats"]
-
 # What the loss of transformers leaves out.
 _IGNORED = -100
 

@@ -30,8 +30,6 @@ from .tokenizer import FolderTokenizer, Tokenizer
 if TYPE_CHECKING:
     from jinja2 import nodes
 
-__all__ = ["ChatTokens", "Encoder"]
-
 _MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 # Texts up to this length may stand in what a template writes by itself.

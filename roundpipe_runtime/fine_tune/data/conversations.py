@@ -23,8 +23,6 @@ from typing import Any, TypeVar
 from ..errors import FineTuneError
 from .text_files import check_encoding, is_saved, json_lines, saved_rows
 
-__all__ = ["Conversation", "conversation_of", "read_conversations"]
-
 Message = dict[str, Any]
 T = TypeVar("T")
 

@@ -23,8 +23,6 @@ from yobx_flatten.errors.failures import raised_as
 
 from ..errors import FineTuneError
 
-__all__ = ["END", "check_encoding", "find_texts", "is_saved", "json_lines", "read_texts", "saved_rows"]
-
 # After each document.
 END = None
 

@@ -15,8 +15,6 @@ from ..errors import FineTuneError
 from ..models import ModelSource
 from .byte_tokenizer import ByteTokenizer
 
-__all__ = ["FolderTokenizer", "Tokenizer", "load_tokenizer"]
-
 
 class Tokenizer(Protocol):
     """The interface of a tokenizer for a training."""

@@ -22,8 +22,6 @@ from .example import example_inputs, without_cache
 from .pieces import LayerCall
 from .placeholder import Key
 
-__all__ = ["PassedTensor", "passed_tensors"]
-
 
 @dataclasses.dataclass(frozen=True)
 class PassedTensor:

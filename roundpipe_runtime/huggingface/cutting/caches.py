@@ -33,21 +33,6 @@ from ...errors import warn
 from ..adapters import model_inside
 from ..configuration import text_config
 
-__all__ = [
-    "HeldCache",
-    "cache_argument",
-    "has_layers",
-    "home",
-    "is_held",
-    "join_held",
-    "open_caches",
-    "parts_of",
-    "split_held",
-    "swapped",
-    "with_layers",
-    "with_own_name",
-]
-
 
 class HeldCache(Static):
     """The cache of a microbatch, which stays on the host while the rest of the state passes between devices."""

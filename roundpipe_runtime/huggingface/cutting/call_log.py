@@ -16,19 +16,6 @@ from ...device.transfer import Static
 from .made_caches import MadeCache
 from .placeholder import Key
 
-__all__ = [
-    "BoxUse",
-    "CallLog",
-    "CallSpec",
-    "Embedded",
-    "EmptyCache",
-    "Tree",
-    "box_content",
-    "fill_box",
-    "is_box",
-    "live",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tree:

@@ -16,18 +16,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ...batch.entries import is_cache
 from .capture_old import COLLECTOR, hook_layers, is_old
-
-__all__ = [
-    "asked_for",
-    "collect_recorded",
-    "collected_so_far",
-    "collecting",
-    "extend_collected",
-    "install_hooks",
-    "is_cache",
-]
 
 _MODULE = "transformers.utils.output_capturing"
 _SELECTION = "_hidden_states_layers"

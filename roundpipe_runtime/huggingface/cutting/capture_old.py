@@ -19,8 +19,6 @@ from torch import nn
 
 from yobx_flatten.recipe.aliases import PyTree
 
-__all__ = ["COLLECTOR", "collect_on_copy", "hook_layers", "is_old"]
-
 COLLECTOR: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("roundpipe_outputs", default=None)
 _HOOKED = "_rp_hooked_outputs"
 

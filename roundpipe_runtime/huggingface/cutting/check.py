@@ -24,14 +24,6 @@ from .digest import digest, distance, typical
 from .gradients import own_gradients, untied
 from .report import Equivalence
 
-__all__ = [
-    "check_equivalence",
-    "checking",
-    "engine_on_host",
-    "evaluating",
-    "objective",
-]
-
 
 def check_equivalence(
     model: nn.Module, pieces: Sequence[nn.Module], args: tuple[Any, ...], kwargs: Kwargs

@@ -28,8 +28,6 @@ from .pieces import LayerCall, Phase, Whole
 from .report import CutReport
 from .stub import copy_with_stubs, sync
 
-__all__ = ["Cut", "cut", "pieces_of", "whole"]
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Cut:

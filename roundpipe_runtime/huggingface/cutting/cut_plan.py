@@ -10,8 +10,6 @@ from .layers import Observed
 from .made_caches import Entry
 from .placeholder import Key
 
-__all__ = ["CutPlan"]
-
 
 @dataclasses.dataclass(frozen=True)
 class CutPlan:

@@ -17,8 +17,6 @@ from .call_log import CallLog
 from .capture import asked_for
 from .placeholder import Key
 
-__all__ = ["CutState", "begin", "device_of", "drops_layers"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CutState:

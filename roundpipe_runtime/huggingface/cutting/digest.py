@@ -19,8 +19,6 @@ import math
 
 import torch
 
-__all__ = ["Digest", "digest", "distance", "typical"]
-
 _SUMS = 16
 _COLUMNS = 4096
 _ROWS = 128  # at once: 2 MB of float32, which stay in a cache

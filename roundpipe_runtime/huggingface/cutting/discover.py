@@ -27,8 +27,6 @@ from .made_caches import Entry, check_apart
 from .pieces import Finished, LayerCall, MissingValueError, Phase
 from .stub import copy_with_stubs
 
-__all__ = ["discover"]
-
 # With more phases than this, a model is better left in one piece: each phase runs the code of all earlier ones again.
 _MOST_PHASES = 300
 

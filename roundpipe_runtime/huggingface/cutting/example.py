@@ -14,8 +14,6 @@ from yobx_flatten.recipe.aliases import Kwargs
 from ..adapters import model_inside
 from ..configuration import text_config
 
-__all__ = ["example_inputs", "plain_rows", "without_cache"]
-
 _LENGTH = 12
 _PADDING = 3
 _LARGEST_TOKEN = 100  # larger ids are often placeholders of images

@@ -14,8 +14,6 @@ from yobx_flatten.recipe.aliases import Kwargs, PyTree
 from ..adapters import model_inside
 from ..loss.weights import label_names, loss_of
 
-__all__ = ["with_labels"]
-
 # The names that transformers gives to logits, by those of their labels.
 _LOGITS = {
     "start_positions": "start_logits",

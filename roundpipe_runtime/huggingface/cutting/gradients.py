@@ -12,8 +12,6 @@ from torch import nn
 from ...optim.parameters import is_watched, scan
 from .digest import Digest, digest
 
-__all__ = ["Gradients", "own_gradients", "untied"]
-
 # Gradients of a model of at most so many bytes are kept whole; of a larger one, those of at most so many numbers.
 _SMALL = 2**26
 _WHOLE = 2**10

@@ -25,8 +25,6 @@ from ..loss.call_options import split_options
 from .call_log import CallLog, Embedded
 from .cut_state import CutState
 
-__all__ = ["CannotJoinError", "RowAxes", "join_states", "split_state", "state_leaves"]
-
 
 class CannotJoinError(Exception):
     """States of microbatches cannot be joined; the message states why, for a warning."""

@@ -14,8 +14,6 @@ from yobx_flatten.recipe.aliases import PyTree
 
 from .call_log import is_box
 
-__all__ = ["Candidate", "Observed", "OutputSpec", "candidates", "observe"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:

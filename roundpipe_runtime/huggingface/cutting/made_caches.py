@@ -22,12 +22,10 @@ import torch
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import PyTree
 
+from ...batch.entries import is_cache
 from ..errors import BatchStructureError, CutError
 from .caches import parts_of, with_layers
-from .capture import is_cache
 from .placeholder import Key
-
-__all__ = ["Entry", "MadeCache", "check_apart", "entries_read", "without_caches"]
 
 # An entry of a cache: 1 for those of cross-attention, and the number in its list.
 Entry: TypeAlias = tuple[int, int]

@@ -28,8 +28,6 @@ from .placeholder import Key, NeedsValue, holds_placeholder
 from .session import PhaseSession
 from .stub import running
 
-__all__ = ["Finished", "LayerCall", "MissingValueError", "Paused", "Phase", "Whole"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finished:

@@ -13,8 +13,6 @@ import torch
 
 from yobx_flatten.private_names.of_torch import DisableTorchFunctionSubclass, TensorBase, make_wrapper_subclass
 
-__all__ = ["Key", "NeedsValue", "Placeholder", "holds_placeholder"]
-
 
 class Key(NamedTuple):
     """Name of a tensor: output ``leaf`` of call ``call``; tensors that phase p computed have the call ``-1 - p``."""

@@ -16,8 +16,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["rebind_functions"]
-
 
 def rebind_functions(copied: nn.Module, copies: Mapping[int, Any]) -> None:
     """Let functions that were set on the modules of a copy hold its modules, where they held those of the model."""

@@ -12,17 +12,16 @@ from yobx_flatten import find_unregistered
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
+from ...batch.entries import is_cache
 from ..errors import BatchStructureError, CutError, MissingEmbeddingError, changed_results
 from .caches import HeldCache, has_layers, swapped
 from .call_log import BoxUse, CallLog, CallSpec, Embedded, EmptyCache, Tree, box_content, fill_box, is_box
-from .capture import collect_recorded, collected_so_far, extend_collected, is_cache
+from .capture import collect_recorded, collected_so_far, extend_collected
 from .cut_plan import CutPlan
 from .cut_state import CutState
 from .layers import tensors_of
 from .made_caches import MadeCache
 from .placeholder import Key, NeedsValue, Placeholder
-
-__all__ = ["PhaseSession"]
 
 # classes whose objects hold no tensors that a flattening would have to find
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, HeldCache)

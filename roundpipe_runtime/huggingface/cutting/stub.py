@@ -24,8 +24,6 @@ from ..errors import CutError
 from .capture_old import collect_on_copy
 from .replaced_functions import rebind_functions
 
-__all__ = ["Session", "copy_with_stubs", "running", "sync"]
-
 
 class Session(Protocol):
     """What answers the calls of stubs."""

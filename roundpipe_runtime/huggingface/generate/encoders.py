@@ -27,16 +27,15 @@ from yobx_flatten.huggingface.cache_names import cache_of, name_in
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
+from ...batch.entries import is_cache
+from ...pipeline.live import with_own_forwards
 from ..adapters import model_inside
-from ..cutting.capture import is_cache
 from ..cutting.check import evaluating
 from ..cutting.cut import Cut, cut
 from ..errors import CutError
-from .generation import forward_of, with_own_forwards
+from .generation import forward_of
 
 _LOG = logging.getLogger(__name__)
-
-__all__ = ["GenerationPath", "generation_paths", "use_paths"]
 
 _ROWS = 2
 

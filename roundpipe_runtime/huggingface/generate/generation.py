@@ -14,14 +14,12 @@ from torch import nn
 from yobx_flatten.core.compare import relative_difference, tolerance
 from yobx_flatten.errors.failures import result_or
 
-from ...pipeline.live import OtherForward, with_own_forwards
+from ...pipeline.live import OtherForward
 from ..adapters import model_inside
 from ..configuration import text_config
 from ..cutting.caches import cache_argument, home
 from ..cutting.check import evaluating
 from ..cutting.cut import Cut
-
-__all__ = ["forward_of", "reason_for_host", "with_own_forwards"]
 
 _PROMPT, _PADDING = 5, 2
 

@@ -17,8 +17,6 @@ from .label_smoothing import SmoothedLoss, with_smoothed_loss
 from .lazy_logits import loss_only, without_logits
 from .weights import WeightBy, counting, with_loss_weight
 
-__all__ = ["CALL_OPTIONS", "CallOptions", "gives_share", "is_proven", "run_with_options", "split_options"]
-
 # The only keyword argument that never reaches the model. It is an argument at all so that the engine splits it: labels
 # belong to rows.
 CALL_OPTIONS = "roundpipe_call_options"

@@ -21,8 +21,6 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ...errors import LossError
 
-__all__ = ["chunked_cross_entropy"]
-
 # Numbers in the logits of a chunk: 256 MB in float32.
 _CHUNK = 2**26
 # Fewer rows than this would read the weight too often for what they compute with it.

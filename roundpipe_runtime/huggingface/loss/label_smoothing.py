@@ -22,8 +22,6 @@ from ...errors import LossError
 from ..adapters import model_inside
 from .weights import with_loss
 
-__all__ = ["SmoothedLoss", "is_causal", "smoothed_call", "with_smoothed_loss"]
-
 
 @dataclasses.dataclass(frozen=True)
 class SmoothedLoss(Static):

@@ -27,8 +27,6 @@ from ..adapters import model_inside
 from .chunked import chunked_cross_entropy
 from .sliced import sliced_cross_entropy
 
-__all__ = ["LazyLogits", "NotLazy", "lazy_head", "loss_only", "weight_of_head", "without_logits"]
-
 on_tables(chunked_cross_entropy)(sliced_cross_entropy)
 
 # Logits of so few numbers (64 MB in float32) are computed as the model does.

@@ -19,15 +19,6 @@ from yobx_flatten.recipe.aliases import PyTree
 from ..adapters import model_inside
 from ..configuration import text_config
 
-__all__ = [
-    "auxiliary_loss_of",
-    "batch_auxiliary_loss",
-    "has_auxiliary_loss",
-    "has_router_logits",
-    "wants_tuple",
-    "without_auxiliary_loss",
-]
-
 _NAME = "load_balancing_loss_func"
 
 

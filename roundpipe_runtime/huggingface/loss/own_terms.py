@@ -24,8 +24,6 @@ from ...engine.recompute.generators import generators_kept
 from ...errors import LossError
 from .weights import loss_of, with_loss
 
-__all__ = ["OwnTerms"]
-
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 

@@ -21,8 +21,6 @@ from torch.nn import functional
 from ...engine.parameters.host_table import HostTable, TableAccess
 from ...engine.parameters.table_functions import wide
 
-__all__ = ["sliced_cross_entropy"]
-
 # Numbers in the logits of some rows and a slice: 256 MB in float32.
 _MOST = 2**26
 

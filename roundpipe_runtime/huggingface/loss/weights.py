@@ -24,21 +24,6 @@ from ...batch.averages import Items, count_items
 from ...errors import LossError
 from .chunked import chunked_cross_entropy
 
-__all__ = [
-    "UnprovenLossError",
-    "WeightBy",
-    "check_weights",
-    "counting",
-    "has_labels",
-    "label_names",
-    "loss_of",
-    "own_loss",
-    "rows_of_call",
-    "shares_of",
-    "with_loss",
-    "with_loss_weight",
-]
-
 # How losses of microbatches add up to that of the batch: weighted by the items that were counted, by rows, or summed.
 WeightBy: TypeAlias = Literal["items", "rows", "sum"]
 

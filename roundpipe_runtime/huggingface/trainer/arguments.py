@@ -15,8 +15,6 @@ from yobx_flatten.errors.failures import raised_as
 from ...engine.compiled import check_compile_options
 from ...errors import ConfigError
 
-__all__ = ["check_arguments", "check_kernels", "check_overrides", "check_precision", "compile_options"]
-
 # Smaller parameters than 4,096 numbers have moments in 32 bits, also with optimizers of 8 bits.
 _WITH_8_BITS = 8192
 

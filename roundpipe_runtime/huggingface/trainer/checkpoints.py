@@ -25,8 +25,6 @@ from ...checkpoint.folder import appearing, only_writer, remove_checkpoint, remo
 from ...checkpoint.manifest import MANIFEST, is_complete, verify
 from ...errors import warn
 
-__all__ = ["CheckpointingTrainer", "newest_whole", "remove_all_but"]
-
 _NAME = re.compile(r"checkpoint-(\d+)")
 _STATE = "trainer_state.json"  # what a Trainer writes last
 _SENTINEL = "checkpoint-is-incomplete.txt"  # what it puts next to a checkpoint that a signal has asked for

@@ -27,13 +27,11 @@ from ...engine.config import RoundPipeRunConfig
 from ...errors import ConfigError
 from ..loss.label_smoothing import SmoothedLoss, is_causal
 from ..loss.weights import has_labels, own_loss
-from ..wrap import WrappedModel
+from ..wrapped_model import WrappedModel
 from .arguments import check_overrides
 from .frozen_models import FrozenModelTrainer
 from .group_trainer import GroupTrainer
 from .saving_trainer import SavingTrainer
-
-__all__ = ["RoundPipeSeq2SeqTrainer", "RoundPipeTrainer"]
 
 
 class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):

@@ -25,10 +25,9 @@ from ...distributed.ranks.torchrun import own_devices
 from ...engine.config import RoundPipeRunConfig
 from ...pipeline import RoundPipe
 from ...pipeline.live import OtherForward
-from ..wrap import WrappedModel, wrap_model_to_roundpipe
+from ..wrap import wrap_model_to_roundpipe
+from ..wrapped_model import WrappedModel
 from .pipeline_trainer import PipelineTrainer
-
-__all__ = ["FrozenModelTrainer"]
 
 
 class FrozenModelTrainer(PipelineTrainer):

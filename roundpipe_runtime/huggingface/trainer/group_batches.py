@@ -21,8 +21,6 @@ from ...distributed.ranks.ranks import Ranks
 from ...distributed.replicas.sampler import ReplicaBatchSampler, collate_with_empty
 from ...pipeline import RoundPipe
 
-__all__ = ["CheckedLoader", "GroupLoader", "has_rows", "loader_of_groups", "take_together"]
-
 _KEPT = (
     "num_workers",
     "pin_memory",

@@ -14,8 +14,6 @@ from ...errors import ConfigError
 from .group_batches import CheckedLoader, has_rows, loader_of_groups, take_together
 from .pipeline_trainer import PipelineTrainer
 
-__all__ = ["GroupTrainer"]
-
 
 class GroupTrainer(PipelineTrainer):
     """A Trainer whose batches are those of all processes."""

@@ -17,11 +17,10 @@ from ...distributed.ranks.torchrun import own_devices
 from ...engine.config import RoundPipeRunConfig
 from ...optim.step import OptimizerCtx
 from ..errors import CutError
-from ..wrap import WrappedModel, wrap_model_to_roundpipe
+from ..wrap import wrap_model_to_roundpipe
+from ..wrapped_model import WrappedModel
 from .arguments import check_arguments, check_kernels, check_precision, compile_options
 from .checkpoints import CheckpointingTrainer
-
-__all__ = ["PipelineTrainer"]
 
 # Optimizers that step each number by itself, so that a process can step its own rows.
 _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")

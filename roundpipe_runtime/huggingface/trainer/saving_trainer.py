@@ -32,8 +32,6 @@ from ...optim.disk_store import hold_on_disk
 from ...pipeline import RoundPipe
 from .pipeline_trainer import PipelineTrainer
 
-__all__ = ["SavingTrainer"]
-
 # Next to the files of the Trainer.
 _PROGRESS = "roundpipe"
 

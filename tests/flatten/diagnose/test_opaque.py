@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from tests import fresh_process
-from tests.flatten.diagnose.test_contents import Trap
+from tests.flatten.core.test_contents import Trap
 from yobx_flatten import (
     find_unregistered,
     make_dynamic_cache,

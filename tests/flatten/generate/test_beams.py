@@ -18,8 +18,9 @@ from yobx_flatten import (
     ProgramGenerator,
     Sampling,
 )
-from yobx_flatten.generate.generator import Generator, Parts
+from yobx_flatten.generate.generator import Generator
 from yobx_flatten.generate.settings import settings_of
+from yobx_flatten.generate.steps import Parts
 from yobx_flatten.model_folder.source.tiny_models import small_model
 
 

@@ -12,9 +12,10 @@ from transformers.generation import logits_process as warpers
 
 from tests.flatten.generate.eager_runner import EagerRunner
 from yobx_flatten import GenerationError, InvalidArgumentError, Sampling
-from yobx_flatten.generate.generator import Generator, Parts
+from yobx_flatten.generate.generator import Generator
 from yobx_flatten.generate.sampling import probabilities
 from yobx_flatten.generate.settings import read_settings, settings_of
+from yobx_flatten.generate.steps import Parts
 
 SIZES = {
     "vocab_size": 96,

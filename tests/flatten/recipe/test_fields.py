@@ -10,7 +10,8 @@ import torch.utils._pytree as pytree
 
 from yobx_flatten import register, register_class_flattening, unregister_class_flattening
 from yobx_flatten.errors import InvalidRegistrationError, StaticDataError
-from yobx_flatten.recipe.fields import functions_of, is_mapping_like, recipe_of
+from yobx_flatten.recipe.fields import functions_of, recipe_of
+from yobx_flatten.recipe.mappings import is_mapping_like
 
 
 @dataclasses.dataclass

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.microbatch import TensorChunkSpec as TorchChunkSpec
 from torch.distributed.pipelining.microbatch import _CustomReducer, _Replicate, sum_reducer
 
-from roundpipe_runtime.batch.splitting import Replicate, TensorChunkSpec, join, split
+from roundpipe_runtime.batch.joining import join
+from roundpipe_runtime.batch.spec import Replicate, TensorChunkSpec
+from roundpipe_runtime.batch.splitting import split
 from roundpipe_runtime.errors import JoinError
 from tests.cases import examples
 from tests.flatten.nodes import Dense, TrainState

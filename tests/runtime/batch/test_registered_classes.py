@@ -5,7 +5,9 @@ import re
 import pytest
 import torch
 
-from roundpipe_runtime.batch.splitting import Replicate, join, split
+from roundpipe_runtime.batch.joining import join
+from roundpipe_runtime.batch.spec import Replicate
+from roundpipe_runtime.batch.splitting import split
 from roundpipe_runtime.errors import UnregisteredObjectError
 from tests.flatten.nodes import Dense, TrainState
 from tests.runtime.batch.rows import rows

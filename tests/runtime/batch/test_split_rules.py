@@ -8,7 +8,8 @@ import torch
 from torch.distributed.pipelining.microbatch import TensorChunkSpec as TorchChunkSpec
 from torch.distributed.pipelining.microbatch import _Replicate, sum_reducer
 
-from roundpipe_runtime.batch.splitting import Replicate, TensorChunkSpec, split
+from roundpipe_runtime.batch.spec import Replicate, TensorChunkSpec
+from roundpipe_runtime.batch.splitting import split
 from roundpipe_runtime.errors import SplitError
 from tests.runtime.batch.rows import firsts, rows
 

@@ -6,7 +6,8 @@ import numpy
 import pytest
 import torch
 
-from roundpipe_runtime.batch.splitting import TensorChunkSpec, infer_batch_size, split
+from roundpipe_runtime.batch.spec import TensorChunkSpec
+from roundpipe_runtime.batch.splitting import infer_batch_size, split
 from roundpipe_runtime.errors import SplitError
 from tests.runtime.batch.rows import rows
 

@@ -99,9 +99,10 @@ def test_files_that_are_no_timeline_are_one_line_and_2(tmp_path, capsys):
 
 
 def test_a_picture_that_cannot_be_drawn_is_one_line_and_2(recorded, tmp_path, capsys):
-    """A name without a format, and a folder that is not there."""
+    """A name without a format, and a file in the place of a folder."""
     pytest.importorskip("matplotlib", reason="pictures are drawn by matplotlib")
-    for name in ("run.xyz", "nothing/run.png"):
+    (tmp_path / "file").write_text("")
+    for name in ("run.xyz", "file/run.png"):
         assert run(["timeline", str(recorded), "--picture", str(tmp_path / name)]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
 

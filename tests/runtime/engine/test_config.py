@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from roundpipe_runtime.batch.splitting import Replicate, TensorChunkSpec
+from roundpipe_runtime.batch.spec import Replicate, TensorChunkSpec
 from roundpipe_runtime.engine.config import RoundPipeRunConfig
 from roundpipe_runtime.errors import ConfigError
 from roundpipe_runtime.schedule.plan import ModelExecutePlan

@@ -27,8 +27,6 @@ from ...trees.naming import leaf_names
 from ...trees.node import key_name, node_of
 from ...trees.shapes import shapes_of_leaves
 
-__all__ = ["Bounds"]
-
 _NEW = ("input_ids", "inputs_embeds", "position_ids", "decoder_input_ids")
 """Inputs that hold the tokens of one call, and not those of the cache."""
 

@@ -35,8 +35,6 @@ from .stated_sizes import Relation, names_of, relations_of
 if TYPE_CHECKING:
     from ...huggingface.cases import DecodeSizes
 
-__all__ = ["Example", "make_example", "resized", "sizes_of"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Example:

@@ -19,8 +19,6 @@ from torch.export import ExportedProgram
 from ...errors import InvalidArgumentError
 from .replaced_forward import replaced_forward
 
-__all__ = ["check_all_read", "check_spelling", "named_in_forward", "swallowed_names"]
-
 
 def swallowed_names(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
     """List the arguments that ``forward`` has no name for and takes all the same."""

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["replaced_forward"]
-
 
 @contextlib.contextmanager
 def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:

@@ -14,8 +14,6 @@ from ...storage.matching import leaves_of
 from ...trees.naming import leaf_names
 from .example import Example
 
-__all__ = ["arguments_with", "resized_leaves", "tensors_of"]
-
 
 def tensors_of(example: Example, signature: Signature) -> dict[str, torch.Tensor]:
     """Return the tensors of an example that are inputs of its program, by name."""

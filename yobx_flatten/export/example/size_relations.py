@@ -19,8 +19,6 @@ from torch.export import ExportedProgram
 
 from ...runners.relations import COMPARISONS, FUNCTIONS, Expression, names_in
 
-__all__ = ["as_expression", "asserts_values", "largest_sizes", "relations_of", "unasserted_sizes"]
-
 _OPERATORS = {  # classes of sympy, and of torch for it
     "Add": "+",
     "Mul": "*",

@@ -31,8 +31,6 @@ from .size_relations import as_expression
 if TYPE_CHECKING:
     import sympy
 
-__all__ = ["Place", "Relation", "asserted_in_forward", "names_of", "relations_of"]
-
 Place = tuple[str, int | None]
 """The name of an input, and an axis; ``None`` for the number itself."""
 

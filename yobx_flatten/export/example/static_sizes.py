@@ -15,8 +15,6 @@ from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
 from ...trees.node import key_name, node_of
 
-__all__ = ["check_static_parts", "static_constants"]
-
 
 def check_static_parts(program: ExportedProgram) -> None:
     """Refuse a program whose outputs hold a size of the trace as static data."""

@@ -43,8 +43,6 @@ from .replay import replay_onnx
 from .rewrite.attention import count_operators
 from .sizes import fix_sizes, refuse_sizes
 
-__all__ = ["write_proven"]
-
 logger = logging.getLogger("yobx_flatten")
 
 

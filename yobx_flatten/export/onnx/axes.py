@@ -26,8 +26,6 @@ from ...huggingface.cache_names import CACHE, PRESENT
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["name_axes"]
-
 _SUM = re.compile(r"(\w+) \+ (past_\w+)")
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 _CACHE = re.compile(rf"{CACHE}\.(\d+)\.(?:(decoder|encoder)\.)?(key|value)")

@@ -37,8 +37,6 @@ from .weights import unmap
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["products_by_token"]
-
 _BITS = 7
 
 _ALPHA = 0.6

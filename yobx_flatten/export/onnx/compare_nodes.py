@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     import onnx
     import onnx_ir as ir
 
-__all__ = ["Compared", "NodeDifference", "compare_nodes"]
-
 _AT_A_TIME = 200
 """Values that a run returns: they are in memory together."""
 

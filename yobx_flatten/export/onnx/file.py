@@ -40,8 +40,6 @@ from .weights import read_lazily, write_weights
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["LARGE", "UnprovenFile", "check_opset", "check_translations", "convert", "unproven_file"]
-
 LARGE = 2**28
 """Bytes of weights from which on they are written to a second file, next to the model."""
 

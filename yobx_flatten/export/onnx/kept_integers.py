@@ -11,8 +11,6 @@ from .stored_matrix import StoredMatrix, new_value
 from .weight_grid import WeightGrid, find_grid
 from .weights import unmap
 
-__all__ = ["Grids", "block_offsets", "cast_value", "holds_integers", "keep_integers"]
-
 _ROWS = 16
 """Rows of a matrix that are looked at to know whether a model has such weights at all."""
 

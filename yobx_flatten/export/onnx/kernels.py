@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from ...errors import InvalidArgumentError, ReplayError
 from ...runners.onnx_session import open_session
 
-__all__ = ["check_kernels", "has_kernels"]
-
 
 @functools.cache
 def has_kernels(dtype: str) -> bool:

@@ -10,8 +10,6 @@ import torch
 
 from ...errors.failures import result_or
 
-__all__ = ["ATTENTION_OPSET", "attention_opset"]
-
 logger = logging.getLogger("yobx_flatten")
 
 # Opset 23 has Attention, RMSNormalization and RotaryEmbedding. Of 24, torch 2.13's exporter writes Attention only: what

@@ -23,8 +23,6 @@ from ..program.traced import Traced
 from ..proof.case import clone
 from ..proof.module_state import written_parameters
 
-__all__ = ["OtherSizes"]
-
 _TRIES = 3
 _REFUSALS = (RuntimeError, ValueError, LookupError, TypeError, AssertionError, AttributeError, ArithmeticError)
 

@@ -16,8 +16,6 @@ from typing import Any
 from .split_inputs import InputSplits, SplitInputs
 from .stored_matrix import StoredMatrix, plus, reshaped
 
-__all__ = ["Products"]
-
 _FLOATS, _INTEGERS = 1, 4
 """The ``accuracy_level`` of onnxruntime. At the second it also rounds the inputs to 8 bits, and multiplies integers. At
 the first, a token takes a third longer in 4 bits, and 15 times as long in 8 bits, which have no kernel there."""

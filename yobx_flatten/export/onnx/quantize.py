@@ -28,8 +28,6 @@ from .split_inputs import InputSplits
 from .stored_matrix import StoredMatrix, new_value
 from .weights import unmap
 
-__all__ = ["QuantizedWeights", "products_of", "quantize_graph", "quantize_model", "remark_quantized"]
-
 _TABLE = 2**16
 """Weights of a table of an embedding from which it is stored in 8 bits; a smaller one is left as it is."""
 

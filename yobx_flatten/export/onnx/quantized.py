@@ -30,8 +30,6 @@ from .rounding.input_splits import input_splits
 from .rounding.rounded_by_text import RoundedMatrices, round_by_text
 from .split_inputs import InputSplits
 
-__all__ = ["quantize_file"]
-
 _NOTICED = 3e-4
 """Divergence, in nats, at which about one greedy token in a hundred differs from the model's."""
 

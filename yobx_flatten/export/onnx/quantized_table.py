@@ -18,8 +18,6 @@ from ..quantization.options import Quantization
 from .rewrite.repair import attribute
 from .stored_matrix import StoredMatrix, take_rows
 
-__all__ = ["gathered", "gathers_blocks", "share_table"]
-
 
 def share_table(value: Any, stored: StoredMatrix) -> bool:
     """Replace what gathers rows of a matrix by the operator that gathers them from its quantised parts."""

@@ -15,8 +15,6 @@ from ...errors.messages import first_line
 from ...trace.program_inputs import arguments_of
 from ..program.traced import Traced
 
-__all__ = ["ConversionRefusedError", "refused_conversion"]
-
 _TORCH = os.path.dirname(torch.__file__)
 
 

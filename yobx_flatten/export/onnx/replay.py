@@ -25,8 +25,6 @@ from ..proof.shared_memory import InSharedMemory
 from ..room import Adapter
 from ..source import Source, replay_cases, replay_file
 
-__all__ = ["replay_onnx"]
-
 
 def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> None:
     """Replay the cases with a file, and note what it cannot do. The block must be open."""

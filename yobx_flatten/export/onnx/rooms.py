@@ -14,8 +14,6 @@ from .rewrite.repair import sizes_of
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["open_rooms", "quiet_about"]
-
 
 def open_rooms(model: ir.Model, rooms: Mapping[str, str]) -> None:
     """Make matrices of a converted graph optional inputs, whose rank is 0 where they are not given."""

@@ -12,8 +12,6 @@ from .stored_matrix import StoredMatrix, new_value
 from .weight_grid import Floats
 from .weights import unmap
 
-__all__ = ["round_table", "round_to_8_bits"]
-
 _MOST = 127
 _MIDDLE = 128
 

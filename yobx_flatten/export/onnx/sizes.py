@@ -25,8 +25,6 @@ from .rewrite.repair import copy_type
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["fix_sizes", "refuse_sizes"]
-
 
 def refuse_sizes(
     model: ir.Model, signature: Signature, largest: Mapping[tuple[str, int], int] = types.MappingProxyType({})

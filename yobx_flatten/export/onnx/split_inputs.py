@@ -44,8 +44,6 @@ from .stored_matrix import StoredMatrix, new_value, reshaped
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["InputSplit", "InputSplits", "SplitInputs"]
-
 
 @dataclasses.dataclass(frozen=True)
 class InputSplit:

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["StoredMatrix", "new_value", "plus", "reshaped", "take_rows"]
-
 
 @dataclasses.dataclass(frozen=True)
 class StoredMatrix:

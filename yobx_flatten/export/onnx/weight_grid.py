@@ -18,8 +18,6 @@ from typing import Any, TypeAlias
 import numpy
 import numpy.typing as npt
 
-__all__ = ["WeightGrid", "find_grid"]
-
 Floats: TypeAlias = npt.NDArray[numpy.floating]
 
 _BLOCKS = (256, 128, 64, 32, 16)

@@ -20,8 +20,6 @@ from .rewrite.repair import attribute, sizes_of
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["read_lazily", "unmap", "write_weights"]
-
 logger = logging.getLogger("yobx_flatten")
 
 _IN_MODEL = 256

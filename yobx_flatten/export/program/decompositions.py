@@ -20,8 +20,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ...private_names.of_torch import OpOverload, enable_python_dispatcher, pytree
 
-__all__ = ["decompose_untranslated"]
-
 _ATEN = torch.ops.aten
 _ASSERTIONS = {
     _ATEN.sym_constrain_range_for_size.default,

@@ -18,8 +18,6 @@ from ..example.example import Example
 from ..proof.module_state import written_parameters
 from .traced import Traced
 
-__all__ = ["notes_on_fixed_axes"]
-
 _REFUSALS = (RuntimeError, ValueError, LookupError, TypeError, AssertionError, AttributeError, ArithmeticError)
 
 

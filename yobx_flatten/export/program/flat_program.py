@@ -26,8 +26,6 @@ from ...trace.program_inputs import arguments_of
 from ..example import size_relations
 from .traced import Traced
 
-__all__ = ["flat_program", "quietly", "signature_of"]
-
 _MADE_BY = ("torch", "transformers")
 
 

@@ -18,8 +18,6 @@ import torch
 
 from ...registry.patches import AttributePatch
 
-__all__ = ["kept_sizes"]
-
 
 class _OfSizes(type):
     """Makes a class that is called, compared and tested as ``int`` is, and hands a size on."""

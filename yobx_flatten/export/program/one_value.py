@@ -18,8 +18,6 @@ from torch.export import ExportedProgram
 from ...private_names.of_torch import FakeTensor, pytree
 from ...recipe.aliases import PyTree
 
-__all__ = ["write_single_values"]
-
 
 def write_single_values(program: ExportedProgram) -> None:
     """Replace each symbol that has one possible value by that value. The program still checks it."""

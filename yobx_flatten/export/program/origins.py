@@ -16,8 +16,6 @@ import re
 import torch
 from torch.export import ExportedProgram
 
-__all__ = ["with_relative_origins"]
-
 _FILE = re.compile(r'(?<=File ")[^"]+(?=", line )')
 _ORIGIN = "stack_trace"
 

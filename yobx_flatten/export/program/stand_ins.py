@@ -18,8 +18,6 @@ import torch
 from ...huggingface.layer_weights import paused
 from ...private_names.of_torch import FakeTensor, FakeTensorMode
 
-__all__ = ["stand_ins"]
-
 
 @contextlib.contextmanager
 def stand_ins(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:

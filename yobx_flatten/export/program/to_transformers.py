@@ -10,8 +10,6 @@ from ...declare.scopes import options_in_use, register_flattening_functions
 from ...errors import InvalidArgumentError, MissingDependencyError
 from ..example.example import Example
 
-__all__ = ["to_hf_exporter"]
-
 
 def to_hf_exporter(program: ExportedProgram, example: Example) -> Any:
     """Return a program as a ``transformers.exporters.ExportedModel``."""

@@ -45,8 +45,6 @@ from .one_value import write_single_values
 from .origins import with_relative_origins
 from .stand_ins import stand_ins
 
-__all__ = ["Traced", "described", "fill", "trace"]
-
 logger = logging.getLogger("yobx_flatten")
 
 

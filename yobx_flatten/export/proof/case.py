@@ -12,8 +12,6 @@ from ...errors import InvalidArgumentError, describe_class
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
 
-__all__ = ["Case", "check_cases", "clone"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Case:

@@ -21,8 +21,6 @@ from .case import Case, clone
 from .left import Left, returning_left, with_present
 from .module_state import written_parameters
 
-__all__ = ["EagerRuns", "Step", "eager_steps"]
-
 Next = Callable[[Mapping[str, Any], Any, int], dict[str, Any] | None]
 
 KEPT_BYTES = 1 << 26

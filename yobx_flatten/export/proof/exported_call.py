@@ -31,8 +31,6 @@ from .left import with_present
 from .module_state import written_parameters
 from .padding import Padding
 
-__all__ = ["ByName", "InPlace", "Nested"]
-
 
 class Nested:
     """A program that is called as the module was. Its outputs are compared with their classes and static parts."""

@@ -25,8 +25,6 @@ from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import open_session
 from .case import Case, clone
 
-__all__ = ["first_difference"]
-
 _LARGEST = 2**28
 """Bytes of a file above which its values are not looked at: all of them are in memory at once."""
 

@@ -13,8 +13,6 @@ from ...trees.naming import leaf_names
 from .case import Case
 from .report import ExportReport
 
-__all__ = ["fitting", "shapes_taken"]
-
 
 def shapes_taken(program: ExportedProgram) -> list[tuple[Any, ...]]:
     """The sizes of every leaf of the inputs, symbols among them; none of what is not a tensor."""

@@ -10,8 +10,6 @@ from ...private_names.of_torch import pytree
 from ...runners.onnx_runner import OnnxRunner
 from .case import Case, clone
 
-__all__ = ["check_last_scores"]
-
 _FAR = 1e-3
 """Of the largest score: a product of one row is summed in another order than one of many, nothing more."""
 

@@ -30,8 +30,6 @@ from ...runners.ports import present_of
 from ...trees.naming import leaf_names
 from ...trees.node import key_name, node_of
 
-__all__ = ["Left", "note_on_lost", "returning_left", "with_present"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Left:

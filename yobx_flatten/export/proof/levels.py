@@ -11,8 +11,6 @@ from ...errors import InvalidArgumentError
 from ...private_names.of_torch import pytree
 from .case import Case
 
-__all__ = ["SAMPLED_FROM", "UNPROVEN", "Proof", "choose_proof", "sampled"]
-
 Proof = Literal["auto", "full", "sample", "none"]
 """``"full"`` replays all cases, ``"sample"`` the example and the largest one, ``"none"`` nothing."""
 

@@ -8,8 +8,6 @@ import sys
 
 import torch
 
-__all__ = ["memory_available", "peak_memory", "weight_bytes"]
-
 
 def weight_bytes(module: torch.nn.Module) -> int:
     """Return how many bytes the parameters and buffers of a module take, what is tied counted once.

@@ -8,8 +8,6 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-__all__ = ["draws_random_numbers", "own_written_state", "written_parameters", "written_state"]
-
 
 def written_parameters(module: torch.nn.Module, written: Collection[str]) -> list[torch.nn.Parameter]:
     """Return the parameters of a module among the names of what its program writes to."""

@@ -14,8 +14,6 @@ import torch
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
 
-__all__ = ["Padding"]
-
 # what a decoder reads, and the mask over it and what is in the cache; the first pair whose tokens are there counts
 _READS = (
     ("decoder_input_ids", "decoder_attention_mask"),

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["EMBEDDING", "SCORES", "Distance", "Quality", "text_losses"]
-
 SCORES = "logits"
 """The output that is compared, where a file has it; without it all outputs are."""
 

@@ -23,8 +23,6 @@ from .eager_runs import EagerRuns, Step
 from .left import Left
 from .padding import Padding
 
-__all__ = ["CaseResult", "Pair", "Side", "replay", "side_by_side"]
-
 
 @dataclasses.dataclass(frozen=True)
 class CaseResult:

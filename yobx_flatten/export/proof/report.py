@@ -17,8 +17,6 @@ from .quality import Quality
 from .replay import CaseResult
 from .yardstick import Yardstick
 
-__all__ = ["ExportReport"]
-
 
 def _nearer(quality: Quality) -> str:
     """What to type for a file that is nearer to its model."""

@@ -24,8 +24,6 @@ from ...trees.naming import output_names
 from .case import Case, clone
 from .eager_runs import eager_steps
 
-__all__ = ["dependence_on_padding"]
-
 
 def dependence_on_padding(module: torch.nn.Module, case: Case, written: Collection[str], tolerance: float) -> str:
     """Return a sentence about a module whose rows depend on the padding of others; empty for any other."""

@@ -9,8 +9,6 @@ import torch
 
 from ...runners.onnx_runner import OnnxRunner
 
-__all__ = ["InSharedMemory"]
-
 
 class InSharedMemory(OnnxRunner):
     """A file whose calls are run as a generation loop runs them, with memory for more tokens than there are."""

@@ -26,8 +26,6 @@ from .eager_runs import eager_steps
 from .left import Left
 from .memory import memory_available, weight_bytes
 
-__all__ = ["PART_OF_FLOAT32", "Yardstick", "explained"]
-
 _HALF = (torch.float16, torch.bfloat16)
 
 logger = logging.getLogger("yobx_flatten")

@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterator, Mapping
 from ...errors.log import STEP
 from ..proof.quality import Quality
 
-__all__ = ["Bits", "Budget", "Role"]
-
 logger = logging.getLogger("yobx_flatten")
 
 Bits = Mapping[str, int]

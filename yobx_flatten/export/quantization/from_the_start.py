@@ -16,8 +16,6 @@ from ...runners.ports import CacheSlot
 from ...runners.runner import Runner
 from ..proof.quality import SCORES
 
-__all__ = ["from_the_start", "text_scores"]
-
 logger = logging.getLogger("yobx_flatten")
 
 

@@ -22,8 +22,6 @@ from .from_the_start import text_scores
 from .options import Quantization
 from .text_cases import text_cases
 
-__all__ = ["Texts", "measure"]
-
 Texts: TypeAlias = tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]
 """Arguments of a call that reads a text, the text, the model's losses, and its scores where these are few enough."""
 

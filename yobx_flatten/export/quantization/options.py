@@ -18,16 +18,6 @@ from ...errors.messages import first_line
 from ...runners.onnx_session import open_session
 from ..model_facts import ModelFacts
 
-__all__ = [
-    "CHAT_SHARES",
-    "PERPLEXITY_RATIOS",
-    "TOKEN_SHARES",
-    "Activations",
-    "Quantization",
-    "WeightBits",
-    "choose_quantization",
-]
-
 WeightBits = Literal["int8", "int4", "keep"]
 """``"keep"`` rounds nothing: weights that are made of integers with scales are stored as these, others as they are."""
 

@@ -32,8 +32,6 @@ from ..program.flat_program import quietly
 from ..proof.report import ExportReport
 from .options import Quantization
 
-__all__ = ["blocks_of", "compress_openvino", "quantized_example"]
-
 
 def blocks_of(quantization: Quantization) -> int:
     """Return how many weights share a scale: 0 for all of an output, which is how both tools store 8 bits."""

@@ -16,8 +16,6 @@ from ..example.example import Example
 from ..proof.case import Case
 from .options import Quantization
 
-__all__ = ["RoundingCalls", "check_text", "reads_once", "rounding_calls", "text_cases"]
-
 _READ = {"input_ids", "attention_mask", "token_type_ids"}
 
 

@@ -24,8 +24,6 @@ from .aotinductor_scans import lift_sizes
 from .aotinductor_sizes import refused_when_empty
 from .aotinductor_tails import whole_tails
 
-__all__ = ["check_compiler", "write_package", "write_package_in_place"]
-
 
 def check_compiler(caller: str) -> None:
     """Check that there is a C++ compiler."""

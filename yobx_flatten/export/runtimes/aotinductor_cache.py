@@ -21,8 +21,6 @@ from torch.export import Dim, ExportedProgram
 from ...errors import FlattenError
 from .growing_cache import Flat, joined, sizes_of
 
-__all__ = ["with_buffers"]
-
 aten = torch.ops.aten
 
 

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 import torch
 from torch.export import ExportedProgram
 
-__all__ = ["transposed_weights"]
-
 aten = torch.ops.aten
 
 

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-__all__ = ["lift_sizes"]
-
 
 def lift_sizes(module: GraphModule) -> None:
     """Hand every scan of a graph the sizes of its outputs."""

@@ -19,8 +19,6 @@ from ...errors.failures import result_or
 from ...runners.signature import Signature, Size
 from ..program.flat_program import quietly
 
-__all__ = ["refused_when_empty"]
-
 _Shapes = Mapping[str, tuple[int, ...]]
 
 

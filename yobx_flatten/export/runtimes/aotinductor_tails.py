@@ -15,8 +15,6 @@ from typing import Any
 from ...private_names.of_torch import cpp_kernels
 from ...registry.patches import AttributePatch
 
-__all__ = ["whole_tails"]
-
 
 def _storing_tails(aggregate: Callable[..., None]) -> Callable[..., None]:
     """Make the version of ``aggregate_reduction_buffers`` that writes a block of its own for the tail."""

@@ -24,8 +24,6 @@ from .executorch_cache import attended_in_place, with_row_buffers
 from .executorch_loops import states_of_the_call
 from .executorch_operators import missing_kernels, written_out
 
-__all__ = ["Backend", "check_backend", "check_bounds", "write_pte"]
-
 Backend = Literal["auto", "xnnpack", "portable"]
 """Kernels of ExecuTorch: those of XNNPACK where it has them, or its plain ones; ``"auto"``, the first that replay."""
 

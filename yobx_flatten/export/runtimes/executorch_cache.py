@@ -26,8 +26,6 @@ from ...runners.executorch_runner import Rows, load_attention, room_for
 from ...runners.signature import Signature, Size
 from .growing_cache import Flat, joined, sizes_of
 
-__all__ = ["attended_in_place", "with_row_buffers"]
-
 aten = torch.ops.aten
 
 

@@ -22,8 +22,6 @@ from typing import Any
 
 from ...registry.patches import AttributePatch
 
-__all__ = ["states_of_the_call", "with_sizes"]
-
 
 @contextlib.contextmanager
 def states_of_the_call() -> Iterator[None]:

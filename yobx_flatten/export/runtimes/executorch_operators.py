@@ -13,8 +13,6 @@ from torch.export import ExportedProgram
 from ...trace.onnx_operators import ERFINV_CENTRE, ERFINV_TAIL
 from ..program.decompositions import decompose_untranslated
 
-__all__ = ["grouped_product", "missing_kernels", "written_out"]
-
 _ATEN = torch.ops.aten
 
 

@@ -23,9 +23,6 @@ from ..room import Adapter
 from .aotinductor import check_compiler
 from .executorch import Backend, check_backend
 
-__all__ = ["CacheForm", "FileOptions", "check_libraries"]
-
-
 CacheForm = Literal["in_place", "returned"]
 """Where the cache of a file is: in memory of the library, or among the inputs and outputs of a call."""
 

@@ -10,8 +10,6 @@ from torch.export import ExportedProgram
 
 from ...trace.program_inputs import arguments_of
 
-__all__ = ["Flat", "joined", "sizes_of"]
-
 aten = torch.ops.aten
 
 

@@ -20,8 +20,6 @@ from ..program.traced import Traced
 from .openvino_cache import copied_states, keep_in_state
 from .openvino_masks import with_added_masks
 
-__all__ = ["has_growing_cache", "write_openvino", "write_openvino_in_place"]
-
 
 def has_growing_cache(traced: Traced) -> bool:
     """Whether a program takes keys and values and returns them with those of new tokens."""

@@ -20,8 +20,6 @@ from ...errors.failures import raised_as
 from ...runners.openvino_runner import FLOAT32, import_openvino, last_line, read_model
 from ...runners.openvino_state import BEAMS
 
-__all__ = ["copied_states", "keep_in_state"]
-
 _FUSED = "ScaledDotProductAttention"
 
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["with_added_masks"]
-
 
 def with_added_masks(model: Any) -> None:
     """Give each attention of a model a mask of numbers in place of one of booleans; the model is changed."""

@@ -18,8 +18,6 @@ from ..proof.module_state import written_parameters
 from ..proof.report import ExportReport
 from ..source import Source, traced_example
 
-__all__ = ["without_counter"]
-
 
 def without_counter(source: Source, report: ExportReport) -> Source:
     """Return a source without the counter that no tool feeds, for a model whose layers all slide."""

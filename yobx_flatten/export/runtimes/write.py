@@ -46,8 +46,6 @@ from .file_options import FileOptions, check_libraries
 from .openvino import has_growing_cache, write_openvino, write_openvino_in_place
 from .without_counter import without_counter
 
-__all__ = ["write_file", "write_for"]
-
 logger = logging.getLogger("yobx_flatten")
 
 

@@ -27,18 +27,6 @@ from .length import length_leaf
 from .state import Template, follow_state, leaf_paths, leaf_types, read_state
 from .stored_templates import read_template
 
-__all__ = [
-    "Builders",
-    "LayerBuild",
-    "LayerRead",
-    "is_rule",
-    "key_count",
-    "learn",
-    "object_builder",
-    "read_as_before",
-    "read_object",
-]
-
 # What reading or building raises where an object is not as expected.
 _UNEXPECTED = (AttributeError, IndexError, KeyError, TypeError, ValueError, StaticDataError)
 

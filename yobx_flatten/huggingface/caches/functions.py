@@ -25,20 +25,6 @@ from .layers import kind_of, letter_of
 from .layouts import flatten_layers, holds_full_only, is_leaf_name, unflatten_layers
 from .sizes_from_keys import with_sizes
 
-__all__ = [
-    "flatten_dynamic_cache",
-    "flatten_encoder_decoder_cache",
-    "flatten_static_cache",
-    "flatten_with_keys_dynamic_cache",
-    "flatten_with_keys_encoder_decoder_cache",
-    "flatten_with_keys_static_cache",
-    "layers_of",
-    "new_cache",
-    "unflatten_dynamic_cache",
-    "unflatten_encoder_decoder_cache",
-    "unflatten_static_cache",
-]
-
 
 def flatten_dynamic_cache(cache: TransformersCache) -> tuple[list[Any], list[str]]:
     """Flatten a ``DynamicCache``.

@@ -47,8 +47,6 @@ from .state import Template, follows_leaf, leaf_paths, leaf_types, read_like
 from .stored_classes import part_class
 from .stored_templates import read_template
 
-__all__ = ["filler", "reader"]
-
 _LITERALS = (str, int, bool, type(None))  # what stands in the source as it is
 _KEPT = (
     torch.dtype,

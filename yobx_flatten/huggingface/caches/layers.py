@@ -39,22 +39,6 @@ from ...private_names.of_torch import dispatch_depth, functorch, is_jit_tracing
 from ...recipe.aliases import CacheLayer
 from .state import SIZES, Template
 
-__all__ = [
-    "LETTERS",
-    "OTHER_LETTERS",
-    "PLACEHOLDERS",
-    "LayerKind",
-    "code_of",
-    "keeps_dtype",
-    "kind_of",
-    "kind_of_code",
-    "letter_of",
-    "make_window_tensor",
-    "makes_window_tensor",
-    "remember",
-    "window_tensors",
-]
-
 # Marks a layer that was rebuilt around ``None``, which torch puts in for a while: it is not half-initialised.
 PLACEHOLDERS = "_yobx_placeholders"
 

@@ -33,16 +33,6 @@ from .state import LENGTHS, Template, build_state, follow_state, leaf_paths, rea
 from .stored_classes import layer_class
 from .stored_templates import read_template
 
-__all__ = [
-    "LENGTH",
-    "flatten_layers",
-    "hold_length_leaf",
-    "holds_full_only",
-    "is_leaf_name",
-    "rebuild_by_attributes",
-    "unflatten_layers",
-]
-
 LENGTH = "length"
 _UNSET: Any = object()  # not None, which may stand for any leaf
 

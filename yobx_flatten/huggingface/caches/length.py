@@ -19,9 +19,6 @@ import torch
 from ...private_names.of_torch import functorch, is_jit_tracing
 from ...trace.integer_inputs import StoredInteger
 
-__all__ = ["length_leaf", "length_of", "slides"]
-
-
 # those whose methods are replaced in a trace; what models bring along also counts in integers there
 _CLASSES = {
     "DynamicSlidingWindowLayer",

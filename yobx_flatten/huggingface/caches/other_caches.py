@@ -23,8 +23,6 @@ from .layouts import flatten_layers, holds_full_only, is_leaf_name, rebuild_by_a
 from .state import build_state
 from .stored_templates import read_template
 
-__all__ = ["cache_recipes", "cache_recipes_of_module"]
-
 # What every cache has; the rest is the subclass's own.
 _STANDARD = {"layers", "layer_class_to_replicate", "offloading", "only_non_sliding", "prefetch_stream", PLACEHOLDERS}
 _OWN = "cache="

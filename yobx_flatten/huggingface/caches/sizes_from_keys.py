@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["with_sizes"]
-
 # of layers that slide, or have their full length from the start
 _WITHOUT = re.compile(r"(.+)_([WSX])_(\d+)")
 

@@ -29,19 +29,6 @@ from ...recipe.aliases import Length
 from ...recipe.static_codec import dump_static, load_static
 from .stored_classes import part_class
 
-__all__ = [
-    "LENGTHS",
-    "SIZES",
-    "Template",
-    "build_state",
-    "follow_state",
-    "follows_leaf",
-    "leaf_paths",
-    "leaf_types",
-    "read_like",
-    "read_state",
-]
-
 Template = dict[str, list[Any]]
 
 # what all layers of a cache count alike

@@ -8,8 +8,6 @@ from typing import Any
 from ...errors import CacheStructureError
 from ...recipe.safe_names import import_known
 
-__all__ = ["layer_class", "part_class"]
-
 
 def layer_class(name: object) -> type:
     """Return the class of a layer that a name states."""

@@ -15,8 +15,6 @@ from ...recipe.static_codec import load_static
 from .state import Template
 from .stored_classes import part_class
 
-__all__ = ["read_template"]
-
 _DEEPEST = 16
 _MOST_ENTRIES = 10_000
 _MOST_AXES = 16

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 
 from .replacement import Function, Replacement
 
-__all__ = ["attention_replacements"]
-
 
 def attention_replacements() -> Iterator[Replacement]:
     """Yield module, function and replacement for the attention of the installed transformers, if it is imported."""

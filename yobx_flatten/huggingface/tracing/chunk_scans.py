@@ -15,8 +15,6 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 from .replacement import Function, replacement
 
-__all__ = ["CHUNK_SCANS"]
-
 # the state and what is given of one token -> the state after it, and its output
 _Step: TypeAlias = Callable[[torch.Tensor, tuple[torch.Tensor, ...]], tuple[torch.Tensor, torch.Tensor]]
 

@@ -13,8 +13,6 @@ import torch
 
 from .replacement import Function, replacement
 
-__all__ = ["EXPERTS"]
-
 
 def _gates(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, experts: int) -> torch.Tensor:
     """What every token gives to every expert, (experts, tokens, 1): zero where it was not routed to."""

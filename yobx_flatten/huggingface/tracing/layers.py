@@ -26,8 +26,6 @@ from ..caches.layers import keeps_dtype
 from ..caches.length import length_leaf
 from .replacement import Function, Replacement
 
-__all__ = ["last_places", "layer_replacements"]
-
 
 def layer_replacements() -> Iterator[Replacement]:
     """Yield class, method and replacement for the layers of the installed transformers."""

@@ -13,8 +13,6 @@ from ...recipe.aliases import TransformersCache
 from .layers import last_places
 from .replacement import Function, replacement
 
-__all__ = ["LOOPS"]
-
 
 @replacement
 def _past_of_the_window(original: Function) -> Function:

@@ -14,8 +14,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ...recipe.aliases import Length, Size, TransformersCache
 from .replacement import Function, Replacement, replacement
 
-__all__ = ["mask_replacements"]
-
 
 def mask_replacements() -> Iterator[Replacement]:
     """Yield module, function and replacement for the masks of the installed transformers, if they are imported."""

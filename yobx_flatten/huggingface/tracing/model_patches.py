@@ -27,8 +27,6 @@ import torch
 
 from .replacement import Function, Make, Replacement
 
-__all__ = ["upstream_replacements"]
-
 _MODULE = "transformers.exporters.exporter_dynamo"
 _MODELS = "transformers.models."
 

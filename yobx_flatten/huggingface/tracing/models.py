@@ -18,8 +18,6 @@ from .recurrences import RECURRENCES
 from .replacement import Replacement
 from .sparse import SPARSE
 
-__all__ = ["model_replacements"]
-
 
 def model_replacements() -> Iterator[Replacement]:
     """Yield owner, attribute and replacement for the models that are imported and need one."""

@@ -9,8 +9,6 @@ import torch
 from ...recipe.aliases import Size, TransformersCache
 from .replacement import Function, replacement
 
-__all__ = ["POSITIONS"]
-
 
 @replacement
 def _next_position(original: Function) -> Function:

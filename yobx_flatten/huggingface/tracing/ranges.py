@@ -16,8 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 from ...recipe.aliases import Kwargs
 
-__all__ = ["TensorRanges"]
-
 _SUMS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}
 
 

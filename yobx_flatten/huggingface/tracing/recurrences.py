@@ -20,8 +20,6 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 from ...recipe.aliases import TransformersCache
 from .replacement import Function, replacement
 
-__all__ = ["RECURRENCES"]
-
 # -- mamba -----------------------------------------------------------------------------------------------------------
 
 # Models of the first mamba have two ways: one new token goes on from the state, several start again from zero ("initial

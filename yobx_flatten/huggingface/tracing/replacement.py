@@ -24,8 +24,6 @@ from ...errors import ReplacedFunctionWarning
 from ...errors.tried_versions import NEWEST_TRIED
 from ..cache_names import argument_of, named_for
 
-__all__ = ["Function", "Make", "Replacement", "misfit", "replacement"]
-
 Function: TypeAlias = Callable[..., Any]
 """a function or method of a model, or what takes its place"""
 Make: TypeAlias = Callable[[Function], Function]

@@ -11,8 +11,6 @@ from ..loaded import ModelClasses
 from ..position_switch import switch_of_kind
 from .replacement import Function, Replacement, replacement
 
-__all__ = ["rotary_replacements"]
-
 _DECORATOR = "dynamic_rope_update."
 
 

@@ -16,8 +16,6 @@ import torch
 from ...recipe.aliases import CacheLayer, Size, TransformersCache
 from .replacement import Function, Make, replacement
 
-__all__ = ["SPARSE", "prepare_compressed"]
-
 # -- deepseek v4 -----------------------------------------------------------------------------------------------------
 
 

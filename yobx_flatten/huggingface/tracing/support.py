@@ -39,8 +39,6 @@ from .replacement import Make, Replacement
 from .rotary import rotary_replacements
 from .sparse import prepare_compressed
 
-__all__ = ["TRANSFORMERS_TRACING", "TransformersTracing"]
-
 
 class TransformersTracing:
     """What transformers' models need while they are traced."""

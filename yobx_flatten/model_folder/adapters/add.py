@@ -27,8 +27,6 @@ from ..verify import FolderCheck, check_adapter
 from ..with_model.pieces import load_model, pieces_of_folder
 from .write import write_matrices
 
-__all__ = ["AddedAdapter", "add_adapter"]
-
 
 @dataclasses.dataclass(frozen=True)
 class AddedAdapter:

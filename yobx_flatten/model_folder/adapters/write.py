@@ -14,8 +14,6 @@ from ...runners.elements import ELEMENTS
 from ...runners.folder_adapters import rooms_of_files
 from ...runners.ports import Port
 
-__all__ = ["write_matrices"]
-
 
 def write_matrices(folder: pathlib.Path, adapters: Iterable[Adapter]) -> None:
     """Write adapters next to the files that take them."""

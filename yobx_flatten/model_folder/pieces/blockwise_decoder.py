@@ -19,8 +19,6 @@ import torch
 from ...huggingface.cache_names import argument_of, cache_of, installed_name
 from ...recipe.aliases import TransformersCache, TransformersModel
 
-__all__ = ["BlockwiseDecoder"]
-
 
 class BlockwiseDecoder(torch.nn.Module):
     """From embeddings to scores, with masks made of sizes and types of tokens only: one graph for every call.

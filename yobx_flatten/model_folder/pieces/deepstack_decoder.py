@@ -18,8 +18,6 @@ import torch
 from ...huggingface.cache_names import argument_of, cache_of, installed_name
 from ...recipe.aliases import TransformersCache, TransformersModel
 
-__all__ = ["DeepstackDecoder"]
-
 
 class DeepstackDecoder(torch.nn.Module):
     """From embeddings and features of layers in between to scores.

@@ -13,8 +13,6 @@ from ...errors import GenerationError
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import TransformersModel
 
-__all__ = ["check_nothing_is_drawn"]
-
 
 @torch.no_grad()
 def check_nothing_is_drawn(model: TransformersModel, example: Mapping[str, torch.Tensor]) -> None:

@@ -27,8 +27,6 @@ from .text import Piece, random_tokens
 from .tiled_images import TiledVisionEncoder
 from .vision_language import vision_language_pieces
 
-__all__ = ["EMBEDDING", "EmbeddingWithFeatures", "genai_picture_pieces", "image_token_of", "why_not_in_genai"]
-
 EMBEDDING = "embedding"
 """Name of the file that takes tokens and features, without its suffix."""
 

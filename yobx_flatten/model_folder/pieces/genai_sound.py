@@ -22,8 +22,6 @@ from ...recipe.aliases import PlainCache, TransformersModel
 from ...trees.shapes import dynamic_shapes
 from .text import Encoder, NextDecoder, Piece, encoder_input, encoder_output_class, random_tokens
 
-__all__ = ["ALLOWED", "FRAMES", "SoundDecoder", "SoundEncoderWithKeys", "genai_sound_pieces"]
-
 FRAMES = 3000
 """Frames of sound that the library hands to an encoder: 30 seconds."""
 

@@ -10,8 +10,6 @@ import torch
 from ...recipe.aliases import TransformersModel
 from .deepstack_decoder import DeepstackDecoder
 
-__all__ = ["GridVisionEncoder", "grid_image"]
-
 # what makes positions of any grid out of a table of learned ones
 _INTERPOLATES = "get_vision_interpolation_indices_and_weights"
 # encoders whose layers see windows of a picture, and have a version to trace that does

@@ -14,8 +14,6 @@ from ...core.compare import compare
 from ...errors import GenerationError
 from ...recipe.aliases import TransformersModel
 
-__all__ = ["NestedVisionEncoder"]
-
 
 class NestedVisionEncoder(torch.nn.Module):
     """One picture to the features that stand in the place of its tokens."""

@@ -19,8 +19,6 @@ from .other_inputs import note_on_other_inputs
 from .text import Piece, image_size, random_tokens
 from .token_types import TYPES, has_types, pair_types
 
-__all__ = ["choice_pieces", "compares", "plain_pieces", "two_tower_pieces"]
-
 
 def plain_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
     """One file, ``model``."""

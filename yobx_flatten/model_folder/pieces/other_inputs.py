@@ -10,8 +10,6 @@ from ...errors import GenerationError
 from ...huggingface.cache_names import argument_of
 from ...recipe.aliases import TransformersModel
 
-__all__ = ["check_other_media", "note_on_other_inputs"]
-
 # pictures and sound, as models call them: `image_pixel_values` of Phi 4, `image_patches` of Fuyu
 _MEDIA = re.compile(r"(.*_)?(pixel_values|input_features|input_values|flattened_patches|image_patches)(_.*)?")
 

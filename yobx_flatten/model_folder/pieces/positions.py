@@ -16,8 +16,6 @@ from ...errors.failures import result_or
 from ...recipe.aliases import TransformersModel
 from .text import encoder_output_class
 
-__all__ = ["positions_of"]
-
 _NAMES = ("max_position_embeddings", "max_target_positions", "n_positions", "n_ctx")
 _MOST = 2048  # tokens of a call that has to be made as long as the table
 

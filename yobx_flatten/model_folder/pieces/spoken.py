@@ -25,8 +25,6 @@ from ...recipe.aliases import PlainCache, TransformersModel
 from ...trees.shapes import dynamic_shapes
 from .text import Piece, features_of, filled_cache, pair_of, random_tokens
 
-__all__ = ["spoken_input", "spoken_pieces", "writes_spectrograms"]
-
 _SAMPLES = 400  # of sound, for each token of a text
 
 

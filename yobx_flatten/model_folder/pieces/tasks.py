@@ -17,8 +17,6 @@ from .spoken import spoken_pieces, writes_spectrograms
 from .text import Piece, decoder_pieces, encoder_decoder_pieces
 from .vision_language import vision_language_pieces
 
-__all__ = ["GENERATES", "SPEAKS", "TASKS", "pieces_for", "task_of"]
-
 TASKS: Mapping[str, Callable[[Any, int | None], list[Piece]]] = {
     "text-generation": decoder_pieces,
     "text2text-generation": encoder_decoder_pieces,

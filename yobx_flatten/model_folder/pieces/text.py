@@ -31,20 +31,6 @@ from ...trees.shapes import dynamic_shapes
 from .other_inputs import note_on_other_inputs
 from .word_times import Head, HeadRecorder, heads_of
 
-__all__ = [
-    "Piece",
-    "decoder_pieces",
-    "encoder_decoder_pieces",
-    "encoder_input",
-    "encoder_output_class",
-    "features_of",
-    "filled_cache",
-    "image_size",
-    "keeps_more",
-    "pair_of",
-    "random_tokens",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Piece:

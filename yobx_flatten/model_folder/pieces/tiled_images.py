@@ -15,8 +15,6 @@ from ...errors import GenerationError
 from ...generate.tiles import TILED, Tiles
 from ...recipe.aliases import TransformersModel
 
-__all__ = ["TiledVisionEncoder", "tiled_image"]
-
 
 class TiledVisionEncoder(torch.nn.Module):
     """Tiles to features, and to what ends a row of them."""

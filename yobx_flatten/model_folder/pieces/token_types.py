@@ -14,8 +14,6 @@ import torch
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import TransformersModel
 
-__all__ = ["TYPES", "has_types", "pair_types"]
-
 TYPES = "token_type_ids"
 
 

@@ -26,8 +26,6 @@ from .nested_images import NestedVisionEncoder
 from .text import Piece, random_tokens
 from .tiled_images import TiledVisionEncoder, tiled_image
 
-__all__ = ["VisionEncoder", "images_for", "vision_encoder", "vision_language_pieces"]
-
 _OTHER_WAYS = (
     "Export what it takes, with export_onnx(model, kwargs=inputs, path=...), or the calls of a run: with "
     "record_calls(model) as calls: model.generate(...)"

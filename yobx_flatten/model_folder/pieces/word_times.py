@@ -12,8 +12,6 @@ import torch
 from ...errors import InvalidArgumentError
 from ...recipe.aliases import TransformersModel
 
-__all__ = ["Head", "HeadRecorder", "heads_of"]
-
 Head = tuple[int, int]
 """A layer, and a head of its attention to what the encoder read."""
 

@@ -12,8 +12,6 @@ from ...errors.messages import first_line
 from ...files.document import check_regular, read_document
 from .stored_weights import KeyDifferences, UnmatchedWeights
 
-__all__ = ["ADAPTER", "base_of", "config_of", "holds_adapter", "injected", "merged", "not_found"]
-
 ADAPTER = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 

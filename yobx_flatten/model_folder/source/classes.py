@@ -6,8 +6,6 @@ from typing import Any
 
 from ...errors import InvalidArgumentError
 
-__all__ = ["base_class_for", "class_for", "without_peft"]
-
 # in this order: the first that has a class for a configuration is its kind
 _AUTO_CLASSES = (
     "AutoModelForSpeechSeq2Seq",

@@ -18,8 +18,6 @@ from ...files.document import check_regular, inside, read_configuration, read_do
 from ...recipe.stated_config import objection_to
 from .own_code import own_code
 
-__all__ = ["FILES_ONLY", "bounded_weights", "bytes_of_weights", "read_config", "stated_weights"]
-
 FILES_ONLY: Final[dict[str, Any]] = {"local_files_only": True, "trust_remote_code": False}
 """What every ``from_pretrained`` gets: without ``False``, transformers asks on the terminal whether code is to run."""
 

@@ -24,8 +24,6 @@ from .packed_weights import Packing, packing_of, unpacked_weights
 from .stored_weights import UnmatchedWeights, load_stored
 from .tiny_models import small_config
 
-__all__ = ["MODEL_NAMES", "FoundModel", "find_model", "require_transformers"]
-
 MODEL_NAMES = (
     "A folder that save_pretrained wrote, also one of adapters, a GGUF file, or an id of the hub (owner/name); or, "
     "with random weights, a config.json, a folder without weights, or a type such as llama, for a small one."

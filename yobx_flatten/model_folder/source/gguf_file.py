@@ -19,8 +19,6 @@ from ...errors.messages import first_line
 from ...files.document import check_regular
 from .configuration import FILES_ONLY
 
-__all__ = ["GGUF", "gguf_config", "gguf_tokenizer", "gguf_weights", "is_gguf"]
-
 GGUF = ".gguf"
 
 _MAGIC = b"GGUF"

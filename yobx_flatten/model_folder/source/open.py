@@ -15,8 +15,6 @@ from ...export.proof.memory import memory_available
 from .find import FoundModel
 from .streamed import Checkpoint, NotStreamableError, open_checkpoint, streamed_model
 
-__all__ = ["OpenedModel", "WeightsIn", "open_model"]
-
 WeightsIn = Literal["auto", "memory", "stream"]
 """``"memory"`` loads all weights, ``"stream"`` reads those of a layer when it is called."""
 

@@ -10,8 +10,6 @@ from ...files.document import read_configuration
 from ...recipe.aliases import TransformersModel
 from .tokenizer_files import TOKENIZER_FILES
 
-__all__ = ["READERS", "origin_of", "reader_of"]
-
 READERS = (*TOKENIZER_FILES, "preprocessor_config.json", "processor_config.json")
 """Files of which a folder with a tokenizer or a processor holds at least one."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ON_PURPOSE", "own_auto_class", "own_code"]
-
 ON_PURPOSE = "Where you trust its author: trust_remote_code=True (--trust-remote-code)."
 """What to type, in Python and on the command line of an export."""
 

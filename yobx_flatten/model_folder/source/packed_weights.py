@@ -20,8 +20,6 @@ from ...errors import ModelSourceError
 from ...files.damage import damage_as
 from .configuration import stated_weights
 
-__all__ = ["Packing", "packing_of", "unpacked_weights"]
-
 Tensors = dict[str, torch.Tensor]
 
 _INT32 = 32

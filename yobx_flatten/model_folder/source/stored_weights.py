@@ -10,8 +10,6 @@ import torch
 
 from ...errors import InvalidArgumentError
 
-__all__ = ["KeyDifferences", "UnmatchedWeights", "check_unmatched", "load_stored"]
-
 UnmatchedWeights = Literal["refuse", "unused", "random"]
 """What is done where the weights of a folder are not those of the model's class. ``"refuse"`` raises, with their names;
 ``"unused"`` leaves out those that the class does not have; ``"random"`` also draws those that the folder does

@@ -30,9 +30,6 @@ from .configuration import stated_weights
 from .find import FoundModel
 from .stored_weights import KeyDifferences
 
-__all__ = ["Checkpoint", "NotStreamableError", "open_checkpoint", "streamed_model", "unread_model"]
-
-
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 

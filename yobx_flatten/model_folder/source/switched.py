@@ -19,8 +19,6 @@ from ...recipe.aliases import TransformersModel
 from ...runners.adapters import FIRST, SECOND
 from .adapter import ADAPTER, config_of, injected
 
-__all__ = ["check_adapter_name", "read_adapters", "rooms_of"]
-
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _ENDS = (f".{FIRST}.weight", f".{SECOND}.weight")
 

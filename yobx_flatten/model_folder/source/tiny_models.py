@@ -11,8 +11,6 @@ from ...errors import InvalidArgumentError
 from ...errors.failures import raised_as
 from .classes import class_for
 
-__all__ = ["small_config", "small_model"]
-
 WINDOW = 8
 
 # ByT5's vocabulary: three special tokens, then one per byte. So there is a tokenizer for every small model.

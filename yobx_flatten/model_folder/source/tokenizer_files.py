@@ -12,8 +12,6 @@ from ...files.document import check_own, read_document
 from .configuration import FILES_ONLY
 from .gguf_file import gguf_tokenizer
 
-__all__ = ["TOKENIZER_FILES", "open_tokenizer", "readable"]
-
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -13,8 +13,6 @@ from ...errors.failures import result_or
 from ...recipe.aliases import TransformersModel
 from ..source.tokenizer_files import open_tokenizer
 
-__all__ = ["CHATS", "CHAT_TOKENS", "chat_prompts"]
-
 CHATS = "cases/generate-chats.case"
 """Where a folder keeps the answers of the model."""
 

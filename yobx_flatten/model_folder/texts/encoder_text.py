@@ -18,8 +18,6 @@ from ...export.proof.case import Case
 from ...recipe.aliases import TransformersModel
 from .quality_text import python_source, tokens_of
 
-__all__ = ["encoder_rows", "sentence_case"]
-
 _ROWS, _LENGTH = 128, 64
 """Of the text that matrices are rounded by. Sentences are shorter than texts, and more rows begin."""
 

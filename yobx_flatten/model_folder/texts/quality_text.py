@@ -16,8 +16,6 @@ from ...files.document import check_regular
 from ...recipe.aliases import TransformersModel
 from ..source.tokenizer_files import open_tokenizer
 
-__all__ = ["LENGTH", "python_source", "python_text", "read_prompts", "tokens_of"]
-
 LENGTH = 128
 """Tokens of each row of the text."""
 

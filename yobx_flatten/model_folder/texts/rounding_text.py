@@ -18,8 +18,6 @@ from ...core.effects import undisturbed
 from ...errors.log import STEP
 from ...recipe.aliases import TransformersModel
 
-__all__ = ["answered", "in_own_cache", "in_rows", "unanswered"]
-
 logger = logging.getLogger("yobx_flatten")
 
 _ANSWERS = 2

@@ -28,8 +28,6 @@ from ..manifest import FolderManifest, read_manifest
 from ..targets import FolderFormat
 from .pieces import load_model, pieces_of_folder
 
-__all__ = ["FolderExplanation", "explain_folder"]
-
 
 @dataclasses.dataclass(frozen=True)
 class FolderExplanation:

@@ -19,8 +19,6 @@ from ..pieces.text import Piece
 from ..source.classes import without_peft
 from ..source.find import find_model
 
-__all__ = ["load_model", "pieces_of_folder"]
-
 
 def load_model(given: TransformersModel | str | os.PathLike[str], manifest: FolderManifest) -> TransformersModel:
     """Return the model of a folder without adapters, in the type of the files."""

@@ -22,8 +22,6 @@ from .repair import attribute, copy_type, input_of
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["count_operators", "fuse_attention", "match_scores", "take_cache", "unrepeated"]
-
 _COUNTED = (
     *("Attention", "GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding"),
     *("RMSNormalization", "LayerNormalization", "SkipSimplifiedLayerNormalization", "Softmax"),

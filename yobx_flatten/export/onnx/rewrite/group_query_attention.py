@@ -27,8 +27,6 @@ from .sinks import fuse_sinks
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["share_cache", "shared_inputs"]
-
 _LOWEST = {1: -3.4028234663852886e38, 10: -65504.0}  # by ONNX's number of the type: float32, float16
 
 

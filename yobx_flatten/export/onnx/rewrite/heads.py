@@ -20,8 +20,6 @@ from .repair import attribute, copy_type, input_of, insert_before
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["SWAP", "heads_first", "heads_of", "put_tokens_first", "tokens_first"]
-
 SWAP = (0, 2, 1, 3)
 """Order of axes from (batch, tokens, heads, size) to (batch, heads, tokens, size), and back."""
 

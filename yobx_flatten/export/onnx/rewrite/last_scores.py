@@ -20,8 +20,6 @@ from .repair import input_of, type_of
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["keep_last_scores"]
-
 # what may be between the head and the scores: works on each score by itself, with numbers or weights of the file
 _BETWEEN = ("Add", "Sub", "Mul", "Div", "Tanh", "Cast", "Identity")
 _AXIS = "kept_sequence_length"

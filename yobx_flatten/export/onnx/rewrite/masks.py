@@ -19,8 +19,6 @@ from .repair import attribute, copy_type, input_of
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["simplify_masks"]
-
 
 def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
     """Simplify what is computed of a mask, in place; what is no longer used stays."""

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["number_of", "only_reader", "producer", "replace_value"]
-
 
 def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
     """Return the node that makes a value, where it is this operator of ONNX."""

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from onnx_ir.passes import Sequential
     from onnxscript.rewriter import RewriteRule
 
-__all__ = ["optimize_graph"]
-
 
 def optimize_graph(model: ir.Model) -> None:
     """Fold constants, apply onnxscript's rewrite rules and fusions, and remove what is unused or computed twice."""

@@ -16,8 +16,6 @@ from .repair import input_of, sizes_of
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["join_projections"]
-
 # what may be between a product and the attention, with the product's rows as its first input
 _BETWEEN = ("RotaryEmbedding", "RMSNormalization", "Reshape", "Transpose", "Add")
 

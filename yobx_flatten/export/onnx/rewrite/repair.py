@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["attribute", "copy_type", "input_of", "insert_before", "repair_graph", "sizes_of", "type_of"]
-
 
 def repair_graph(model: ir.Model) -> None:
     """Repair a graph in place."""

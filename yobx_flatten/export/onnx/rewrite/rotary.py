@@ -21,8 +21,6 @@ from .repair import attribute, input_of
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["rotate_together"]
-
 
 def rotate_together(model: ir.Model) -> None:
     """Rotate what one product made for a ``GroupQueryAttention`` in one piece, in place."""

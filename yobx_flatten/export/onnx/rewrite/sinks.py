@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     # (query, key, scale, soft cap), values, mask, sinks, the last product
     _Matched: TypeAlias = tuple[tuple[ir.Value, ir.Value, float, float], ir.Value, ir.Value | None, ir.Value, ir.Node]
 
-__all__ = ["fuse_sinks"]
-
 
 def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
     """Replace spelled-out attention with sinks, whose keys and values are those of the file's cache, in place."""

@@ -16,8 +16,6 @@ from .repair import attribute, input_of
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["fuse_skip_norms"]
-
 
 def fuse_skip_norms(model: ir.Model) -> None:
     """Replace each sum of two values of one shape that an ``RMSNormalization`` reads, and the latter, in place."""

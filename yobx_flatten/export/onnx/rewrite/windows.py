@@ -17,8 +17,6 @@ from .repair import attribute, input_of
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["slice_windows"]
-
 
 def slice_windows(graph: ir.Graph) -> None:
     """Replace each ``Gather`` of the last places of an axis by a ``Slice``, in place."""

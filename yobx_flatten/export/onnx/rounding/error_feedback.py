@@ -19,8 +19,6 @@ import torch
 
 from ..weight_grid import WeightGrid
 
-__all__ = ["round_with_feedback"]
-
 _MANY = 1.0, 0.97, 0.94
 _SHRINKS = {4: tuple(1 - 0.025 * step for step in range(14)), 7: _MANY, 8: _MANY}
 """Parts of a block's range that are tried as its steps: few outliers cut cost less than a coarse step for all."""

@@ -24,8 +24,6 @@ from ...quantization.from_the_start import from_the_start
 from ..file import UnprovenFile
 from ..split_inputs import InputSplits
 
-__all__ = ["input_moments", "read_inputs"]
-
 _LEAST = 2**29
 """Bytes of moments that are held at once, if the weights are not larger: a file runs once for each such part."""
 

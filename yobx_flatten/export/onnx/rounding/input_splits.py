@@ -22,8 +22,6 @@ from ..file import UnprovenFile
 from ..split_inputs import InputSplit, InputSplits
 from .input_moments import read_inputs
 
-__all__ = ["input_splits"]
-
 logger = logging.getLogger("yobx_flatten")
 
 _TEXTS, _LENGTH = 4, 64

@@ -22,8 +22,6 @@ from ..weights import unmap
 from .error_feedback import round_with_feedback
 from .input_moments import input_moments
 
-__all__ = ["RoundedMatrices", "round_by_text"]
-
 logger = logging.getLogger("yobx_flatten")
 
 RoundedMatrices: TypeAlias = dict[tuple[str, bool], WeightGrid]

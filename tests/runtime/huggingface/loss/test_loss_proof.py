@@ -13,7 +13,7 @@ import transformers
 from matrix.models import make_model
 from roundpipe_runtime import RoundPipeRunConfig, RoundPipeWarning
 from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
-from tests.runtime.huggingface.hf_small import worst_gradient
+from tests.runtime.huggingface.hf_small import hf_batch, known_model, worst_gradient
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -101,6 +101,50 @@ def test_any_term_gives_the_loss_and_gradients_of_the_plain_model(term, way):
     if term is not noise:  # whose numbers depend on the thread that draws them
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
         assert worst_gradient(model, plain) < 1e-6
+    pipeline.close()
+
+
+@pytest.mark.parametrize("term", [term for term in TERMS if term is not noise], ids=lambda term: term.__name__)
+def test_any_term_is_proven_where_the_code_after_the_layers_is_frozen(term):
+    """Where only layers train, as with LoRA, the ways, losses and gradients are those of the plain model."""
+    plain, batch = made(term)
+    plain.requires_grad_(False)
+    plain.model.layers.requires_grad_(True)
+    model = copy.deepcopy(plain)
+    expected = plain(**batch).loss
+    expected.backward()
+    pipeline = wrapped(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RoundPipeWarning)
+        config = RoundPipeRunConfig(num_microbatch=3)
+        loss = pipeline.forward_backward(input_kwargs=batch, run_config=config)
+    assert ways(pipeline) == [TERMS[term]]
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert worst_gradient(model, plain) < 1e-6
+    assert model.lm_head.weight.grad is None
+    pipeline.close()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3_text", "gpt_neox", "olmo2"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["all", "layers"])
+def test_a_model_of_16_bits_is_proven_without_a_warning(name, frozen):
+    """A mean over labels is proven in bfloat16 whatever the dtypes of the code after the layers, frozen or not."""
+    plain = known_model(name).bfloat16().train()
+    for module in plain.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # random numbers would differ from those of the plain model
+    if frozen:
+        plain.get_input_embeddings().requires_grad_(False)
+        plain.get_output_embeddings().requires_grad_(False)
+    model = copy.deepcopy(plain)
+    batch = hf_batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        pipeline = wrapped(model)
+        config = RoundPipeRunConfig(num_microbatch=3)
+        loss = pipeline.forward_backward(input_kwargs=batch, run_config=config)
+    assert ways(pipeline) == ["items"]
+    assert loss.item() == pytest.approx(plain(**batch).loss.item(), rel=2**-8)
     pipeline.close()
 
 

@@ -1,6 +1,7 @@
 """What every test gets: checks of registries and of old names, and one set of Hypothesis settings."""
 
 import gc
+import importlib.util
 import logging
 import os
 import pathlib
@@ -51,18 +52,22 @@ if hypothesis is not None:
 torch.fx.config.do_not_emit_stack_traces = True
 
 
-def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
     """Take what pyproject.toml sets for plugins where these are not installed, as on a machine with a GPU."""
-    if not pluginmanager.hasplugin("xdist"):
+    # not asked of pytest, which loads them later where this file is a plugin itself (`-p tests.conftest`)
+    are_off = "PYTEST_DISABLE_PLUGIN_AUTOLOAD" in os.environ
+    if are_off or importlib.util.find_spec("xdist") is None:
         parser.addoption("--dist", help="of pytest-xdist, which is not installed")
-    if not pluginmanager.hasplugin("timeout"):
+    if are_off or importlib.util.find_spec("pytest_timeout") is None:
         parser.addini("timeout", "of pytest-timeout, which is not installed")
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
     """With `-m gpu`, import the tests for devices only: others need libraries that such a machine has not."""
-    inside = collection_path.relative_to(config.rootpath / "tests").parts[:1]
-    return True if config.option.markexpr == "gpu" and inside not in [(), ("__init__.py",), ("gpu",)] else None
+    root = config.rootpath / "tests"
+    if config.option.markexpr != "gpu" or not collection_path.is_relative_to(root):
+        return None
+    return collection_path.relative_to(root).parts[:1] not in [(), ("__init__.py",), ("gpu",)] or None
 
 
 def pytest_collection_finish() -> None:

@@ -5,7 +5,7 @@
     forward(x, cache, log)          writes to cache, appends to log, returns y
     program                         {"y": ..., "present": {"cache": ..., "log.1": ...}}
     file                            y, present.cache, present.log.1
-    forward(input_ids, past_key_values)     extends a DynamicCache, returns y
+    forward(input_ids, a DynamicCache)       extends it, returns y
     file                            y, present.0.key, present.0.value, ...
 
 Hooks around ``forward`` compare the leaves of each argument before a call and after it, in a trace and in eager calls.

@@ -15,7 +15,7 @@ import functools
 import operator
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
 _NUMBERS = (int, float, complex)
 _PLAIN = (bool, str, bytes, type(None), torch.dtype, torch.device)
 _LISTS = (list, tuple, set, frozenset, deque)
+
+# What saving a model notes in its configurations, in transformers and PEFT; they are shared with the copies anyhow.
+_NOTED = frozenset({"architectures", "dtype", "torch_dtype", "base_model_name_or_path", "auto_mapping"})
 
 # Attributes inside of attributes that are looked at, and how many of them.
 _DEEPEST, _MOST = 4, 2000
@@ -128,7 +131,7 @@ class ModelReading:
             self._objects.append(value)
         if depth >= _DEEPEST or self._left <= 0 or id(value) in self._seen:
             return
-        held = _held_by(value)
+        held = _held_by(value, frozenset() if with_numbers else _NOTED)
         self._left -= len(held)
         if held:
             self._seen.add(id(value))
@@ -136,8 +139,9 @@ class ModelReading:
             self._add(one, depth + 1, with_numbers=with_numbers)
 
 
-def _held_by(value: object) -> Sequence[object]:
+def _held_by(value: object, without: Set[str] = frozenset()) -> Sequence[object]:
     """What an object holds: names of attributes and their values; nothing of modules, tensors and functions."""
+    # without: names of attributes that are left out
     if isinstance(value, dict):
         return [one for item in value.items() for one in item]
     if isinstance(value, _LISTS):
@@ -149,7 +153,9 @@ def _held_by(value: object) -> Sequence[object]:
     if isinstance(value, (nn.Module, torch.Tensor, type, types.FunctionType, types.BuiltinFunctionType)):
         return ()
     held = getattr(value, "__dict__", None)
-    return [one for item in held.items() for one in item] if isinstance(held, dict) else ()
+    if not isinstance(held, dict):
+        return ()
+    return [one for name, attribute in held.items() if name not in without for one in (name, attribute)]
 
 
 def tensors_held(module: nn.Module) -> Iterator[torch.Tensor]:

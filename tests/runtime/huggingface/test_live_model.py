@@ -376,3 +376,17 @@ def test_a_copy_of_the_pipeline_is_read_by_itself():
     assert pipeline.forward_backward(input_kwargs=batch).item() == pytest.approx(before.item(), rel=LOSS)
     pipeline.close()
     other.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_a_model_that_was_saved_is_cut_as_before(name, tmp_path):
+    """Saving notes the class and the dtype in the configuration, on one of many ranks; no piece gets more to hold."""
+    pipeline = wrapped(hf_model(name))
+    before = pipeline._rp_cut, [[key for key, _ in piece.named_parameters()] for piece in pipeline._rp_cut.pieces]
+    pipeline.save_pretrained(tmp_path)
+    pipeline.forward_backward(input_kwargs=hf_batch())
+    now = pipeline._rp_cut, [[key for key, _ in piece.named_parameters()] for piece in pipeline._rp_cut.pieces]
+    pipeline.close()
+    assert (tmp_path / "config.json").exists()
+    assert now[0] is before[0]
+    assert now[1] == before[1]

@@ -20,6 +20,7 @@ from ..errors import FlattenError
 from ..errors.log import STEP
 from ..errors.messages import first_line
 from ..runners.program_runner import ProgramRunner
+from ..runners.signature import MISFIT
 from .example.example import Example
 from .model_facts import ModelFacts
 from .program.fixed_axes import notes_on_fixed_axes
@@ -194,13 +195,10 @@ def replay_cases(
     traced: Traced,
     cases: Sequence[Case],
     report: ExportReport,
-    *,
-    is_varied: bool = False,
 ) -> None:
     """Replay cases next to the module, and put the results into the report. The block must be open."""
-    # is_varied: whether they were made here of the example, and may be where the module rounds; `False` by default
     for case, side in itertools.product(cases, sides):
-        _add(_result(side, example, traced, case, report, is_varied=is_varied), report)
+        _add(_result(side, example, traced, case, report, is_varied=False), report)
 
 
 def _add(found: CaseResult, report: ExportReport) -> None:
@@ -217,6 +215,7 @@ def _result(
     side: Side, example: Example, traced: Traced, case: Case, report: ExportReport, *, is_varied: bool
 ) -> CaseResult:
     """Replay one case."""
+    # is_varied: whether it was made here of the example, and may be where the module rounds
     logger.info("replaying %s with %s", case.name, side.runtime, extra=STEP)
     with report.timed("replay"):
         allowed = report.explained(case)
@@ -265,8 +264,16 @@ def replay_file(
         report.cases.append(CaseResult("(loading)", report.runtime or "onnxruntime", 0, {}, 0.0, why_not(error)))
         return
     replay_cases(sides, source.example, source.traced, source.cases, report)
-    if not report.failed():
-        replay_cases(sides, source.example, source.traced, source.varied, report, is_varied=True)
+    refused: dict[str, str] = {}
+    for case, side in itertools.product([] if report.failed() else source.varied, sides):
+        found = _result(side, source.example, source.traced, case, report, is_varied=True)
+        if MISFIT in (found.error or ""):  # a conversion fixed sizes that the program takes
+            refused[case.name] = str(found.error).partition(f"{MISFIT}: ")[2]
+        else:
+            _add(found, report)
+    if refused:
+        reason = next(iter(refused.values()))
+        report.remark(f"{'; '.join(refused)}: not replayed with the file, which refuses sizes: {reason}")
 
 
 # -- cases -------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,9 @@ from .relations import Expression, format_expression, from_lists, holds, names_i
 KEY = "yobx_flatten.signature"
 """Key of a file's metadata under which the signature is stored."""
 
+MISFIT = "The sizes of the inputs do not fit each other"
+"""What an error begins with where a relation between sizes does not hold."""
+
 _FORMAT = 1
 
 Size = int | Mapping[str, int] | None
@@ -114,10 +117,7 @@ class Signature:
             if names_in(relation) <= bound.keys() and not holds(relation, bound):
                 shown = {size: f"{name}.shape[{axis}]" for size, (name, axis) in place_of_sizes(self).items()}
                 stated = format_expression(relation, shown)
-                raise failure(
-                    f"The sizes of the inputs do not fit each other: {where} takes {stated}, and found "
-                    f"{format_expression(relation, bound)}."
-                )
+                raise failure(f"{MISFIT}: {where} takes {stated}, and found {format_expression(relation, bound)}.")
         for name, most in self.kept.items():
             seen = shapes["attention_mask"][1] - shapes["input_ids"][1]
             if shapes[name][2] != min(seen, most):

@@ -170,7 +170,8 @@ def test_a_file_returns_what_the_module_leaves(module, make, present, tmp_path):
 def test_the_replay_is_a_loop_over_what_was_left(tmp_path):
     """Three calls, each with the cache that the one before wrote to: by the module, the program and the file."""
     report = export_onnx(Written().eval(), kwargs=_written(), path=tmp_path / "m.onnx").report
-    assert [(case.runtime, case.steps) for case in report.cases] == [("torch.export", 3), ("onnxruntime", 3)]
+    of_example = [(case.runtime, case.steps) for case in report.cases if case.case == "the example"]
+    assert of_example == [("torch.export", 3), ("onnxruntime", 3)]
     assert all(set(case.differences) == {"y", "present.cache"} for case in report.cases)
 
 

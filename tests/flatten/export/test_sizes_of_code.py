@@ -194,6 +194,16 @@ def test_a_size_that_has_to_be_that_of_the_example_is_stated_as_fixed(kind, size
         assert any(remark.startswith("x.shape[1] is fixed at 8, since") for remark in exported.report.remarks)
 
 
+def test_a_case_of_sizes_that_the_conversion_fixed_is_in_the_report_and_no_failure(tmp_path):
+    """The program pools any length, and its conversion that of the example: the file refuses the others."""
+    exported = export_onnx(Pooled(), (torch.randn(2, 8),), path=tmp_path / "sizes.onnx")
+    x = torch.randn(3, 17)
+    assert _same(exported.program.module()(x), Pooled()(x))
+    assert any("not replayed with the file, which refuses sizes" in remark for remark in exported.report.remarks)
+    with pytest.raises(Exception, match="these sizes are refused"):
+        onnxruntime.InferenceSession(tmp_path / "sizes.onnx").run(None, {"x": x.numpy()})
+
+
 def test_a_session_names_what_it_refuses(tmp_path):
     """The node that stops has the comparison as its name."""
     export_onnx(Branch(), (torch.randn(2, 8),), path=tmp_path / "sizes.onnx")

@@ -26,6 +26,7 @@ from yobx_flatten import (
     save_case,
 )
 from yobx_flatten.huggingface.cache_names import CACHE, argument_of, cache_of, forward_of, name_in, named_for
+from yobx_flatten.runners.ports import KEPT_SCORES
 
 WORDS = ("cache", "past_key_values", "cache_params")
 
@@ -161,7 +162,12 @@ class Forgets(torch.nn.Module):
 
 @pytest.mark.parametrize("proof", ["full", "none"])
 def test_a_cache_that_is_not_returned_comes_out_of_the_file(llama, tmp_path, proof):
-    """The model extends it, so the next call needs it; without a next call, the file leaves it out."""
+    """The model extends it, so the next call needs it; without a next call, the file leaves it out.
+
+    Such a file has no input for the scores of the last token either, which is for generating.
+    """
+    import onnx
+
     inputs = {CACHE if name == WORD else name: value for name, value in decode_inputs(llama, DecodeSizes()).items()}
     report = export_onnx(Forgets(llama), (), inputs, path=tmp_path / "model.onnx", proof=proof).report
     assert report.output_names[:2] == ["logits", "present.0.key"]
@@ -169,6 +175,11 @@ def test_a_cache_that_is_not_returned_comes_out_of_the_file(llama, tmp_path, pro
     assert note.startswith(f"forward extends {CACHE} and does not return that")
     report = export_onnx(Forgets(llama), (), inputs, path=tmp_path / "score.onnx", proof=proof, loop=False).report
     assert report.output_names == ["logits"]
+    taken = {
+        name: [value.name for value in onnx.load(tmp_path / name).graph.input] for name in ("model.onnx", "score.onnx")
+    }
+    assert KEPT_SCORES in taken["model.onnx"]
+    assert KEPT_SCORES not in taken["score.onnx"]
 
 
 @pytest.mark.slow

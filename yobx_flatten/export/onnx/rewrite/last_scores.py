@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ....huggingface.cache_names import CACHE
-from ....runners.ports import KEPT_SCORES
+from ....runners.ports import KEPT_SCORES, is_present
 from .matching import producer
 from .repair import input_of, type_of
 
@@ -28,14 +28,17 @@ _AXIS = "kept_sequence_length"
 def keep_last_scores(model: ir.Model) -> None:
     """Cut what the head of a decoder with a cache multiplies by a new input, in place; other graphs stay.
 
-    A decoder with an encoder begins with one token or a few, so there is nothing to save.
+    A decoder with an encoder begins with one token or a few, so there is nothing to save. A file that does not return
+    its cache (``loop=False``) scores a text, and generates none.
     """
     import onnx_ir as ir
 
     graph = model.graph
     scores = next((value for value in graph.outputs if value.name == "logits"), None)
     names = [str(value.name) for value in graph.inputs]
-    if scores is None or not any(name.startswith(f"{CACHE}.") for name in names) or any("encoder" in n for n in names):
+    generates = any(is_present(str(value.name)) for value in graph.outputs)
+    takes_cache = any(name.startswith(f"{CACHE}.") for name in names)
+    if scores is None or not generates or not takes_cache or any("encoder" in name for name in names):
         return
     path = _path_to_head(scores)
     if not path:

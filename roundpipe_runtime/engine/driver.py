@@ -272,7 +272,7 @@ class Engine(RunLifecycle):
         self, batch: FlatBatch, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig
     ) -> Iterator[Sample]:
         """Yield what the layers return for some rows, in one piece and in parts; at last, for a microbatch."""
-        others = [leaf.value for leaf in batch.label.leaves]
+        others = [_on_host(leaf.value) for leaf in batch.label.leaves]
         tried = [] if self.row_check is None else self.row_check.tried
         span, alone = range(len(self.layers)), dataclasses.replace(config, execute_plan=None, output_device=None)
         # a function that cuts this batch need not cut a few rows of it
@@ -282,16 +282,15 @@ class Engine(RunLifecycle):
             with set_apart(self.layers), raised_as(_not_run):
                 outputs = trial.outputs or self.try_layers(given, alone, span, "parts")
             whole, *parts = [
-                (output, pytree.tree_unflatten(one.labels, one.label_spec), one.rows or 0)
-                for output, one in zip(outputs, given, strict=True)
+                (output, _host_labels(one), one.rows or 0) for output, one in zip(outputs, given, strict=True)
             ]
             yield Sample(whole, parts, others)
         largest = max(microbatches, key=lambda one: one.rows or 0)
         chosen = [largest] if (largest.rows or 0) > 1 else microbatches[:_FEW]
         with set_apart(self.layers), raised_as(_not_run):
             outputs = self.try_layers(chosen, alone, span, "parts")
-        labels = [pytree.tree_unflatten(one.labels, one.label_spec) for one in chosen]
-        yield sample_of(list(zip(outputs, labels, [one.rows or 0 for one in chosen], strict=True)), others)
+        labels, rows = map(_host_labels, chosen), [one.rows or 0 for one in chosen]
+        yield sample_of(list(zip(outputs, labels, rows, strict=True)), others)
 
     @contextlib.contextmanager
     def _noting_ends(self) -> Iterator[None]:
@@ -356,3 +355,12 @@ def in_two_passes(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
 
 def _not_run(error: Exception) -> SplitError:
     return SplitError(f"the layers do not run on some rows of the batch: {type(error).__name__}: {error}")
+
+
+def _host_labels(microbatch: FlatMicrobatch) -> PyTree:
+    """The labels of a microbatch where outputs of trials are; the caller's may be on a device."""
+    return pytree.tree_unflatten([_on_host(label) for label in microbatch.labels], microbatch.label_spec)
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value

@@ -147,6 +147,11 @@ class Engine(RunLifecycle):
         """Return what the layer before the last one returns for each microbatch; nothing of the run is committed."""
         return self._outputs_within(microbatches, config, range(len(self.layers) - 1))
 
+    def wait_exact_step(self) -> None:
+        """Wait for an exact step in the background, and raise its error, which is not that of a trial."""
+        if self.steps.is_exact:
+            self.steps.wait_update()
+
     def try_layers(
         self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, span: range, trial: Trial
     ) -> list[PyTree]:
@@ -240,13 +245,11 @@ class Engine(RunLifecycle):
 
     # -- cutting a batch -----------------------------------------------------------------------------------------------
 
-    def cut_to_train(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: RoundPipeRunConfig
-    ) -> list[list[FlatMicrobatch]]:
+    def cut_to_train(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[list[FlatMicrobatch]]:
         """Return the microbatches of each group of this process, for a call that computes gradients."""
         if not config.requires_grad:
             raise ConfigError("forward_backward computes gradients, but they are switched off. Use forward.")
-        return self.cut(args, kwargs, label, config)
+        return self.cut(batch, config)
 
     def _cut_for_loss(
         self,
@@ -257,7 +260,8 @@ class Engine(RunLifecycle):
         config: RoundPipeRunConfig,
     ) -> Cutting:
         """Cut the batch, and show how the losses of microbatches add up."""
-        parts = self.cut_to_train(args, kwargs, label, config)
+        batch = FlatBatch.of(args, kwargs, label)
+        parts = self.cut_to_train(batch, config)
         microbatches = [one for part in parts for one in part]
         stated = config.loss_reduction or "auto"
         is_split = len(microbatches) > 1 or (
@@ -265,13 +269,14 @@ class Engine(RunLifecycle):
         )
         if not is_split:  # nothing to weigh, or one row, which shows nothing; other ranks may have more
             return Cutting(parts, None if stated == "auto" else "mean" if stated == "mean" else "sum")
-        samples = partial(self._samples, FlatBatch.of(args, kwargs, label), microbatches, config)
+        samples = partial(self._samples, batch, microbatches, config)
         return Cutting(parts, self.loss_checks.reduction(loss_fn, stated, microbatches, samples))
 
     def _samples(
         self, batch: FlatBatch, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig
     ) -> Iterator[Sample]:
         """Yield what the layers return for some rows, in one piece and in parts; at last, for a microbatch."""
+        self.wait_exact_step()
         others = [_on_host(leaf.value) for leaf in batch.label.leaves]
         tried = [] if self.row_check is None else self.row_check.tried
         span, alone = range(len(self.layers)), dataclasses.replace(config, execute_plan=None, output_device=None)
@@ -302,16 +307,14 @@ class Engine(RunLifecycle):
             if self.row_check is not None:
                 self.row_check.end(self.layers)
 
-    def cut(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: RoundPipeRunConfig
-    ) -> list[list[FlatMicrobatch]]:
+    def cut(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[list[FlatMicrobatch]]:
         """Return the microbatches of each group of this process; there may be fewer rows than groups."""
         count = self.groups.own_groups
-        batch = FlatBatch.of(args, kwargs, label)
         check_labels(batch.label)
         if count == 1:
             return [self.cut_group(batch, config, is_cut=self.groups.replicas > 1)]
-        groups = split(args, kwargs, label, count, split_input=config.split_input, split_label=config.split_label)
+        held = [tree.tree for tree in batch]
+        groups = split(*held, count, split_input=config.split_input, split_label=config.split_label)
         if len(groups) > count:
             raise ConfigError(
                 f"The batch is given in {len(groups)} parts, and this rank has {count} groups. With replicas, give "

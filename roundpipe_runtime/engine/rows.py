@@ -79,6 +79,9 @@ class Rows(Protocol):
 
     layers: list[nn.Module]
 
+    def wait_exact_step(self) -> None:
+        """Wait for an exact step in the background, and raise its error, which is not that of a trial."""
+
     def split(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[FlatMicrobatch]:
         """Split arguments and labels into microbatches."""
 
@@ -156,6 +159,7 @@ def first_that_mixes(
     """Return the first layer whose outputs for some rows depend on others; ``None`` if there is none."""
     # leaves_of: function that returns what is compared of an output. Default: all of its leaves.
     # with_hooks: whether hooks of the caller on modules run, who may collect what they see. Default: no.
+    engine.wait_exact_step()
     compare = _Comparison(engine, config, leaves_of)
     found = None
     # layers may not take some rows: if the call itself also fails, it states why

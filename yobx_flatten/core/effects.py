@@ -12,7 +12,8 @@ nothing::
 
 The walk enters what a call can reach: containers, attributes and slots, modules, partials and bound methods, variables
 that a function closes over, its defaults, and what code outside of installed libraries reads of its globals and
-classes. It reads objects as Python keeps them (see `contents`), so it runs no code of a user. Each object has one
+classes. An optimizer is not entered: its state is twice as large as the model, and a step in another thread may write
+it. The walk reads objects as Python keeps them (see `contents`), so it runs no code of a user. Each object has one
 place, the first on the way from the roots, breadth first.
 """
 
@@ -188,7 +189,7 @@ class _Walk:
         return _Content(path, obj, *readers)
 
     def _visit_object(self, path: str, obj: Any, layout: Layout) -> None:
-        if _is_pipeline(type(obj)):
+        if _is_pipeline(type(obj)) or isinstance(obj, torch.optim.Optimizer):
             return
         if layout.is_closed:
             return
@@ -472,7 +473,7 @@ class _Holder(NamedTuple):
     def restore(self) -> None:
         after = self.way.read(self.owner)
         same = len(after) == len(self.before) and all(
-            key == other and value is now
+            _is_same(key, other) and value is now  # a key may be a tensor, as in the state of an optimizer
             for (key, value), (other, now) in zip(self.before.items(), after.items(), strict=True)
         )
         if not same:

@@ -59,7 +59,7 @@ class RankGroups(RankCalls):
         """Run this rank's rows forward; with gradients, ``backward`` through the outputs sums over all ranks."""
         if not config.requires_grad or self.replicas == 1:
             return super().forward(engine, args, kwargs, config)
-        passes = GroupPasses(with_rows(engine.cut(args, kwargs, None, config)), config)
+        passes = GroupPasses(with_rows(engine.cut(FlatBatch.of(args, kwargs, None), config)), config)
         number = self._count_forward(engine.step)
         firsts = [group * (config.num_microbatch or 1) for group in self.own]
         # No other rank is heard meanwhile: they may do something else.
@@ -103,7 +103,7 @@ class RankGroups(RankCalls):
         with engine.lock, self.calling():
 
             def cut() -> Cutting:
-                return Cutting(engine.cut_to_train(args, kwargs, None, config))
+                return Cutting(engine.cut_to_train(FlatBatch.of(args, kwargs, None), config))
 
             call = self.open(engine, "forward_backward of a whole batch", cut, config)
             call = dataclasses.replace(call, is_one_pass=False)

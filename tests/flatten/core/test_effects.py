@@ -398,3 +398,25 @@ def test_defaultdict_and_ordered_dict_keep_their_order():
     assert dict(held["b"]) == {"k": [1]}
     assert held["b"].default_factory is list
     assert held["c"] == {3, 4}
+
+
+def test_tensors_are_keys_of_what_is_put_back():
+    """Such as those of a table of moments by parameter, of any size."""
+    weight, other = torch.ones(2), torch.ones(3)
+    held = {"moments": collections.defaultdict(dict, {weight: {"count": 1}})}
+    with undisturbed(held=held):
+        held["moments"][weight]["count"] = 2
+        held["moments"][other]["count"] = 1
+    assert [*held["moments"]] == [weight]
+    assert held["moments"][weight] == {"count": 1}
+
+
+def test_an_optimizer_is_not_entered():
+    """A loss that is a method of a trainer reaches it; a step in another thread may write its state meanwhile."""
+    layer = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(layer.parameters())
+    held = {"optimizer": optimizer}
+    with undisturbed(held=held):
+        layer(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert len(optimizer.state) == 2

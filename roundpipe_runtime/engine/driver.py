@@ -313,8 +313,8 @@ class Engine(RunLifecycle):
         check_labels(batch.label)
         if count == 1:
             return [self.cut_group(batch, config, is_cut=self.groups.replicas > 1)]
-        held = [tree.tree for tree in batch]
-        groups = split(*held, count, split_input=config.split_input, split_label=config.split_label)
+        args, kwargs, label = (one.tree for one in batch)
+        groups = split(args, kwargs, label, count, split_input=config.split_input, split_label=config.split_label)
         if len(groups) > count:
             raise ConfigError(
                 f"The batch is given in {len(groups)} parts, and this rank has {count} groups. With replicas, give "

@@ -60,7 +60,7 @@ class LossWays:
             return self.proofs[kind]
         if len(self._engine.split(FlatBatch.of(args, kwargs, None), config)) == 1:
             return LossProof("items")  # nothing to weigh
-        self._engine.synchronize()  # a step in the background would change weights between two evaluations
+        self._engine.steps.wait_written()  # a step would change weights between two evaluations
         try:
             with _with_all_layers(self._made):
                 proof = self._prove(args, kwargs, config)

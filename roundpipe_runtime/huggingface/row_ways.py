@@ -41,7 +41,7 @@ class RowWays:
         if self._repeats.is_due(kind, None) or kind not in self._found:
             if number == 0 or len(self._engine.split(FlatBatch.of(args, kwargs, None), config)) == 1:
                 return None
-            self._engine.synchronize()  # a step in the background would change weights between two evaluations
+            self._engine.steps.wait_written()  # a step would change weights between two evaluations
             with contextlib.ExitStack() as stack:
                 engine = self._engine
                 if self._shares_batches:

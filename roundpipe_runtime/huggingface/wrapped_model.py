@@ -90,6 +90,8 @@ class WrappedModel(CutModel):
                     raise
                 way = self._rp_way_without_parts(kwargs)
         resolved = self._rp_config(config)
+        if way == "joined":
+            self._rp_engine.synchronize()  # a step next to the forward would change weights before the backward
         if way == "joined" and (join := self._rp_losses.join(args, kwargs, resolved)) is not None:
             try:
                 return self._rp_engine.forward_joined(args, kwargs, resolved, join)

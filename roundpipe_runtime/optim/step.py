@@ -259,6 +259,13 @@ class StepRunner:
         wait_for(publication)  # one that failed stays, for `resume`
         self._publication = None
 
+    def wait_written(self) -> None:
+        """Wait until no thread writes parameters; the next run still reads those from before an unpublished step."""
+        self.resume()
+        self.wait_update()
+        if not self.is_here():
+            self._wait_publication()
+
     def synchronize(self) -> None:
         """Publish everything; stages then read the parameters themselves again."""
         self.finish()

@@ -177,6 +177,37 @@ def test_one_proof_serves_all_calls_of_a_kind(monkeypatch):
     pipeline.close()
 
 
+@pytest.mark.parametrize("optim_dtype", [None, torch.float64], ids=["own", "copies"])
+@pytest.mark.parametrize("term", [None, rows_alone, z_loss], ids=["items", "rows", "joined"])
+def test_a_repeated_proof_leaves_a_step_in_the_background_one_step_late(term, optim_dtype):
+    """Also calls 2 and 4, which prove the loss again, read the weights from before the step next to them.
+
+    A joined loss, whose backward is a second run, waits for the step: its losses are those of plain steps.
+    """
+    plain, batch = made(term)
+    plain = plain.float()
+    model = copy.deepcopy(plain)
+    pipeline = wrapped(model, optim_dtype=optim_dtype)
+    optimizer = torch.optim.SGD(pipeline.optim_parameters(), lr=0.5)
+    found, expected, pending = [], [], ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RoundPipeWarning)
+        for _ in range(5):
+            found.append(pipeline.forward_backward(input_kwargs=batch).item())
+            pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=True)
+            loss = plain(**batch).loss
+            expected.append(loss.item())
+            gradients = torch.autograd.grad(loss, list(plain.parameters()))
+            late, pending = pending or [torch.zeros_like(one) for one in gradients], gradients
+            with torch.no_grad():
+                now = gradients if term is z_loss else late
+                for parameter, gradient in zip(plain.parameters(), now, strict=True):
+                    parameter -= 0.5 * gradient
+    pipeline.close()
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert (expected[0] == expected[1]) == (term is not z_loss)
+
+
 def test_the_report_states_how_losses_are_computed():
     """Once for each kind of call: the weights that were proven, or that it is computed once, and why."""
     for term, expected in (

@@ -136,6 +136,7 @@ def test_a_run_is_repeated_to_the_last_bit(place, grain):
     assert same_bits(train(place, grain), train(place, grain))
 
 
+@pytest.mark.extended  # fifty seconds where kernels are those of the CPU
 def test_a_model_four_times_larger_than_a_limit_stays_under_it(place):
     """The peak of the device's memory, with a plan for a device that is given as small."""
     place.needs_accelerator("memory of its own")

@@ -218,8 +218,8 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
 
 
 def _check_tokens(folder: pathlib.Path, stated: Mapping[str, Any], vocabulary: object) -> None:
-    """Refuse tokens whose score is set, and that a model does not have."""
-    for name in ("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"):
+    """Refuse tokens that are forced, and that a model does not have; it may suppress any."""
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
         for token in _ids(stated.get(name)):
             if isinstance(vocabulary, int) and token >= vocabulary:
                 raise GenerationError(f"{folder} states {name} = {token:,}, and its model has {vocabulary:,} tokens.")

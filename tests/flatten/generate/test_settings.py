@@ -53,7 +53,7 @@ def test_rules_for_scores_are_those_of_transformers(tmp_path):
         ({"num_beams": 10**9}, "num_beams"),
         ({"num_return_sequences": 5000}, "num_return_sequences"),
         ({"forced_eos_token_id": 10**9}, r"forced_eos_token_id = 1,000,000,000, and its model has 300 tokens"),
-        ({"suppress_tokens": [5, 300]}, r"suppress_tokens = 300, and its model has 300 tokens"),
+        ({"forced_bos_token_id": 300}, r"forced_bos_token_id = 300, and its model has 300 tokens"),
     ],
 )
 def test_numbers_that_no_model_has_are_refused_before_a_loop_takes_memory(tmp_path, stated, message):

@@ -91,7 +91,7 @@ def with_present(kwargs: Mapping[str, Any], outputs: PyTree) -> dict[str, Any] |
     left = outputs.get(PRESENT) if isinstance(outputs, Mapping) else None
     leaves, spec = pytree.tree_flatten(dict(kwargs))
     names = [_after_present(name) for name in leaf_names(dict(kwargs))]
-    if not left or not isinstance(left, dict) or not left.keys() <= set(names):
+    if not isinstance(left, dict) or not left or not left.keys() <= set(names):
         return None
     following = [left.get(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
     shapes = [[getattr(leaf, "shape", None) for leaf in those] for those in (leaves, following)]

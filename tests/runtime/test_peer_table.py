@@ -129,7 +129,7 @@ def test_uneven_batches_have_exact_gradients(pipe, rows):
 def test_the_documented_quotient_warns_when_it_is_no_mean(pipe):
     """Dividing by the number of microbatches is documented; for an uneven split a warning says what is exact."""
     inputs, labels = batch(10)
-    config = RoundPipeRunConfig(num_microbatch=4)
+    config = RoundPipeRunConfig(num_microbatch=4, loss_reduction="sum")
     wrapped = pipe(small_model())
     with pytest.warns(UnevenSplitWarning, match="WeightedLoss") as seen:
         wrapped.forward_backward((inputs,), label=labels, loss_fn=lambda o, t: F.mse_loss(o, t) / 4, run_config=config)

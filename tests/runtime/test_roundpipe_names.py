@@ -258,6 +258,7 @@ def test_the_loop_of_the_first_tutorial_runs_as_it_is_written():
             label=labels,
             loss_fn=lambda outputs, labels: scaler.scale(criterion(outputs.float(), labels)) / 3,
             return_outputs=True,
+            run_config=RoundPipeRunConfig(loss_reduction="sum"),  # losses are added, as by RoundPipe
         )
         scale = scaler.get_scale()
         model.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()))
@@ -284,7 +285,7 @@ def test_the_loop_of_the_second_tutorial_runs_as_it_is_written(tmp_path):
     expected = raw(input_ids=ids, labels=ids).loss.item()
     model = roundpipe_runtime.wrap_model_to_roundpipe(
         raw,
-        model_run_config=RoundPipeRunConfig(num_microbatch=10),
+        model_run_config=RoundPipeRunConfig(num_microbatch=10, loss_reduction="sum"),
         optim_dtype=torch.float32,
         devices="virtual:2",
     )

@@ -10,7 +10,7 @@ from yobx_flatten.runners.ports import Port, cache_slots, present_of, with_rows
 class EagerRunner:
     """The model itself in the place of a file, so that searches are compared without an export."""
 
-    runtime, name, outputs = "eager", "the model", ("logits",)
+    runtime, name = "eager", "the model"
 
     def __init__(self, model):
         self.model = model
@@ -18,7 +18,8 @@ class EagerRunner:
         heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
         names = [f"past_key_values.{layer}.{part}" for layer in range(2) for part in ("key", "value")]
         ports = [Port(name, (None, heads, None, size), torch.float32) for name in names]
-        self.slots = cache_slots(ports, [present_of(name) for name in names], self.name)
+        self.outputs = ("logits", *map(present_of, names))
+        self.slots = cache_slots(ports, self.outputs, self.name)
         tokens = {name: Port(name, (None, None), torch.int64) for name in ("input_ids", "attention_mask")}
         self.ports = {**tokens, **{slot.port.name: slot.port for slot in self.slots}}
 

@@ -121,3 +121,11 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor, coarsest: torch.dtype
     return bool(apart.max() <= limit * other.abs().max()) and bool(
         apart.square().mean() <= limit**2 * other.abs().square().mean()
     )
+
+
+def shared_by_rows(leaves: Sequence[object], of_batch: Sequence[object]) -> list[bool]:
+    """Report for each leaf of some rows whether it is for all rows: weights of classes, as many as rows by chance."""
+    # of_batch: the same leaves of the batch; where none is longer, it is not known
+    pairs = zip(leaves, of_batch, strict=False)
+    same = [getattr(one, "shape", None) == getattr(other, "shape", 0) for one, other in pairs]
+    return same if len(same) == len(leaves) and not all(same) else [False] * len(leaves)

@@ -28,7 +28,7 @@ from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..batch.joining import join
 from ..batch.loss import Reduction, read_loss
 from ..batch.loss_proof import Column, Evaluation, NotProvenError, Part, Proof, Way, prove, variants
-from ..batch.same_rows import rows_of
+from ..batch.same_rows import rows_of, shared_by_rows
 from ..batch.splitting import split_flat
 from ..batch.steady_draws import SteadyDraws
 from ..device.generator import generator_alone
@@ -159,10 +159,11 @@ def _cut(outputs: Any, labels: Any, count: int, others: Sequence[Any]) -> Sample
     held = pytree.tree_unflatten(first.labels, first.label_spec)
     if (first.rows or 0) < 2:
         raise SplitError("There is one row.")
-    parts = []
+    parts, shared = [], shared_by_rows(pytree.tree_leaves(labels), others)
     for part in split_flat(FlatBatch.of((own,), {}, held), 2):
         (some,), _ = pytree.tree_unflatten(part.inputs, part.spec)
-        parts.append((some, pytree.tree_unflatten(part.labels, part.label_spec), part.rows or 0))
+        given = [one if kept else cut for one, cut, kept in zip(first.labels, part.labels, shared, strict=True)]
+        parts.append((some, pytree.tree_unflatten(given, part.label_spec), part.rows or 0))
     return Sample((own, held, first.rows or 0), parts, others)
 
 

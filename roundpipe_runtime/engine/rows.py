@@ -32,7 +32,7 @@ from yobx_flatten.errors.failures import raised_as
 from yobx_flatten.private_names.of_torch import NormBase, pytree
 
 from ..batch.flat import FlatBatch, FlatMicrobatch
-from ..batch.same_rows import changes_with_others, mixes_rows, rows_of, taken
+from ..batch.same_rows import changes_with_others, mixes_rows, rows_of, shared_by_rows, taken
 from ..errors import RoundPipeWarning, SplitError, warn
 from .config import RoundPipeRunConfig
 from .recompute.attributes import LayerAttributes
@@ -251,16 +251,32 @@ def _noted(trials: Iterator[RowTrial], found: list[RowTrial]) -> Iterator[RowTri
 def few_rows(engine: Rows, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
     """Yield some rows at a time; none where they cannot be cut once more, as in packed data."""
     with contextlib.suppress(SplitError):
-        yield from _cut_again(engine, engine.split(batch, config), config)
+        inputs = [leaf.value for leaf in (*batch.args.leaves, *batch.kwargs.leaves)]
+        labels = [leaf.value for leaf in batch.label.leaves]
+        for some in engine.split(batch, config):
+            yield from _cut_again(
+                engine, some, config, shared_by_rows(some.inputs, inputs), shared_by_rows(some.labels, labels)
+            )
 
 
-def _cut_again(engine: Rows, found: Sequence[FlatMicrobatch], config: RoundPipeRunConfig) -> Iterator[RowTrial]:
-    for some in found:
-        args, kwargs = pytree.tree_unflatten(some.inputs, some.spec)
-        few = FlatBatch.of(args, kwargs, pytree.tree_unflatten(some.labels, some.label_spec))
-        parts = engine.split(few, dataclasses.replace(config, num_microbatch=2))
-        if len(parts) == 2 and None not in (some.rows, *(one.rows for one in parts)):
-            yield RowTrial(some, parts)
+def _cut_again(
+    engine: Rows, some: FlatMicrobatch, config: RoundPipeRunConfig, inputs: Sequence[bool], labels: Sequence[bool]
+) -> Iterator[RowTrial]:
+    # inputs, labels: whether each leaf is for all rows
+    args, kwargs = pytree.tree_unflatten(some.inputs, some.spec)
+    few = FlatBatch.of(args, kwargs, pytree.tree_unflatten(some.labels, some.label_spec))
+    parts = [
+        dataclasses.replace(
+            part, inputs=_chosen(inputs, some.inputs, part.inputs), labels=_chosen(labels, some.labels, part.labels)
+        )
+        for part in engine.split(few, dataclasses.replace(config, num_microbatch=2))
+    ]
+    if len(parts) == 2 and None not in (some.rows, *(one.rows for one in parts)):
+        yield RowTrial(some, parts)
+
+
+def _chosen(shared: Sequence[bool], whole: Sequence[Any], cut: Sequence[Any]) -> list[Any]:
+    return [one if kept else other for kept, one, other in zip(shared, whole, cut, strict=True)]
 
 
 def _kind_of(layers: Sequence[nn.Module], batch: FlatBatch) -> Hashable:

@@ -610,6 +610,8 @@ def _restoring_tensor(
 ) -> Callable[[], object]:
     # The memory as a whole: so views of each other, and elements that share a place, are as they were.
     storage, alias = tensor.untyped_storage(), tensor.detach()
+    if storage.device.type == "meta":  # without data, as a tensor of a trace
+        return lambda: None
     if (key := (storage.data_ptr(), storage.nbytes())) not in copied:
         copied[key] = storage.clone()
     values, requires_grad, version = copied[key], tensor.requires_grad, mark[0]

@@ -198,8 +198,11 @@ class LossChecks:
             return "sum"
         kind = loss_code(loss_fn), stated, tuple(map(_kind, microbatches[0].labels))
         self._last = kind, loss_fn
-        if self._repeats.is_due(kind, state_of(loss_fn)) or kind not in self._found:
-            found = self._checked(loss_fn, stated, samples, _AGAIN if kind in self._found else None)
+        known = self._found.get(kind)
+        is_due = self._repeats.is_due(kind, state_of(loss_fn)) or known is None
+        # a batch that shows less takes nothing back: what was not a weighted sum once is never one
+        if is_due and not isinstance(known, JoinedLossError):
+            found = self._checked(loss_fn, stated, samples, known)
             if found == "nothing":  # follows, as no label counts in these rows
                 raise JoinedLossError("no label counts in its first rows, or it is not finite there.", is_lasting=False)
             self._found[kind] = found
@@ -227,13 +230,13 @@ class LossChecks:
         loss_fn: Callable[[Any, Any], Any],
         stated: str,
         samples: Callable[[], Iterator[Sample]],
-        most: int | None,
+        known: Reduction | None,
     ) -> Reduction | JoinedLossError | Literal["nothing"]:
         reason = "the layers do not run on some rows of the batch."
         is_shown = False
         try:
             for sample in samples():
-                found = self._proof(loss_fn, stated, sample, most)
+                found = self._proof(loss_fn, stated, sample, known)
                 if found.shown is not None:
                     return _not_additive(stated, *found.shown, has_other_values=found.has_other_values)
                 if found.compared or found.is_pair:
@@ -249,8 +252,9 @@ class LossChecks:
         return "mean" if stated == "mean" else "sum"
 
     @staticmethod
-    def _proof(loss_fn: Callable[[Any, Any], Any], stated: str, sample: Sample, most: int | None) -> Proof:
+    def _proof(loss_fn: Callable[[Any, Any], Any], stated: str, sample: Sample, known: Reduction | None) -> Proof:
         columns, places = sample.columns()
+        ways = [way for way in _WAYS[stated] if known is None or _REDUCTIONS[stated, way] == known]
         # no other thread draws meanwhile
         with generator_alone(), undisturbed(loss_fn=loss_fn) as before:
 
@@ -260,8 +264,8 @@ class LossChecks:
 
             return prove(
                 lambda values: sample.evaluate(called, values, places),
-                itertools.islice(variants(columns), most),
-                _WAYS[stated],
+                itertools.islice(variants(columns), None if known is None else _AGAIN),
+                ways,
                 as_stated=stated == "mean",
             )
 

@@ -95,8 +95,10 @@ def prove(
     options: CallOptions,
     others: Mapping[str, object],
     split: Callable[[CutState], Sequence[CutState]] | None = None,
+    known: LossProof | None = None,
 ) -> LossProof:
     """Find the weights with which the losses of parts add up to that of all rows."""
+    # known: an earlier proof of this kind of call, whose weights have to hold again; none by default
     # piece: last piece of the cut model, or the only one
     # parts: the same rows in consecutive parts, of which the last one has the last row
     # others: arguments of the batch, whose labels also occur
@@ -114,7 +116,7 @@ def prove(
         own = getattr(getattr(model, "config", None), "semantic_loss_ignore_index", None)
         ignored = (*_IGNORED, *([own] if isinstance(own, int) else []))
         try:
-            found = prove_weights(tail.evaluate, variants(columns, ignored), ("items", "rows", "sum"))
+            found = prove_weights(tail.evaluate, variants(columns, ignored), _ways(known, gives_share(whole.kwargs)))
         except NotProvenError as error:
             return LossProof(otherwise, str(error), 1)
     if not found.compared:
@@ -124,6 +126,14 @@ def prove(
         return LossProof(otherwise, reason, found.compared)
     is_share = found.way == "sum" and gives_share(whole.kwargs)  # the items are those of the batch
     return LossProof("items" if is_share else found.way, variants=found.compared)
+
+
+def _ways(known: LossProof | None, is_share: bool) -> Sequence[WeightBy]:
+    """The weights to try: those of an earlier proof, as rows with as many labels each would also fit others."""
+    way = None if known is None or not known.variants else known.way
+    if way is None or way == "joined" or way == "whole":
+        return "items", "rows", "sum"
+    return ("items", "sum") if way == "items" and is_share else (way,)
 
 
 class _Tail:

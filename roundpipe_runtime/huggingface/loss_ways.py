@@ -56,8 +56,10 @@ class LossWays:
         """Return how the loss of a call is computed; a proof runs at calls 1, 2, 4, 8, ... of its kind."""
         kind = self.kind_of(args, kwargs)
         is_due = self._repeats.is_due(kind, None)
-        if kind in self.proofs and not is_due:
-            return self.proofs[kind]
+        known = self.proofs.get(kind)
+        # a batch that shows less takes nothing back: what was not a weighted sum once is never one
+        if known is not None and (not is_due or known.way in ("joined", "whole")):
+            return known
         if len(self._engine.split(FlatBatch.of(args, kwargs, None), config)) == 1:
             return LossProof("items")  # nothing to weigh
         self._engine.steps.wait_written()  # a step would change weights between two evaluations
@@ -71,7 +73,7 @@ class LossWays:
         except (RoundPipeError, RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
             # a model may refuse a few rows of a batch; what concerns the whole batch is raised by the call itself
             proof = LossProof("whole", f"it does not run on {_ROWS} of the rows: {error}")
-        before = self.proofs[kind].way if kind in self.proofs else None
+        before = None if known is None else known.way
         if proof.variants or proof.way != "joined":
             self.proofs[kind] = proof
         if before != proof.way and (proof.variants or proof.way not in ("items", "joined")):  # there is a loss
@@ -146,7 +148,7 @@ class LossWays:
         options = given or CallOptions()
         made, whole, parts = self._made, _rows_of(first), [_rows_of(one) for one in microbatches]
         if made.report.is_whole:
-            return prove(made.model, made.pieces[-1], whole, parts, options, others)
+            return prove(made.model, made.pieces[-1], whole, parts, options, others, known=self.proofs.get(kind))
         states, shown = self._some_states(first, microbatches, config)
         if not gives_loss(made.pieces[-1], states[0], options):
             return LossProof("items")  # nothing to weigh
@@ -160,6 +162,7 @@ class LossWays:
             options,
             others,
             lambda state: split_state(state, states, axes),
+            known=self.proofs.get(kind),
         )
         return dataclasses.replace(proof, row_nbytes=nbytes // max(whole.count, 1))
 

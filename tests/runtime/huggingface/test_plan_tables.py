@@ -83,7 +83,8 @@ def test_bytes_of_parts_are_those_that_a_run_copies():
     pipe = wrap_model_to_roundpipe(llama(), lower_threshold=0, devices=[device], check=False)
     ids = torch.arange(4 * LENGTH).reshape(4, LENGTH)
     config = RoundPipeRunConfig(num_microbatch=2)
-    pipe.forward_backward(input_kwargs={"input_ids": ids, "labels": ids}, run_config=config)
+    for _ in range(2):  # calls 1, 2, 4, 8, ... also try some rows
+        pipe.forward_backward(input_kwargs={"input_ids": ids, "labels": ids}, run_config=config)
     copied.clear()
     pipe.forward_backward(input_kwargs={"input_ids": ids, "labels": ids}, run_config=config)
     rows = 2 * first.parts_forward * 2  # in the forward, and where it is computed again

@@ -316,10 +316,14 @@ def set_apart(layers: Sequence[nn.Module], with_hooks: bool = False) -> Iterator
 
 
 def _of_torch(hooks: dict[int, _Hook]) -> collections.OrderedDict[int, _Hook]:
-    """The hooks that torch has made itself, which compute weights (weight norm, pruning)."""
-    return collections.OrderedDict(
-        (key, hook) for key, hook in hooks.items() if type(hook).__module__.partition(".")[0] == "torch"
-    )
+    """The hooks that libraries make: of torch, which compute weights, of transformers, which collect outputs."""
+
+    def is_of_library(hook: _Hook) -> bool:
+        function: Any = hook.func if isinstance(hook, functools.partial) else hook
+        is_of_transformers = str(getattr(function, "__module__", "")).startswith("transformers.")
+        return is_of_transformers or type(hook).__module__.partition(".")[0] == "torch"
+
+    return collections.OrderedDict((key, hook) for key, hook in hooks.items() if is_of_library(hook))
 
 
 def _mixes(layer: nn.Module, number: int) -> SplitError:

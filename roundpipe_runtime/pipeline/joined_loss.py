@@ -21,7 +21,9 @@ def back_from(outputs: PyTree, label: Any, loss_fn: Callable[[Any, Any], Any], r
     with torch.enable_grad():
         # the microbatch is not known: a loss that does not run on a few rows may be meant for the whole batch
         with noting(f"In the loss, called once with the joined outputs and the labels of all rows: tensors {found}"):
-            loss = loss_fn(outputs, label)
+            # outputs of microbatches carry weights of their losses, joined ones do not
+            own = getattr(loss_fn, "__wrapped__", loss_fn) if hasattr(loss_fn, "has_proven_weights") else loss_fn
+            loss = own(outputs, label)
         total, terms = terms_of_batch(loss)
     if terms:
         torch.autograd.backward([term.tensor for term in terms], [term.seed for term in terms])

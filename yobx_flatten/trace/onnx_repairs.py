@@ -15,7 +15,7 @@ import torch
 
 from ..recipe.aliases import OnnxValue
 
-_INT64, _BOOL = 7, 9
+_INT64, _BOOL, _FLOAT16 = 7, 9, 10
 _DIRECT = 16
 """The most numbers per point of which ``cdist`` takes all differences; of longer ones it multiplies."""
 
@@ -441,8 +441,12 @@ def plain_attention(
         mask, is_bool = op.LessOrEqual(op.Unsqueeze(columns, _axes(0)), op.Unsqueeze(rows, _axes(1))), True
     if mask is None:
         return op.MatMul(op.Softmax(scores, axis=-1), value)
-    scores = op.Where(mask, scores, nothing) if is_bool else op.Add(scores, mask)
-    is_blind = op.Equal(op.ReduceMax(scores, _axes(-1), keepdims=1), nothing)
+    if is_bool:  # the least number, and not an infinity, with which OpenVINO computes other numbers
+        scores = op.Where(mask, scores, _like(-65504.0 if query.dtype == _FLOAT16 else -3.4028234e38, query))
+        is_blind = op.Equal(op.ReduceMax(op.CastLike(mask, query), _axes(-1), keepdims=1), _like(0.0, query))
+    else:
+        scores = op.Add(scores, mask)
+        is_blind = op.Equal(op.ReduceMax(scores, _axes(-1), keepdims=1), nothing)
     return op.MatMul(op.Where(is_blind, _like(0.0, query), op.Softmax(scores, axis=-1)), value)
 
 

@@ -65,10 +65,9 @@ class EncoderOfFiles(torch.nn.Module):
         has_times = any(name.startswith("cross_attentions.") for name in self.steps.parts.decoder.outputs)
         known = {"return_dict", *(["output_attentions"] if has_times else [])}
         asked = [name for name, value in others.items() if value is not None and value is not False]
-        if not known.issuperset(asked):
-            raise InvalidArgumentError(
-                f"{next(name for name in asked if name not in known)}: the file of the encoder returns features only. Leave it out."
-            )
+        refused = [name for name in asked if name not in known]
+        if refused:
+            raise InvalidArgumentError(f"{refused[0]}: the file of the encoder returns features only. Leave it out.")
         # read: what the encoder reads, which may also be passed by its name
         given = {"input_features": input_features, "input_values": input_values, "pixel_values": pixel_values}
         if read is not None:

@@ -157,7 +157,7 @@ def test_a_prompt_is_read_once_for_several_texts(kind, tmp_path):
         export_folder(model, folder, proof="none", **how)
     else:
         model, folder = exported(name, **how)
-    files = open_model(folder, threads=1)
+    files = open_model(folder, threads=1, trust=kind == "program")
     prompt = torch.randint(4, 200, (1, 12), generator=torch.Generator().manual_seed(1))  # longer than the window
     more = [torch.tensor([[11, 9, 4]]), torch.tensor([[12]]), torch.tensor([[13, 5]])]
 

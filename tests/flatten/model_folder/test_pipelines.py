@@ -189,7 +189,7 @@ def test_a_class_refuses_a_folder_of_another_task_and_inputs_that_the_file_does_
         OnnxForCausalLM.from_pretrained(tmp_path / "out")
     model, ids = open_model(tmp_path / "out"), torch.tensor([[5, 6, 7]])
     assert model(ids).last_hidden_state.shape == (1, 3, 64)
-    with pytest.raises(InvalidArgumentError, match="and no output_attentions"):
+    with pytest.raises(InvalidArgumentError, match="output_attentions: the files of this BertModel take"):
         model(ids, output_attentions=True)
     with pytest.raises(InvalidArgumentError, match="pass input_ids"):
         model(attention_mask=torch.ones_like(ids))

@@ -129,7 +129,7 @@ def test_sizes_for_a_model_that_cuts_nothing_are_refused(tmp_path):
     """They would be ignored: LLaVA has pictures of one size."""
     export_folder(small_model("llava"), tmp_path / "out", to="program", proof="none")
     with pytest.raises(InvalidArgumentError, match="image_sizes and batch_num_images are for models that cut"):
-        open_generator(tmp_path / "out").generate(torch.tensor([[5]]), image_sizes=torch.tensor([[8, 8]]))
+        open_generator(tmp_path / "out", trust=True).generate(torch.tensor([[5]]), image_sizes=torch.tensor([[8, 8]]))
 
 
 def test_a_model_that_does_more_with_its_tiles_is_refused():

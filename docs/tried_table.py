@@ -40,7 +40,7 @@ def development() -> dict[str, str]:
 
 def older() -> list[str]:
     """Return the versions of transformers that `make compat` runs with."""
-    found = re.search(r"^VERSIONS \?= (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.search(r"^VERSIONS \?= (\d.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert found is not None
     return found[1].split()
 

@@ -68,7 +68,7 @@ class SomeRows:
     def widened(self) -> SomeRows:
         """Return rows whose tensors of 16 bits have 32, as rounding would hide wrong weights.
 
-        What the layers returned are leaves, in which gradients end: the parameters behind them may all be frozen.
+        What the layers returned are leaves, in which gradients end: the parameters that follow may all be frozen.
         """
         args, kwargs = pytree.tree_map_only(torch.Tensor, _wide, (self.args, self.kwargs))
         state = self.state

@@ -50,9 +50,10 @@ class JoinedLossError(LossError):
     """The loss does not follow from those of microbatches: it has to be computed once, of the joined outputs."""
 
     # is_lasting: whether this holds for the loss function, and not for this batch alone
+    # unclear: kind of a loss that failed for a few rows, of which nothing is known if it also fails for all of them
 
-    def __init__(self, reason: str, *, is_lasting: bool = True) -> None:
-        self.reason, self.is_lasting = reason, is_lasting
+    def __init__(self, reason: str, *, is_lasting: bool = True, unclear: Hashable = None) -> None:
+        self.reason, self.is_lasting, self.unclear = reason, is_lasting, unclear
         super().__init__(
             f"The loss of the batch does not follow from those of microbatches: {reason} In one process, it is "
             'computed once of the joined outputs:\n    RoundPipeRunConfig(loss_reduction="joined")\n'
@@ -202,11 +203,15 @@ class LossChecks:
         is_due = self._repeats.is_due(kind, state_of(loss_fn)) or known is None
         # a batch that shows less takes nothing back: what was not a weighted sum once is never one
         if is_due and not isinstance(known, JoinedLossError):
-            found = self._checked(loss_fn, stated, samples, known)
+            found = self._checked(loss_fn, stated, samples, known, kind)
             if found == "nothing":  # follows, as no label counts in these rows
                 raise JoinedLossError("no label counts in its first rows, or it is not finite there.", is_lasting=False)
             self._found[kind] = found
         return _refuse(self._found[kind], stated)
+
+    def forget(self, error: JoinedLossError) -> None:
+        """Forget a loss that failed for a few rows, and for all of them: it is shown in the next call."""
+        self._found.pop(error.unclear, None)
 
     def end(self) -> None:
         """Note what the loss function holds at the end of a call, which may have changed it."""
@@ -231,6 +236,7 @@ class LossChecks:
         stated: str,
         samples: Callable[[], Iterator[Sample]],
         known: Reduction | None,
+        kind: Hashable,
     ) -> Reduction | JoinedLossError | Literal["nothing"]:
         reason = "the layers do not run on some rows of the batch."
         is_shown = False
@@ -248,7 +254,7 @@ class LossChecks:
             reason = f"loss_fn cannot be called for a few rows: {error}."
             self._reason = None if is_shown else reason
         if stated == "auto":
-            return "nothing" if is_shown else JoinedLossError(reason)
+            return "nothing" if is_shown else JoinedLossError(reason, unclear=kind)
         return "mean" if stated == "mean" else "sum"
 
     @staticmethod
@@ -282,7 +288,7 @@ _REDUCTIONS: dict[tuple[str, str], Reduction] = {
 def _refuse(found: Reduction | JoinedLossError, stated: str) -> Reduction:
     if isinstance(found, str):
         return found
-    raise JoinedLossError(found.reason) if stated == "auto" else LossError(str(found))
+    raise JoinedLossError(found.reason, unclear=found.unclear) if stated == "auto" else LossError(str(found))
 
 
 def _not_additive(stated: str, whole: Part, parts: Sequence[Part], *, has_other_values: bool) -> JoinedLossError:

@@ -232,13 +232,13 @@ class WrappedModel(CutModel):
         except (UnprovenLossError, JoinedLossError) as error:
             if self._rp_options.has_groups:
                 raise
+            joined = functools.partial(
+                self._rp_backward_from_joined, input_args, kwargs, label, loss_fn, return_outputs, config, "joined"
+            )
             if isinstance(error, JoinedLossError):
-                self._rp_warn_of_joined(error)
-                way = "joined"
-            else:
-                way = self._rp_way_without_parts(kwargs)
-            if way == "joined":
-                return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config, way)
+                return self._rp_joined_instead(error, joined)
+            if self._rp_way_without_parts(kwargs) == "joined":
+                return joined()
             result = run(dataclasses.replace(config, num_microbatch=1))
         self._rp_shown_losses.add(loss_code(loss_fn))
         return (result[0], result[1][0]) if return_outputs and config.merge_output is False else result

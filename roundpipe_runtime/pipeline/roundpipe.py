@@ -235,21 +235,22 @@ class RoundPipe(OptimizedModel, SavedModel):
             self._rp_check_model()
             self._rp_check_hooks()
             config = self._rp_config(run_config)
-            reason: JoinedLossError | None = None
-            if config.loss_reduction != "joined":
-                try:
-                    return self._rp_engine.forward_backward(args, kwargs, label, loss_fn, return_outputs, config)
-                except JoinedLossError as error:
-                    reason = error
-                    if self._rp_options.has_groups:
-                        raise
-            self._rp_check_alone()
-            config = in_two_passes(dataclasses.replace(config, requires_grad=True))
-            outputs = self._rp_engine.forward(args, kwargs, config, is_checked=reason is not None)
-            found = back_from(outputs, label, loss_fn, return_outputs)
-            if reason is not None:
-                self._rp_warn_of_joined(reason)
-            return found
+
+            def joined(is_checked: bool) -> Any:
+                two = in_two_passes(dataclasses.replace(config, requires_grad=True))
+                outputs = self._rp_engine.forward(args, kwargs, two, is_checked=is_checked)
+                return back_from(outputs, label, loss_fn, return_outputs)
+
+            if config.loss_reduction == "joined":
+                self._rp_check_alone()
+                return joined(False)
+            try:
+                return self._rp_engine.forward_backward(args, kwargs, label, loss_fn, return_outputs, config)
+            except JoinedLossError as error:
+                if self._rp_options.has_groups:
+                    raise
+                reason = error
+            return self._rp_joined_instead(reason, lambda: joined(True))
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in which sums of gradients stay on their rank, to accumulate several batches.
@@ -258,8 +259,13 @@ class RoundPipe(OptimizedModel, SavedModel):
         """
         return self._rp_engine.groups.no_sync()
 
-    def _rp_warn_of_joined(self, error: JoinedLossError) -> None:
-        """State once that a loss is computed of joined outputs."""
+    def _rp_joined_instead(self, error: JoinedLossError, compute: Callable[[], Any]) -> Any:
+        """Compute a loss of joined outputs, as it does not follow from those of microbatches; state so once."""
+        try:
+            found = compute()
+        except Exception:
+            self._rp_engine.loss_checks.forget(error)
+            raise
         if error.is_lasting and not self._rp_warned_of_loss:
             self._rp_warned_of_loss = True
             warn(
@@ -267,6 +273,7 @@ class RoundPipe(OptimizedModel, SavedModel):
                 'joined outputs, which are all in memory then; loss_reduction="joined" asks for it without a warning.',
                 RoundPipeWarning,
             )
+        return found
 
     def _rp_check_alone(self) -> None:
         """Check that no other process has rows of the same batches, which a joined loss would not see."""

@@ -297,3 +297,39 @@ def test_a_loss_that_changes_by_itself_is_found_at_calls_2_4_8():
     with pytest.raises(LossError, match="not a mean over rows"):
         pipeline.forward_backward((x,), label=y, loss_fn=loss_fn)
     pipeline.close()
+
+
+class Checked(nn.Module):
+    """A layer, or a loss of rows, that refuses what is no number."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, given, *labels):
+        if given.isnan().any():
+            raise ValueError("not a number")
+        return self.inner(given, *labels)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("raises", ["layers", "loss"])
+def test_an_error_for_all_rows_shows_nothing_of_the_loss(raises, failing):
+    """The caller has the error, also at a repeated proof, and the next call finds the mean, without a warning."""
+    layers, x, y = made(6)
+    loss_fn = F.cross_entropy
+    if raises == "layers":
+        layers = nn.Sequential(Checked(layers))
+    else:
+        loss_fn = Checked(loss_fn)
+    pipeline = RoundPipe(layers, devices="virtual:2")
+    for call in range(4):
+        given = x.clone()
+        if call == failing:
+            given[0] = torch.nan
+            with pytest.raises(ValueError, match="not a number"):
+                pipeline.forward_backward((given,), label=y, loss_fn=loss_fn)
+        else:
+            pipeline.forward_backward((given,), label=y, loss_fn=loss_fn)
+            assert found_ways(pipeline) == ["items"]
+    pipeline.close()

@@ -55,7 +55,7 @@ def test_a_step_takes_as_long_as_simulated(seconds, devices, microbatches, copie
     monkeypatch.setattr(pipe._rp_engine.planner, "fits", lambda: fits)
     inputs = torch.ones(microbatches, WIDTH // 4)
     cursor = pipe._rp_engine.round_robin.cursor
-    for _ in range(2):  # the first one checks its loss, for which outputs come down
+    for _ in range(3):  # calls 1, 2, 4, 8, ... also try rows, for the proofs of rows and of the loss
         pipe._rp_engine.round_robin.cursor = cursor
         for device in used:
             device.now, device.bytes_up, device.bytes_down = 0.0, 0, 0
@@ -101,7 +101,8 @@ def test_parameters_that_stay_are_copied_as_often_as_simulated(room, devices, co
     monkeypatch.setattr(planner, "memory_limit", lambda: 0.6 * memory / 1e9)
     optimizer = torch.optim.SGD([layers[0].weight, layers[4].weight], lr=0.1)
     inputs = torch.ones(microbatches, width)
-    for _ in range(devices + 1):  # each device has seen what it comes to, and the round begins anew
+    # Each device has seen what it comes to, the round begins anew, and the call tries no rows, as 1, 2, 4, 8, ... do.
+    for _ in range(7 if devices == 3 else 3):
         for device in used:
             device.now, device.bytes_up, device.bytes_down = 0.0, 0, 0
         first = pipe._rp_engine.round_robin.cursor

@@ -208,7 +208,7 @@ def _source(node: onnx.NodeProto) -> str:
     """The line of the model that a node is of, as the trace stored it."""
     text = next((part.value for part in node.metadata_props if part.key == "pkg.torch.onnx.stack_trace"), "")
     frames = _FRAME.findall(text)
-    own = [frame for frame in frames if "/torch/" not in frame[0] and "yobx_flatten" not in frame[0]]
+    own = [frame for frame in frames if pathlib.PurePosixPath(frame[0]).parts[0] not in ("torch", "yobx_flatten")]
     if not own:
         return ""
     file, line, function, code = own[-1]

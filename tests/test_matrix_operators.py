@@ -22,6 +22,7 @@ def _named(name):
     return next(one for one in operators() if one.name == name)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # of torch's own TransformerEncoder
 def test_each_operator_has_a_name_of_its_own_and_runs():
     """With its example; most have values unlike it, which differ from it."""
     every = operators()

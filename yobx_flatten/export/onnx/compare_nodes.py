@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _AT_A_TIME = 200
 """Values that a run returns: they are in memory together."""
 
+_NOT_OF_MODEL = re.compile(r"(?:^|/)(?:torch|yobx_flatten)/")  # files written before have the whole path
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)')
 
 
@@ -208,7 +209,7 @@ def _source(node: onnx.NodeProto) -> str:
     """The line of the model that a node is of, as the trace stored it."""
     text = next((part.value for part in node.metadata_props if part.key == "pkg.torch.onnx.stack_trace"), "")
     frames = _FRAME.findall(text)
-    own = [frame for frame in frames if pathlib.PurePosixPath(frame[0]).parts[0] not in ("torch", "yobx_flatten")]
+    own = [frame for frame in frames if not _NOT_OF_MODEL.search(frame[0])]
     if not own:
         return ""
     file, line, function, code = own[-1]

@@ -21,12 +21,20 @@ class Call:
             ``"forward"`` (there is no cache).
         past: number of tokens the cache had seen before the call, ``None`` without a cache.
         new: number of tokens the cache saw in the call.
+        error: class and text of what the call raised; empty for a call that returned.
     """
 
     def __init__(
-        self, callee: Callee, index: int, kind: str, past: int | None, new: int | None, parts: Mapping[str, Snapshot]
+        self,
+        callee: Callee,
+        index: int,
+        kind: str,
+        past: int | None,
+        new: int | None,
+        parts: Mapping[str, Snapshot],
+        error: str = "",
     ) -> None:
-        self.index, self.kind, self.past, self.new = index, kind, past, new
+        self.index, self.kind, self.past, self.new, self.error = index, kind, past, new, error
         self._callee, self._parts = callee, dict(parts)
 
     @property
@@ -39,8 +47,10 @@ class Call:
         """What the call returned.
 
         Raises:
-            RecordError: when outputs were not recorded.
+            RecordError: when outputs were not recorded, or the call raised.
         """
+        if self.error:
+            raise RecordError(f"call {self.index} returned nothing. It raised {self.error}")
         if "outputs" not in self._parts:
             raise RecordError("outputs were not recorded:\n    record_calls(model, outputs=True)")
         return self._parts["outputs"].restore()
@@ -72,8 +82,9 @@ class Call:
         return self._parts["inputs"]
 
     def __repr__(self) -> str:
-        tokens = "" if self.past is None else f", past {self.past}, new {self.new}"
-        return f"<call {self.index} of {self._callee.label}, {self.kind}{tokens}>"
+        tokens = "" if self.past is None else f", past {self.past}" + ("" if self.error else f", new {self.new}")
+        raised = f", raised {self.error.partition(':')[0]}" if self.error else ""
+        return f"<call {self.index} of {self._callee.label}, {self.kind}{tokens}{raised}>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +97,10 @@ class About:
     new: int | None  # tokens that it read; `None` where it reads none
     label: str  # name of what was called
     names: Any  # its parameters and their kinds, as static data are stored
+    error: str = ""  # class and text of what it raised; empty where it returned, and in older files
 
 
 def about_call(call: Call) -> About:
     """What is stored of a call in addition to its parts."""
     names = [(parameter.name, int(parameter.kind)) for parameter in call._callee.signature.parameters.values()]
-    return About(call.index, call.kind, call.past, call.new, call._callee.label, dump_static(names))
+    return About(call.index, call.kind, call.past, call.new, call._callee.label, dump_static(names), call.error)

@@ -29,6 +29,9 @@ class RecordedCalls(Sequence[Call]):
 
     ``calls[0]`` is a call, ``calls["decode"]`` the calls of a phase, ``print(calls)`` shows what varies.
 
+    Attributes:
+        failed: the calls that raised, with their inputs; they are in no phase.
+
     >>> from yobx_flatten import record_calls
     >>> linear = torch.nn.Linear(3, 2)
     >>> with record_calls(linear) as calls:
@@ -40,6 +43,7 @@ class RecordedCalls(Sequence[Call]):
     def __init__(self, callee: Callee, calls: Sequence[Call] = (), *, of: RecordedCalls | None = None) -> None:
         self._callee, self._calls = callee, list(calls)
         self._of = of  # all calls, of which these are one phase
+        self.failed: list[Call] = []
 
     def _add(self, call: Call) -> None:
         bisect.insort(self._calls, call, key=lambda other: other.index)
@@ -64,7 +68,10 @@ class RecordedCalls(Sequence[Call]):
             raise RecordError(f"{folder} holds no recorded calls.")
         found = [read_call(path) for path in files]
         callee = _stored_callee(files[0], found[0][1]) if model is None else callee_of(model, method)
-        return cls(callee, [Call(callee, a.index, a.kind, a.past, a.new, parts) for parts, a in found])
+        calls = [Call(callee, a.index, a.kind, a.past, a.new, parts, a.error) for parts, a in found]
+        loaded = cls(callee, [call for call in calls if not call.error])
+        loaded.failed += [call for call in calls if call.error]
+        return loaded
 
     # -- a sequence ----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 ::
 
     owner.forward(x)  ->  watcher.before(args, kwargs)  ->  the method itself  ->  watcher.after(token, result)
-                                                              raises  ->  watcher.dropped(token)
+                                                              raises  ->  watcher.failed(token, error)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Watcher(Protocol):
     def after(self, token: Any, result: object) -> None:
         """The call returned."""
 
-    def dropped(self, token: Any) -> None:
+    def failed(self, token: Any, error: BaseException) -> None:
         """The call raised."""
 
 
@@ -66,18 +66,23 @@ class _Interception:
         # a trace calls with placeholders; what it calls is not a call of the model
         if torch.compiler.is_compiling() or not self.watchers:
             return original(*args, **kwargs)
-        with contextlib.ExitStack() as dropped:
+        with contextlib.ExitStack() as failed:
             begun = []
             for watcher in self.watchers:
                 token = watcher.before(args, kwargs)
                 if token is not None:
                     begun.append((watcher, token))
-                    dropped.callback(watcher.dropped, token)
+                    failed.push(functools.partial(_pass_on, watcher, token))
             result = original(*args, **kwargs)
-            dropped.pop_all()
+            failed.pop_all()
         for watcher, token in begun:
             watcher.after(token, result)
         return result
+
+
+def _pass_on(watcher: Watcher, token: object, kind: object, error: BaseException | None, trace: object) -> None:
+    assert error is not None
+    watcher.failed(token, error)
 
 
 _IN_FORCE: dict[tuple[int, str], _Interception] = {}

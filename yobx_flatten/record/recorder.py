@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ..errors import InvalidArgumentError, describe_class
-from ..errors.failures import undone_on_failure
+from ..errors.failures import result_or, undone_on_failure
+from ..errors.messages import first_line
 from ..huggingface.cache_names import tokens_in
 from ..recipe.aliases import PyTree
 from ..registry.locking import LOCK
@@ -41,7 +42,8 @@ def record_calls(
     Inputs are copied before the call, since it can fill the cache that it is given; outputs after it.
     :func:`~yobx_flatten.register_flattening_functions` is open inside, for the libraries that are imported. Afterwards
     the object is as it was found, also after an exception. Recordings can be nested, and calls can come from any
-    thread; calls that a trace makes are not recorded, nor are those that raise.
+    thread; calls that a trace makes are not recorded. A call that raises is kept in :attr:`RecordedCalls.failed`, with
+    its inputs and its error, which comes out unchanged.
 
     Args:
         target: a module (its ``forward`` is recorded), an object with a ``method``, or a bound method.
@@ -113,18 +115,42 @@ class _Recorder:
             if self.limit is not None and self.taken >= self.limit:
                 return None
             index, self.next_index, self.taken = self.next_index, self.next_index + 1, self.taken + 1
-        with undone_on_failure(lambda: self.dropped(None)):
+        with undone_on_failure(self.dropped):
             inputs = Snapshot.take(named, name="inputs", device=self.device)
             cache = cache_of(named)
             past = None if cache is None else tokens_in(cache)
             return _Begun(index, inputs, cache, past, kind_of(cache, past, False))
 
-    def dropped(self, token: object) -> None:
+    def dropped(self) -> None:
         with LOCK:
             self.taken -= 1
 
+    def failed(self, token: _Begun, error: BaseException) -> None:
+        self.dropped()
+        with LOCK:
+            is_kept = self.limit is None or len(self.calls.failed) < self.limit
+        if not is_kept or not isinstance(error, Exception):
+            return
+        text = f"{type(error).__name__}: {error}".rstrip(": ")
+        parts = {"inputs": token.inputs}
+        call = Call(self.callee, token.index, token.kind, token.past, None, parts, text)
+
+        def stored() -> Call:
+            if self.folder is None:
+                return call
+            kept = write_call(self.folder, token.index, parts, about_call(call))
+            return Call(self.callee, token.index, token.kind, token.past, None, kept, text)
+
+        def not_stored(other: Exception) -> Call:  # the error of the call is the one that comes out
+            error.add_note(f"record_calls could not store this call ({type(other).__name__}: {first_line(other)}).")
+            return call
+
+        found = result_or(stored, not_stored)
+        with LOCK:
+            self.calls.failed.append(found)
+
     def after(self, token: _Begun, result: PyTree) -> None:
-        with undone_on_failure(lambda: self.dropped(token)):
+        with undone_on_failure(self.dropped):
             call = self.record_of(token, result)
         with LOCK:
             self.calls._add(call)

@@ -182,3 +182,66 @@ def test_a_call_that_cannot_be_stored_leaves_no_file(tmp_path):
     with pytest.raises(StaticDataError, match="at streamer"), record_calls(model, to=tmp_path):
         model(torch.ones(2), streamer=object())
     assert list(tmp_path.iterdir()) == []
+
+
+class Looks(torch.nn.Module):
+    """Ids above 19 are in no row of the table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(20, 4)
+
+    def forward(self, ids, factor=1):
+        ids.add_(0)
+        return self.table(ids) * factor
+
+    def encode(self, *, rows):
+        rows.fill_(0)  # before it raises
+        raise ValueError(f"no rows: {len(rows)}")
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_a_call_that_raises_is_kept_and_raises_again(tmp_path, on_disk):
+    """The call that a user wants to look at was the one that was dropped."""
+    model, bad = Looks(), torch.tensor([[4, 25]])
+    to = tmp_path / "calls" if on_disk else None
+    with record_calls(model, to=to) as calls:
+        model(torch.tensor([[1, 2]]))
+        with pytest.raises(IndexError) as raised:
+            model(bad, factor=2)
+        model(torch.tensor([[3]]))
+    assert not hasattr(raised.value, "__notes__")
+    if on_disk:
+        calls = RecordedCalls.load(to)
+    (failed,) = calls.failed
+    assert [call.index for call in calls] == [0, 2]
+    assert (failed.index, failed.error) == (1, f"IndexError: {raised.value}")
+    assert torch.equal(failed.inputs["ids"], bad)
+    with pytest.raises(IndexError, match=str(raised.value)):
+        model(*failed.args, **failed.kwargs)
+    with pytest.raises(RecordError, match=r"call 1 returned nothing\. It raised IndexError"):
+        _ = failed.outputs
+    assert "raised IndexError" in repr(failed)
+
+
+def test_a_failed_call_keeps_what_was_there_before_it(tmp_path):
+    """A method that writes into its argument and then raises; the limit holds for failed calls."""
+    model = Looks()
+    with record_calls(model, method="encode", to=tmp_path / "calls", limit=2):
+        for rows in (1, 2, 3):
+            with pytest.raises(ValueError, match=f"no rows: {rows}"):
+                model.encode(rows=torch.ones(rows, 2))
+    found = RecordedCalls.load(tmp_path / "calls").failed
+    assert [call.inputs["rows"].tolist() for call in found] == [[[1.0, 1.0]], [[1.0, 1.0], [1.0, 1.0]]]
+
+
+def test_the_error_of_the_call_comes_out_where_it_cannot_be_stored(tmp_path):
+    """A folder that is gone meanwhile."""
+    model = Looks()
+    with record_calls(model, to=tmp_path / "calls") as calls:
+        (tmp_path / "calls").rmdir()
+        (tmp_path / "calls").write_text("a file")
+        with pytest.raises(IndexError) as raised:
+            model(torch.tensor([25]))
+    assert "could not store this call" in raised.value.__notes__[0]
+    assert torch.equal(calls.failed[0].inputs["ids"], torch.tensor([25]))

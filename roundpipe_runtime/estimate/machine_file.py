@@ -65,6 +65,11 @@ def load_machine(path: str | os.PathLike[str]) -> Hardware:
             continue
         if not _is_rate(value) and not (key == "call" and value == 0):
             raise ConfigError(f"{name}: {key} must be a number above 0, found {value!r}.")
+    kind, stated = content.get("kind") or "", content.get("origin") or {}
+    if not isinstance(kind, str):
+        raise ConfigError(f'{name}: kind must be the type of the devices, like "cuda", found {kind!r}.')
+    if not isinstance(stated, dict) or not all(isinstance(one, str) for one in stated.values()):
+        raise ConfigError(f'{name}: origin must be like {{"flops": "measured"}}, found {stated!r}.')
     whole = {key: int(content[key]) if content.get(key) is not None else None for key in ("memory", "host")}
     origin = {key: "given" if content.get(key) else "unknown" for key in ("flops", "link", "memory")}
     return Hardware(
@@ -72,9 +77,9 @@ def load_machine(path: str | os.PathLike[str]) -> Hardware:
             **content,
             **whole,
             "names": tuple(names),
-            "kind": content.get("kind") or device_kind(tuple(names)),
+            "kind": kind or device_kind(tuple(names)),
             "call": content.get("call") or 0.0,
-            "origin": content.get("origin") or origin,
+            "origin": stated or origin,
         }
     )
 

@@ -1,4 +1,4 @@
-"""Read untrusted JSON of a stated form; errors name the place in the document."""
+"""Open files of strangers, and read JSON of a stated form; errors name the place in the document."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import math
 import os
 import pathlib
 import stat
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from ..errors.dependencies import require
+from ..errors.failures import undone_on_failure
 
 T = TypeVar("T")
 
@@ -18,21 +19,43 @@ _LARGEST = 2**30  # bytes; a timeline of days has less
 _TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
+def open_regular(path: pathlib.Path, *, failure: type[Exception], most: int | None = None) -> BinaryIO:
+    """Open a file that a user or another file names, in one step with the check of :func:`check_regular`."""
+    # without a wait for the writer of a pipe; what is not a regular file is closed before it is read
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with undone_on_failure(lambda: os.close(number)):
+        _check(os.fstat(number), path, failure, most)
+        return os.fdopen(number, "rb")
+
+
+def read_bytes(path: pathlib.Path, *, failure: type[Exception], most: int = _LARGEST) -> bytes:
+    """Read a whole file, of at most so many bytes."""
+    with open_regular(path, failure=failure, most=most) as file:
+        return file.read()
+
+
+def read_text(path: pathlib.Path, *, failure: type[Exception], most: int = _LARGEST) -> str:
+    """Read a whole text in UTF-8, of at most so many bytes."""
+    try:
+        return read_bytes(path, failure=failure, most=most).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise failure(f"{path} is not a text in UTF-8 ({error.reason}).") from error
+
+
 def read_document(
     path: pathlib.Path, form: type[T], *, failure: type[Exception], remedy: str = "", finite: bool = True
 ) -> T:
     """Read a file of JSON."""
     # form: what it holds: a dataclass, whose fields have types, or a type such as `dict[str, float]`
     # finite: whether `Infinity` and `NaN` are refused, which configurations of transformers may hold
-    check_regular(path, failure, _LARGEST)
-    return parse_document(path.read_bytes(), form, str(path), failure=failure, remedy=remedy, finite=finite)
+    text = read_bytes(path, failure=failure)
+    return parse_document(text, form, str(path), failure=failure, remedy=remedy, finite=finite)
 
 
 def read_configuration(path: pathlib.Path, form: type[T], *, failure: type[Exception], remedy: str = "") -> T:
     """Read a configuration as transformers does: infinite numbers and NaN may be in it, as numbers or with a tag."""
     # to change such a file and write it again, `read_document` leaves tags as they are
-    check_regular(path, failure, _LARGEST)
-    return _parsed(path.read_bytes(), form, str(path), failure, remedy, object_hook=_untagged)
+    return _parsed(read_bytes(path, failure=failure), form, str(path), failure, remedy, object_hook=_untagged)
 
 
 def parse_document(
@@ -115,7 +138,10 @@ def check_regular(path: pathlib.Path, failure: type[Exception], most: int | None
     Links to files are followed, as the caches of hubs are made of them.
     """
     # most: the largest number of bytes; any by default
-    found = os.stat(path)
+    _check(os.stat(path), path, failure, most)
+
+
+def _check(found: os.stat_result, path: pathlib.Path, failure: type[Exception], most: int | None) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise failure(f"{path} is not a regular file.")
     if most is not None and found.st_size > most:

@@ -11,6 +11,7 @@ import torch
 from ..errors import DamagedFileError, InvalidArgumentError, describe_class
 from ..errors.failures import raised_as
 from ..errors.messages import first_line
+from ..files.limited import limited
 from .source.tokenizer_files import open_tokenizer
 
 _ROLES = ("system", "user", "assistant", "tool", "developer")
@@ -90,6 +91,7 @@ def _written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
         return InvalidArgumentError(f"The chat template refuses these messages: {first_line(error)}")
 
     with raised_as(refused):  # a template is a program of others, in jinja's sandbox
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **options)
+        how: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, **options}
+        text = limited(tokenizer.apply_chat_template, list(messages), **how)
     assert isinstance(text, str)
     return text

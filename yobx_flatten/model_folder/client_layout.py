@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from ..errors import InvalidArgumentError, ModelSourceError
-from ..files.document import read_document
+from ..files.document import read_document, read_text
 from ..generate.layout import SUBFOLDER
 from .merged_decoder import MERGED, merge_decoders
 from .pieces.spoken import spoken_pieces
@@ -91,7 +91,7 @@ def apply_layout(folder: pathlib.Path, names: Sequence[str], bits: str | None, d
     _add(folder / "config.json", {"transformers.js_config": stated})
     template = folder / "chat_template.jinja"
     if template.is_file() and (folder / "tokenizer_config.json").is_file():
-        _add(folder / "tokenizer_config.json", {"chat_template": template.read_text(encoding="utf-8")})
+        _add(folder / "tokenizer_config.json", {"chat_template": read_text(template, failure=ModelSourceError)})
     genai = folder / "genai_config.json"
     if genai.is_file():
         contents = read_document(genai, dict[str, Any], failure=ModelSourceError)

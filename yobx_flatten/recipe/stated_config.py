@@ -23,6 +23,9 @@ def objection_to(stated: Mapping[str, Any]) -> str | None:
     >>> objection_to({"attn_implementation": "owner/kernel"})
     "states attn_implementation = 'owner/kernel', code of the hub: take it out to compute with transformers' own"
     """
+    names = stated.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        return f"states architectures = {names!r}, which is not a list of names"
     for key, value in _leaves(stated):
         last = key.rpartition(".")[2]
         if type(value) is int and _COUNTS.search(last):

@@ -135,7 +135,7 @@ def _model(training: PlannedTraining, report: PlanReport) -> list[str]:
     hardware = report.hardware
     devices = ", ".join(hardware.names[:4]) + (f" ... {hardware.names[-1]}" if len(hardware.names) > 4 else "")
     memory = "unknown, give it with --memory" if hardware.memory is None else format_bytes(hardware.memory)
-    origin = hardware.origin
+    origin = {**dict.fromkeys(("flops", "link", "memory"), "unknown"), **hardware.origin}  # a file may state fewer
     lines = [
         f"{training.cut.report.model}, {format_count(count)} parameters{some}",
         f"{dtype}, gradients and AdamW in {optim}",

@@ -23,10 +23,13 @@ from typing import Any
 import typer
 
 from yobx_flatten.errors.dependencies import require
+from yobx_flatten.errors.failures import raised_as
+from yobx_flatten.files.document import read_text
 from yobx_flatten.terminal.failures import UserError
 
 # Options that are about the file itself.
 _OWN = ("config", "print_config")
+_LARGEST = 2**20  # bytes
 
 
 def read_config_file(context: typer.Context, path: pathlib.Path | None) -> pathlib.Path | None:
@@ -54,11 +57,18 @@ def _mapping_in(path: pathlib.Path) -> Mapping[str, Any]:
     import yaml  # type: ignore[import-untyped] # its types are a package of their own
 
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, failure=UserError, most=_LARGEST)
+    except OSError as error:
         raise UserError(f"--config {path}: it cannot be read: {error}") from error
-    except (yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"--config {path}: it is not YAML: {' '.join(str(error).split())[:200]}") from error
+
+    def refused(error: BaseException) -> UserError:
+        return UserError(f"--config {path}: it is not YAML: {' '.join(str(error).split())[:200]}")
+
+    with raised_as(refused, UserError):  # what makes a date or a number of a text raises errors of Python
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+            # a few of them stand for any number of values, or for a list in itself
+            raise UserError(f"--config {path}: it has an alias (*name). Write the value itself.")
+        found = yaml.safe_load(text)
     if not isinstance(found, dict):
         raise UserError(f"--config {path}: expected lines like `batch: 4`, found a {type(found).__name__}")
     return found

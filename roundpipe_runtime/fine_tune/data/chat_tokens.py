@@ -21,6 +21,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from yobx_flatten.errors.failures import raised_as, result_or
+from yobx_flatten.files.document import read_text
+from yobx_flatten.files.limited import Limited, limited
 from yobx_flatten.model_folder.source.tokenizer_files import readable
 
 from ..errors import FineTuneError
@@ -34,6 +36,8 @@ _MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 # Texts up to this length may stand in what a template writes by itself.
 _SHORT = 30
+
+_LARGEST = 2**24  # bytes of a template
 
 # Variables of a template that are not a row's to set.
 _OWN = ("messages", "add_generation_prompt")
@@ -64,15 +68,18 @@ class Encoder:
                 "a tokenizer, or its folder: --tokenizer DIR"
             )
         self._inner, self.name = tokenizer.inner, tokenizer.name
+        self._write = Limited(self._inner.apply_chat_template)
         if template is not None:
             try:
-                self._inner.chat_template = template.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
+                self._inner.chat_template = read_text(template, failure=FineTuneError, most=_LARGEST)
+            except OSError as error:
                 raise FineTuneError(f"The chat template {template} cannot be read: {error}") from error
         found = self._inner.chat_template
         named = found if isinstance(found, dict) else {"default": found or ""}
         self._has_template, self._marks_answers = found is not None, bool(_MARKS.search(named.get("default", "")))
-        self._variables, self._fields = _read_by(named.values())
+        with raised_as(lambda error: FineTuneError(f"The chat template of {self.name} cannot be read: {error}")):
+            # jinja2 computes constants of a template when it looks for its variables
+            self._variables, self._fields = limited(_read_by, list(named.values()))
         self._variables -= {*_OWN, *self._inner.special_tokens_map}
 
     def __call__(self, conversation: Conversation) -> ChatTokens:
@@ -184,18 +191,20 @@ class Encoder:
             advice = ". It begins with the assistant: put a message of the user before it, or leave the row out"
         # a template raises what it likes, and jinja2 errors of its own
         with raised_as(lambda error: FineTuneError(f"{refused}: {' '.join(str(error).split())[:200]}{advice}")):
-            return self._inner.apply_chat_template(messages, **options)
+            found = self._write(messages, **options)
+            return dict(found) if tokenize else found
 
 
 def _read_by(templates: Iterable[str]) -> tuple[set[str], set[object]]:
     """The variables that templates read, and the fields of messages: those of what they also read the role of."""
-    from jinja2 import Environment, TemplateError, meta
+    from jinja2 import TemplateError, meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     variables: set[str] = set()
     fields: set[object] = set()
     for text in templates:
         try:
-            tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARKS.sub("", text))
+            tree = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARKS.sub("", text))
         except TemplateError:
             continue  # an error when it is used
         variables |= meta.find_undeclared_variables(tree)

@@ -20,12 +20,15 @@ import pathlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from yobx_flatten.files.document import open_regular, read_bytes
+
 from ..errors import FineTuneError
 from .text_files import check_encoding, is_saved, json_lines, saved_rows
 
 Message = dict[str, Any]
 T = TypeVar("T")
 
+_LARGEST = 2**34  # bytes of one list of JSON, which is read whole
 # Fields that only distinguish rows, or calls of tools.
 _IDENTIFIERS = ("id", "tool_call_id")
 _LISTS = ("messages", "conversations", "conversation")
@@ -71,7 +74,7 @@ def _rows_of(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
     check_encoding(path)
     if path.suffix.lower() == ".json" and _begins_a_list(path):
         try:
-            rows = json.loads(path.read_bytes())
+            rows = json.loads(read_bytes(path, failure=FineTuneError, most=_LARGEST))
         except (ValueError, RecursionError) as error:
             raise FineTuneError(f"{path} is not JSON: {error}") from error
         yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
@@ -80,7 +83,7 @@ def _rows_of(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
 
 
 def _begins_a_list(path: pathlib.Path) -> bool:
-    with open(path, "rb") as file:
+    with open_regular(path, failure=FineTuneError) as file:
         return file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import glob
+import io
 import json
 import os
 import pathlib
@@ -20,6 +21,7 @@ from typing import Any
 
 from yobx_flatten.errors.dependencies import require
 from yobx_flatten.errors.failures import raised_as
+from yobx_flatten.files.document import open_regular
 
 from ..errors import FineTuneError
 
@@ -88,7 +90,7 @@ def _in_folder(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def check_encoding(path: pathlib.Path) -> None:
     """Refuse text in UTF-16 or UTF-32, by the mark at its begin or by its zeros: UTF-8 has a zero for none but NUL."""
-    with open(path, "rb") as file:
+    with open_regular(path, failure=FineTuneError) as file:
         begin = file.read(4096)
     found = next((name for mark, name in _MARKS.items() if begin.startswith(mark)), None)
     zeros = begin[::2].count(0), begin[1::2].count(0)
@@ -107,21 +109,22 @@ def _iconv(encoding: str, path: pathlib.Path) -> str:
 
 def _plain(path: pathlib.Path) -> Iterator[str | None]:
     check_encoding(path)
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        held = ""
+    held: list[str] = []  # of the line that is not at its end; joined once, as a line may be as long as the file
+    with io.TextIOWrapper(open_regular(path, failure=FineTuneError), encoding="utf-8-sig", newline="") as file:
         try:
             while text := file.read(_PIECE):
                 # a piece ends with a line, so that no word is cut
-                whole, newline, rest = (held + text).rpartition("\n")
+                whole, newline, rest = text.rpartition("\n")
                 if newline:
-                    yield whole + newline
-                held = rest
+                    yield "".join([*held, whole, newline])
+                    held.clear()
+                held.append(rest)
         except UnicodeDecodeError as error:
             raise FineTuneError(
                 f"{path} is not text in UTF-8 ({error.reason}). If it is text in Latin-1: {_iconv('LATIN1', path)}"
             ) from error
-    if held:
-        yield held
+    if rest := "".join(held):
+        yield rest
     yield END
 
 
@@ -131,7 +134,7 @@ def _plain(path: pathlib.Path) -> Iterator[str | None]:
 def json_lines(path: pathlib.Path, wanted: str) -> Iterator[tuple[str, Any]]:
     """Yield what each line of a file holds, with file and line."""
     check_encoding(path)
-    with open(path, "rb") as file:
+    with open_regular(path, failure=FineTuneError) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

@@ -9,7 +9,15 @@ import pytest
 
 from yobx_flatten.errors import DamagedFileError, NotRegisteredError
 from yobx_flatten.files.damage import damage_as
-from yobx_flatten.files.document import check_regular, inside, parse_document, read_configuration, read_document
+from yobx_flatten.files.document import (
+    check_regular,
+    inside,
+    open_regular,
+    parse_document,
+    read_configuration,
+    read_document,
+    read_text,
+)
 
 
 @dataclasses.dataclass
@@ -137,12 +145,27 @@ def test_what_has_no_end_is_not_opened(tmp_path):
     for name in ("pipe", "zero", "."):
         with pytest.raises(DamagedFileError, match="is not a regular file"):
             read_document(tmp_path / name, Form, failure=DamagedFileError)
+        with pytest.raises(DamagedFileError, match="is not a regular file"):
+            read_text(tmp_path / name, failure=DamagedFileError)
+        with pytest.raises(DamagedFileError, match="is not a regular file"):
+            open_regular(tmp_path / name, failure=DamagedFileError)
     with open(tmp_path / "large", "wb") as file:
         file.truncate(2**40)
     with pytest.raises(DamagedFileError, match="no such file has more than"):
         read_document(tmp_path / "large", Form, failure=DamagedFileError)
     with pytest.raises(FileNotFoundError):
         check_regular(tmp_path / "missing", DamagedFileError)
+
+
+def test_a_text_is_read_by_its_encoding_and_up_to_its_size(tmp_path):
+    """Also with signs of several bytes; another encoding is named."""
+    (tmp_path / "text").write_bytes("è\u2028x".encode())
+    assert read_text(tmp_path / "text", failure=DamagedFileError) == "è\u2028x"
+    with pytest.raises(DamagedFileError, match="no such file has more than"):
+        read_text(tmp_path / "text", failure=DamagedFileError, most=4)
+    (tmp_path / "text").write_bytes("è".encode("latin-1"))
+    with pytest.raises(DamagedFileError, match="is not a text in UTF-8"):
+        read_text(tmp_path / "text", failure=DamagedFileError)
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), TypeError("no"), RecursionError("deep"), ValueError()])

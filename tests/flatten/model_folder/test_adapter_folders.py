@@ -1,6 +1,7 @@
 """A folder of adapters stands for the model that they are of, with the adapters merged."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from roundpipe_runtime.fine_tune import Lora, add_lora, load_tokenizer, model_so
 from yobx_flatten import export_folder, open_generator
 from yobx_flatten.__main__ import main
 from yobx_flatten.errors import InvalidArgumentError, ModelSourceError
+from yobx_flatten.files import limited
 from yobx_flatten.model_folder.source.find import find_model
 from yobx_flatten.model_folder.source.open import open_model
 
@@ -145,6 +147,12 @@ def _state(adapter, **entries):
         ({"base_model_name_or_path": "llama"}, "a configuration without weights"),
         ({"megatron_config": {"a": 1}}, "names a module to import"),
         ({"peft_type": "OWN"}, "states 'OWN', which PEFT does not know"),
+        ({"task_type": "NOPE"}, r"adapter_config\.json is not a configuration of PEFT: Invalid task type"),
+        ({"peft_type": "ADALORA"}, "is not a configuration of PEFT"),
+        ({"use_bdlora": 5}, "is not a configuration of PEFT"),
+        ({"layer_replication": [[0, 1]] * 100_000}, "which is not a list of pairs .* at most 10,000 layers"),
+        ({"layer_replication": [[0, 10**9]]}, "layer_replication"),
+        ({"layer_replication": [[0, "1"]]}, "layer_replication"),
     ],
 )
 def test_an_adapter_without_a_model_is_refused_with_what_to_do(entries, reason, base):
@@ -152,6 +160,31 @@ def test_an_adapter_without_a_model_is_refused_with_what_to_do(entries, reason, 
     _state(adapter, **entries)
     with pytest.raises(ModelSourceError, match=reason):
         find_model(str(adapter))
+
+
+_BACKTRACKS = "(([a-z_.0-9]+)+)+!"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork, and no limits")
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"target_modules": _BACKTRACKS},
+        {"exclude_modules": _BACKTRACKS},
+        {"rank_pattern": {_BACKTRACKS: 4}},
+        {"modules_to_save": [_BACKTRACKS]},
+    ],
+    ids=lambda entries: next(iter(entries)),
+)
+def test_a_pattern_without_an_end_is_refused(entries, base, monkeypatch):
+    """It is tried with limits before PEFT takes it; one that ends is taken."""
+    monkeypatch.setattr(limited, "_CPU_SECONDS", 1)
+    adapter = _adapter(base)
+    _state(adapter, **entries)
+    with pytest.raises(
+        ModelSourceError, match=r"adapter_config\.json has a pattern .* that cannot be matched: .*CPU sec"
+    ):
+        find_model(str(adapter)).load()
 
 
 def test_an_adapter_of_itself_is_refused(base):

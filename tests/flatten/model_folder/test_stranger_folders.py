@@ -11,6 +11,8 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+import transformers
+
 from tests.runtime import tiny_training as tiny
 from yobx_flatten import load_nested, save_nested
 from yobx_flatten.errors import DamagedFileError, FlattenError, ModelSourceError
@@ -42,6 +44,8 @@ def restate(file: pathlib.Path, **entries):
 
 CONFIGURATIONS = {
     "code of a repository": {"auto_map": {"AutoConfig": "owner/name--own.Config"}, "model_type": "own"},
+    "an architecture that is a number": {"architectures": [5]},
+    "architectures that are no list": {"architectures": {"a": 1}},
     "a kernel of the hub": {"attn_implementation": "owner/kernel"},
     "a kernel under its private name": {"_attn_implementation": "owner/kernel"},
     "a kernel for a part": {"attn_implementation": {"text_config": "owner/kernel"}},
@@ -127,6 +131,18 @@ def test_a_tokenizer_is_refused(tmp_path, case):
     if TOKENIZERS[case] is None:
         os.mkfifo(tmp_path / "tokenizer_config.json")
     with pytest.raises(DamagedFileError):
+        open_tokenizer(tmp_path, failure=DamagedFileError)
+
+
+@pytest.mark.parametrize(
+    "stated", [{"model_max_length": "x"}, {"model_max_length": [1]}, {"chat_template": 5}, {"padding_side": 5}], ids=str
+)
+def test_a_tokenizer_whose_configuration_has_other_types_is_refused(tmp_path, stated):
+    """It was opened, and ended in a TypeError when a text was read."""
+    transformers.ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path)
+    open_tokenizer(tmp_path, failure=DamagedFileError)
+    restate(tmp_path / "tokenizer_config.json", **stated)
+    with pytest.raises(DamagedFileError, match=rf"Expected .* - at `\$\.{next(iter(stated))}`"):
         open_tokenizer(tmp_path, failure=DamagedFileError)
 
 

@@ -287,6 +287,12 @@ def test_one_text_in_a_file_of_options_is_a_list_of_one(here, capsys):
 CONFIGS = {
     "no mapping": ("- 1", "--config run.yaml: expected lines like `batch: 4`, found a list"),
     "no YAML": ("a: [", "--config run.yaml: it is not YAML: while parsing"),
+    "an alias": ("text: [&a [x], *a]", "--config run.yaml: it has an alias (*name). Write the value itself."),
+    "a list in itself": ("text: &a [*a]", "--config run.yaml: it has an alias"),
+    "a date that is none": ("text: 2020-99-99", "--config run.yaml: it is not YAML: month must be in 1..12"),
+    "a number that is none": ("batch: !!int abc", "--config run.yaml: it is not YAML: invalid literal"),
+    "a number of 5,000 digits": ("batch: " + "9" * 5000, "--config run.yaml: it is not YAML"),
+    "an option that is none": ("check: !!bool x", "--config run.yaml: it is not YAML"),
     "no option": (
         "bach: 4",
         "run.yaml: there is no option bach. Is it batch? All of them: roundpipe train --print-con",

@@ -35,6 +35,9 @@ def test_a_profile_is_typed_in(tmp_path):
         (json.dumps({**TYPED, "ram": 1}), "ram is not one of its entries"),
         (json.dumps({**TYPED, "names": []}), "names must be a list"),
         (json.dumps({**TYPED, "link": "25 GB/s"}), "link must be a number above 0, found '25 GB/s'"),
+        (json.dumps({**TYPED, "origin": 5}), r"machine\.json: origin must be like .*, found 5"),
+        (json.dumps({**TYPED, "origin": {"flops": 5}}), "origin must be like"),
+        (json.dumps({**TYPED, "kind": {"a": 1}}), "kind must be the type of the devices"),
         (json.dumps({**TYPED, "memory": 0}), "memory must be a number above 0"),
     ],
 )

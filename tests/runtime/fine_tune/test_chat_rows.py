@@ -1,5 +1,7 @@
 """Tokens of conversations, which of them count, and rows of one length or of their own."""
 
+import os
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from roundpipe_runtime.fine_tune.data.conversations import conversation_of
 from roundpipe_runtime.fine_tune.data.tokenizer import FolderTokenizer
 from roundpipe_runtime.fine_tune.order import Order
 from tests.runtime import tiny_training as tiny
+from yobx_flatten.files import limited
 
 pytest.importorskip("transformers")
 
@@ -230,3 +233,27 @@ def test_a_model_whose_conversations_see_each_other_is_not_packed():
     mamba = MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, state_size=4))
     with pytest.raises(FineTuneError, match=r"MambaForCausalLM .*conversations cannot be packed. Leave --pack out"):
         check_packing(mamba)
+
+
+ENDLESS = {
+    "loops": "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}x",
+    "a wide number": "{{ '%9999999999d' % 1 }}",
+    "a doubled text": "{% set n = namespace(t='x') %}{% for i in range(40) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
+}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork, and no limits")
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_that_takes_too_much_is_an_error_of_its_row(name, monkeypatch):
+    """A stranger's template is a program: it hung, or took all memory."""
+    monkeypatch.setattr(limited, "_CPU_SECONDS", 1)
+    made = conversation_of({"messages": TURNS}, "a:1")
+    with pytest.raises(FineTuneError, match=r"chat template of words .*(CPU seconds|memory)"):
+        encoder(ENDLESS[name])(made)
+
+
+@pytest.mark.parametrize("change", [{"history": 3}, {"history": True}, {"history": {"a": 1}}, {"instruction": 5}])
+def test_a_value_of_another_type_is_an_error_of_its_row(change):
+    """No error of Python, which names no row."""
+    with pytest.raises(FineTuneError, match=r"^a:1"):
+        conversation_of({"instruction": "Greet", "input": "", "output": "Hello", **change}, "a:1")

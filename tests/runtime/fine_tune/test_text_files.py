@@ -32,6 +32,13 @@ def write(path, text):
     return path
 
 
+def test_a_file_of_one_line_is_read_once(tmp_path):
+    """Text without a line break was copied for each of its pieces: 41 s for 64 MB; a line of pieces comes whole."""
+    text = "è " * 2**20
+    (tmp_path / "line.txt").write_text(text + "\nx\u2028y", encoding="utf-8")
+    assert list(read_texts([tmp_path / "line.txt"])) == [text + "\n", "x\u2028y", END]
+
+
 def test_a_file_of_text_is_one_document(tmp_path):
     """With its line ends as they are; a mark at the beginning is no text."""
     path = write(tmp_path / "a.txt", "\ufeffone\r\ntwo\n\nthree")

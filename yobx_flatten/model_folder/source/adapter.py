@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from ...errors import InvalidArgumentError, ModelSourceError
 from ...errors.dependencies import require
+from ...errors.failures import raised_as
 from ...errors.messages import first_line
 from ...files.document import check_regular, read_document
+from ...files.limited import limited
 from .stored_weights import KeyDifferences, UnmatchedWeights
 
 ADAPTER = "adapter_config.json"
+_MOST_LAYERS = 10_000
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -45,7 +50,17 @@ def config_of(folder: pathlib.Path, name: str) -> tuple[Any, dict[str, Any]]:
 
     if stated.get("peft_type") not in list(peft.PeftType):
         raise ModelSourceError(f"{folder / ADAPTER} states {stated.get('peft_type')!r}, which PEFT does not know.")
-    with warnings.catch_warnings():
+
+    def refused(error: BaseException) -> ModelSourceError:
+        return ModelSourceError(f"{folder / ADAPTER} is not a configuration of PEFT: {first_line(error)}")
+
+    replicated = stated.get("layer_replication")
+    if replicated is not None and not _is_replication(replicated):
+        raise ModelSourceError(
+            f"{folder / ADAPTER} states layer_replication = {str(replicated)[:80]}, which is not a list of pairs "
+            f"[first, end] with at most {_MOST_LAYERS:,} layers."
+        )
+    with raised_as(refused), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # entries of a newer version, which it names one by one
         config = peft.PeftConfig.from_pretrained(str(folder))
     if config.is_prompt_learning:
@@ -89,6 +104,43 @@ def merged(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWeig
         return adapted.merge_and_unload().eval(), differences
 
 
+def _is_replication(stated: object) -> bool:
+    """Whether layers of a model are repeated a number of times that can be."""
+    pairs: list[Any] = stated if isinstance(stated, list) else [None]
+    if not all(isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair) for pair in pairs):
+        return False
+    layers: int = sum(max(end - first, 1) for first, end in pairs)
+    return layers <= _MOST_LAYERS
+
+
+def _check_patterns(model: Any, folder: pathlib.Path) -> None:
+    """Try each text of a configuration that may be a pattern on the names of all layers, as PEFT does, with limits."""
+    stated = read_document(folder / ADAPTER, dict[str, Any], failure=ModelSourceError, finite=False)
+    held = {key: value for key, value in stated.items() if key.endswith(("_modules", "_pattern", "_to_save"))}
+    texts: list[Any] = []
+    for value in held.values():
+        texts += value if isinstance(value, (list, dict)) else [value]
+    patterns = [text for text in texts if isinstance(text, str) and re.escape(text) != text]
+    names = [name for name, _ in model.named_modules()]
+
+    def refused(error: BaseException) -> ModelSourceError:
+        where = ", ".join(held)
+        return ModelSourceError(f"{folder / ADAPTER} has a pattern ({where}) that cannot be matched: {error}")
+
+    if patterns:
+        with raised_as(refused):
+            limited(_match_all, patterns, names)
+
+
+def _match_all(patterns: Sequence[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        # the surroundings in which PEFT looks for a name of a layer, an ending of one, or a list of layers
+        forms = (pattern, rf"(^|.*\.){pattern}($|\..*)", rf"(.*\.)?({pattern})$", rf"(?:^|.*?\.){pattern}\.(\d+)\.")
+        for form in map(re.compile, forms):
+            for name in names:
+                form.fullmatch(name), form.search(name)
+
+
 def injected(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWeights) -> tuple[Any, KeyDifferences]:
     """Put the adapter of a folder into the layers of a model; return PEFT's model."""
     import peft
@@ -96,6 +148,7 @@ def injected(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWe
     with warnings.catch_warnings():
         # of weights that are missing it warns; they are compared below. And it asks models for attributes by old names
         warnings.simplefilter("ignore")
+        _check_patterns(model, folder)
         adapted = peft.PeftModel.from_pretrained(model, str(folder), torch_device="cpu")
         wanted = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
         stored = peft.load_peft_weights(str(folder), device="cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -28,6 +29,17 @@ _CONFIG = "tokenizer_config.json"
 _LARGEST = 2**30  # bytes; a tokenizer of 260,000 words has 35 million
 
 
+@dataclasses.dataclass(frozen=True)
+class _Stated:
+    """What is read of a configuration long after it was opened, and by then ends in an error of Python."""
+
+    tokenizer_class: str | None = None
+    model_max_length: float | None = None
+    chat_template: str | list[dict[str, str]] | dict[str, str] | None = None
+    padding_side: str | None = None
+    model_input_names: list[str] | None = None
+
+
 def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options: Any) -> Any:
     """Return the tokenizer of a folder; no code in the folder runs."""
     # options: further arguments of `from_pretrained`
@@ -38,9 +50,9 @@ def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options:
     for path in (path for pattern in _PATTERNS for path in folder.glob(pattern)):
         check_own(path, folder, failure, _LARGEST)  # a pipe would be waited for
     config = folder / _CONFIG
-    stated = read_document(config, dict[str, Any], failure=failure, finite=False) if config.exists() else {}
+    stated = read_document(config, _Stated, failure=failure, finite=False) if config.exists() else _Stated()
     # for some models transformers looks for their own class where the folder names that of bytes
-    is_bytes = stated.get("tokenizer_class") == "ByT5Tokenizer"
+    is_bytes = stated.tokenizer_class == "ByT5Tokenizer"
     kind: Any = transformers.ByT5Tokenizer if is_bytes else transformers.AutoTokenizer
     with readable(folder, failure):
         return kind.from_pretrained(folder, **FILES_ONLY, **options)

@@ -10,6 +10,7 @@ import torch
 
 from ...errors import ModelSourceError
 from ...errors.failures import result_or
+from ...files.limited import Limited
 from ...recipe.aliases import TransformersModel
 from ..source.tokenizer_files import open_tokenizer
 
@@ -61,7 +62,8 @@ def _tokens(source: pathlib.Path, questions: Sequence[str], *, plain: bool) -> l
         tokenizer: Any = open_tokenizer(source, failure=ModelSourceError)
         if getattr(tokenizer, "chat_template", None):
             messages = [[{"role": "user", "content": question}] for question in questions]
-            texts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in messages]
+            written = Limited(tokenizer.apply_chat_template)
+            texts = [written(one, add_generation_prompt=True, tokenize=False) for one in messages]
         elif plain:
             texts = list(questions)
         else:

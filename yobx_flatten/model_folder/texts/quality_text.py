@@ -12,7 +12,7 @@ import torch
 
 from ...errors import ModelSourceError
 from ...errors.failures import result_or
-from ...files.document import check_regular
+from ...files.document import read_text
 from ...recipe.aliases import TransformersModel
 from ..source.tokenizer_files import open_tokenizer
 
@@ -27,13 +27,7 @@ _MODULES = ("textwrap", "heapq", "statistics")  # half of each is English
 def read_prompts(file: str | os.PathLike[str]) -> tuple[str, ...]:
     """Return the prompts of a file, one in each line."""
     path = pathlib.Path(file)
-    check_regular(path, ModelSourceError, _LARGEST)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ModelSourceError(
-            f"{path} is not a text in UTF-8 ({error.reason}). Write one prompt in each line."
-        ) from error
+    lines = read_text(path, failure=ModelSourceError, most=_LARGEST).splitlines()
     prompts = tuple(line.strip() for line in lines if line.strip())
     if not prompts:
         raise ModelSourceError(f"{path} holds no prompts. Write one in each line.")

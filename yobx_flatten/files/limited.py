@@ -1,0 +1,169 @@
+"""Run code that a file chooses (a chat template, a pattern) in a process with limits on time and memory.
+
+::
+
+    caller                         forked at the first call
+      | ---- arguments ----------->  |   at most 3 CPU seconds a call, and 1 GB more memory than the caller has
+      | <--- result, or its error -  |
+      x  object gone                 x   the pipe is closed
+
+A system without ``fork`` (Windows) has no such limits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Generic, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_CPU_SECONDS = 3
+_SECONDS = 30.0  # for a machine that has other work
+_MEMORY = 2**30  # bytes in addition to those of the caller
+_MOST = 2**26  # bytes of a result
+
+
+class LimitError(RuntimeError):
+    """A call took too long, needed too much memory, or returned too much."""
+
+
+def limited(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function once, with limits.
+
+    >>> limited(sum, [1, 2, 3])
+    6
+    """
+    return Limited(function)(*args, **kwargs)
+
+
+class Limited(Generic[P, T]):
+    """A function whose calls have limits. Its effects stay in its process; results and errors come back as copies."""
+
+    def __init__(self, function: Callable[P, T]) -> None:
+        self._function, self._lock = function, threading.Lock()
+        self._child: _Child | None = None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the function, with limits."""
+        if not hasattr(os, "fork"):
+            return self._function(*args, **kwargs)
+        with self._lock:
+            if self._child is None or self._child.owner != os.getpid():
+                self._child = _Child(self._function)
+            answer = self._child.ask((args, kwargs))
+            if answer is None:
+                self._child = None
+        if answer is None:
+            raise LimitError(f"it took more than {_CPU_SECONDS} CPU seconds, or more than {_MEMORY / 1e9:.1f} GB")
+        is_result, found = answer
+        if not is_result:
+            raise found
+        result: T = found
+        return result
+
+
+class _Child:
+    """The forked process, which ends with this object."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.owner = os.getpid()
+        self._connection, theirs = multiprocessing.Pipe()
+        with warnings.catch_warnings():
+            # of threads, whose locks a fork copies: none of ours is held while a template or a pattern is computed
+            warnings.simplefilter("ignore", DeprecationWarning)
+            number = os.fork()
+        if not number:
+            _serve(theirs, function)
+        theirs.close()
+        self.end = weakref.finalize(self, _end, self.owner, number, self._connection)
+
+    def ask(self, arguments: object) -> tuple[bool, Any] | None:
+        """Return whether a call returned, with its result or error; ``None`` where the process ended in it."""
+        try:
+            self._connection.send(arguments)
+            if self._connection.poll(_SECONDS):
+                answer: tuple[bool, Any] = pickle.loads(self._connection.recv_bytes())  # of our own process
+                return answer
+        except (EOFError, ConnectionError):
+            pass
+        except BaseException:  # also Ctrl-C: the answer to this call would be taken for that to the next
+            self.end()
+            raise
+        self.end()
+        return None
+
+
+def _end(owner: int, number: int, connection: Connection) -> None:
+    if os.getpid() != owner:
+        return  # a fork of the caller, which has no such process
+    connection.close()
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(number, signal.SIGKILL)
+        os.waitpid(number, 0)
+
+
+def _serve(connection: Connection, function: Callable[..., Any]) -> None:
+    """Answer calls until the caller is gone, and never return."""
+    try:
+        gc.freeze()  # the caller's objects are not collected here
+        # files of the caller would stay open, and locked, as long as this process lives
+        os.closerange(3, connection.fileno())
+        os.closerange(connection.fileno() + 1, 2**16)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides what Ctrl-C does
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not in a fork
+        _limit_memory()
+        while True:
+            args, kwargs = connection.recv()
+            _limit_time()
+            try:
+                answer = pickle.dumps((True, function(*args, **kwargs)))
+                if len(answer) > _MOST:
+                    raise LimitError(f"it returned {len(answer) / 1e6:.0f} MB, and {_MOST / 1e6:.0f} MB are the most")
+            except MemoryError:
+                answer = pickle.dumps((False, LimitError(f"it needs more than {_MEMORY / 1e9:.1f} GB of memory")))
+            except Exception as error:  # it is raised in the caller
+                answer = pickle.dumps((False, _copyable(error)))
+            connection.send_bytes(answer)
+    finally:
+        os._exit(0)
+
+
+def _copyable(error: Exception) -> Exception:
+    """The error, or its text where a copy of it cannot be made."""
+    with contextlib.suppress(Exception):
+        pickle.loads(pickle.dumps(error))
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _limit_memory() -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError, ValueError):  # only Linux states what a process has
+        with open("/proc/self/statm", encoding="ascii") as file:
+            held = int(file.read().split()[0]) * resource.getpagesize()
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        wanted = held + _MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
+
+
+def _limit_time() -> None:
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + _CPU_SECONDS, most))

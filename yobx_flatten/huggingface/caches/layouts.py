@@ -1,8 +1,6 @@
 """Flatten cache layers to named leaves, and rebuild them. The names are static.
 
-What is here works layer by layer, for layers that hold anything: tensors, nothing, placeholders, what a trace puts in.
-What it finds out is kept, and the same layers are read and built all at once from then on
-(:mod:`yobx_flatten.huggingface.caches.fast_path`).
+Layers are read one by one, and may hold anything: tensors, nothing, placeholders, what a trace puts in.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import torch
 
 from ...errors import CacheStructureError, SpecMismatchError
 from ...recipe.aliases import CacheLayer, Length
-from .fast_path import Builders, LayerBuild, LayerRead, is_rule, key_count, learn, read_as_before
 from .layers import (
     PLACEHOLDERS,
     LayerKind,
@@ -29,7 +26,7 @@ from .layers import (
 )
 from .length import length_leaf, length_of
 from .length import slides as layer_slides
-from .state import LENGTHS, Template, build_state, follow_state, leaf_paths, read_state
+from .state import LENGTHS, Template, build_state, follow_state, leaf_paths, leaf_types, read_state
 from .stored_classes import layer_class
 from .stored_templates import read_template
 
@@ -41,13 +38,50 @@ def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[s
     """Flatten layers."""
     # layers: layers of any classes; those without a row in `layers` by their attributes
     # plain: layers that are all `DynamicLayer` get names without a letter
-    found = read_as_before(layers, plain)
-    if found is not None:
-        return found
-    reading = _read(layers, plain)
-    if reading.reads is not None:
-        learn(layers, plain, reading.reads, reading.names.copy(), reading.full, reading.slides)
-    return reading.values, reading.names
+    values: list[Any] = []
+    names: list[str] = []
+    full: int | None = None  # keys of the first filled DynamicLayer, which hold every token
+    slides = real = True
+    seen: Any = _UNSET  # what the layers counted that do not hold every token
+    first = ("", "")  # the first of them
+    uncounted: list[tuple[int, str, str]] = []  # the keys of those that hold some and counted none
+    for index, layer in enumerate(layers):
+        kind = kind_of(type(layer))
+        if kind is not None and not kind.knows(layer):
+            kind = None
+        count = len(values)
+        if kind is None:
+            code, lengths = _read_attributes(layer, index, values, names)
+        else:
+            code, lengths = _read_row(kind, layer, index, values, names)
+            if kind.letter == "D" and full is None and len(values) > count:
+                full = count
+        slides = slides and (not lengths or layer_slides(type(layer)))
+        real = real and PLACEHOLDERS not in vars(layer)
+        for length in lengths:
+            held = _held_uncounted(layer, length)
+            if held:
+                uncounted.append((held, f"layers[{index}]", code))
+            elif seen is _UNSET:
+                seen, first = length, (f"layers[{index}]", code)
+            else:
+                _check_agreement(seen, length, f"layers[{index}]", code)
+    if uncounted:
+        whole = values[full] if full is not None else None
+        if seen is _UNSET:
+            seen = _key_count(whole) if isinstance(whole, torch.Tensor) else max(held for held, _, _ in uncounted)
+        for held, place, code in uncounted:
+            if type(seen) is int and held > seen:
+                _check_agreement(seen, 0, place, code)
+    if seen is not _UNSET:
+        if full is None:
+            values.append(length_leaf(seen) if slides and real else seen)
+            names.append(LENGTH)
+        elif isinstance(values[full], torch.Tensor):
+            _check_agreement(_key_count(values[full]), seen, *first)
+    if plain and len(values) == 2 * len(layers) and all(_is_full(name) for name in names):
+        names = list(_plain_names(len(layers)))
+    return values, names
 
 
 def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
@@ -59,20 +93,15 @@ def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
             f"A cache with the leaves {names} was given {len(values)} values instead of {plan.leaf_count}."
         )
     length: Any = 0
-    counted: Any = None
-    if plan.counter is not None:
-        counted = values[plan.counter]
-        if plan.counts_itself:
-            length = length_of(counted)
-        else:  # the keys of a full layer, which hold every token
-            length = key_count(counted) if isinstance(counted, torch.Tensor) else 0
-    layers = plan.quick(values, length)
-    if layers is None:
-        if plan.counts_itself and not all(isinstance(value, torch.Tensor) for value in values):
-            length = counted  # among placeholders it is one, whatever it looks like
-        leaves = iter(values)
-        layers = [rebuild(leaves, length) for rebuild in plan.rebuilds]
-    return layers
+    if plan.counts_itself:
+        length = values[-1]
+        # among placeholders it is one, whatever it looks like
+        if all(isinstance(value, kinds) for value, kinds in zip(values, plan.leaf_types, strict=False)):
+            length = length_of(length)
+    elif plan.counter is not None and isinstance(values[plan.counter], torch.Tensor):
+        length = _key_count(values[plan.counter])
+    leaves = iter(values)
+    return [rebuild(leaves, length) for rebuild in plan.rebuilds]
 
 
 def hold_length_leaf(layers: list[Any]) -> None:
@@ -94,91 +123,22 @@ def holds_full_only(names: list[str]) -> bool:
 # -- flatten ---------------------------------------------------------------------------------------------------------
 
 
-class _ReadLayers(NamedTuple):
-    """What layers hold."""
-
-    values: list[Any]
-    names: list[str]
-    full: int | None  # the leaf that holds every token
-    slides: bool  # all that counted are layers that slide
-    reads: list[LayerRead] | None  # how each was read; None where that is not a rule for others
-
-
-def _read(layers: list[Any], plain: bool) -> _ReadLayers:
-    values: list[Any] = []
-    names: list[str] = []
-    reads: list[LayerRead] = []
-    full: int | None = None  # keys of the first filled DynamicLayer, which hold every token
-    slides = real = True
-    seen: Any = _UNSET  # what the layers counted that do not hold every token
-    first = ("", "")  # the first of them
-    uncounted: list[tuple[int, str, str]] = []  # the keys of those that hold some and counted none
-    for index, layer in enumerate(layers):
-        kind = kind_of(type(layer))
-        if kind is not None and not kind.knows(layer):
-            kind = None
-        count = len(values)
-        if kind is None:
-            template, code, lengths = _read_attributes(layer, index, values, names)
-        else:
-            template, code, lengths = _read_row(kind, layer, index, values, names)
-            if kind.letter == "D" and full is None and len(values) > count:
-                full = count
-        attributes = tuple(vars(layer)) if kind is None else len(vars(layer))
-        slides = slides and (not lengths or layer_slides(type(layer)))
-        real = real and PLACEHOLDERS not in vars(layer)
-        reads.append(LayerRead(type(layer), attributes, template, len(values) - count))
-        for length in lengths:
-            held = _held_uncounted(layer, length)
-            if held:
-                uncounted.append((held, f"layers[{index}]", code))
-            elif seen is _UNSET:
-                seen, first = length, (f"layers[{index}]", code)
-            else:
-                _check_agreement(seen, length, f"layers[{index}]", code)
-    # before 5.0 an empty layer is marked by None only, which can also stand in for a leaf
-    unsure = any(
-        not read.leaf_count and kind is not None and not kind.has_flag
-        for read, kind in zip(reads, map(kind_of, map(type, layers)), strict=True)
-    )
-    rule = reads if is_rule(values) and real and not unsure and not uncounted else None
-    if uncounted:
-        whole = values[full] if full is not None else None
-        if seen is _UNSET:
-            seen = key_count(whole) if isinstance(whole, torch.Tensor) else max(held for held, _, _ in uncounted)
-        for held, place, code in uncounted:
-            if type(seen) is int and held > seen:
-                _check_agreement(seen, 0, place, code)
-    if seen is not _UNSET:
-        if full is None:
-            values.append(length_leaf(seen) if slides and real else seen)
-            names.append(LENGTH)
-        elif isinstance(values[full], torch.Tensor):
-            _check_agreement(key_count(values[full]), seen, *first)
-    if plain and len(values) == 2 * len(layers) and all(_is_full(name) for name in names):
-        names = list(_plain_names(len(layers)))
-    return _ReadLayers(values, names, full, slides, rule)
-
-
 def _read_row(
     kind: LayerKind, layer: CacheLayer, index: int, values: list[Any], names: list[str]
-) -> tuple[str, str, list[Any]]:
-    """Add the leaves of a layer with a row; return its template, its code and what it counted."""
+) -> tuple[str, list[Any]]:
+    """Add the leaves of a layer with a row; return its code and what it counted."""
     code = kind.code(layer)
-    filled = kind.is_filled(layer, index)
-    parameter = code.removeprefix(kind.letter)
-    template = json.dumps(kind.template(parameter, filled=filled, has_position=kind.has_position))
-    if not filled:
+    if not kind.is_filled(layer, index):
         names.append(f"none_{code}_{index}")
-        return template, code, []
+        return code, []
     values += (layer.keys, layer.values)
     if kind.has_position:
         values.append(layer.cumulative_length)
     names += _names(kind, code, index)
     if kind.counter is None:
-        return template, code, []
+        return code, []
     remember(layer.__dict__)
-    return template, code, [vars(layer)[kind.counter]]
+    return code, [vars(layer)[kind.counter]]
 
 
 def _held_uncounted(layer: CacheLayer, length: Length) -> int:
@@ -187,16 +147,22 @@ def _held_uncounted(layer: CacheLayer, length: Length) -> int:
     keys = held.get("keys")
     if type(length) is not int or length or "max_cache_len" in held or type(keys) is not torch.Tensor:
         return 0
-    count = key_count(keys)
+    count = _key_count(keys)
     return count if type(count) is int else 0
+
+
+def _key_count(keys: torch.Tensor) -> int:
+    """Count the tokens that the keys of a full layer hold."""
+    # transformers fills a layer with a one-dimensional empty tensor before its first update
+    return keys.shape[-2] if keys.dim() > 1 else 0
 
 
 def _is_full(name: str) -> bool:
     return name.startswith(("key_D_", "value_D_"))
 
 
-def _read_attributes(layer: CacheLayer, index: int, values: list[Any], names: list[str]) -> tuple[str, str, list[Any]]:
-    """Add the leaves of a layer without a row; return its template, its code and what it counted."""
+def _read_attributes(layer: CacheLayer, index: int, values: list[Any], names: list[str]) -> tuple[str, list[Any]]:
+    """Add the leaves of a layer without a row; return its code and what it counted."""
     held, cls = layer.__dict__, type(layer)
     remember(held)
     template = held.get(PLACEHOLDERS)
@@ -204,14 +170,13 @@ def _read_attributes(layer: CacheLayer, index: int, values: list[Any], names: li
         template, leaves = read_state(held, in_cache=True)
     else:
         leaves = follow_state(template, held)
-    code, dumped = code_of(layer), json.dumps(template)
+    code = code_of(layer)
     # states how to rebuild the layer, and stands for no leaf
-    names.append(f"layer_{index}={cls.__module__}:{cls.__qualname__}={dumped}")
+    names.append(f"layer_{index}={cls.__module__}:{cls.__qualname__}={json.dumps(template)}")
     names += [f"{_PARTS.get(path, path)}_{code}_{index}" for path in leaf_paths(template)]
     values += leaves
     # a layer that holds nothing yet has seen nothing, whatever the others have
-    counted = [held[name] for name, entry in template.items() if entry == ["length"] and leaves]
-    return dumped, code, counted
+    return code, [held[name] for name, entry in template.items() if entry == ["length"] and leaves]
 
 
 _PARTS = {"keys": "key", "values": "value", "cumulative_length": "position"}
@@ -244,10 +209,10 @@ class _Plan(NamedTuple):
     """How to rebuild the layers that a list of names stands for."""
 
     leaf_count: int
-    counter: int | None  # the leaf that states how many tokens were seen
-    counts_itself: bool  # it is that number, not the keys of a full layer
-    quick: Builders
-    rebuilds: list[Any]  # (iterator over leaves, length) -> layer
+    leaf_types: list[Any]  # what no placeholder is, for `isinstance`
+    counts_itself: bool  # the last leaf states how many tokens were seen
+    counter: int | None  # otherwise: the keys of a full layer, which hold every token
+    rebuilds: list[Callable[[Iterator[Any], Any], CacheLayer]]  # from the leaves and the length
     full_only: bool
 
 
@@ -271,38 +236,35 @@ def _make_plan(names: tuple[str, ...]) -> _Plan:
         names = tuple(f"{part}_D_{index}" for index in range(len(names) // 2) for part in ("key", "value"))
     leaf_names = [name for name in names if is_leaf_name(name)]
     counts_itself = LENGTH in leaf_names
-    counter = next(
-        (i for i, name in enumerate(leaf_names) if name == LENGTH or (not counts_itself and name.startswith("key_D_"))),
-        None,
-    )
+    counter = next((i for i, name in enumerate(leaf_names) if name.startswith("key_D_")), None)
     positions = {name.rsplit("_", 1)[1] for name in names if name.startswith("position_")}
-    builds: list[LayerBuild] = []
+    classes: set[type] = set()
+    types: list[Any] = []
     rebuilds: list[Any] = []
-    used = 0
     by_attributes: set[str] = set()
     for name in names:
         part, _, rest = name.partition("_")
         if part == "layer":
             index, cls_name, dumped = rest.split("=", 2)
             by_attributes.add(index)
-            cls, template, empty = layer_class(cls_name), read_template(dumped), None
-            rebuild = functools.partial(rebuild_by_attributes, cls, template)
+            cls, template = layer_class(cls_name), read_template(dumped)
+            rebuild: Any = functools.partial(rebuild_by_attributes, cls, template)
         else:
             code, _, index = rest.rpartition("_")
             if part not in ("key", "none") or index in by_attributes:
                 continue
             kind, parameter = kind_of_code(code)
-            cls, has_position = kind.cls, index in positions
-            template = kind.template(parameter, filled=part == "key", has_position=has_position)
-            empty = functools.partial(kind.empty, parameter) if part == "none" else None
-            rebuild = functools.partial(_rebuild_row, kind, template, empty)
-        count = len(leaf_paths(template))
-        builds.append(LayerBuild(cls, json.dumps(template), empty, list(range(used, used + count))))
+            cls = kind.cls
+            template = kind.template(parameter, filled=True, has_position=index in positions) if part == "key" else {}
+            rebuild = functools.partial(rebuild_by_attributes, cls, template)
+            if part == "none":
+                rebuild = functools.partial(_empty_layer, kind, parameter)
+        classes.add(cls)
+        types += [torch.Tensor if leaf is torch.Tensor else (int, torch.SymInt) for leaf in leaf_types(template)]
         rebuilds.append(rebuild)
-        used += count
-    quick = Builders(builds, used + counts_itself)
-    full_only = {build.cls for build in builds} <= {kind_of_code("D")[0].cls}
-    return _Plan(len(leaf_names), counter, counts_itself, quick, rebuilds, full_only)
+    if counts_itself:
+        types.append(torch.Tensor)
+    return _Plan(len(leaf_names), types, counts_itself, counter, rebuilds, classes <= {kind_of_code("D")[0].cls})
 
 
 def is_leaf_name(name: str) -> bool:
@@ -310,9 +272,15 @@ def is_leaf_name(name: str) -> bool:
     return not name.startswith("none_") and "=" not in name
 
 
-def rebuild_by_attributes(cls: type, template: Template, leaves: Iterator[Any], length: Length) -> CacheLayer:
-    """Build an object without a row around its leaves."""
-    obj: Any = object.__new__(cls)
+def _empty_layer(kind: LayerKind, parameter: str, leaves: Iterator[Any], length: Length) -> CacheLayer:
+    return kind.empty(parameter)
+
+
+def rebuild_by_attributes(
+    cls: type, template: Template, leaves: Iterator[Any], length: Length, new: Callable[[type], Any] = object.__new__
+) -> CacheLayer:
+    """Build a layer, or a cache without layers, around its leaves."""
+    obj = new(cls)
     held, used, real = build_state(template, leaves, length)
     obj.__dict__.update(held)
     if not real:
@@ -323,18 +291,10 @@ def rebuild_by_attributes(cls: type, template: Template, leaves: Iterator[Any], 
         device = held.get("device")
         device = device if isinstance(device, torch.device) else torch.device("cpu")
         # a placeholder of torch may be on a device that this machine does not have
-        tensor = make_window_tensor(cls, window, device) if all(type(x) is torch.Tensor for x in used) else None
+        plain = all(type(x) in (torch.Tensor, int) for x in used)
+        tensor = make_window_tensor(cls, window, device) if plain else None
         if tensor is not None:
             obj._sliding_window_tensor = tensor
         elif not used and makes_window_tensor(cls):  # a layer that holds nothing yet needs it for its first update
             obj._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
     return obj
-
-
-def _rebuild_row(
-    kind: LayerKind, template: Template, empty: Callable[[], CacheLayer] | None, leaves: Iterator[Any], length: Length
-) -> CacheLayer:
-    """Build a layer with a row around its leaves."""
-    if empty is not None:
-        return empty()
-    return rebuild_by_attributes(kind.cls, template, leaves, length)

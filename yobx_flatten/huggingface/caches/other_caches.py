@@ -8,19 +8,20 @@ attributes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+import json
+from collections.abc import Container, Iterable
 from types import ModuleType
 from typing import Any
 
 from ...private_names.of_torch import MappingKey, pytree
 from ...recipe.aliases import TransformersCache
+from ...recipe.codegen import builtin_base
 from ...recipe.contract import Flatten, FlattenWithKeys, Recipe, Unflatten
 from ..loaded import ModelClasses, classes_of, subclasses_of
-from .fast_path import object_builder, read_object
 from .functions import axes_of_leaf, label_of_leaf, layers_of, new_cache
 from .layers import PLACEHOLDERS
 from .layouts import flatten_layers, holds_full_only, is_leaf_name, rebuild_by_attributes, unflatten_layers
-from .state import build_state
+from .state import build_state, follow_state, leaf_paths, read_state
 from .stored_templates import read_template
 
 # What every cache has; the rest is the subclass's own.
@@ -90,7 +91,7 @@ def _cache_functions(cls: type) -> tuple[Flatten, Unflatten]:
     def flatten(cache: TransformersCache) -> tuple[list[Any], list[str]]:
         values, names = flatten_layers(layers_of(cache), plain=plain)
         if not vars(cache).keys() <= _STANDARD:
-            template, paths, leaves = read_object(cache, _STANDARD)
+            template, paths, leaves = _read_object(cache, _STANDARD)
             values = [*values, *leaves]
             names = [*names, _OWN + template, *paths]
         return values, names
@@ -112,22 +113,30 @@ def _cache_functions(cls: type) -> tuple[Flatten, Unflatten]:
     return flatten, unflatten
 
 
+def _read_object(obj: object, without: Container[str]) -> tuple[str, list[str], list[Any]]:
+    """Read an object by its attributes: their template as JSON, and paths and values of its leaves."""
+    held = vars(obj)
+    own = {name: value for name, value in held.items() if name not in without}
+    if PLACEHOLDERS in held:
+        template = held[PLACEHOLDERS]
+        leaves = follow_state(template, own)
+    else:
+        template, leaves = read_state(own)
+    return json.dumps(template), leaf_paths(template), leaves
+
+
 # -- no Cache at all -------------------------------------------------------------------------------------------------
 
 
 def _plain_functions(cls: type) -> tuple[Flatten, Unflatten]:
+    new: Any = builtin_base(cls).__new__  # `KVSharingDict` is a dict
+
     def flatten(obj: object) -> tuple[list[Any], list[str]]:
-        template, paths, leaves = read_object(obj, {PLACEHOLDERS})
+        template, paths, leaves = _read_object(obj, {PLACEHOLDERS})
         return leaves, [_OWN + template, *paths]
 
     def unflatten(values: Iterable[Any], context: list[str], output_type: type | None = None) -> TransformersCache:
-        leaves = list(values)
-        obj = object_builder(cls, context[0].removeprefix(_OWN))(leaves)
-        return (
-            rebuild_by_attributes(cls, read_template(context[0].removeprefix(_OWN)), iter(leaves), 0)
-            if obj is None
-            else obj
-        )
+        return rebuild_by_attributes(cls, read_template(context[0].removeprefix(_OWN)), iter(values), 0, new)
 
     return flatten, unflatten
 

@@ -61,14 +61,15 @@ def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Templat
         if name in _DROPPED:
             continue
         template[name] = []  # in its place
-        if follows_leaf(name, value):
+        if isinstance(value, (torch.dtype, torch.device)) or name in SIZES:  # as of a leaf that also has them
             waiting.append((name, value))
         elif in_cache and name in LENGTHS and not _is_position(name, value, held):
             template[name] = ["length"]
         else:
             template[name] = _read(value, name, leaves)
+    paths = leaf_paths(template) if waiting else []
     for name, value in waiting:
-        template[name] = read_like(name, value, leaves, template)
+        template[name] = _read_like(name, value, leaves, paths)
     return template, leaves
 
 
@@ -131,14 +132,8 @@ def _holds_leaves(values: Iterable[Any], name: str) -> bool:
     )
 
 
-def follows_leaf(name: str, value: object) -> bool:
-    """Return whether an attribute is a dtype, a device or a size, which follow the leaf that also has them."""
-    return isinstance(value, (torch.dtype, torch.device)) or name in SIZES
-
-
-def read_like(name: str, value: object, leaves: list[Any], template: Template) -> list[Any]:
+def _read_like(name: str, value: object, leaves: list[Any], paths: list[str]) -> list[Any]:
     """Return the entry of a dtype, device or size: it follows a leaf that also has it, and is fixed otherwise."""
-    paths = leaf_paths(template)
     if name in SIZES:
         path, axis = SIZES[name]
         index = paths.index(path) if path in paths else None

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from roundpipe_runtime.batch.splitting import split
 from tests.flatten.huggingface.caches.cache_cases import made, round_trip
-from yobx_flatten.huggingface.caches import fast_path, layouts
+from yobx_flatten.huggingface.caches import layouts
 from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache, unflatten_dynamic_cache
 
 
@@ -82,8 +82,8 @@ class TimesSeen(torch.nn.Module):
 def program_of(monkeypatch, *, earlier):
     """A program for a cache that has seen 9 tokens; of an earlier version, which flattened the number as it was."""
     with monkeypatch.context() as patched:
-        for module in (layouts, fast_path) if earlier else ():
-            patched.setattr(module, "length_leaf", lambda seen: seen)
+        if earlier:
+            patched.setattr(layouts, "length_leaf", lambda seen: seen)
         shapes = {"x": None, "cache": [{}, {}, {}, {}, Dim.AUTO]}
         return torch.export.export(TimesSeen(), (torch.ones(2), made("WW", length=9)), dynamic_shapes=shapes)
 

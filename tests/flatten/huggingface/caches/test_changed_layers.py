@@ -1,4 +1,4 @@
-"""What was read before is tried first, and believed only where it is still so."""
+"""Layers are read as they are now, whatever they were at the last flattening."""
 
 import collections
 import threading
@@ -11,18 +11,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from tests.flatten.huggingface.caches.cache_cases import same_leaves
 from tests.flatten.huggingface.caches.every_cache import LAYERS, differences, layer_of
 from yobx_flatten.errors import CacheStructureError, StaticDataError
-from yobx_flatten.huggingface.caches import fast_path as quick
 from yobx_flatten.huggingface.caches import layouts
 from yobx_flatten.huggingface.caches.layouts import flatten_layers, unflatten_layers
 
 pytestmark = pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="layer classes of 5.23")
 every_layer = pytest.mark.parametrize("name", LAYERS)
-
-
-def read_anew(layers, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(quick, "_READINGS", {})
-        return flatten_layers(layers, plain=True)
 
 
 def mixed(name):
@@ -31,12 +24,12 @@ def mixed(name):
 
 
 @every_layer
-def test_the_second_time_gives_what_the_first_gave(name, monkeypatch):
+def test_the_second_time_gives_what_the_first_gave(name):
     """The same names, the same leaves in the same order, also where kinds of layers take turns."""
     # those of UnlimitedOcr count the tokens behind the prefill, and stand beside none of the others
     kinds = [[layer_of(name), layer_of(name)]] if name.startswith("Unlimited") else [mixed(name), mixed(name)[:2]]
     for layers in kinds:
-        leaves, names = read_anew(layers, monkeypatch)
+        leaves, names = flatten_layers(layers, plain=True)
         for _ in range(2):
             found, found_names = flatten_layers(layers, plain=True)
             assert found_names == names
@@ -82,7 +75,6 @@ CHANGES = {
     "the keys of two dicts exchanged": lambda layer: vars(layer).update(flags=layer.sizes, sizes=layer.flags),
     "an equal number of another type": lambda layer: layer.sizes.update(width=5000.0),
     "a dict of another class": lambda layer: setattr(layer, "sizes", collections.OrderedDict(layer.sizes)),
-    "the class of a subclass": lambda layer: setattr(layer, "__class__", type("Noted", (Noted,), {})),
     "a longer list": lambda layer: layer.parts.append(None),
     "a tuple for a list": lambda layer: setattr(layer, "parts", tuple(layer.parts)),
     "None for a tensor": lambda layer: setattr(layer, "parts", None),
@@ -99,16 +91,14 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_layer_that_changed_is_read_anew(change, monkeypatch):
-    """Whatever changed, the names are what they would have been without a first time."""
+def test_a_layer_that_changed_is_rebuilt_as_it_is_now(change):
+    """Whatever changed, the rebuilt layer is as the changed one, and not as at the first flattening."""
     layer = Noted()
-    for _ in range(2):
-        flatten_layers([layer], plain=True)
+    unflatten_layers(*flatten_layers([layer], plain=True))
     CHANGES[change](layer)
-    expected, names = read_anew([layer], monkeypatch)
-    found, found_names = flatten_layers([layer], plain=True)
-    assert found_names == names
-    assert all(a is b for a, b in zip(found, expected, strict=True))
+    [rebuilt] = unflatten_layers(*flatten_layers([layer], plain=True))
+    assert differences(rebuilt, layer) == []
+    assert list(vars(rebuilt)) == list(vars(layer))
 
 
 def test_what_cannot_be_stored_is_still_refused():
@@ -128,16 +118,6 @@ def test_a_window_is_remembered_on_every_device(monkeypatch):
     for _ in range(2):
         rebuilt = unflatten_layers(*flatten_layers(layers, plain=True))
         assert [layer._sliding_window_tensor.device.type for layer in rebuilt] == ["cpu", "meta"]
-
-
-def test_an_equal_number_that_is_another_object_is_no_change(monkeypatch):
-    """Numbers are compared where they are not identical: the layer is not read anew."""
-    layer = Noted()
-    expected = flatten_layers([layer], plain=True)
-    layer.sizes["width"] = int("5000")
-    monkeypatch.setattr(layouts, "_read", None)  # reads anew
-    leaves, names = flatten_layers([layer], plain=True)
-    assert (list(map(id, leaves)), names) == (list(map(id, expected[0])), expected[1])
 
 
 @pytest.mark.parametrize("name", ["DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAttentionLayer"])
@@ -233,12 +213,3 @@ def test_plans_of_many_layouts_are_found_from_many_threads():
         thread.join()
     assert wrong == []
     assert len(layouts._RECENT) <= 8
-
-
-def test_few_readings_are_kept():
-    """Caches of ever new sizes do not fill the memory."""
-    for room in range(20, 40):
-        layer = cache_utils.StaticLayer(room)
-        layer.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))
-        assert flatten_layers([layer], plain=False)[1][0] == f"key_S{room}_0"
-    assert len(quick._READINGS[False, cache_utils.StaticLayer]) == 8

@@ -17,7 +17,6 @@ import argparse
 import importlib
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu import wheels  # noqa: E402  found from the root only
+from benchmarks.gpu.apart import Done, run_apart  # noqa: E402
 from benchmarks.gpu.records import Records  # noqa: E402
 
 PARTS = ("profile", "tests", "1.7B", "8B", "lora", "long")
@@ -35,7 +35,9 @@ UNFINISHED = 75
 ROUNDING = 0.02  # of a loss in bfloat16, relative
 TESTS_MINUTES = 4.0
 PROGRAM_SECONDS = 150.0  # for one program, its start included
+COMPILE_SECONDS = 240.0  # for what it compiles when it runs first
 STARTED = 40.0  # seconds below which a program is left to the next call
+OPERATORS = wheels.CACHE / "operators"  # what programs compile
 
 
 class OutOfTimeError(Exception):
@@ -100,16 +102,28 @@ class Day:
     def _tests(self) -> None:
         environment = self._environment("base", "bitsandbytes", "torchao")
         environment |= {"GPU_DAY_RECORDS": str(self.records.folder), "GPU_TESTS_DEVICE": self.device}
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "benchmarks.gpu.noted_tests", "-q",
-                   "-p", "no:cacheprovider", "--tb=short", "tests/gpu"]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            "gpu",
+            "-p",
+            "benchmarks.gpu.noted_tests",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--tb=short",
+            "tests/gpu",
+            "-W",
+            "ignore::SyntaxWarning",
+        ]  # fmt: skip  of a library from a wheel, when Python compiles its source
         if self.device.startswith("late"):
             command += ["-p", "tests.accelerator.plugin"]
         limit = min(60 * TESTS_MINUTES, self.left(STARTED) - 5)
-        with (self.records.folder / "tests.log").open("a", encoding="utf-8") as log:
-            try:
-                subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=limit)
-            except subprocess.TimeoutExpired:
-                say(f"the tests were not done in {limit:.0f} s: the same line goes on")
+        done = run_apart(command, environment, limit, log=self.records.folder / "tests.log")
+        if done.status is None:
+            say(f"the tests were not done in {limit:.0f} s: the same line goes on")
         found = self.records.of("test")
         outcomes = [one["outcome"] for one in found.values()]
         counts = ", ".join(f"{outcomes.count(name)} {name}" for name in ("passed", "failed", "skipped"))
@@ -148,10 +162,7 @@ class Day:
         key = f"{row.name} | {program}"
         if self.records.of("row").get(key, {"missing": True}).get("missing") is None:
             return
-        limit = min(PROGRAM_SECONDS, self.left(STARTED / 4 if self.tiny else STARTED) - 5)
-        found = self._apart(program, row, limit)
-        if found is None:  # it had less time than others have
-            raise OutOfTimeError
+        found = self._apart(program, row)
         found |= {"row": row.name, "program": program, "tokens": row.tokens}
         found |= self._disagreement(row, found)
         self.records.add("row", key, found)
@@ -159,8 +170,8 @@ class Day:
         shown = f"{found['tokens per second']:,.0f} tokens/s" if "seconds" in found else ""
         say(f"{program}: {', '.join(filter(None, (shown, found.get('error'))))}")
 
-    def _apart(self, program: str, row: Any, limit: float) -> dict[str, Any] | None:
-        """What a program found in a process of its own, or why it found nothing; ``None`` if it has to run again."""
+    def _apart(self, program: str, row: Any) -> dict[str, Any]:
+        """What a program found in a process of its own, or why it found nothing."""
         from benchmarks.gpu.programs import CUDA_ONLY, NEEDS, missing
 
         if program in CUDA_ONLY and not self.device.startswith("cuda"):
@@ -169,22 +180,44 @@ class Day:
         environment = self._environment("base", *filter(None, [group]))
         if absent := missing(program, row, environment["PYTHONPATH"].split(os.pathsep)):
             return {"error": f"without {', '.join(absent)}, which {wheels.LINE} fetches", "missing": absent}
+        if error := self._compiled(program, environment):
+            return error
         command = [sys.executable, "-m", "benchmarks.gpu.measure", row.name, program, "--device", self.device]
-        command += ["--seconds", str(limit - 10)]
-        timed_out = False
-        try:
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit)
-            out, error, status = done.stdout, done.stderr, done.returncode
-        except subprocess.TimeoutExpired as expired:
-            out, error, status = (expired.stdout or b"").decode(), (expired.stderr or b"").decode(), 0
-            timed_out = True
-        lines = [line for line in out.splitlines() if line.startswith("{")]
+        limit = self._share(PROGRAM_SECONDS)
+        done = run_apart([*command, "--seconds", str(limit - 10)], environment, limit)
+        lines = [line for line in done.out.splitlines() if line.startswith("{")]
         if lines:  # the last one has most
             found: dict[str, Any] = json.loads(lines[-1])
             return found
-        if timed_out:
-            return {"error": f"no step was timed in {limit:.0f} s"} if limit >= PROGRAM_SECONDS else None
-        return {"error": _reason(error) or f"exit status {status}", "stderr": error[-3000:]}
+        return self._ended(done, limit, PROGRAM_SECONDS, "no step was timed")
+
+    def _compiled(self, program: str, environment: dict[str, str]) -> dict[str, Any] | None:
+        """Compile what a program needs, once in a day and before its time is taken; an error if that fails."""
+        from benchmarks.gpu.programs import COMPILED
+
+        if program not in COMPILED or program in self.records.of("compiled"):
+            return None
+        for lock in OPERATORS.rglob("lock"):  # of a process that was ended: torch would wait for it forever
+            lock.unlink()
+        limit, start = self._share(COMPILE_SECONDS), time.monotonic()
+        done = run_apart([sys.executable, "-c", COMPILED[program]], environment, limit)
+        if done.status != 0:
+            return self._ended(done, limit, COMPILE_SECONDS, "its operators were not compiled")
+        self.records.add("compiled", program, {"seconds": time.monotonic() - start})
+        return None
+
+    def _share(self, most: float) -> float:
+        """Seconds for a process: so many, or what is left of the call."""
+        return min(most, self.left(STARTED / 4 if self.tiny else STARTED) - 5)
+
+    @staticmethod
+    def _ended(done: Done, limit: float, most: float, what: str) -> dict[str, Any]:
+        """Why a process found nothing; one that had less time than others have runs again in the next call."""
+        if done.status is None and limit < most:
+            raise OutOfTimeError
+        if done.status is None:
+            return {"error": f"{what} in {limit:.0f} s", "stderr": done.error[-3000:]}
+        return {"error": _reason(done.error) or f"exit status {done.status}", "stderr": done.error[-3000:]}
 
     def _environment(self, *groups: str) -> dict[str, str]:
         paths = [path for group in groups for path in wheels.unpacked(self._wheels, group)]
@@ -192,6 +225,7 @@ class Day:
         return {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([*paths, str(ROOT), *([before] if before else [])]),
+            "TORCH_EXTENSIONS_DIR": str(OPERATORS),
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }

@@ -2,17 +2,20 @@
 
 import json
 import os
-import subprocess
+import signal
 import sys
+import time
 import zipfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("transformers")
 
 from benchmarks import gpu_day
-from benchmarks.gpu import page, wheels
+from benchmarks.gpu import page, programs, wheels
+from benchmarks.gpu.apart import Done, run_apart
 from benchmarks.gpu.measure import copied_bytes
 from benchmarks.gpu.programs import PROGRAMS
 from benchmarks.gpu.records import Records
@@ -24,10 +27,10 @@ from tests.cases import cases
 ROOT = Path(__file__).parent.parent
 
 
-def forked(command, *, timeout, **options):
-    """In the place of ``subprocess.run``: a fork of a process that has imported transformers."""
-    options = {name: options[name] for name in ("env", "cwd")}
-    return fresh_process.run(*command[1:], imported=fresh_process.TRAINER, **options)
+def forked(command, environment, limit):
+    """In the place of a process that imports everything: a fork of one that has imported transformers."""
+    done = fresh_process.run(*command[1:], imported=fresh_process.TRAINER, env=environment, cwd=ROOT)
+    return Done(done.stdout, done.stderr, done.returncode)
 
 
 @pytest.fixture
@@ -35,7 +38,7 @@ def day(tmp_path, monkeypatch):
     """Runs the command in this process, on a virtual device and tiny models, and returns its status."""
     pytest.importorskip("peft")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(gpu_day.subprocess, "run", forked)
+    monkeypatch.setattr(gpu_day, "run_apart", forked)
 
     def run(*arguments):
         options = ("--shapes", "tiny", "--device", "cpu", "--out", str(tmp_path))
@@ -81,20 +84,79 @@ def test_time_that_is_over_ends_the_call_before_the_next_program(day, capfd):
     assert "the same line again goes on" in capfd.readouterr().out
 
 
+@pytest.fixture
+def made(tmp_path):
+    """A day on a virtual device, whose processes a test replaces."""
+    return gpu_day.Day("cpu", Records(tmp_path), None, tiny=True, minutes=9)
+
+
 @pytest.mark.parametrize("printed", ['{"losses": [1.0], "seconds": [2.0], "tokens per second": 5.0}\n', ""])
-def test_a_program_that_is_ended_keeps_what_it_printed(tmp_path, monkeypatch, printed):
-    """And one that printed nothing has no result, unless it had the time that everyone has."""
-
-    def ended(command, *, timeout, **_):
-        raise subprocess.TimeoutExpired(command, timeout, printed.encode(), b"")
-
-    monkeypatch.setattr(gpu_day.subprocess, "run", ended)
-    made = gpu_day.Day("cpu", Records(tmp_path), None, tiny=True, minutes=9)
+def test_a_program_that_is_ended_keeps_what_it_printed(made, monkeypatch, printed):
+    """And one that printed nothing runs again in the next call, unless it had the time that everyone has."""
+    monkeypatch.setattr(gpu_day, "run_apart", lambda command, environment, limit: Done(printed, "at line 3", None))
     row = rows_of("1.7B", tiny=True)[0]
-    found = made._apart(OURS[0], row, 30.0)
-    assert found == (json.loads(printed) if printed else None)
-    whole = made._apart(OURS[0], row, gpu_day.PROGRAM_SECONDS)
-    assert ("error" in whole) == (not printed)
+    whole = made._apart(OURS[0], row)
+    assert whole == (json.loads(printed) if printed else {"error": "no step was timed in 150 s", "stderr": "at line 3"})
+    made._end = time.monotonic() + 60
+    if printed:
+        assert made._apart(OURS[0], row) == whole
+    else:
+        with pytest.raises(gpu_day.OutOfTimeError):
+            made._apart(OURS[0], row)
+
+
+def test_a_process_is_ended_with_what_it_started(tmp_path):
+    """A compiler below it would go on, and keep its output open."""
+    other = "import os, time; open('other', 'w').write(str(os.getpid())); time.sleep(600)"
+    started = f"""
+import os, subprocess, sys, time
+os.chdir({str(tmp_path)!r})
+subprocess.Popen([sys.executable, "-c", {other!r}])
+while not os.path.exists("other") or not open("other").read():
+    time.sleep(0.01)
+print("it runs", flush=True)
+time.sleep(600)
+"""
+    begin = time.monotonic()
+    done = run_apart([sys.executable, "-S", "-c", started], dict(os.environ), 10.0)
+    assert done == Done("it runs\n", "", None)
+    assert time.monotonic() - begin < 60
+    gone = int((tmp_path / "other").read_text())
+    for _ in range(100):  # whoever inherits it takes note of its end a moment later
+        if not psutil.pid_exists(gone) or psutil.Process(gone).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.1)
+    os.kill(gone, signal.SIGKILL)
+    pytest.fail("the process below goes on")
+
+
+def test_output_goes_to_a_log_and_a_status_comes_back(tmp_path):
+    """Both kinds of output, after what is there."""
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    command = [sys.executable, "-S", "-c", "import sys; print('out'); sys.stdout.flush(); sys.exit('error')"]
+    assert run_apart(command, dict(os.environ), 60.0, log=log).status == 1
+    assert log.read_text() == "before\nout\nerror\n"
+
+
+def test_operators_are_compiled_once_and_before_a_program_has_its_time(made, monkeypatch, tmp_path):
+    """Without the lock of a process that was ended while it compiled, for which torch waits without an end."""
+    name = "DeepSpeed ZeRO-3 offload"
+    monkeypatch.setattr(gpu_day, "OPERATORS", tmp_path / "operators")
+    lock = tmp_path / "operators" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    calls = []
+
+    def run(command, environment, limit):
+        calls.append((command, limit, lock.exists()))
+        return Done("", "c++\nRuntimeError: no compiler", 1 if len(calls) == 1 else 0)
+
+    monkeypatch.setattr(gpu_day, "run_apart", run)
+    assert made._compiled(name, {})["error"] == "RuntimeError: no compiler"
+    assert made._compiled(name, {}) is made._compiled(name, {}) is made._compiled(OURS[0], {}) is None
+    line = [sys.executable, "-c", programs.COMPILED[name]]
+    assert calls == [(line, gpu_day.COMPILE_SECONDS, False)] * 2
 
 
 def test_a_damaged_last_line_is_no_result(tmp_path):
@@ -106,12 +168,10 @@ def test_a_damaged_last_line_is_no_result(tmp_path):
     assert list(records.of("row")) == ["a"]
 
 
-def test_other_losses_are_named(tmp_path):
+def test_other_losses_are_named(made):
     """The first one of everyone; those after it where no step is late."""
-    records = Records(tmp_path)
-    made = gpu_day.Day("cpu", records, None, tiny=True, minutes=9)
     row = ROWS[0]
-    records.add("row", "first", {"row": row.name, "program": OURS[0], "losses": [2.0, 1.0, 0.5]})
+    made.records.add("row", "first", {"row": row.name, "program": OURS[0], "losses": [2.0, 1.0, 0.5]})
     assert not made._disagreement(row, {"program": "FSDP2, CPU offload", "losses": [2.01, 1.0, 0.5]})
     assert made._disagreement(row, {"program": "FSDP2, CPU offload", "losses": [2.0, 1.0, 0.6]})
     assert made._disagreement(row, {"program": "FSDP2, CPU offload", "losses": [float("nan")]})
@@ -155,7 +215,7 @@ def test_copies_of_a_profile_are_added_up():
 
 def test_wheels_are_unpacked_without_pip(tmp_path, monkeypatch):
     """Once, with what belongs into the folder of pure Python; a group without wheels adds no folder."""
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(wheels, "CACHE", tmp_path / "cache")
     (tmp_path / "base").mkdir()
     with zipfile.ZipFile(tmp_path / "base" / "thing-1-py3-none-any.whl", "w") as archive:
         archive.writestr("thing/__init__.py", "x = 1")

@@ -11,9 +11,10 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-__all__ = ["LINE", "fetch", "unpacked"]
+__all__ = ["CACHE", "LINE", "fetch", "unpacked"]
 
 LINE = "python benchmarks/gpu_day.py --wheels DIR"  # where there is a network; then with a part, there
+CACHE = Path.home() / ".cache" / "gpu-day"
 
 _MOST = 40e6  # bytes of all wheels
 _PYTHON = "3.12"
@@ -77,7 +78,7 @@ def unpacked(folder: Path | None, group: str) -> list[str]:
         return []
     names = ",".join(f"{wheel.name} {wheel.stat().st_size}" for wheel in wheels)
     known = hashlib.sha256(names.encode()).hexdigest()[:12]
-    place = Path.home() / ".cache" / "gpu-day" / f"{group}-{known}"
+    place = CACHE / f"{group}-{known}"
     if not place.is_dir():
         place.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(dir=place.parent))

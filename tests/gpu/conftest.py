@@ -1,5 +1,6 @@
 """The device of the tests, and kernels that give the same bits twice."""
 
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -12,6 +13,10 @@ import torch
 from tests.gpu.models import CASES, Case
 from tests.gpu.place import Place
 from tests.runtime.conftest import folder_on_disk  # noqa: F401  a fixture
+
+# Transformers imports it with the first model, and it registers nodes of pytrees for good: not within a test.
+if importlib.util.find_spec("torchao") is not None:
+    importlib.import_module("torchao")
 
 
 @pytest.fixture

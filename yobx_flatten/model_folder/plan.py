@@ -27,10 +27,10 @@ from ..huggingface.position_switch import rereads_at_switch, switch_of
 from ..recipe.aliases import TransformersModel
 from .client_layout import check_layout
 from .genai_files import check_genai
-from .pieces.tasks import GENERATES, SPEAKS, pieces_for, task_of
+from .pieces.tasks import GENERATES, SPEAKS, TASKS, pieces_for, task_of
 from .pieces.text import Piece
 from .sentence import SentenceModel, SentenceModules, read_modules, with_embedding
-from .source.classes import without_peft
+from .source.classes import class_of_task, without_peft
 from .source.open import OpenedModel
 from .source.switched import read_adapters, rooms_of
 from .targets import FolderFormat, fitting_text
@@ -175,7 +175,22 @@ def _cut(
     if form.layout == "genai":
         check_genai(model, task_of(model) if task == "auto" else task)
         how["for_genai"] = True
+    _check_class(model, task)
     return pieces_for(model, task, form.batch, proof=every, **how)
+
+
+def _check_class(model: TransformersModel, task: str) -> None:
+    """Refuse a task that the model's own class is not of, where one call does both: scores are no embeddings."""
+    found, kind = task_of(model), type(model)
+    if task not in TASKS or task == found or TASKS[task] is not TASKS[found]:
+        return
+    if found == "feature-extraction" and class_of_task(model.config, task, kind) is kind:
+        return
+    has_base = task == "feature-extraction" and model.base_model is not model
+    base = f"\n    export_folder(model.base_model, ..., task={task!r})" if has_base else ""
+    raise InvalidArgumentError(
+        f"A {kind.__qualname__} is for {found}, not for {task}. Leave the task out, or ask for {found}.{base}"
+    )
 
 
 def _check_model(model: TransformersModel, form: FolderFormat, dtype: str, proof: Proof) -> None:

@@ -34,8 +34,11 @@ def write_companions(
     # known
     # reads_bytes: whether a model without a folder gets a tokenizer of bytes: one with random weights, which were
     # trained on no other
-    model.config.architectures = model.config.architectures or [type(model).__name__]
-    model.config.save_pretrained(folder)
+    config = copy.deepcopy(model.config)
+    config.architectures = [
+        type(model).__name__
+    ]  # where a base was loaded, the configuration states the class around it
+    config.save_pretrained(folder)
     _without_code(folder / "config.json")
     if getattr(model, "generation_config", None) is not None:
         generation = copy.deepcopy(model.generation_config)

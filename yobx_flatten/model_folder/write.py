@@ -152,7 +152,7 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
     check_target(place, overwrite)
     if adapters is not None and weights == "stream":
         raise InvalidArgumentError("adapters= are put into the layers of a model in memory. Leave weights= out.")
-    opened = _open(model, dtype, weights, form.name, unmatched_weights, trust=trust_remote_code)
+    opened = _open(model, dtype, weights, form.name, unmatched_weights, trust=trust_remote_code, task=task)
     tokenizer, accuracy = None if source is None else pathlib.Path(source), Accuracy(proof, quantize, calibration)
     return _published(plan_folder(opened, place, form, accuracy, task, tokenizer, adapters), place)
 
@@ -356,6 +356,7 @@ def _open(
     unmatched: UnmatchedWeights | None,
     *,
     trust: bool,
+    task: str,
 ) -> OpenedModel:
     """The model itself, or the one that is named."""
     if isinstance(model, (str, os.PathLike, FoundModel)):
@@ -363,7 +364,12 @@ def _open(
         if unmatched is not None:
             check_unmatched(unmatched)
             found = dataclasses.replace(found, unmatched_weights=unmatched)
-        return open_model(found, dtype=dtype or "float32", weights=weights, to=to)
+        stated, found = found.config.architectures, found.for_task(task)
+        opened = open_model(found, dtype=dtype or "float32", weights=weights, to=to)
+        if not stated or stated == found.config.architectures:
+            return opened
+        noted = f"{type(opened.model).__name__} was exported for {task}; the model is stored as a {stated[0]}."
+        return dataclasses.replace(opened, remarks=(noted, *opened.remarks))
     given = {"dtype": dtype, "weights": None if weights == "auto" else weights, "unmatched_weights": unmatched}
     for name, value in given.items():
         if value is not None:

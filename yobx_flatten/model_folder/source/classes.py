@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from ...errors import InvalidArgumentError
@@ -15,6 +18,30 @@ _AUTO_CLASSES = (
     "AutoModelForCausalLM",
     "AutoModel",
 )
+_SEGMENTS = ("Semantic", "Universal", "Instance", "Image")
+_OF_TASK: Mapping[str, tuple[str, ...]] = {
+    "text-generation": ("AutoModelForCausalLM",),
+    "text2text-generation": ("AutoModelForSeq2SeqLM",),
+    "automatic-speech-recognition": ("AutoModelForSpeechSeq2Seq",),
+    "image-text-to-text": ("AutoModelForImageTextToText",),  # those so far write text
+    "fill-mask": ("AutoModelForMaskedLM",),
+    "text-classification": ("AutoModelForSequenceClassification",),
+    "token-classification": ("AutoModelForTokenClassification",),
+    "feature-extraction": ("AutoModel",),
+    "ctc": ("AutoModelForCTC",),
+    "audio-classification": ("AutoModelForAudioClassification", "AutoModelForSequenceClassification"),
+    "image-classification": ("AutoModelForImageClassification",),
+    "video-classification": ("AutoModelForVideoClassification",),
+    "question-answering": ("AutoModelForQuestionAnswering",),
+    "object-detection": ("AutoModelForObjectDetection",),
+    "image-segmentation": tuple(f"AutoModelFor{kind}Segmentation" for kind in _SEGMENTS),
+    "depth-estimation": ("AutoModelForDepthEstimation",),
+    "multiple-choice": ("AutoModelForMultipleChoice",),
+    "zero-shot-image-classification": ("AutoModelForZeroShotImageClassification",),
+    "text-to-audio": ("AutoModelForTextToSpectrogram", "AutoModelForTextToWaveform"),
+}
+_KEPT = (*itertools.islice(_OF_TASK, 4), "feature-extraction")
+_HEAD = re.compile(r"For[A-Z]|LMHeadModel$")
 
 
 def class_for(config: Any) -> Any:
@@ -28,6 +55,26 @@ def class_for(config: Any) -> Any:
     if found is not None:
         return found
     raise InvalidArgumentError(f"transformers has no model for a {type(config).__qualname__}.")
+
+
+def class_of_task(config: Any, task: str, own: Any) -> Any:
+    """Return the class that a task asks for: a model's own where it is of the task, or transformers has no other."""
+    kinds = [kind for name in _OF_TASK.get(task, ()) if (kind := _of_kind(name, config)) is not None]
+    flat = [one for kind in kinds for one in (kind if isinstance(kind, tuple) else (kind,))]
+    # of a class without a head, such as DPRContextEncoder or one with a projection, AutoModel may be another part; and
+    # a head that was trained for something else does not write text
+    stays = (task == "feature-extraction") != bool(_HEAD.search(own.__name__)) and task in _KEPT
+    return own if own in flat or stays or not flat else flat[0]
+
+
+def architecture_of_task(config: Any, task: str, *, runs_code: bool) -> str:
+    """Return the name of the class that a task asks for, also one of Python files next to the configuration."""
+    if not runs_code:
+        return str(class_of_task(config, task, class_for(config)).__name__)
+    named: Mapping[str, str] = getattr(config, "auto_map", None) or {}
+    wanted = [str(named[name]).rpartition(".")[2] for name in _OF_TASK.get(task, ()) if name in named]
+    stated = list(getattr(config, "architectures", None) or [])
+    return wanted[0] if wanted and not {*wanted} & {*stated} else "".join(stated[:1])
 
 
 def base_class_for(config: Any) -> Any:

@@ -15,7 +15,7 @@ from ...errors.messages import first_line
 from ...files.document import check_own
 from ..sentence import pools
 from .adapter import base_of, holds_adapter, merged, not_found
-from .classes import base_class_for, class_for
+from .classes import architecture_of_task, base_class_for, class_for
 from .configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
 from .gguf_file import GGUF, gguf_config, gguf_tokenizer, gguf_weights, is_gguf
 from .origin import reader_of
@@ -73,6 +73,20 @@ class FoundModel:
         if self.has_weights:
             return self.name
         return f"{self.name}: {'a small model' if self.is_small else 'a configuration'} with random weights"
+
+    def for_task(self, task: str) -> FoundModel:
+        """Return it with the class of a task, which is often not that of the training, as for embeddings."""
+        stated = self.config.architectures or ()
+        chosen = "" if task == "auto" else architecture_of_task(self.config, task, runs_code=self.runs_code)
+        if not chosen or chosen in stated:
+            return self
+        config = copy.deepcopy(self.config)
+        config.architectures = [chosen]
+        found = dataclasses.replace(self, config=config)
+        if task != "feature-extraction" or not self.has_weights or not stated:
+            return found
+        unmatched: UnmatchedWeights = "unused" if self.unmatched_weights == "refuse" else self.unmatched_weights
+        return dataclasses.replace(found, unmatched_weights=unmatched, trained_as=tuple(stated))
 
     def load(self, *, dtype: str = "float32") -> Any:
         """Return the model, in evaluation mode."""

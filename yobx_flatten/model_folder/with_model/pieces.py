@@ -25,6 +25,9 @@ def load_model(given: TransformersModel | str | os.PathLike[str], manifest: Fold
     if not isinstance(given, (str, os.PathLike)):
         return without_peft(given)
     found = dataclasses.replace(find_model(os.fspath(given)), adapter=None)
+    of_task = found.for_task(manifest.task)
+    if manifest.model in (of_task.config.architectures or ()):
+        found = of_task
     return found.load(dtype=manifest.dtype)
 
 

@@ -1,0 +1,102 @@
+"""The task decides which class of a checkpoint is exported, as the automatic classes of transformers do."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+ort = pytest.importorskip("onnxruntime")
+
+from yobx_flatten import export_folder  # noqa: E402
+from yobx_flatten.errors import InvalidArgumentError, ModelSourceError  # noqa: E402
+
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.5,
+}
+IDS = torch.tensor([[5, 9, 11, 42, 7], [8, 3, 17, 60, 98]])
+MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+
+
+def stored(tmp_path, kind, config):
+    torch.manual_seed(0)
+    getattr(transformers, kind)(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "stored_as"),
+    [
+        ("BertForMaskedLM", "BertConfig", "BertModel"),
+        ("BertForPreTraining", "BertConfig", "BertModel"),
+        ("RobertaForTokenClassification", "RobertaConfig", "RobertaModel"),
+        ("ElectraForPreTraining", "ElectraConfig", "ElectraModel"),
+    ],
+)
+def test_embeddings_of_a_checkpoint_with_a_head_are_those_of_automodel(tmp_path, kind, config, stored_as):
+    """The file of a masked language model wrote scores of the vocabulary, and was called verified."""
+    folder = stored(tmp_path, kind, getattr(transformers, config)(**SIZES, pad_token_id=1))
+    with torch.no_grad():
+        wanted = transformers.AutoModel.from_pretrained(folder).eval()(IDS, attention_mask=MASK).last_hidden_state
+    done = export_folder(folder, tmp_path / "out", task="feature-extraction", proof="sample")
+    session = ort.InferenceSession(tmp_path / "out" / "model.onnx")
+    feed = {"input_ids": IDS, "attention_mask": MASK, "token_type_ids": torch.zeros_like(IDS)}
+    names = [output.name for output in session.get_outputs()]
+    found = session.run(None, {port.name: feed[port.name].numpy() for port in session.get_inputs()})
+    hidden = torch.tensor(found[names.index("last_hidden_state")])
+    assert hidden.shape == wanted.shape
+    assert torch.allclose(hidden[MASK.bool()], wanted[MASK.bool()], atol=1e-4)
+    assert "logits" not in names
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [stored_as]
+    assert f"{stored_as} was exported for feature-extraction; the model is stored as a {kind}." in str(
+        done.reports["model.onnx"]
+    )
+
+
+def test_a_base_with_tied_scores_writes_text_where_the_task_asks_for_it(tmp_path):
+    """GPT2Model holds all weights of its language model; the folder was refused."""
+    folder = stored(tmp_path, "GPT2Model", transformers.GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=4))
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    export_folder(folder, tmp_path / "out", task="text-generation", to="program", proof="sample")
+    from yobx_flatten import open_generator
+
+    found = open_generator(tmp_path / "out", trust=True).generate(IDS, max_new_tokens=4)
+    assert torch.equal(torch.as_tensor(found), wanted.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "line"),
+    [
+        ("BertForMaskedLM", "text-classification", "lacks .* of BertForSequenceClassification, which would be random"),
+        ("BertModel", "token-classification", "lacks .* of BertForTokenClassification, which would be random"),
+        ("BertForMaskedLM", "text-generation", "is for fill-mask, not for text-generation"),
+        ("BertForMaskedLM", "depth-estimation", "is for fill-mask, not for depth-estimation"),
+    ],
+)
+def test_a_head_that_the_checkpoint_lacks_is_refused_by_name(tmp_path, kind, task, line):
+    """Any encoder was exported under the name of any task."""
+    folder = stored(tmp_path, kind, transformers.BertConfig(**SIZES))
+    with pytest.raises((ModelSourceError, InvalidArgumentError), match=line):
+        export_folder(folder, tmp_path / "out", task=task)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_loaded_model_of_another_class_names_the_base_which_exports(tmp_path):
+    """The class of an object is the caller's choice, so the line names what to pass."""
+    torch.manual_seed(0)
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)).eval()
+    stated = list(model.config.architectures or [])
+    with pytest.raises(
+        InvalidArgumentError, match=r"export_folder\(model\.base_model, \.\.\., task='feature-extraction'"
+    ):
+        export_folder(model, tmp_path / "out", task="feature-extraction")
+    with pytest.raises(InvalidArgumentError, match="is for feature-extraction, not for text-classification"):
+        export_folder(model.base_model, tmp_path / "out", task="text-classification")
+    export_folder(model.base_model, tmp_path / "out", task="feature-extraction", to="program", proof="sample")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["BertModel"]
+    assert list(model.config.architectures or []) == stated

@@ -35,9 +35,7 @@ def write_companions(
     # reads_bytes: whether a model without a folder gets a tokenizer of bytes: one with random weights, which were
     # trained on no other
     config = copy.deepcopy(model.config)
-    config.architectures = [
-        type(model).__name__
-    ]  # where a base was loaded, the configuration states the class around it
+    config.architectures = [type(model).__name__]  # of a base, the configuration states the class around it
     config.save_pretrained(folder)
     _without_code(folder / "config.json")
     if getattr(model, "generation_config", None) is not None:

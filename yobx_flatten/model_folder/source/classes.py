@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +22,7 @@ _OF_TASK: Mapping[str, tuple[str, ...]] = {
     "text-generation": ("AutoModelForCausalLM",),
     "text2text-generation": ("AutoModelForSeq2SeqLM",),
     "automatic-speech-recognition": ("AutoModelForSpeechSeq2Seq",),
-    "image-text-to-text": ("AutoModelForImageTextToText",),  # those so far write text
+    "image-text-to-text": ("AutoModelForImageTextToText",),
     "fill-mask": ("AutoModelForMaskedLM",),
     "text-classification": ("AutoModelForSequenceClassification",),
     "token-classification": ("AutoModelForTokenClassification",),
@@ -40,7 +39,14 @@ _OF_TASK: Mapping[str, tuple[str, ...]] = {
     "zero-shot-image-classification": ("AutoModelForZeroShotImageClassification",),
     "text-to-audio": ("AutoModelForTextToSpectrogram", "AutoModelForTextToWaveform"),
 }
-_KEPT = (*itertools.islice(_OF_TASK, 4), "feature-extraction")
+# tasks for which a class that transformers does not list for them may be right all the same
+_KEPT = {
+    "text-generation",
+    "text2text-generation",
+    "automatic-speech-recognition",
+    "image-text-to-text",
+    "feature-extraction",
+}
 _HEAD = re.compile(r"For[A-Z]|LMHeadModel$")
 
 
@@ -58,11 +64,11 @@ def class_for(config: Any) -> Any:
 
 
 def class_of_task(config: Any, task: str, own: Any) -> Any:
-    """Return the class that a task asks for: a model's own where it is of the task, or transformers has no other."""
+    """Return the class that a task asks for: a model's own class where it fits, or where transformers has no other."""
     kinds = [kind for name in _OF_TASK.get(task, ()) if (kind := _of_kind(name, config)) is not None]
     flat = [one for kind in kinds for one in (kind if isinstance(kind, tuple) else (kind,))]
-    # of a class without a head, such as DPRContextEncoder or one with a projection, AutoModel may be another part; and
-    # a head that was trained for something else does not write text
+    # AutoModel of a class without a head, such as DPRContextEncoder, may be another part of the model. A head that was
+    # trained for something else does not write text.
     stays = (task == "feature-extraction") != bool(_HEAD.search(own.__name__)) and task in _KEPT
     return own if own in flat or stays or not flat else flat[0]
 

@@ -149,9 +149,10 @@ def test_packages_depend_in_one_direction(module):
         ".files.damage",
         ".files.document",
         ".files.flush",
+        ".files.limited",
         ".files.scratch",
         ".files.tensors",
-    )  # one way to a disk
+    )  # one way to a disk, and one to run what a file chooses
     inner = (*inner, ".registry.patches")  # one way to replace an attribute for a while
     public = {f"yobx_flatten{inside}" for inside in ("", *inner)}
     public |= {f"yobx_flatten.{folder}" for folder in yobx_flatten._HOMES}

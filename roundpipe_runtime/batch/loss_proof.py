@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -175,6 +175,12 @@ class _Difference:
         if len(known) < len(counts) or not sum(known):
             return None
         return [count / sum(known) for count in known]
+
+
+def in_32_bits(value: Any) -> Any:
+    """Return a tensor of 16 bits with 32, as rounding would hide wrong weights, and anything else as it is."""
+    is_short = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_short else value
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -10,6 +10,7 @@ function is called with what they returned, as `batch/loss_proof` asks, in a blo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -27,7 +28,7 @@ from ..batch.averages import count_items
 from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..batch.joining import join
 from ..batch.loss import Reduction, read_loss
-from ..batch.loss_proof import Column, Evaluation, NotProvenError, Part, Proof, Way, prove, variants
+from ..batch.loss_proof import Column, Evaluation, NotProvenError, Part, Proof, Way, in_32_bits, prove, variants
 from ..batch.same_rows import rows_of, shared_by_rows
 from ..batch.splitting import split_flat
 from ..batch.steady_draws import SteadyDraws
@@ -100,6 +101,16 @@ class Sample:
             found[1:],
             [*own, *(one for one in trained if not any(one is leaf for leaf in leaves.values()))],
         )
+
+    @property
+    def is_short(self) -> bool:
+        """Whether some outputs have 16 bits."""
+        return any(in_32_bits(leaf) is not leaf for leaf in pytree.tree_leaves(self.whole[0]))
+
+    def widened(self) -> Sample:
+        """Return the same rows in 32 bits: 16 would hide wrong weights, and take rounding for a difference."""
+        whole, parts, others = pytree.tree_map(in_32_bits, (self.whole, list(self.parts), list(self.others)))
+        return Sample(whole, parts, others)
 
     def axes(self) -> list[int | None]:
         """The axis of the rows of each leaf."""
@@ -257,12 +268,14 @@ class LossChecks:
             return "nothing" if is_shown else JoinedLossError(reason, unclear=kind)
         return "mean" if stated == "mean" else "sum"
 
-    @staticmethod
-    def _proof(loss_fn: Callable[[Any, Any], Any], stated: str, sample: Sample, known: Reduction | None) -> Proof:
+    def _proof(self, loss_fn: Callable[[Any, Any], Any], stated: str, sample: Sample, known: Reduction | None) -> Proof:
+        if sample.is_short:  # in the types of the layers only where the loss takes no others
+            with contextlib.suppress(NotProvenError):
+                return self._proof(loss_fn, stated, sample.widened(), known)
         columns, places = sample.columns()
         ways = [way for way in _WAYS[stated] if known is None or _REDUCTIONS[stated, way] == known]
         # no other thread draws meanwhile
-        with generator_alone(), undisturbed(loss_fn=loss_fn) as before:
+        with generator_alone(), torch.autocast("cpu", enabled=False), undisturbed(loss_fn=loss_fn) as before:
 
             def called(outputs: Any, labels: Any) -> Any:
                 before.restore()  # each call is the next one after those of the training

@@ -21,7 +21,7 @@ from yobx_flatten.core.effects import undisturbed
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs
 
-from ..batch.loss_proof import Column, Evaluation, NotProvenError, Part, variants
+from ..batch.loss_proof import Column, Evaluation, NotProvenError, Part, in_32_bits, variants
 from ..batch.loss_proof import prove as prove_weights
 from ..batch.same_rows import rows_of
 from ..batch.steady_draws import NoDropout
@@ -70,10 +70,10 @@ class SomeRows:
 
         What the layers returned are leaves, in which gradients end: the parameters that follow may all be frozen.
         """
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _wide, (self.args, self.kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, in_32_bits, (self.args, self.kwargs))
         state = self.state
         if state is not None:
-            values = {key: _wide(value.detach()) for key, value in state.values.items()}
+            values = {key: in_32_bits(value.detach()) for key, value in state.values.items()}
             for value in values.values():
                 value.requires_grad_(value.is_floating_point())
             state = dataclasses.replace(state, values=values)
@@ -174,7 +174,7 @@ class _Tail:
             for key, value in states[0].values.items():
                 axis = rows_of(value, states[1].values.get(key), self._whole.count)
                 if axis is not None and value.is_floating_point():
-                    columns.append(Column(_wide(value.detach()), axis, "output"))
+                    columns.append(Column(in_32_bits(value.detach()), axis, "output"))
                     places.append(key)
         return columns
 
@@ -183,7 +183,7 @@ class _Tail:
         given = dict(zip(self._places, values, strict=True))
         whole, leaves = self._whole, []
         if whole.state is not None:
-            held = {key: given.get(key, _wide(value.detach())) for key, value in whole.state.values.items()}
+            held = {key: given.get(key, in_32_bits(value.detach())) for key, value in whole.state.values.items()}
             leaves = [one.requires_grad_() for one in held.values() if one.is_floating_point()]
             whole = dataclasses.replace(whole, state=dataclasses.replace(whole.state, values=held))
         named = {name: value for name, value in given.items() if isinstance(name, str)}
@@ -224,15 +224,11 @@ def _is_equal(one: Part, other: Part | None) -> bool:
     return other is not None and torch.allclose(one.losses[0], other.losses[0], rtol=1e-5)
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
 def _widened(piece: nn.Module) -> Mapping[str, torch.Tensor]:
     """The parameters of a piece, those of 16 bits as copies of 32."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in piece.named_parameters():
-        wide = _wide(parameter.detach())
+        wide = in_32_bits(parameter.detach())
         found[name] = parameter if wide.dtype == parameter.dtype else wide.requires_grad_(parameter.requires_grad)
     return found
 

@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 
+from yobx_flatten.core.compare import tolerance
 from yobx_flatten.recipe.aliases import PyTree
 
 from ...engine.recompute.generators import generators_kept
 from ...errors import LossError
 from .weights import loss_of, with_loss
-
-_TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 class OwnTerms:
@@ -44,7 +43,7 @@ class OwnTerms:
         if any(one is None for one in found):
             return  # several losses, or a sum and its weight
         none, once, twice = [one.double().cpu() for one in found if one is not None]
-        limit = _TOLERANCE.get(loss.dtype, 1e-4)
+        limit = tolerance("sums", loss.dtype)
         scale = max(float(once.abs()), float(none.abs()), float(loss.abs()))
         is_linear = abs(float(twice - 2 * once + none)) <= limit * scale
         with self._lock:

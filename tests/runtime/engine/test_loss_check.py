@@ -333,3 +333,83 @@ def test_an_error_for_all_rows_shows_nothing_of_the_loss(raises, failing):
             pipeline.forward_backward((given,), label=y, loss_fn=loss_fn)
             assert found_ways(pipeline) == ["items"]
     pipeline.close()
+
+
+# -- losses of 16 bits -------------------------------------------------------------------------------------------------
+
+
+def own_mean(outputs, labels):
+    return (outputs - labels).square().mean()
+
+
+@pytest.mark.parametrize("rows", [5, 7])
+@pytest.mark.parametrize("how", [torch.float16, torch.bfloat16, "autocast"], ids=str)
+@pytest.mark.parametrize("loss_fn", [F.mse_loss, F.l1_loss, own_mean])
+def test_a_scaled_mean_of_16_bits_is_a_mean(loss_fn, how, rows):
+    """A scaler returns 32 bits of a mean that was rounded to 16. Loss and gradients are those of plain layers."""
+    torch.manual_seed(rows)
+    layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5))
+    x, y = torch.randn(rows, 8), 3 * torch.randn(rows, 5)
+    if how != "autocast":
+        layers, x, y = layers.to(how), x.to(how), y.to(how)
+    plain, scaler = copy.deepcopy(layers), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    pipeline = RoundPipe(layers, devices="virtual:2")
+    with torch.autocast("cpu", torch.float16, enabled=how == "autocast"):
+        expected = scaler.scale(loss_fn(plain(x), y))
+        found = pipeline.forward_backward((x,), label=y, loss_fn=lambda *given: scaler.scale(loss_fn(*given)))
+    expected.backward()
+    assert found_ways(pipeline) == ["rows"]
+    rounding = 0.05 if how == torch.bfloat16 else 0.01
+    assert torch.allclose(found, expected, rtol=rounding)
+    for one, other in zip(layers.parameters(), plain.parameters(), strict=True):
+        assert (one.grad - other.grad).norm() <= rounding * other.grad.norm()
+    pipeline.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_head_of_16_bits_in_the_loss_is_called_in_its_own_type(dtype):
+    """It takes no others; a loss of pairs is still found."""
+    head = nn.Linear(5, 5).to(dtype)
+    layers, x, y = made(6, dtype)
+    for loss_fn, way in (
+        (lambda outputs, labels: F.cross_entropy(head(outputs), labels), "items"),
+        (lambda outputs, labels: contrast(head(outputs), labels), "joined"),
+    ):
+        pipeline = RoundPipe(layers, devices="virtual:2")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RoundPipeWarning)
+            pipeline.forward_backward((x,), label=y, loss_fn=loss_fn)
+        assert found_ways(pipeline) == [way]
+        pipeline.close()
+
+
+# -- a repeated proof --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("then", ["mean", "sum", "rows compared"])
+@pytest.mark.parametrize("first", ["mean", "sum", "rows compared"])
+def test_a_repeated_proof_takes_no_earlier_one_back(first, then):
+    """A loss that becomes another one is joined from then on, whatever it becomes; a joined one stays joined."""
+    losses = {name: LOSSES[name][0]() for name in ("mean", "sum", "rows compared")}
+
+    class Changing:
+        now = first
+
+        def __call__(self, outputs, labels):
+            return losses[self.now](outputs, labels)
+
+    loss_fn = Changing()
+    layers, x, y = made(6)
+    pipeline = RoundPipe(copy.deepcopy(layers), devices="virtual:2")
+    ways = []
+    for call in range(8):
+        loss_fn.now = first if call < 3 else then  # an attribute that it reads changes before call 4
+        layers.zero_grad()
+        pipeline.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RoundPipeWarning)
+            assert trains_like(pipeline, layers, loss_fn, loss_fn, x, y)
+        ways += found_ways(pipeline)
+    before = LOSSES[first][1]
+    assert ways == [before] * 3 + [before if then == first else "joined"] * 5
+    pipeline.close()

@@ -1,5 +1,6 @@
 """Each row of the table in SECURITY.md, executed: what may come from strangers runs nothing, other files need trust."""
 
+import ast
 import contextlib
 import hashlib
 import json
@@ -228,3 +229,24 @@ def test_a_row_is_as_it_says(tmp_path, file):
     run, answer = TESTS[file]
     assert ROWS[file].startswith(answer)
     run(tmp_path / "folder")
+
+
+# whose `from_pretrained` reads no Python: settings of generate, files of PEFT, weights of a class that is at hand
+READS_NO_CODE = ("GenerationConfig", "type(", "peft.")
+
+
+@pytest.mark.parametrize("package", ["yobx_flatten", "roundpipe_runtime"])
+def test_each_from_pretrained_states_whether_code_may_run(package):
+    """Without an answer, transformers asks on the terminal; `FILES_ONLY` and what is made of it contain one."""
+    unclear = []
+    for path in sorted((pathlib.Path(__file__).parents[1] / package).rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "from_pretrained"):
+                continue
+            owner = ast.unparse(call.func.value)
+            answers = [ast.unparse(one.value) for one in call.keywords if one.arg in (None, "trust_remote_code")]
+            # `options` come from callers, which pass FILES_ONLY; `where` is of this package's own classes
+            known = {"FILES_ONLY", "given", "options", "where"} & set(re.findall(r"\w+", " ".join(answers)))
+            if not known and not owner.startswith(READS_NO_CODE):
+                unclear.append(f"{path.name}:{call.lineno} {owner}.from_pretrained")
+    assert unclear == []

@@ -81,8 +81,8 @@ class _Child:
         self.owner = os.getpid()
         self._connection, theirs = multiprocessing.Pipe()
         with warnings.catch_warnings():
-            # of threads, whose locks a fork copies: none of ours is held while a template or a pattern is computed
-            warnings.simplefilter("ignore", DeprecationWarning)
+            # of Python and of JAX on threads, whose locks a fork copies: a template or a pattern needs none of theirs
+            warnings.simplefilter("ignore")
             number = os.fork()
         if not number:
             _serve(theirs, function)

@@ -20,6 +20,13 @@ def test_results_and_errors_are_those_of_the_function():
         limited(_raise, InvalidArgumentError("of ours"))
 
 
+def test_a_fork_next_to_jax_is_silent():
+    """JAX warns of each fork, for its own threads: a template uses none of them."""
+    jax = pytest.importorskip("jax")
+    jax.numpy.zeros(1).block_until_ready()
+    assert limited(sum, [1, 2]) == 3
+
+
 def _raise(error):
     raise error
 

@@ -30,7 +30,7 @@ from .tool_messages import OTHER_ROWS
 
 
 def explain_error(
-    error: BaseException,
+    error: BaseException | str,
     module: torch.nn.Module | ExportedProgram | None = None,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -39,7 +39,7 @@ def explain_error(
     """Explain an error of ``torch.export``, of an exported program, or of a tool that the program is passed to.
 
     Args:
-        error: the exception that was raised.
+        error: the exception that was raised, or its text, as a log has it.
         module: the module that was exported, or the program that was called. It helps to find the place; for an output
             that torch refuses, the module is called once more.
         args: positional arguments of the export or the call; none by default.
@@ -60,6 +60,8 @@ def explain_error(
     batch was to vary, but the code works for size 2 only. Either take out what fixes it, or let it be fixed:
         batch = 2
     """
+    if isinstance(error, str):
+        error = RuntimeError(error)
     if isinstance(error, FlattenError):
         return Explanation(str(error))
     failure = Failure(error, str(error), module, args, kwargs or {}, dynamic_shapes)
@@ -110,9 +112,7 @@ def _unregistered(what: str, name: str, trees: dict[str, Any]) -> Explanation:
         return Explanation(f"{what}: {name}. {remedy.advice}:", (), remedy.line)
     paths = tuple(path for path, _ in places)
     leaf = places[0][1]
-    remedy = remedy_for(type(leaf), leaf, layouts)
-    if layouts(type(leaf)).is_tensor:
-        remedy = Remedy("Pass a tensor instead", f"torch.tensor({paths[0]})")
+    remedy = remedy_for(type(leaf), leaf, layouts, paths[0])
     return Explanation(f"{what}: {_some(paths)} is a {class_name(type(leaf))}. {remedy.advice}:", paths, remedy.line)
 
 

@@ -210,13 +210,9 @@ def _classes(inputs: Mapping[str, Any], leaves: list[tuple[str, Any]]) -> Iterat
     for path, leaf in leaves:
         if path in explained or issubclass(type(leaf), taken):
             continue
-        if layouts(type(leaf)).is_tensor:
-            message = f"{path} is a {class_name(type(leaf))}; torch.export takes tensors of torch. Pass one instead:"
-            yield Finding("error", path, message, f"torch.as_tensor({path})")
-        else:
-            remedy = remedy_for(type(leaf), leaf, layouts)
-            message = f"{path} is a {class_name(type(leaf))}, which torch.export does not take. {remedy.advice}:"
-            yield Finding("error", path, message, remedy.line, _CLASS)
+        remedy = remedy_for(type(leaf), leaf, layouts, path)
+        message = f"{path} is a {class_name(type(leaf))}, which torch.export does not take. {remedy.advice}:"
+        yield Finding("error", path, message, remedy.line, _CLASS)
 
 
 _CLASS = NotRegisteredError

@@ -18,7 +18,7 @@ def explain_leaf(inputs: Mapping[str, Any], refusal: str) -> NotRegisteredError 
     for name, value in inputs.items():
         for path, leaf in torch_leaves(value, name):
             if str(type(leaf)) in refusal:
-                remedy = remedy_for(type(leaf), leaf, layouts)
+                remedy = remedy_for(type(leaf), leaf, layouts, path)
                 line = remedy.line.replace("\n", "\n    ")
                 return NotRegisteredError(
                     f"{path} is a {class_name(type(leaf))}, which torch does not know how to flatten. "

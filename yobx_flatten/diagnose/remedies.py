@@ -26,11 +26,25 @@ class Remedy(NamedTuple):
     line: str
 
 
+# package of arrays and tables -> how one becomes a tensor
+_CONVERSIONS = {
+    "numpy": "torch.from_numpy({})",
+    "pandas": "torch.tensor({}.to_numpy())",
+    **dict.fromkeys(("jax", "jaxlib", "tensorflow", "cupy"), "torch.from_dlpack({})"),
+}
+
 _CONSTANTS = (type, slice, range, types.FunctionType, types.BuiltinFunctionType)
 
 
-def remedy_for(cls: type, obj: object, layouts: Layouts) -> Remedy:
+def remedy_for(cls: type, obj: object, layouts: Layouts, path: str = "x") -> Remedy:
     """Return what registers a class, or avoids the need to."""
+    # path: where the object is, for lines that convert it
+    convert = _CONVERSIONS.get(cls.__module__.partition(".")[0])
+    is_number = cls.__module__ == "numpy" and cls.__name__ != "ndarray"
+    if is_number or (convert is None and layouts(cls).is_tensor):
+        convert = "torch.as_tensor({})"
+    if convert is not None:
+        return Remedy("Pass a tensor instead", convert.format(path))
     if issubclass(cls, torch.nn.Module):
         return Remedy("A module is not an input: make it a submodule of the one that uses it", "self.part = part")
     if is_constant_class(cls) or issubclass(cls, _CONSTANTS):

@@ -343,7 +343,11 @@ def _integers(name: str, value: Any) -> torch.Tensor:
         found = (
             f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else describe_class(value)
         )
-        raise InvalidArgumentError(f"{name} must be integers of shape (batch, length), not empty; found {found}.")
+        texts = [value] if isinstance(value, str) else value
+        is_text = isinstance(texts, (list, tuple)) and bool(texts) and all(isinstance(one, str) for one in texts)
+        line = "return_tensors='pt').input_ids"
+        read = f' Read a text with the tokenizer of the model:\n    tokenizer("...", {line}' if is_text else ""
+        raise InvalidArgumentError(f"{name} must be integers of shape (batch, length), not empty; found {found}.{read}")
     return value.detach().cpu().long()
 
 

@@ -82,6 +82,8 @@ def require_class(target: object, function: str = "register_class_flattening") -
     if isinstance(target, type):
         return
     hint = f" Did you mean type(obj), the class {type(target).__qualname__}?" if target is not None else ""
+    if isinstance(target, str):
+        hint = " Pass the class, not its name."
     raise InvalidRegistrationError(
         f"{function}: expected a class as first argument, found {describe_class(target)}.{hint}\n"
         f"    {function}(MyClass, ...)"

@@ -35,9 +35,10 @@ needs_transformers = pytest.mark.skipif(
             "the Pair <tests.flatten.pair.Pair",
         ),
         (3, "found the int 3. Did you mean type(obj), the class int?"),
+        ("Pair", "found the str 'Pair'. Pass the class, not its name."),
         (list[int], "expected a class as first argument"),
     ],
-    ids=["None", "an instance", "a number", "an alias"],
+    ids=["None", "an instance", "a number", "a name", "an alias"],
 )
 def test_what_is_no_class_is_refused(before, target, message):
     """The message says what was found instead of a class."""

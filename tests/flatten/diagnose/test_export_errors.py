@@ -114,7 +114,7 @@ CASES = {
         Takes(),
         (X, numpy.zeros(2)),
         paths=("y",),
-        remedy="torch.tensor(y)",
+        remedy="torch.from_numpy(y)",
     ),
     "a Dim that the code fixes": Case(
         "batch was to vary, but the code works for size 2 only",
@@ -337,6 +337,7 @@ def test_the_message_alone_is_explained_too(name):
     explained = explain_error(error)
     assert explained.known
     assert "Opaque" in explained.text or "args[0]" in explained.text
+    assert str(explain_error(str(error))) == str(explained)  # as a log has it
 
 
 def test_a_slice_whose_strides_became_a_guard():

@@ -145,9 +145,23 @@ def test_a_cache_is_an_error_outside_the_block_only():
 def test_arrays_are_errors():
     """torch.export takes tensors of torch."""
     found = check_inputs(Scale(), (X,), {"y": numpy.zeros(2)})
-    assert [(one.path, one.remedy) for one in found] == [("y", "torch.as_tensor(y)")]
+    assert [(one.path, one.remedy) for one in found] == [("y", "torch.from_numpy(y)")]
     with pytest.raises(ValueError, match="Unsupported input type"):
         export(Scale(), (X, numpy.zeros(2)))
+
+
+@pytest.mark.parametrize(
+    ("library", "make"), [("numpy", "ones"), ("numpy", "float32"), ("jax.numpy", "ones"), ("pandas", "Series")]
+)
+def test_the_line_for_an_array_makes_the_tensor(library, make):
+    """Of check_inputs, and of the export."""
+    y = getattr(pytest.importorskip(library), make)([2.0, 3.0] if make == "Series" else 2)
+    (found,) = check_inputs(Scale(), (X,), {"y": y})
+    tensor = eval(found.remedy, {"torch": torch, "y": y})
+    assert torch.equal(tensor, torch.tensor(y.tolist(), dtype=tensor.dtype))
+    with pytest.raises(NotRegisteredError) as caught:
+        export_program(Scale(), (X, y))
+    assert str(caught.value).endswith(f"Pass a tensor instead:\n    {found.remedy}")
 
 
 def test_one_tensor_passed_twice_is_an_error():

@@ -118,6 +118,14 @@ def test_an_opset_that_the_exporter_cannot_write_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_cannot_be_converted_to_an_opset_is_one_line(tmp_path, caplog, capfd):
+    """The converters of onnx and onnxscript log their tracebacks."""
+    with pytest.raises(InvalidArgumentError, match=r"Pass opset_version=\d+"):
+        export_onnx(torch.nn.Linear(4, 2), (torch.ones(2, 4),), path=tmp_path / "a.onnx", cases=[], opset_version=9)
+    assert [record.name for record in caplog.records if "onnx" in record.name] == []
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
 # -- types of numbers ------------------------------------------------------------------------------------------------
 
 

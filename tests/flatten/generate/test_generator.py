@@ -164,6 +164,8 @@ def test_top_k_of_one_is_greedy(mistral):
     ("inputs", "words"),
     [
         ({}, "input_ids must be integers of shape"),
+        ({"input_ids": "hello"}, "Read a text with the tokenizer of the model:"),
+        ({"input_ids": ["hello", "you"]}, "Read a text with the tokenizer of the model:"),
         ({"input_ids": torch.ones(2, 3)}, "input_ids must be integers"),
         ({"input_ids": torch.ones(0, 3).long()}, "not empty"),
         ({"input_ids": torch.tensor([[5, -1]])}, r"input_ids holds -1, which is not a token\."),

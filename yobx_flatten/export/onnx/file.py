@@ -237,19 +237,26 @@ def unproven_file(target: pathlib.Path) -> Iterator[UnprovenFile]:
 
 @contextlib.contextmanager
 def _without_noise() -> Iterator[None]:
-    """Keep two messages off the terminal that are about the insides of torch; all others come through."""
+    """Keep messages off the terminal that are about the insides of torch, or that ours repeats; others come through."""
     # The ONNX exporter translates four operators of torchvision, and states of each that torchvision is not installed,
-    # also for models that use none.
-    log = logging.getLogger("torch.onnx._internal.exporter._registration")
+    # also for models that use none. What cannot be converted to an opset is one line of ours in place of a traceback.
+    unwanted = {
+        "torch.onnx._internal.exporter._registration": ("torchvision is not installed",),
+        "torch.onnx._internal.exporter._compat": ("Setting ONNX exporter to use operator set version",),
+        "onnxscript.version_converter": ("",),
+    }
 
     def is_news(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith("torchvision is not installed")
+        return not str(record.msg).startswith(unwanted[record.name])
 
-    log.addFilter(is_news)
+    logs = [logging.getLogger(name) for name in unwanted]
+    for log in logs:
+        log.addFilter(is_news)
     try:
         with warnings.catch_warnings():
             # torch 2.13 copies its own TreeSpec through its own deprecated LeafSpec; nothing of ours names that class
             warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\). is deprecated", FutureWarning)
             yield
     finally:
-        log.removeFilter(is_news)
+        for log in logs:
+            log.removeFilter(is_news)

@@ -17,6 +17,7 @@ import argparse
 import importlib
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -53,12 +54,12 @@ class Day:
         tiny: whether models are tiny ones, for a dry run.
     """
 
-    def __init__(self, device: str, records: Records, wheels: Path | None, *, tiny: bool, minutes: float) -> None:
+    def __init__(self, device: str, records: Records, wheels: Path | None, *, tiny: bool, end: float) -> None:
         self.device = device
         self.records = records
         self.tiny = tiny
         self._wheels = wheels
-        self._end = time.monotonic() + 60 * minutes
+        self._end = end
         self._failed = False
 
     def left(self, needed: float = 0.0) -> float:
@@ -172,12 +173,14 @@ class Day:
 
     def _apart(self, program: str, row: Any) -> dict[str, Any]:
         """What a program found in a process of its own, or why it found nothing."""
-        from benchmarks.gpu.programs import CUDA_ONLY, NEEDS, missing
+        from benchmarks.gpu.programs import CUDA_ONLY, LAUNCHED, NEEDS, missing
 
         if program in CUDA_ONLY and not self.device.startswith("cuda"):
             return {"error": "it runs on CUDA alone", "missing": ["cuda"]}
         group = NEEDS.get(program, ("bitsandbytes" if row.few_bits else "", ()))[0]
         environment = self._environment("base", *filter(None, [group]))
+        if program in LAUNCHED:
+            environment |= _rank_of_one()
         if absent := missing(program, row, environment["PYTHONPATH"].split(os.pathsep)):
             return {"error": f"without {', '.join(absent)}, which {wheels.LINE} fetches", "missing": absent}
         if error := self._compiled(program, environment):
@@ -243,6 +246,14 @@ class Day:
         return {"error": f"its losses differ from those of {right['program']}"}
 
 
+def _rank_of_one() -> dict[str, str]:
+    """What a launcher sets in the environment of a process that trains alone."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
 def _reason(error: str) -> str:
     """The line of a traceback that names the error."""
     lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
@@ -263,6 +274,7 @@ def say(text: str) -> None:
 
 
 def main() -> int:
+    begin = time.monotonic()  # before torch is imported, which takes long on a busy machine
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)}. Default: all, in order")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results, also of those of earlier calls")
@@ -285,7 +297,7 @@ def main() -> int:
         return 0
     for folder in wheels.unpacked(options.wheels, "base"):
         sys.path.insert(0, folder)
-    return measure(options)
+    return measure(options, begin)
 
 
 def page(folder: Path | None) -> int:
@@ -297,7 +309,7 @@ def page(folder: Path | None) -> int:
     return 0
 
 
-def measure(options: argparse.Namespace) -> int:
+def measure(options: argparse.Namespace, begin: float) -> int:
     import torch
 
     absent = [name for name in ("msgspec",) if importlib.util.find_spec(name) is None]
@@ -312,7 +324,8 @@ def measure(options: argparse.Namespace) -> int:
         device = "late:0"
         importlib.import_module("tests.accelerator.late")
     records = Records(options.out)
-    day = Day(device, records, options.wheels, tiny=options.shapes == "tiny", minutes=options.minutes)
+    end = begin + 60 * options.minutes
+    day = Day(device, records, options.wheels, tiny=options.shapes == "tiny", end=end)
     status = 0
     try:
         for part in options.parts or PARTS:

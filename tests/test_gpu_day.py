@@ -1,8 +1,10 @@
 """The day of a GPU in small: every part runs, keeps what it found, and shows the plan next to what was measured."""
 
+import dataclasses
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import zipfile
@@ -20,6 +22,7 @@ from benchmarks.gpu.measure import copied_bytes
 from benchmarks.gpu.programs import PROGRAMS
 from benchmarks.gpu.records import Records
 from benchmarks.gpu.rows import ALL, OURS, ROWS, rows_of
+from roundpipe_runtime.estimate.hardware import describe_hardware
 from tests import fresh_process
 from tests.accelerator.build import reason_not_to_build
 from tests.cases import cases
@@ -87,7 +90,7 @@ def test_time_that_is_over_ends_the_call_before_the_next_program(day, capfd):
 @pytest.fixture
 def made(tmp_path):
     """A day on a virtual device, whose processes a test replaces."""
-    return gpu_day.Day("cpu", Records(tmp_path), None, tiny=True, minutes=9)
+    return gpu_day.Day("cpu", Records(tmp_path), None, tiny=True, end=time.monotonic() + 540)
 
 
 @pytest.mark.parametrize("printed", ['{"losses": [1.0], "seconds": [2.0], "tokens per second": 5.0}\n', ""])
@@ -103,6 +106,99 @@ def test_a_program_that_is_ended_keeps_what_it_printed(made, monkeypatch, printe
     else:
         with pytest.raises(gpu_day.OutOfTimeError):
             made._apart(OURS[0], row)
+
+
+def test_only_a_program_that_a_launcher_starts_has_a_rank(made, monkeypatch):
+    """DeepSpeed would ask MPI for one; the others make their process group themselves."""
+    seen = {}
+
+    def run(command, environment, limit):
+        seen[command[4] if command[1] == "-m" else "compiled"] = environment
+        return Done('{"losses": [1.0]}\n', "", 0)
+
+    monkeypatch.setattr(gpu_day, "run_apart", run)
+    monkeypatch.setattr(programs, "missing", lambda *_: [])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    row = rows_of("1.7B", tiny=True)[0]
+    for program in ("DeepSpeed ZeRO-3 offload", "FSDP2, CPU offload", OURS[0]):
+        assert made._apart(program, row) == {"losses": [1.0]}
+    launched = seen.pop("DeepSpeed ZeRO-3 offload")
+    assert [launched[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["0", "0", "1"]
+    with socket.create_server((launched["MASTER_ADDR"], int(launched["MASTER_PORT"]))):
+        pass  # the port is free
+    del seen["compiled"]
+    assert len(seen) == 2
+    assert not any("RANK" in one or "MASTER_ADDR" in one for one in seen.values())
+
+
+_KILLED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from benchmarks import gpu_day
+from benchmarks.gpu import apart
+from benchmarks.gpu.records import Records
+
+folder = Path({folder!r})
+program = "import os, time; from pathlib import Path; Path({started!r}).write_text(str(os.getpid())); time.sleep(600)"
+
+def kill():
+    while not Path({started!r}).exists() or not Path({started!r}).read_text():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def run(command, environment, limit):
+    if day.records.of("row"):
+        threading.Thread(target=kill).start()
+        return apart.run_apart([sys.executable, "-S", "-c", program], environment, limit)
+    return apart.Done({printed!r}, "", 0)
+
+gpu_day.run_apart = run
+day = gpu_day.Day("cpu", Records(folder), None, tiny=True, end=time.monotonic() + 540)
+day.run("long")
+"""
+
+
+def test_a_day_that_is_killed_keeps_its_rows_and_goes_on(made, monkeypatch, tmp_path):
+    """The program that ran then ends with the day, so that it does not keep a GPU from the next call."""
+    bytes_of = dict.fromkeys(("device peak", "host taken", "host resident"), 1)
+    printed = json.dumps({"losses": [1.0, 0.9], "seconds": [2.0], "tokens per second": 5.0, "TFLOPS": 1.0, **bytes_of})
+    started = tmp_path / "started"
+    made.records.machine.write_text(json.dumps(dataclasses.asdict(describe_hardware("virtual:1"))))
+    code = _KILLED.format(folder=str(tmp_path), started=str(started), printed=printed)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = fresh_process.run("-c", code, imported=fresh_process.TRAINER, cwd=ROOT, env=environment, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (row,) = rows_of("long", tiny=True)
+    first = made.records.of("row")
+    assert [one["program"] for one in first.values()] == list(row.programs[:2])
+    assert list(made.records.of("plan")) == [row.name]
+    assert has_ended(int(started.read_text()))
+    with made.records.path.open("a", encoding="utf-8") as file:
+        file.write('{"kind": "row", "key"')  # a line that was cut
+    calls = []
+
+    def run(command, environment, limit):
+        calls.append(command[4])
+        return Done(printed, "", 0)
+
+    monkeypatch.setattr(gpu_day, "run_apart", run)
+    assert made.run("long")
+    here = [name for name in row.programs if name not in programs.CUDA_ONLY]
+    assert calls == here[1:]
+    found = made.records.of("row")
+    assert [one["program"] for one in found.values()] == list(row.programs)
+    assert found[f"{row.name} | {OURS[0]}"] == first[f"{row.name} | {OURS[0]}"]
+
+
+def has_ended(process):
+    """Whether a process ends within ten seconds; one that does not is killed."""
+    for _ in range(100):  # whoever inherits it takes note of its end a moment later
+        if not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.1)
+    os.kill(process, signal.SIGKILL)
+    return False
 
 
 def test_a_process_is_ended_with_what_it_started(tmp_path):
@@ -121,13 +217,7 @@ time.sleep(600)
     done = run_apart([sys.executable, "-S", "-c", started], dict(os.environ), 10.0)
     assert done == Done("it runs\n", "", None)
     assert time.monotonic() - begin < 60
-    gone = int((tmp_path / "other").read_text())
-    for _ in range(100):  # whoever inherits it takes note of its end a moment later
-        if not psutil.pid_exists(gone) or psutil.Process(gone).status() == psutil.STATUS_ZOMBIE:
-            return
-        time.sleep(0.1)
-    os.kill(gone, signal.SIGKILL)
-    pytest.fail("the process below goes on")
+    assert has_ended(int((tmp_path / "other").read_text()))
 
 
 def test_output_goes_to_a_log_and_a_status_comes_back(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import signal
@@ -15,6 +16,9 @@ from typing import IO
 __all__ = ["Done", "run_apart"]
 
 ROOT = Path(__file__).parents[2]
+
+# found before a process is forked, where nothing may be imported
+_set_of_process = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +41,15 @@ def run_apart(command: list[str], environment: dict[str, str], limit: float, *, 
     """
     with _file(log) as out, _file(log) as error:
         # A group of its own: a compiler that outlives its parent would go on, and keep a pipe open.
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=error, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=out,
+            stderr=error,
+            start_new_session=True,
+            preexec_fn=_end_with_me,
+        )
         status = None
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -47,6 +59,12 @@ def run_apart(command: list[str], environment: dict[str, str], limit: float, *, 
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         return Done(_text(out), _text(error), status)
+
+
+def _end_with_me() -> None:
+    """Let the system end this process when the one that started it was killed, so that no GPU stays taken."""
+    if _set_of_process is not None:
+        _set_of_process(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 @contextlib.contextmanager

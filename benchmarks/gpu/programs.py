@@ -283,8 +283,16 @@ NEEDS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 # What a program compiles when it is used first, which takes minutes.
 COMPILED = {
-    "DeepSpeed ZeRO-3 offload": "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()",
+    "DeepSpeed ZeRO-3 offload": """
+from deepspeed.accelerator import get_accelerator
+for name in ("CPUAdamBuilder", "ShareMemCommBuilder"):  # there is none of the second kind for CUDA
+    if builder := get_accelerator().create_op_builder(name):
+        builder.load()
+""",
 }
+
+# Programs that read their rank and an address from the environment, as a launcher sets them.
+LAUNCHED = ("DeepSpeed ZeRO-3 offload",)
 
 CUDA_ONLY = ("RoundPipe 0.1.1", "torchao CPU offload")
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pathlib
 
 from yobx_flatten.model_folder.source.find import find_model
 
-from ..fine_tune import ModelSource, model_source
+from ..fine_tune import ModelSource, Tokenizer, model_source
 
 
 def source_of(name: str, *, weights: bool = True) -> ModelSource:
     """Return a model that is not loaded yet."""
-    # name: a folder with `config.json`, with or without weights; such a file; an id of the hub; or a type such as
-    # `llama`, for a small one with random weights that reads bytes
+    # name: a folder with `config.json`, with or without weights; such a file, or a GGUF file; an id of the hub; or a
+    # type such as `llama`, for a small one with random weights that reads bytes
     if pathlib.Path(name).exists():
         return model_source(name)
     found = find_model(name, weights=weights)
@@ -24,3 +25,17 @@ def source_of(name: str, *, weights: bool = True) -> ModelSource:
         if hasattr(part, "initializer_range"):
             part.initializer_range = 0.02  # as wide as models are trained from
     return ModelSource.of(config, name)
+
+
+def read_by(source: ModelSource, tokenizer: Tokenizer) -> ModelSource:
+    """Return a model of a type with the vocabulary of its tokenizer; a model that states its own keeps that."""
+    is_of_type = not source.has_weights and source.folder is None and not pathlib.Path(source.name).exists()
+    if not is_of_type or tokenizer.vocab_size == source.vocab_size:
+        return source
+    config = copy.deepcopy(source.config)
+    part = config.get_text_config(decoder=True)
+    part.vocab_size = tokenizer.vocab_size
+    # of the vocabulary of bytes; the row of a padding token would never be trained
+    part.pad_token_id = part.bos_token_id = None
+    part.eos_token_id = tokenizer.eos_token_id
+    return dataclasses.replace(source, config=config)

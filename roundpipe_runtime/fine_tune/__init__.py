@@ -2,7 +2,7 @@
 
 ::
 
-    source = model_source("model")                       # a folder, or a config.json
+    source = model_source("model")                       # a folder, a GGUF file, or a config.json
     tokenizer = load_tokenizer(source)                   # its own, or bytes
     blocks = read_blocks(["texts", "more.jsonl"], tokenizer, length=256, eval_share=0.05)
     model = source.load()

@@ -14,6 +14,7 @@ from torch import nn
 from yobx_flatten.errors.dependencies import require
 from yobx_flatten.model_folder.source.configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
 from yobx_flatten.model_folder.source.find import FoundModel
+from yobx_flatten.model_folder.source.gguf_file import GGUF, gguf_config, gguf_weights, is_gguf
 from yobx_flatten.model_folder.source.stored_weights import UnmatchedWeights, load_stored
 from yobx_flatten.model_folder.source.streamed import NotStreamableError, open_checkpoint, unread_model
 
@@ -24,7 +25,7 @@ from ..device.pages import page_out
 from ..huggingface.quantize import FewBits, quantize_frozen
 from .errors import FineTuneError
 
-_FIX = "Name a folder that save_pretrained wrote, or a config.json."
+_FIX = "Name a folder that save_pretrained wrote, a GGUF file, or a config.json."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class ModelSource:
         has_weights: whether the folder holds weights; otherwise they are random.
         unmatched_weights: ``"refuse"`` raises where the weights are not those of the model; ``"unused"`` leaves out
             those that it does not have; ``"random"`` also draws those that the folder lacks.
+        gguf: GGUF file of its tokenizer and its weights; ``None`` for all others.
     """
 
     name: str
@@ -45,6 +47,7 @@ class ModelSource:
     folder: pathlib.Path | None = None
     has_weights: bool = False
     unmatched_weights: UnmatchedWeights = "refuse"
+    gguf: pathlib.Path | None = None
 
     @classmethod
     def of(cls, config: Any, name: str) -> ModelSource:
@@ -85,7 +88,7 @@ class ModelSource:
 
         Args:
             dtype: dtype of the weights. Default: as stored, but bfloat16 for float16, whose gradients vanish; float32
-                for random ones.
+                for random ones, and for those of a GGUF file, which are read in floating point.
             seed: seed of random weights.
             quantize: few bits for the linear layers, as for :func:`quantize_frozen`. Weights in files of safetensors
                 are read one after the other; all others are loaded before they are quantized.
@@ -97,6 +100,7 @@ class ModelSource:
 
         Raises:
             FineTuneError: the weights cannot be read, or are not those of this configuration.
+            ModelSourceError: those of a GGUF file cannot be read.
         """
         if quantize is not None:
             unread = self._unread(dtype)
@@ -105,6 +109,10 @@ class ModelSource:
             model, readers = unread
             return quantize_frozen(model, quantize, weights=lambda name: readers[name]()).train()
         transformers = _transformers()
+        if self.gguf is not None:
+            kind, size = _causal_class(self.config), 4 * self.gguf.stat().st_size
+            with bounded_weights(self.name, failure=FineTuneError, stored=size):
+                return _module(gguf_weights(kind, self.config, self.gguf, self._dtype_of_weights(dtype)))
         home = disk_folder(host)
         # without a dtype in the configuration, the weights decide, all of them
         if home is not None and (dtype or getattr(self.config, "dtype", None)):
@@ -133,8 +141,6 @@ class ModelSource:
 
     def _unread(self, dtype: torch.dtype | None) -> tuple[nn.Module, Mapping[str, Callable[[], torch.Tensor]]] | None:
         """The model without its weights, and functions that read them; ``None`` where they are read all at once."""
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
         checkpoint = open_checkpoint(self.folder) if self.folder is not None and self.has_weights else None
         if checkpoint is None:
             return None
@@ -143,7 +149,7 @@ class ModelSource:
             model, readers, _ = unread_model(found, checkpoint, self._dtype_of_weights(dtype))
         except NotStreamableError:
             return None
-        return (model, readers) if type(model) is MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)] else None
+        return (model, readers) if type(model) is _causal_class(self.config) else None
 
     def _dtype_of_weights(self, dtype: torch.dtype | None) -> torch.dtype:
         stored = dtype or _stored_dtype(self.config)
@@ -173,24 +179,31 @@ def model_source(name: str | os.PathLike[str]) -> ModelSource:
     """Return the model in a folder, or the one that a configuration describes; no weights are read.
 
     Args:
-        name: folder with ``config.json``, with or without weights and a tokenizer; or the path of such a file.
+        name: folder with ``config.json``, with or without weights and a tokenizer; or the path of such a file, or of a
+            GGUF file.
 
     Returns:
         The source, from which :meth:`ModelSource.load` loads the model.
 
     Raises:
         FineTuneError: there is no model, or it is not a causal language model.
+        ModelSourceError: a GGUF file cannot be read.
     """
     path = pathlib.Path(name)
     if not path.exists():
         raise FineTuneError(f"There is no folder {name}. {_FIX}")
+    if path.is_file() and is_gguf(path):
+        _transformers()
+        return ModelSource(str(name), _causal(gguf_config(path), str(name)), has_weights=True, gguf=path)
     file = path / "config.json" if path.is_dir() else path
+    folder = file.parent if path.is_dir() else None
+    has_weights = folder is not None and bytes_of_weights(folder, failure=FineTuneError) > 0
+    if folder is not None and not has_weights and (held := sorted(folder.glob(f"*{GGUF}"))):
+        raise FineTuneError(f"{name} holds {held[0].name}. Name that file: {held[0]}")
     if path.is_dir() and not file.is_file():
         if (path / "adapter_config.json").is_file():
             raise FineTuneError(f"{name} holds adapters and no model. Merge them into their model, and name that.")
         raise FineTuneError(f"{name} holds no config.json. {_FIX}")
-    folder = file.parent if path.is_dir() else None
-    has_weights = folder is not None and bytes_of_weights(folder, failure=FineTuneError) > 0
     _transformers()
     config = read_config(file, str(name), failure=FineTuneError, remedy=_FIX)
     return ModelSource(str(name), _causal(config, str(name)), folder, has_weights)
@@ -205,6 +218,12 @@ def _causal(config: Any, name: str) -> Any:
             "Train it with RoundPipeTrainer."
         )
     return config
+
+
+def _causal_class(config: Any) -> Any:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def _stored_dtype(config: Any) -> torch.dtype | str:

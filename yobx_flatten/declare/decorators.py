@@ -18,7 +18,15 @@ from typing import Any, TypeVar, dataclass_transform, overload
 from ..errors import InvalidRegistrationError
 from ..recipe.aliases import Static
 from ..recipe.codegen import functions_from_fields
-from ..recipe.contract import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_node
+from ..recipe.contract import (
+    Flatten,
+    FlattenFunctions,
+    FlattenWithKeys,
+    Recipe,
+    Unflatten,
+    require_callable,
+    require_node,
+)
 from ..recipe.fields import functions_of
 from ..recipe.keys import torch_key
 from ..registry.claims import REGISTRY
@@ -31,11 +39,20 @@ JaxFlattenWithKeys = Callable[[Any], tuple[Iterable[tuple[Any, Any]], Any]]
 JaxUnflatten = Callable[[Any, tuple[Any, ...]], Any]
 
 
-def register(cls: type, *, backends: Backends = "all") -> bool:
-    """Register a class whose fields or methods define how it is flattened.
+def register(
+    cls: type,
+    *,
+    children: Iterable[str] | None = None,
+    static: Iterable[str] = (),
+    backends: Backends = "all",
+) -> bool:
+    """Register a class whose fields or methods define how it is flattened, or the names of its attributes.
 
     Args:
-        cls: any class that :func:`~yobx_flatten.make_flattening_function_for_dataclass` can read.
+        cls: any class that :func:`~yobx_flatten.make_flattening_function_for_dataclass` can read; any class at all
+            with ``children``.
+        children: the attributes that are children, in order, as for :func:`~yobx_flatten.functions_from_fields`.
+        static: the attributes that are static data, in order; none by default.
         backends: ``"torch"``, ``"optree"``, ``"jax"``, several of them, or ``"all"``: every one that is installed.
 
     Returns:
@@ -43,7 +60,7 @@ def register(cls: type, *, backends: Backends = "all") -> bool:
         :func:`~yobx_flatten.unregister_class_flattening`.
 
     Raises:
-        InvalidRegistrationError: for any other class.
+        InvalidRegistrationError: for any other class, for ``static`` without ``children``, and for names that are none.
         AlreadyRegisteredError: when this package registered the class before, with other functions.
         InvalidArgumentError: when ``backends`` names an unknown library.
         MissingDependencyError: when ``backends`` names a library that is not installed.
@@ -60,6 +77,14 @@ def register(cls: type, *, backends: Backends = "all") -> bool:
     >>> yobx_flatten.unregister_class_flattening(Pair)
     """
     require_node(cls, "register")
+    static = list(static)
+    if children is not None:
+        return _claim(cls, functions_from_fields, ([*children], static), "register", backends)
+    if static:
+        raise InvalidRegistrationError(
+            f"register({cls.__qualname__}): static= names attributes, and children= does not. Name them all:\n"
+            f"    register({cls.__qualname__}, children=[...], static={static})"
+        )
     return _claim(cls, functions_of, ("register",), "register", backends)
 
 
@@ -303,7 +328,7 @@ def _node_of_fields(cls: C, backends: Backends) -> C:
     return cls
 
 
-def _functions_of_fields(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
+def _functions_of_fields(cls: type) -> FlattenFunctions:
     fields = dataclasses.fields(cls)
     static = [field.name for field in fields if field.metadata.get("static", False)]
     children = [field.name for field in fields if field.name not in static]
@@ -377,7 +402,12 @@ def _claim(
     else:
         flatten, flatten_with_keys, unflatten = make(cls, *written)
         unflatten._source = source  # type: ignore[attr-defined] # a function, made for this class alone
-        remedy = f"{caller}({cls.__qualname__}{', ...' if make is _functions_of_jax and 'class' not in caller else ''})"
+        more = ""
+        if make is functions_from_fields:
+            more = ", children={}, static={}".format(*written)
+        elif make is _functions_of_jax and "class" not in caller:
+            more = ", ..."
+        remedy = f"{caller}({cls.__qualname__}{more})"
         recipe = Recipe.from_functions(cls, flatten, unflatten, flatten_with_keys, remedy=remedy)
     return REGISTRY.claim_for_user(recipe, libraries) is not None
 

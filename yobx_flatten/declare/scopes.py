@@ -18,6 +18,7 @@ from ..errors.failures import undone_on_failure
 from ..errors.log import say, verbosity
 from ..recipe.contract import (
     Flatten,
+    FlattenFunctions,
     FlattenWithKeys,
     Recipe,
     Unflatten,
@@ -37,9 +38,9 @@ from ..trace.supports import TraceSupport
 
 def register_class_flattening(
     cls: type,
-    f_flatten: Flatten,
-    f_unflatten: Unflatten,
-    f_flatten_with_keys: FlattenWithKeys | None,
+    f_flatten: Flatten | FlattenFunctions,
+    f_unflatten: Unflatten | None = None,
+    f_flatten_with_keys: FlattenWithKeys | None = None,
     f_check: Callable[[], Any] | None = None,
     verbose: int = 0,
     *,
@@ -53,6 +54,7 @@ def register_class_flattening(
     Args:
         cls: the class; subclasses need a registration of their own.
         f_flatten: ``obj -> (children, static)``: a list of tensors and containers, and what else is needed to rebuild.
+            Or all three functions, as :func:`~yobx_flatten.functions_from_fields` returns them.
         f_unflatten: ``(children, static) -> obj``.
         f_flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of ``torch.utils._pytree``; ``None``
             numbers the children.
@@ -84,6 +86,13 @@ def register_class_flattening(
     >>> unregister_class_flattening(Pair)
     """
     require_node(cls, "register_class_flattening")
+    if isinstance(f_flatten, FlattenFunctions):
+        if f_unflatten is not None or f_flatten_with_keys is not None:
+            raise InvalidRegistrationError(
+                f"register_class_flattening({cls.__qualname__}): the first argument holds all three functions. Leave "
+                f"out the others:\n    register_class_flattening({cls.__qualname__}, functions)"
+            )
+        f_flatten, f_flatten_with_keys, f_unflatten = f_flatten
     recipe = Recipe.from_functions(cls, f_flatten, f_unflatten, f_flatten_with_keys)
     if axes is not None:
         recipe = dataclasses.replace(recipe, axes={key: dict(meaning) for key, meaning in axes.items()}.get)
@@ -136,9 +145,7 @@ def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
         say(logging.INFO, "unregistered %s", describe_class(cls))
 
 
-def make_flattening_function_for_dataclass(
-    cls: type, supported_classes: set[type]
-) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
+def make_flattening_function_for_dataclass(cls: type, supported_classes: set[type]) -> FlattenFunctions:
     """Make the three functions that :func:`register_class_flattening` wants, for a class whose fields state all of it.
 
     Args:

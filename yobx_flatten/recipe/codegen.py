@@ -43,7 +43,7 @@ import torch
 from ..errors import InvalidRegistrationError, UnsetFieldError, describe_class
 from ..private_names.of_torch import GetAttrKey, MappingKey, SequenceKey
 from .aliases import Static
-from .contract import Flatten, FlattenWithKeys, Unflatten, require_node
+from .contract import FlattenFunctions, require_node
 from .hashable import own_copy
 from .static_codec import check_static
 from .undeclared import undeclared_check
@@ -77,7 +77,7 @@ def snake_case(name: str) -> str:
 
 def functions_from_fields(
     cls: type, names: Iterable[str], static_names: Iterable[str] = (), *, names_in_static: bool = True
-) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
+) -> FlattenFunctions:
     """Write the flatten, keyed flatten and unflatten functions of a class whose attributes state all of it.
 
     Args:
@@ -88,7 +88,8 @@ def functions_from_fields(
         names_in_static: whether the static part repeats the names, as documented for dataclasses; ``True`` by default.
 
     Returns:
-        ``flatten_<class>``, ``flatten_with_keys_<class>`` and ``unflatten_<class>``. The static part is the list
+        ``flatten_<class>``, ``flatten_with_keys_<class>`` and ``unflatten_<class>``, as a named tuple that
+        :func:`~yobx_flatten.register_class_flattening` takes whole. The static part is the list
         ``names``, or ``[names, values of static_names]`` where there are static attributes; without the names it is
         ``None``, or a tuple of the values, which is hashable where they are, as JAX wants it. The items of a subclass
         of ``dict``, ``list`` or ``tuple`` are children after the attributes, and the keys of a ``dict`` come last in
@@ -124,13 +125,10 @@ def functions_from_fields(
         _source(cls, made, names, static_names, names_in_static, holds_more),
         scope,
     )
-    flatten, flatten_with_keys, unflatten = (scope[name] for name in made)
-    return name_functions(cls, (flatten, flatten_with_keys, unflatten))
+    return name_functions(cls, FlattenFunctions(*(scope[name] for name in made)))
 
 
-def name_functions(
-    cls: type, functions: tuple[Flatten, FlattenWithKeys, Unflatten]
-) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
+def name_functions(cls: type, functions: FlattenFunctions) -> FlattenFunctions:
     """Name the three functions after the class, as documented, and return them."""
     for prefix, function in zip(("flatten", "flatten_with_keys", "unflatten"), functions, strict=True):
         function.__name__ = function.__qualname__ = f"{prefix}_{snake_case(cls.__name__)}"

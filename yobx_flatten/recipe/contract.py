@@ -7,7 +7,7 @@ import enum
 import inspect
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias, is_typeddict
+from typing import Any, NamedTuple, TypeAlias, is_typeddict
 
 import torch
 
@@ -17,6 +17,14 @@ from ..private_names.of_torch import KeyEntry, SequenceKey, is_namedtuple_class
 Flatten: TypeAlias = Callable[[Any], tuple[list[Any], Any]]
 FlattenWithKeys: TypeAlias = Callable[[Any], tuple[list[tuple[KeyEntry, Any]], Any]]
 Unflatten: TypeAlias = Callable[[Iterable[Any], Any], Any]
+
+
+class FlattenFunctions(NamedTuple):
+    """The three functions of one class, by name or in this order; ``register_class_flattening`` takes them as one."""
+
+    flatten: Flatten
+    flatten_with_keys: FlattenWithKeys
+    unflatten: Unflatten
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +51,7 @@ class Recipe:
         cls,
         target: type,
         flatten: Flatten,
-        unflatten: Unflatten,
+        unflatten: Unflatten | None,
         flatten_with_keys: FlattenWithKeys | None,
         *,
         remedy: str | None = None,

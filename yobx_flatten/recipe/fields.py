@@ -27,18 +27,14 @@ from ..errors import InvalidRegistrationError, describe_class
 from ..private_names.of_torch import GetAttrKey, SequenceKey
 from .aliases import Static
 from .codegen import checked, functions_from_fields, name_functions, require_content
-from .contract import Flatten, FlattenWithKeys, Recipe, Unflatten, require_node
+from .contract import FlattenFunctions, Recipe, require_node
 from .hashable import own_copy
 from .keys import torch_key
 from .mappings import is_mapping, mapping_functions
 from .undeclared import is_derived, lost_attribute, slots_of
 
-_Functions = tuple[Flatten, FlattenWithKeys, Unflatten]
 
-
-def functions_of(
-    cls: type, caller: str = "make_flattening_function_for_dataclass"
-) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
+def functions_of(cls: type, caller: str = "make_flattening_function_for_dataclass") -> FlattenFunctions:
     """Make the flatten, keyed flatten and unflatten functions of a class that states by itself what it holds."""
     # cls: a dataclass (flax, chex and equinox also write dataclasses), an attrs class, a pydantic model, a class with
     # `keys()` and `values()` (a `dict` subclass, a `ModelOutput`), one with JAX's `tree_flatten()` and
@@ -71,17 +67,17 @@ def _is_static(metadata: Mapping[Any, Any]) -> bool:
     return bool(metadata.get("static", False)) or metadata.get("pytree_node", True) is False
 
 
-def _by_metadata(cls: type, fields: Iterable[Any]) -> _Functions:
+def _by_metadata(cls: type, fields: Iterable[Any]) -> FlattenFunctions:
     metadata = {field.name: field.metadata for field in fields}
     static_names = [name for name in metadata if _is_static(metadata[name])]
     return functions_from_fields(cls, [name for name in metadata if name not in static_names], static_names)
 
 
-def _dataclass_functions(cls: type) -> _Functions:
+def _dataclass_functions(cls: type) -> FlattenFunctions:
     return _by_metadata(cls, dataclasses.fields(cls))
 
 
-def _attrs_functions(cls: type) -> _Functions:
+def _attrs_functions(cls: type) -> FlattenFunctions:
     # by the name of the attribute: `_x` is passed to the constructor as `x`, but that is not called
     return _by_metadata(cls, cls.__attrs_attrs__)  # type: ignore[attr-defined] # attrs writes it
 
@@ -90,7 +86,7 @@ def _is_written_for_jax(cls: type) -> bool:
     return hasattr(cls, "tree_unflatten") and (hasattr(cls, "tree_flatten") or hasattr(cls, "tree_flatten_with_keys"))
 
 
-def _jax_functions(cls: Any) -> _Functions:
+def _jax_functions(cls: Any) -> FlattenFunctions:
     """The methods of ``jax.tree_util.register_pytree_node_class``; their unflatten takes the static part first."""
     plain, with_keys = getattr(cls, "tree_flatten", None), getattr(cls, "tree_flatten_with_keys", None)
 
@@ -111,14 +107,14 @@ def _jax_functions(cls: Any) -> _Functions:
     def unflatten(children: Iterable[Any], static: Static, output_type: type | None = None) -> Any:
         return cls.tree_unflatten(static, tuple(children))
 
-    return flatten, flatten_with_keys, unflatten
+    return FlattenFunctions(flatten, flatten_with_keys, unflatten)
 
 
 def _is_pydantic_model(cls: type) -> bool:
     return hasattr(cls, "__pydantic_fields__") and hasattr(cls, "model_construct")
 
 
-def _pydantic_functions(cls: Any) -> _Functions:
+def _pydantic_functions(cls: Any) -> FlattenFunctions:
     """Fields, extra values and private attributes, without validation, as ``model_construct`` sets them."""
     extras = {name: field.json_schema_extra for name, field in cls.__pydantic_fields__.items()}
     static_names = [name for name, extra in extras.items() if isinstance(extra, dict) and _is_static(extra)]
@@ -159,7 +155,7 @@ def _pydantic_functions(cls: Any) -> _Functions:
                 set_field(obj, f"__pydantic_{place}__", held)
         return obj
 
-    return flatten, flatten_with_keys, unflatten
+    return FlattenFunctions(flatten, flatten_with_keys, unflatten)
 
 
 def _check_state(cls: type, state: Mapping[str, Any], declared: Collection[str]) -> None:
@@ -172,12 +168,12 @@ def _has_only_slots(cls: type) -> bool:
     return cls.__dictoffset__ == 0 and cls.__itemsize__ == 0 and bool(slots_of(cls))
 
 
-def _slots_functions(cls: type) -> _Functions:
+def _slots_functions(cls: type) -> FlattenFunctions:
     return functions_from_fields(cls, slots_of(cls))
 
 
 # The first row that fits is used: what an author wrote for the purpose comes before what a library wrote.
-_READERS: tuple[tuple[Callable[[type], bool], Callable[[type], _Functions]], ...] = (
+_READERS: tuple[tuple[Callable[[type], bool], Callable[[type], FlattenFunctions]], ...] = (
     (_is_pydantic_model, _pydantic_functions),
     (_is_written_for_jax, _jax_functions),
     (lambda cls: hasattr(cls, "__attrs_attrs__"), _attrs_functions),

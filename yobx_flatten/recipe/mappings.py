@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import RoundTripError
 from ..private_names.of_torch import MappingKey
 from .codegen import builtin_base
-from .contract import Flatten, FlattenWithKeys, Unflatten
+from .contract import FlattenFunctions
 from .undeclared import is_derived
 
 
@@ -41,7 +41,7 @@ def is_mapping(cls: type) -> bool:
     return issubclass(cls, dict) and any(name in vars(base) for base in _written(cls) for name in _KEEPS_ITEMS)
 
 
-def mapping_functions(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
+def mapping_functions(cls: type) -> FlattenFunctions:
     """Return flatten, keyed flatten and unflatten of a class for which :func:`is_mapping` holds."""
     # returns: the three functions. Flatten raises `yobx_flatten.errors.RoundTripError` for an instance of a `dict` or
     # `UserDict` that holds what no item does, and unflatten when the constructor made other items.
@@ -59,7 +59,7 @@ def mapping_functions(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
     def unflatten(children: Iterable[Any], keys: list[Any], output_type: type | None = None) -> Any:
         return rebuild(dict(zip(keys, children, strict=True)))
 
-    return flatten, flatten_with_keys, unflatten
+    return FlattenFunctions(flatten, flatten_with_keys, unflatten)
 
 
 _KEEPS_ITEMS = ("__post_init__", "__setitem__")

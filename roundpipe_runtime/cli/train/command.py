@@ -21,7 +21,7 @@ from yobx_flatten.terminal.output import say, say_json
 from ... import fine_tune as tuning
 from ...device.disk_folder import HOST_IN_MEMORY
 from ...errors import PlanError, RoundPipeError
-from ..models import source_of
+from ..models import read_by, source_of
 from ..option_objects import flat_options, takes_options
 from .config_file import format_config
 from .display import Display, format_chats, format_model, format_text, format_training, show_rows
@@ -111,6 +111,7 @@ def _prepared(
         source = dataclasses.replace(source_of(what.name), unmatched_weights=step.unmatched_weights)
         adapters = _adapters(learning.lora, source)
         tokenizer = tuning.load_tokenizer(source, data.tokenizer)
+        source = read_by(source, tokenizer)
         return source, adapters, tokenizer, _rows(source, tokenizer, what, data, learning.seed)
 
     source, adapters, tokenizer, rows = job.together(read)

@@ -41,7 +41,7 @@ class FolderTokenizer:
     def __init__(self, inner: Any, name: str) -> None:
         self.inner = inner
         self.name = name
-        self.vocab_size = len(inner)
+        self.vocab_size = 1 + max(inner.get_vocab().values(), default=-1)  # numbers may have gaps
         self.eos_token_id: int | None = inner.eos_token_id
 
     def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
@@ -65,8 +65,8 @@ def load_tokenizer(source: ModelSource, name: str | os.PathLike[str] | None = No
 
     Args:
         source: source of the model.
-        name: folder with a tokenizer, or ``"bytes"``. Default: the model's folder; bytes, if that has no tokenizer
-            and the weights are random.
+        name: folder with a tokenizer, or ``"bytes"``. Default: the model's folder or GGUF file; bytes, if the
+            folder has no tokenizer and the weights are random.
 
     Returns:
         The tokenizer.
@@ -76,6 +76,8 @@ def load_tokenizer(source: ModelSource, name: str | os.PathLike[str] | None = No
     """
     if name is not None and str(name) != "bytes":
         return _from_folder(pathlib.Path(name))
+    if name is None and source.gguf is not None:
+        return FolderTokenizer(open_tokenizer(source.gguf, failure=FineTuneError), source.name)
     if name is None and source.folder is not None and _has_tokenizer(source.folder):
         return _from_folder(source.folder)
     if name is None and source.has_weights:

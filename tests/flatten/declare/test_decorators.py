@@ -534,3 +534,64 @@ def test_an_enum_is_refused_by_every_registration(name):
     """A member that is put together would not be the member; the line makes it static."""
     with pytest.raises(InvalidRegistrationError, match=r'mode: Mode = dataclasses.field\(metadata={"static": True}\)'):
         _REGISTRATIONS[name](Mode)
+
+
+class Memory:
+    """A class that states nothing by itself."""
+
+    def __init__(self, key, value, window):
+        self.key, self.value, self.window = key, value, window
+
+
+class SlottedMemory(Memory):
+    __slots__ = ("key", "value", "window")
+
+
+class MemoryOfItems(dict):
+    """Items, and attributes next to them."""
+
+    def __init__(self, key, value, window):
+        super().__init__(more=key)
+        self.key, self.value, self.window = key, value, window
+
+
+def _by_names(cls):
+    return register(cls, children=["key", "value"], static=["window"])
+
+
+def _by_functions(cls):
+    return register_class_flattening(cls, functions_from_fields(cls, ["key", "value"], ["window"]))
+
+
+@pytest.mark.parametrize("cls", [Memory, SlottedMemory, MemoryOfItems], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("way", [_by_names, _by_functions])
+def test_one_line_registers_a_class_by_its_attributes(cls, way):
+    """As the three functions do, given one by one in the order of torch."""
+    obj = cls(torch.ones(2), torch.zeros(3), 4)
+    flatten, flatten_with_keys, unflatten = functions_from_fields(cls, ["key", "value"], ["window"])
+    register_class_flattening(cls, flatten, unflatten, flatten_with_keys)
+    expected, expected_spec = pytree.tree_flatten_with_path(obj)
+    expected_text = repr(expected_spec)
+    unregister_class_flattening(cls)
+    assert way(cls)
+    found, spec = pytree.tree_flatten_with_path(obj)
+    assert [path for path, _ in found] == [path for path, _ in expected]
+    assert all(one is other for (_, one), (_, other) in zip(found, expected, strict=True))
+    assert repr(spec) == expected_text
+    back = pytree.tree_unflatten([leaf for _, leaf in found], spec)
+    assert (type(back), back.key is obj.key, back.value is obj.value, back.window) == (cls, True, True, 4)
+    unregister_class_flattening(cls)
+
+
+def test_names_that_are_registered_twice_change_nothing():
+    """Other names are an error, and so are static names alone, and one function given twice."""
+    assert _by_names(Memory)
+    assert not _by_names(Memory)
+    with pytest.raises(AlreadyRegisteredError):
+        register(Memory, children=["key"], static=["value", "window"])
+    unregister_class_flattening(Memory)
+    with pytest.raises(InvalidRegistrationError, match=r"register\(Memory, children=\[...\], static=\['window'\]\)"):
+        register(Memory, static=["window"])
+    functions = functions_from_fields(Memory, ["key", "value"], ["window"])
+    with pytest.raises(InvalidRegistrationError, match=r"register_class_flattening\(Memory, functions\)"):
+        register_class_flattening(Memory, functions, functions.unflatten)

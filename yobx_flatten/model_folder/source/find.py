@@ -104,7 +104,8 @@ class FoundModel:
         if self.gguf is not None:
             gguf_tokenizer(self.gguf)  # which an export needs in its end
             with bounded_weights(self.name, failure=ModelSourceError, stored=4 * self.stored_bytes()):
-                return gguf_weights(class_for(self.config), self.config, self.gguf, getattr(torch, dtype)).eval(), ()
+                model = gguf_weights(class_for(self.config), self.config, self.gguf, getattr(torch, dtype))
+                return self._with_adapter(model, ())
         wanted, code = getattr(torch, dtype), {"trust_remote_code": True} if self.runs_code else {}
         kind = own_auto_class(self.config) if self.runs_code else class_for(self.config)
         with bounded_weights(self.name, failure=ModelSourceError, stored=self.stored_bytes()):
@@ -113,17 +114,21 @@ class FoundModel:
                 model, differences = load_stored(
                     kind, self.folder, self.name, choice=self.unmatched_weights, failure=ModelSourceError, **how
                 )
-                if self.adapter is None:
-                    return model.eval(), differences.remarks()
-                model, of_adapter = merged(model, self.adapter, self.name, choice=self.unmatched_weights)
-                noted = f"the adapter of {self.name} was merged into the weights of {self.folder}."
-                return model, (noted, *differences.remarks(), *of_adapter.remarks())
+                return self._with_adapter(model, differences.remarks())
             self._check_without_weights()
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 made = kind.from_config(self.config, **code) if self.runs_code else kind(self.config)
                 random = f"the weights are random: {self.name} holds none."
                 return made.to(wanted).eval(), () if self.folder is None else (random,)
+
+    def _with_adapter(self, model: Any, remarks: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
+        """The model with its adapter merged, where there is one, and the notes on both."""
+        if self.adapter is None:
+            return model.eval(), remarks
+        model, of_adapter = merged(model, self.adapter, self.name, choice=self.unmatched_weights)
+        noted = f"the adapter of {self.name} was merged into the weights of {self.gguf or self.folder}."
+        return model, (noted, *remarks, *of_adapter.remarks())
 
     def packing(self) -> Packing | None:
         """Return how integers of its weights are stored in the folder; ``None`` where it has none of its own."""

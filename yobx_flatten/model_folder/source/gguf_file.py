@@ -56,6 +56,7 @@ def gguf_config(path: pathlib.Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(**given)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the file; the weights are loaded in full
+    config.name_or_path = str(path)  # which an adapter of the model states; not where it was read alone
     return config
 
 

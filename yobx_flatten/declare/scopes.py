@@ -93,7 +93,7 @@ def register_class_flattening(
                 f"out the others:\n    register_class_flattening({cls.__qualname__}, functions)"
             )
         f_flatten, f_flatten_with_keys, f_unflatten = f_flatten
-    recipe = Recipe.from_functions(cls, f_flatten, f_unflatten, f_flatten_with_keys)
+    recipe = Recipe.from_functions(cls, f_flatten, f_unflatten, f_flatten_with_keys)  # type: ignore[arg-type] # refused
     if axes is not None:
         recipe = dataclasses.replace(recipe, axes={key: dict(meaning) for key, meaning in axes.items()}.get)
     libraries = REGISTRY.libraries(backends, "register_class_flattening")

@@ -51,7 +51,7 @@ class Recipe:
         cls,
         target: type,
         flatten: Flatten,
-        unflatten: Unflatten | None,
+        unflatten: Unflatten,
         flatten_with_keys: FlattenWithKeys | None,
         *,
         remedy: str | None = None,

@@ -164,6 +164,6 @@ def test_a_number_of_layers_that_the_file_cannot_hold_is_refused(tmp_path, archi
         writer.write_tensors_to_file,
         writer.close,
     ):
-        write()
+        step()
     with pytest.raises(ModelSourceError, match=rf"{architecture}\..*{count} = 4,000,000,000, and holds 0 tensors"):
         gguf_config(tmp_path / "small.gguf")

@@ -96,6 +96,7 @@ nitpick_ignore_regex = [
     ("py:class", r"yobx_flatten\.export\.(room\.Adapter|onnx\.compare_nodes\.Compared)"),
     ("py:class", r"yobx_flatten\.model_folder\.manifest\.StoredAdapter"),
     ("py:class", r"yobx_flatten\.record\.snapshot\.Fact"),
+    ("py:class", r"yobx_flatten\.recipe\.contract\.FlattenFunctions"),  # a named tuple of three functions
     ("py:class", r"yobx_flatten\.errors\.tried_versions\.VersionDependentError"),  # a base that only adds a line
     ("py:class", r"roundpipe_runtime\.(batch\.loss\.LossValue|optim\.tables\.TableRule)"),
     ("py:class", r"roundpipe_runtime\.huggingface\.cutting\.cut_plan\.CutPlan"),  # what a cut keeps for itself

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +17,15 @@ __all__ = ["Done", "run_apart"]
 
 ROOT = Path(__file__).parents[2]
 
-# found before a process is forked, where nothing may be imported
-_set_of_process = getattr(ctypes.CDLL(None), "prctl", None)
+# Asks Linux to end the process when its parent was killed, so that no GPU stays taken, and becomes the command. Nothing of
+# it runs between fork and exec, where a thread of the parent may hold a lock.
+_ENDS_WITH_PARENT = """
+import ctypes, os, sys
+set_of_process = getattr(ctypes.CDLL(None), "prctl", None)
+if set_of_process is not None:
+    set_of_process(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +49,12 @@ def run_apart(command: list[str], environment: dict[str, str], limit: float, *, 
     with _file(log) as out, _file(log) as error:
         # A group of its own: a compiler that outlives its parent would go on, and keep a pipe open.
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-c", _ENDS_WITH_PARENT, *command],
             cwd=ROOT,
             env=environment,
             stdout=out,
             stderr=error,
             start_new_session=True,
-            preexec_fn=_end_with_me,
         )
         status = None
         try:
@@ -59,12 +65,6 @@ def run_apart(command: list[str], environment: dict[str, str], limit: float, *, 
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         return Done(_text(out), _text(error), status)
-
-
-def _end_with_me() -> None:
-    """Let the system end this process when the one that started it was killed, so that no GPU stays taken."""
-    if _set_of_process is not None:
-        _set_of_process(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 @contextlib.contextmanager

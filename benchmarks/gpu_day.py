@@ -14,6 +14,7 @@ Exit status: 0 all is done; 1 a test failed, or a training of this runtime; 75 t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -35,6 +36,8 @@ PARTS = ("profile", "tests", "1.7B", "8B", "lora", "long")
 UNFINISHED = 75
 ROUNDING = 0.02  # of a loss in bfloat16, relative
 TESTS_MINUTES = 4.0
+PROFILE_SECONDS = 120.0
+PLAN_SECONDS = 90.0  # for all rows of a part
 PROGRAM_SECONDS = 150.0  # for one program, its start included
 COMPILE_SECONDS = 240.0  # for what it compiles when it runs first
 STARTED = 40.0  # seconds below which a program is left to the next call
@@ -83,20 +86,19 @@ class Day:
         if self.records.of("profile") and self.records.machine.exists():
             say("the machine was measured before")
             return
-        import torch
-
-        from benchmarks.gpu.profile import profile
-        from roundpipe_runtime.cli.doctor.checks import train_difference
-
-        self.left(STARTED / 2 if self.tiny else STARTED)
-        difference = train_difference("virtual:1" if self.device == "cpu" else [self.device])
-        say(f"two steps of a small training differ from plain PyTorch by {difference:.1e}")
-        found = profile(torch.device(self.device), self.records.machine, tiny=self.tiny)
-        found |= {"difference": difference, "device": torch.device(self.device).type}
+        limit = self._share(PROFILE_SECONDS)
+        command = [sys.executable, "-m", "benchmarks.gpu.profile", self.device, str(self.records.machine)]
+        done = run_apart([*command, *(["--tiny"] if self.tiny else [])], self._environment("base"), limit)
+        found = next((one for one in _results(done) if "difference" in one), None)
+        if found is None:
+            self._failed = True
+            say(self._ended(done, limit, PROFILE_SECONDS, "the machine was not measured")["error"])
+            return
         self.records.add("profile", self.device, found)
+        say(f"two steps of a small training differ from plain PyTorch by {found['difference']:.1e}")
         for name in ("machine", "driver", "rates", "Adam bytes per second", "versions"):
             say(f"{name}: {_rates(found.get(name))}")
-        self._failed = not difference < 1e-3
+        self._failed |= not found["difference"] < 1e-3
 
     # -- tests ---------------------------------------------------------------------------------------------------------
 
@@ -142,26 +144,38 @@ class Day:
 
         if not self.records.machine.exists():
             self._profile()
-        for row in rows_of(part, tiny=self.tiny):
+        rows = rows_of(part, tiny=self.tiny)
+        self._plan([row.name for row in rows])
+        for row in rows:
             try:
-                self._plan(row)
                 for program in row.programs:
                     self._program(program, row)
             finally:
                 kinds = ("plan", "row")
                 say("\n".join([row.name, *row_lines(row.name, {kind: self.records.of(kind) for kind in kinds})]))
 
-    def _plan(self, row: Any) -> None:
-        if row.name in self.records.of("plan"):
+    def _plan(self, rows: list[str]) -> None:
+        """Write the plan of each row that has none; without a profile of the machine there is none."""
+        rows = [row for row in rows if not self._has("plan", row)]
+        if not rows or not self.records.machine.exists():
             return
-        from benchmarks.gpu.plans import machine_from, plan
+        limit = self._share(PLAN_SECONDS)
+        command = [sys.executable, "-m", "benchmarks.gpu.plans", str(self.records.machine), *rows]
+        done = run_apart(command, self._environment("base", "bitsandbytes"), limit)
+        plans = {one.pop("row"): one for one in _results(done) if "row" in one}
+        for row, found in plans.items():
+            self.records.add("plan", row, found)
+        for row in rows:
+            if row not in plans:
+                self.records.add("plan", row, self._ended(done, limit, PLAN_SECONDS, "it was not made"))
 
-        self.left(STARTED / 2)
-        self.records.add("plan", row.name, plan(row, machine_from(self.records.machine)))
+    def _has(self, kind: str, key: str) -> bool:
+        """Whether there is a result, and not only the name of what was missing for it."""
+        return "missing" not in self.records.of(kind).get(key, {"missing": True})
 
     def _program(self, program: str, row: Any) -> None:
         key = f"{row.name} | {program}"
-        if self.records.of("row").get(key, {"missing": True}).get("missing") is None:
+        if self._has("row", key):
             return
         found = self._apart(program, row)
         found |= {"row": row.name, "program": program, "tokens": row.tokens}
@@ -188,10 +202,8 @@ class Day:
         command = [sys.executable, "-m", "benchmarks.gpu.measure", row.name, program, "--device", self.device]
         limit = self._share(PROGRAM_SECONDS)
         done = run_apart([*command, "--seconds", str(limit - 10)], environment, limit)
-        lines = [line for line in done.out.splitlines() if line.startswith("{")]
-        if lines:  # the last one has most
-            found: dict[str, Any] = json.loads(lines[-1])
-            return found
+        if steps := [one for one in _results(done) if "losses" in one]:
+            return steps[-1]  # which has most
         return self._ended(done, limit, PROGRAM_SECONDS, "no step was timed")
 
     def _compiled(self, program: str, environment: dict[str, str]) -> dict[str, Any] | None:
@@ -244,6 +256,15 @@ class Day:
         if all(abs(loss - expected) <= ROUNDING * abs(expected) for loss, expected in pairs):
             return {}
         return {"error": f"its losses differ from those of {right['program']}"}
+
+
+def _results(done: Done) -> list[dict[str, Any]]:
+    """The lines of JSON that a process printed, next to what libraries print."""
+    found = []
+    for line in done.out.splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return [one for one in found if isinstance(one, dict)]
 
 
 def _rank_of_one() -> dict[str, str]:
@@ -323,7 +344,7 @@ def measure(options: argparse.Namespace, begin: float) -> int:
     if device.startswith("late"):  # the reference accelerator, made of the CPU
         device = "late:0"
         importlib.import_module("tests.accelerator.late")
-    records = Records(options.out)
+    records = Records(options.out.absolute())  # processes have another working directory
     end = begin + 60 * options.minutes
     day = Day(device, records, options.wheels, tiny=options.shapes == "tiny", end=end)
     status = 0

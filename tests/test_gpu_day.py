@@ -1,5 +1,6 @@
 """The day of a GPU in small: every part runs, keeps what it found, and shows the plan next to what was measured."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -140,7 +141,12 @@ from benchmarks.gpu import apart
 from benchmarks.gpu.records import Records
 
 folder = Path({folder!r})
-program = "import os, time; from pathlib import Path; Path({started!r}).write_text(str(os.getpid())); time.sleep(600)"
+other = "import time; time.sleep(600)"  # a compiler, for one
+program = (
+    "import os, subprocess, sys, time; from pathlib import Path; "
+    f"other = subprocess.Popen([sys.executable, '-S', '-c', {{other!r}}]); "
+    "Path({started!r}).write_text(f'{{os.getpid()}} {{other.pid}}'); time.sleep(600)"
+)
 
 def kill():
     while not Path({started!r}).exists() or not Path({started!r}).read_text():
@@ -148,6 +154,8 @@ def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 def run(command, environment, limit):
+    if "benchmarks.gpu.plans" in command:
+        return apart.Done({planned!r}, "", 0)
     if day.records.of("row"):
         threading.Thread(target=kill).start()
         return apart.run_apart([sys.executable, "-S", "-c", program], environment, limit)
@@ -160,20 +168,21 @@ day.run("long")
 
 
 def test_a_day_that_is_killed_keeps_its_rows_and_goes_on(made, monkeypatch, tmp_path):
-    """The program that ran then ends with the day, so that it does not keep a GPU from the next call."""
+    """The program that ran then ends with the day, with what it started: it keeps no GPU from the next call."""
     bytes_of = dict.fromkeys(("device peak", "host taken", "host resident"), 1)
     printed = json.dumps({"losses": [1.0, 0.9], "seconds": [2.0], "tokens per second": 5.0, "TFLOPS": 1.0, **bytes_of})
     started = tmp_path / "started"
     made.records.machine.write_text(json.dumps(dataclasses.asdict(describe_hardware("virtual:1"))))
-    code = _KILLED.format(folder=str(tmp_path), started=str(started), printed=printed)
+    (row,) = rows_of("long", tiny=True)
+    planned = json.dumps({"row": row.name, "error": "it is not planned here"})
+    code = _KILLED.format(folder=str(tmp_path), started=str(started), printed=printed, planned=planned)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = fresh_process.run("-c", code, imported=fresh_process.TRAINER, cwd=ROOT, env=environment, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    (row,) = rows_of("long", tiny=True)
     first = made.records.of("row")
     assert [one["program"] for one in first.values()] == list(row.programs[:2])
     assert list(made.records.of("plan")) == [row.name]
-    assert has_ended(int(started.read_text()))
+    assert all(has_ended(int(process)) for process in started.read_text().split())
     with made.records.path.open("a", encoding="utf-8") as file:
         file.write('{"kind": "row", "key"')  # a line that was cut
     calls = []
@@ -189,6 +198,66 @@ def test_a_day_that_is_killed_keeps_its_rows_and_goes_on(made, monkeypatch, tmp_
     found = made.records.of("row")
     assert [one["program"] for one in found.values()] == list(row.programs)
     assert found[f"{row.name} | {OURS[0]}"] == first[f"{row.name} | {OURS[0]}"]
+
+
+def test_a_program_that_fails_is_named_and_the_others_run(made, monkeypatch, capfd):
+    """As is a machine that was not measured: then there is no plan."""
+    (row,) = rows_of("long", tiny=True)
+    seen = []
+
+    def run(command, environment, limit):
+        seen.append(command[2].removeprefix("benchmarks.gpu."))
+        if command[4] == "PyTorch, resident":
+            return Done("", "at line 3\ntorch.OutOfMemoryError: no memory is left", 1)
+        if seen[-1] == "profile":
+            return Done("{}", "RuntimeError: no device", 1)
+        bytes_of = dict.fromkeys(("device peak", "host taken", "host resident"), 1)
+        found = {"losses": [1.0, 0.9], "seconds": [2.0], "tokens per second": 5.0, "TFLOPS": 1.0, **bytes_of}
+        return Done(f"{{'of a library'}}\n{json.dumps(found)}\n{{}}\n", "", 0)
+
+    monkeypatch.setattr(gpu_day, "run_apart", run)
+    monkeypatch.setattr(programs, "missing", lambda *_: [])
+    assert not made.run("long")
+    here = [name for name in row.programs if name not in programs.CUDA_ONLY]
+    assert seen == ["profile", *["measure"] * len(here)]
+    assert not made.records.of("plan")
+    shown = capfd.readouterr().out
+    assert "RuntimeError: no device" in shown
+    (line,) = [line for line in shown.splitlines() if line.startswith("  PyTorch, resident")]
+    assert line.split("  ")[2].strip() == "torch.OutOfMemoryError: no memory is left"
+    failed = [one["program"] for one in made.records.of("row").values() if "tokens per second" not in one]
+    assert failed == [name for name in row.programs if name not in here[:-1]]
+
+
+@pytest.mark.parametrize("left", [540, 60])
+def test_a_plan_that_takes_too_long_is_ended(made, monkeypatch, left):
+    """The rows run then; where it had less time than others have, it is made in the next call."""
+    first, second = rows_of("lora", tiny=True)
+    printed = json.dumps({"row": first.name, "seconds": {}})
+    limits = []
+
+    def run(command, environment, limit):
+        limits.append(limit)
+        return Done(printed, "at line 3", None)
+
+    monkeypatch.setattr(gpu_day, "run_apart", run)
+    made.records.machine.touch()
+    made._end = time.monotonic() + left
+    with contextlib.nullcontext() if left > gpu_day.PLAN_SECONDS else pytest.raises(gpu_day.OutOfTimeError):
+        made._plan([first.name, second.name])
+    found = made.records.of("plan")
+    assert found.pop(first.name)["seconds"] == {}
+    assert [one["error"] for one in found.values()] == ["it was not made in 90 s"] * (left > gpu_day.PLAN_SECONDS)
+    assert limits[0] <= min(gpu_day.PLAN_SECONDS, left)
+
+
+def test_a_profile_that_takes_too_long_is_ended(made, monkeypatch, capfd):
+    monkeypatch.setattr(gpu_day, "run_apart", lambda command, environment, limit: Done("", "", None))
+    assert not made.run("profile")
+    assert "the machine was not measured in 120 s" in capfd.readouterr().out
+    made._end = time.monotonic() + 60
+    with pytest.raises(gpu_day.OutOfTimeError):
+        made.run("profile")
 
 
 def has_ended(process):

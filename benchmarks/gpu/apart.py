@@ -17,14 +17,18 @@ __all__ = ["Done", "run_apart"]
 
 ROOT = Path(__file__).parents[2]
 
-# Asks Linux to end the process when its parent was killed, so that no GPU stays taken, and becomes the command. Nothing of
-# it runs between fork and exec, where a thread of the parent may hold a lock.
+# Runs the command, and ends its group when the pipe from the parent ends. So a parent that was killed leaves no GPU
+# taken, and no compiler that writes what the next call compiles again.
 _ENDS_WITH_PARENT = """
-import ctypes, os, sys
-set_of_process = getattr(ctypes.CDLL(None), "prctl", None)
-if set_of_process is not None:
-    set_of_process(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-os.execvp(sys.argv[1], sys.argv[1:])
+import os, signal, subprocess, sys, threading
+
+def end_with_parent():
+    os.read(0, 1)
+    os.killpg(0, signal.SIGKILL)
+
+threading.Thread(target=end_with_parent, daemon=True).start()
+status = subprocess.run(sys.argv[1:], stdin=subprocess.DEVNULL).returncode
+os._exit(status if status >= 0 else 128 - status)
 """
 
 
@@ -52,6 +56,7 @@ def run_apart(command: list[str], environment: dict[str, str], limit: float, *, 
             [sys.executable, "-c", _ENDS_WITH_PARENT, *command],
             cwd=ROOT,
             env=environment,
+            stdin=subprocess.PIPE,
             stdout=out,
             stderr=error,
             start_new_session=True,
@@ -63,7 +68,7 @@ def run_apart(command: list[str], environment: dict[str, str], limit: float, *, 
         finally:
             if status is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.communicate()
         return Done(_text(out), _text(error), status)
 
 

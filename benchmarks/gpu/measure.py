@@ -24,9 +24,9 @@ import psutil
 import torch
 
 from benchmarks.gpu.programs import PROGRAMS, Program
-from benchmarks.gpu.rows import ROWS, Row, rows_of
+from benchmarks.gpu.rows import Row, named_row
 
-__all__ = ["copied_bytes", "measured", "named_row"]
+__all__ = ["copied_bytes", "measured"]
 
 WARM_UPS = 2
 STEPS = 3
@@ -197,12 +197,6 @@ def copied_bytes(events: list[dict[str, Any]]) -> dict[str, int]:
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
-
-
-def named_row(name: str) -> Row:
-    """The row of this name, of the large ones or of the tiny ones."""
-    every = [*ROWS, *(row for part in dict.fromkeys(row.part for row in ROWS) for row in rows_of(part, tiny=True))]
-    return next(row for row in every if row.name == name)
 
 
 def main() -> None:

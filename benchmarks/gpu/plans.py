@@ -1,15 +1,19 @@
-"""The plan of a row, from the measured machine: written before the row runs, and shown next to what was measured."""
+"""Plans of rows, from the measured machine: ``python -m benchmarks.gpu.plans MACHINE ROW...`` prints a line for each.
+
+They are written before the rows run, and shown next to what was measured.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from benchmarks.gpu.programs import missing
-from benchmarks.gpu.rows import OURS, Row, config_of
+from benchmarks.gpu.rows import OURS, Row, config_of, named_row
 from roundpipe_runtime.estimate.hardware import Hardware
 
 __all__ = ["machine_from", "plan"]
@@ -26,7 +30,7 @@ def machine_from(path: Path) -> Hardware:
 def plan(row: Row, hardware: Hardware) -> dict[str, Any]:
     """What ``roundpipe plan`` states of a row: seconds by when the optimizer steps, memory, bytes of the link."""
     if absent := missing(OURS[0], row):
-        return {"error": f"{', '.join(absent)} is missing here"}
+        return {"error": f"{', '.join(absent)} is missing here", "missing": absent}
     from roundpipe_runtime.fine_tune import Lora, add_lora
     from roundpipe_runtime.huggingface.plan_training import PlannedTraining, model_on_meta
     from roundpipe_runtime.huggingface.quantize import quantize_frozen
@@ -52,3 +56,14 @@ def plan(row: Row, hardware: Hardware) -> dict[str, Any]:
         "bottleneck": report.simulated.bottleneck,
         "fits": {"device": report.fits_devices, "host": report.fits_host},
     }
+
+
+def main() -> None:
+    path, *rows = sys.argv[1:]
+    machine = machine_from(Path(path))
+    for row in rows:
+        print(json.dumps({"row": row, **plan(named_row(row), machine)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

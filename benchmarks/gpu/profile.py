@@ -1,13 +1,20 @@
-"""What the machine is and how fast: driver, link, Adam on the host, products of matrices; and the file for a plan."""
+"""What the machine is and how fast: driver, link, Adam on the host, products of matrices; and the file for a plan.
+
+``python -m benchmarks.gpu.profile DEVICE MACHINE`` prints it as a line of JSON, and writes the file.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
+import importlib
+import json
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +24,7 @@ from typing import Any
 import psutil
 import torch
 
+from roundpipe_runtime.cli.doctor.checks import train_difference
 from roundpipe_runtime.estimate.call_cost import call_seconds
 from roundpipe_runtime.estimate.device_rates import measure_device
 from roundpipe_runtime.estimate.hardware import Hardware, describe_hardware
@@ -116,3 +124,23 @@ def _driver() -> str | None:
     done = subprocess.run([program, f"--query-gpu={fields}", "--format=csv,noheader"], capture_output=True, text=True,
                           timeout=30)  # fmt: skip
     return done.stdout.strip() or None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("device")
+    parser.add_argument("machine", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    if options.device.startswith("late"):  # the reference accelerator, made of the CPU
+        importlib.import_module("tests.accelerator.late")
+    device = torch.device(options.device)
+    difference = train_difference("virtual:1" if device.type == "cpu" else [device])
+    found = profile(device, options.machine, tiny=options.tiny)
+    print(json.dumps({**found, "difference": difference, "device": device.type}), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # a thread of autograd for a device may abort a process that ends after a backward
+
+
+if __name__ == "__main__":
+    main()

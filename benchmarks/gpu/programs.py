@@ -237,11 +237,11 @@ def _deepspeed(row: Row, device: torch.device) -> Program:
     def accumulate() -> float:
         total = 0.0
         for number, ids in enumerate(parts, 1):
+            # otherwise it counts calls of step(), and some batch after one without a step would update half-way
+            engine.set_gradient_accumulation_boundary(number == len(parts))
             loss = engine(input_ids=ids, labels=ids).loss
             engine.backward(loss)  # which divides it by the number of microbatches
             total += loss.detach() / len(parts)
-            if number < len(parts):
-                engine.step()  # counts; only the last one of a batch updates
         return float(total)
 
     return Program(model, accumulate, engine.step)

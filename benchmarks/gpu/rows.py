@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-__all__ = ["ALL", "ROWS", "Row", "batch", "config_of", "make_model", "rows_of"]
+__all__ = ["ALL", "ROWS", "Row", "batch", "config_of", "make_model", "named_row", "rows_of"]
 
 OURS = ("this runtime", "this runtime, exact", "this runtime, async")
 PEERS = (
@@ -96,6 +96,12 @@ def _distinct(rows: list[Row]) -> list[Row]:
     for row in rows:
         kinds.setdefault((row.model, row.adapters, row.few_bits, row.batch > 1), row)
     return [*kinds.values()]
+
+
+def named_row(name: str) -> Row:
+    """The row of this name, of the large ones or of the tiny ones."""
+    every = [*ROWS, *(row for part in dict.fromkeys(row.part for row in ROWS) for row in rows_of(part, tiny=True))]
+    return next(row for row in every if row.name == name)
 
 
 def config_of(row: Row) -> Any:

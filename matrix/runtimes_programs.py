@@ -95,7 +95,7 @@ class ProgramTrial(Trial):
         """Run each case with slices and transposed tensors, and one with inputs that do not fit; count both."""
         from yobx_flatten.export.exported_model import source_of
         from yobx_flatten.export.proof.report import ExportReport
-        from yobx_flatten.export.runtimes.without_counter import without_counter
+        from yobx_flatten.export.runtimes.write import without_counter
         from yobx_flatten.runners.open import open_runner
 
         runner = open_runner(file, runtime=runtime, trust=True)

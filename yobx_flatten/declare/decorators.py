@@ -27,8 +27,7 @@ from ..recipe.contract import (
     require_callable,
     require_node,
 )
-from ..recipe.fields import functions_of
-from ..recipe.keys import torch_key
+from ..recipe.fields import functions_of, torch_key
 from ..registry.claims import REGISTRY
 
 C = TypeVar("C", bound=type)

@@ -18,7 +18,7 @@ from ..errors.failures import undone_on_failure
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import Static
 from ..recipe.contract import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_node
-from ..recipe.keys import torch_key
+from ..recipe.fields import torch_key
 from ..recipe.roundtrip import check_round_trip
 from ..registry.claims import REGISTRY
 

@@ -33,7 +33,7 @@ from ..registry.interrupts import DeferredSignals
 from ..registry.locking import LOCK
 from ..registry.patches import ImportHook
 from ..trace.hook import EXPORT_HOOK
-from ..trace.supports import TraceSupport
+from ..trace.onnx_operators import TraceSupport
 
 
 def register_class_flattening(

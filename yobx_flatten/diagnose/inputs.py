@@ -16,13 +16,19 @@ from ..core.contents import Layouts
 from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError
 from ..recipe.aliases import DynamicShapes
 from ..trace.hook import EXPORT_HOOK
-from ..trees.arguments import check_arguments, did_you_mean, inputs_by_name, shapes_by_name
+from ..trees.arguments import (
+    about_devices,
+    check_arguments,
+    check_not_offloaded,
+    did_you_mean,
+    inputs_by_name,
+    on_other_devices,
+    shapes_by_name,
+)
 from ..trees.dynamic_specs import by_parameter, without_specs
-from ..trees.node import find_cycle, format_cycle
 from ..trees.shapes import check_dynamic_shapes
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
-from ..trees.walk import class_name, torch_leaves
-from ..trees.weights import about_devices, check_not_offloaded, on_other_devices
+from ..trees.walk import class_name, find_cycle, format_cycle, torch_leaves
 from .opaque import find_unregistered
 from .remedies import remedy_for
 from .varying import Axis, varying_axes

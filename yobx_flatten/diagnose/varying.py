@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.export import Dim
 
-from ..trees.node import leaf_places, own_children
 from ..trees.shapes import shapes_of_leaves
-from ..trees.walk import format_path
+from ..trees.walk import format_path, leaf_places, own_children
 
 
 class Axis(NamedTuple):

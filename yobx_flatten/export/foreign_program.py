@@ -19,17 +19,15 @@ from ..diagnose.spec_diff import compare_specs
 from ..errors import InvalidArgumentError, SpecMismatchError, describe_class
 from ..huggingface.cache_names import name_in
 from ..private_names.of_torch import pytree
-from ..trace.constant_inputs import with_members
-from ..trees.arguments import check_arguments
+from ..trace.program_inputs import with_members
+from ..trees.arguments import check_arguments, has_no_data
 from ..trees.shapes import dynamic_shapes
-from ..trees.weights import has_no_data
 from .example.example import Example, sizes_of
 from .exported_model import ExportedModel, finish
 from .program.one_value import write_single_values
 from .program.traced import described
-from .proof.case import Case, clone
+from .proof.case import Case, Proof, clone
 from .proof.fitting import shapes_taken
-from .proof.levels import Proof
 from .source import Asked, noted, prove
 
 

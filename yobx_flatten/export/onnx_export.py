@@ -18,8 +18,7 @@ from .example.example import Example, make_example
 from .exported_model import ExportedModel, finish
 from .fewer_sizes import with_fewer_sizes
 from .onnx.file import unproven_file
-from .proof.case import Case
-from .proof.levels import Proof
+from .proof.case import Case, Proof
 from .quantization.options import Quantization, WeightBits
 from .room import Adapter
 from .runtimes.file_options import FileOptions

@@ -15,8 +15,7 @@ from .example.example import Example, make_example
 from .exported_model import ExportedModel, finish
 from .fewer_sizes import with_fewer_sizes
 from .program.traced import fill
-from .proof.case import Case
-from .proof.levels import Proof
+from .proof.case import Case, Proof
 from .source import Asked, prove, traced_example
 
 

@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from ..core.compare import share_of_nan
+from ..core.compare import largest_difference, share_of_nan
 from ..diagnose.spec_diff import compare_outputs
 from ..errors import InvalidArgumentError, ReplayError
+from ..errors.failures import result_or
 from ..errors.messages import first_line
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import PyTree
@@ -33,7 +36,7 @@ from .example.example import Example
 from .example.resized import arguments_with, resized_leaves, tensors_of
 from .program.flat_program import signature_of
 from .program.traced import Traced
-from .proof.case import Case
+from .proof.case import Case, clone
 from .proof.eager_runs import eager_steps
 
 _OF_EQUALS = ("aten.topk", "aten.sort", "aten.argsort", "aten.kthvalue", "aten.median", "aten.mode")
@@ -390,3 +393,54 @@ def _infinite(base: torch.Tensor, number: int, mildness: int, *, rows: int | Non
         ((1.0, 1.0, torch.inf, 1.0, -torch.inf), (1.0, 1.0, torch.inf), (1.0, 1.0, -torch.inf))[mildness], base, number
     )
     return torch.where(kinds.isinf(), kinds, base)
+
+
+def dependence_on_padding(module: torch.nn.Module, case: Case, written: Collection[str], tolerance: float) -> str:
+    """Return a sentence about a module whose rows depend on the padding of others; empty for any other."""
+    # case: one that failed; two more calls of the module are made where it takes a mask
+    whole, padded = _masked(module, case, padded=False), _masked(module, case, padded=True)
+    if whole is None or padded is None:
+        return ""
+    cases = whole, padded
+    # a mask of ones may be one that the module stops at
+    found = result_or(lambda: [eager_steps(module, one, written)[0].outputs for one in cases], lambda error: None)
+    if found is None:
+        return ""
+    rows = len(next(_masks(module, whole)))
+    far = {
+        name: largest_difference(one[1:], other[1:])
+        for name, one, other in zip(output_names(found[0], ()), *map(pytree.tree_leaves, found), strict=True)
+        if isinstance(one, torch.Tensor) and one.shape == other.shape and one.shape[:1] == (rows,)
+    }
+    name = max(far, key=far.__getitem__, default="")
+    if not far or far[name] <= tolerance:
+        return ""
+    way = ""
+    if callable(getattr(module, "set_attn_implementation", None)):
+        way = ' Another kernel may not: model.set_attn_implementation("eager")'
+    return (
+        "The model itself answers differently when another row is padded: the answer to a row moves by "
+        f"{far[name]:.1e} (output {name!r}), so that no file agrees with it at every mask.{way}"
+    )
+
+
+def _masked(module: torch.nn.Module, case: Case, *, padded: bool) -> Case | None:
+    """A case in which nothing is padded, or the first row alone; ``None`` without a mask of several rows."""
+    made = Case(case.name, *clone((case.args, dict(case.kwargs))))
+    masks = list(_masks(module, made))
+    for mask in masks:
+        padding = (mask == 0)[int((mask == 0).sum(1).argmax())]
+        mask.fill_(1)
+        if padded:
+            mask[0, padding if bool(padding.any()) else 0] = 0
+    return made if masks else None
+
+
+def _masks(module: torch.nn.Module, case: Case) -> Iterator[torch.Tensor]:
+    """The masks of a call over its tokens, of two rows or more."""
+    named: dict[str, Any] = {**inspect.signature(module.forward).bind_partial(*case.args).arguments, **case.kwargs}
+    for name, value in named.items():
+        if not isinstance(value, torch.Tensor) or value.ndim != 2 or len(value) < 2 or value.is_floating_point():
+            continue
+        if value.dtype == torch.bool or ("mask" in name and int(value.max()) == 1):
+            yield value

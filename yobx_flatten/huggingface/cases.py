@@ -11,9 +11,8 @@ import torch
 
 from ..errors import FlattenError, InvalidArgumentError, describe_class
 from ..private_names.of_torch import pytree
-from ..recipe.aliases import TransformersCache, TransformersConfig, TransformersModel
+from ..recipe.aliases import PyTree, TransformersCache, TransformersConfig, TransformersModel
 from .cache_names import argument_of, cache_of, forward_of, installed_name, name_in, named_for
-from .contiguous import contiguous
 from .layer_weights import device_of_inputs
 from .position_switch import switch_of
 from .state_decoder import has_states_alone, new_dynamic_cache
@@ -359,3 +358,37 @@ def _fresh_cache(model: TransformersModel, example: TransformersCache) -> Transf
 
 def _is_fp8(cache: TransformersCache) -> bool:
     return {type(layer).__name__ for layer in cache.layers} == {"Fp8QuantizedLayer"}
+
+
+def contiguous(value: PyTree) -> PyTree:
+    """Return a tensor contiguous; what holds tensors gets such, in place.
+
+    A slice (``ids[:, 5:]``, the keys of a layer past its window) has strides that other tensors do not have, and code
+    that was compiled for one of the two reads the other one wrongly.
+    """
+    # value: a tensor, or lists, tuples, dicts and objects of transformers that hold some. What is held twice stays one
+    # tensor.
+    return _contiguous(value, {})
+
+
+def _contiguous(value: PyTree, done: dict[int, tuple[Any, Any]]) -> PyTree:
+    if id(value) not in done:
+        done[id(value)] = value, value  # kept, so that its id is not used again; and an end, where it holds itself
+        done[id(value)] = value, _whole(value, done)
+    return done[id(value)][1]
+
+
+def _whole(value: PyTree, done: dict[int, tuple[Any, Any]]) -> PyTree:
+    if isinstance(value, torch.Tensor):
+        return value.contiguous()
+    if type(value) is tuple:
+        return tuple(_contiguous(item, done) for item in value)
+    if isinstance(value, list):
+        value[:] = [_contiguous(item, done) for item in value]
+    elif isinstance(value, dict):
+        for key, item in list(value.items()):
+            value[key] = _contiguous(item, done)
+    elif type(value).__module__.startswith("transformers") and not isinstance(value, (torch.nn.Module, type)):
+        held = getattr(value, "__dict__", {})
+        held.update((name, _contiguous(item, done)) for name, item in list(held.items()))
+    return value

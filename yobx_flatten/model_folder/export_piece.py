@@ -17,7 +17,7 @@ from ..errors.messages import first_line
 from ..export.exported_model import source_of
 from ..export.onnx_export import export_onnx
 from ..export.program_export import export_program
-from ..export.proof.levels import Proof, sampled
+from ..export.proof.case import Proof, sampled
 from ..export.proof.report import ExportReport
 from ..export.quantization.options import Quantization
 from ..export.room import Adapter

@@ -15,9 +15,9 @@ from ..core.effects import undisturbed
 from ..errors import InvalidArgumentError
 from ..export.free_space import check_room
 from ..export.model_facts import ModelFacts
-from ..export.onnx.kept_integers import holds_integers
 from ..export.onnx.kernels import has_kernels
-from ..export.proof.levels import Proof, choose_proof
+from ..export.onnx.stored_matrix import holds_integers
+from ..export.proof.case import Proof, choose_proof
 from ..export.proof.report import ExportReport
 from ..export.quantization.options import Quantization, WeightBits, choose_quantization
 from ..export.quantization.text_cases import reads_once

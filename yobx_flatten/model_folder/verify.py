@@ -17,7 +17,7 @@ from ..errors.messages import first_line, table
 from ..export.proof.padding import Padding
 from ..export.proof.quality import Distance, Quality, text_losses
 from ..export.proof.yardstick import PART_OF_FLOAT32, explained
-from ..export.quantization.from_the_start import text_scores
+from ..export.quantization.measure import text_scores
 from ..export.quantization.options import CHAT_SHARES, TOKEN_SHARES
 from ..files.document import inside
 from ..files.scratch import is_folder

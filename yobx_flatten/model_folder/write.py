@@ -22,7 +22,7 @@ from ..errors.dependencies import is_installed
 from ..errors.log import STEP
 from ..export.model_facts import ModelFacts
 from ..export.onnx.rewrite.group_query_attention import shared_inputs
-from ..export.proof.levels import Proof, sampled
+from ..export.proof.case import Proof, sampled
 from ..export.proof.report import ExportReport
 from ..export.quantization.options import Quantization, WeightBits
 from ..export.room import leave_room

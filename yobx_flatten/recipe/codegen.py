@@ -43,10 +43,8 @@ import torch
 from ..errors import InvalidRegistrationError, UnsetFieldError, describe_class
 from ..private_names.of_torch import GetAttrKey, MappingKey, SequenceKey
 from .aliases import Static
-from .contract import FlattenFunctions, require_node
-from .hashable import own_copy
+from .contract import FlattenFunctions, own_copy, require_node, undeclared_check
 from .static_codec import check_static
-from .undeclared import undeclared_check
 
 __all__ = [
     "builtin_base",

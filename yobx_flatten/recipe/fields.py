@@ -24,14 +24,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from ..errors import InvalidRegistrationError, describe_class
-from ..private_names.of_torch import GetAttrKey, SequenceKey
+from ..private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceKey
 from .aliases import Static
 from .codegen import checked, functions_from_fields, name_functions, require_content
-from .contract import FlattenFunctions, Recipe, require_node
-from .hashable import own_copy
-from .keys import torch_key
+from .contract import FlattenFunctions, Recipe, is_derived, lost_attribute, own_copy, require_node, slots_of
 from .mappings import is_mapping, mapping_functions
-from .undeclared import is_derived, lost_attribute, slots_of
 
 
 def functions_of(cls: type, caller: str = "make_flattening_function_for_dataclass") -> FlattenFunctions:
@@ -181,3 +178,25 @@ _READERS: tuple[tuple[Callable[[type], bool], Callable[[type], FlattenFunctions]
     (dataclasses.is_dataclass, _dataclass_functions),
     (_has_only_slots, _slots_functions),
 )
+
+
+_TORCH = (GetAttrKey, MappingKey, SequenceKey)
+
+
+def torch_key(key: object) -> KeyEntry:
+    """Translate a key of JAX (or any other that states what it holds) to torch's.
+
+    >>> torch_key("a"), torch_key(0)
+    (MappingKey(key='a'), SequenceKey(idx=0))
+    """
+    # key: `GetAttrKey`, `DictKey`, `SequenceKey` or `FlattenedIndexKey` of `jax.tree_util`, a key of torch, or a bare
+    # key: an integer is a position, everything else a key of a mapping
+    if isinstance(key, _TORCH):
+        return key
+    # by attribute, not by class: JAX is not imported for this
+    if hasattr(key, "idx"):
+        return SequenceKey(key.idx)
+    if hasattr(key, "name"):
+        return GetAttrKey(key.name)
+    own: Any = getattr(key, "key", key)
+    return SequenceKey(own) if type(key).__name__ == "FlattenedIndexKey" or type(key) is int else MappingKey(own)

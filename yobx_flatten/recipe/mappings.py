@@ -19,8 +19,7 @@ from typing import Any
 from ..errors import RoundTripError
 from ..private_names.of_torch import MappingKey
 from .codegen import builtin_base
-from .contract import FlattenFunctions
-from .undeclared import is_derived
+from .contract import FlattenFunctions, is_derived
 
 
 def is_mapping_like(cls: type) -> bool:

@@ -16,9 +16,7 @@ from ..errors import RoundTripError, StaticDataError, describe_class
 from ..errors.failures import raised_as, result_or
 from ..private_names.of_torch import TorchDispatchMode, get_node_type, pop_mode, push_mode, pytree
 from .aliases import Static
-from .contract import Recipe
-from .hashable import hashable
-from .undeclared import UNSET, held_attributes, is_derived
+from .contract import UNSET, Recipe, hashable, held_attributes, is_derived
 
 
 def check_round_trip(recipe: Recipe, sample: object) -> None:

@@ -12,9 +12,10 @@ import enum
 import importlib
 import json
 import math
+import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,6 @@ from ..errors import StaticDataError, describe_class
 from ..errors.failures import result_or
 from .aliases import Static
 from .safe_names import find_named
-from .stated_config import objection_to
 
 _PLAIN = (str, int, float, bool, type(None))
 _Put = Callable[[Any, str], Any]  # (part, where it stands in the whole) -> JSON
@@ -305,3 +305,81 @@ _KINDS: dict[str, _Kind] = {
         lambda v: _constant_name(v) is not None, lambda v, put: _constant_name(v), lambda d: find_named(d, "constant")
     ),
 }
+
+
+_BUILT_IN = {cls.__name__ for cls in (list, dict, set, tuple, int, float, str, bool)}
+
+
+def check_spec(text: str) -> None:
+    """Refuse a spec for which torch would import a module: one with an enum, or a function that fills a dict."""
+    for node in _dicts(_parsed(text)):
+        context = node.get("context")
+        if node.get("type") == "collections.defaultdict" and not _is_built_in(context):
+            raise StaticDataError("A tree spec has a defaultdict that is filled by something that is not built in.")
+        for part in _dicts(_parsed(context) if isinstance(context, str) else context):
+            if "__enum__" in part:
+                find_named(part.get("fqn"), "enum")
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # a context may be any text where its class reads it itself
+        return None
+
+
+def _is_built_in(context: object) -> bool:
+    factory = context if isinstance(context, dict) else {}
+    name = factory.get("default_factory_name")
+    return factory.get("default_factory_module") == "builtins" and isinstance(name, str) and name in _BUILT_IN
+
+
+def _dicts(tree: object) -> Iterator[dict[str, Any]]:
+    waiting = [tree]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            yield one
+            waiting.extend(one.values())
+        elif isinstance(one, list):
+            waiting.extend(one)
+
+
+_COUNTS = re.compile(r"(layers?|experts?|depths?|blocks|stages|heads|num_labels)$")
+_MOST = 10_000  # layers, experts or labels; models of today have some hundred, and 1,000 to 22,000 labels
+_MOST_LABELS = 100_000
+
+
+def objection_to(stated: Mapping[str, Any]) -> str | None:
+    """Return why a configuration is not read, as the end of a sentence; ``None`` for one that may be.
+
+    >>> objection_to({"num_hidden_layers": 32, "text_config": {"num_labels": 10**9}})
+    'states num_labels = 1,000,000,000, and 100,000 are the most'
+    >>> objection_to({"attn_implementation": "owner/kernel"})
+    "states attn_implementation = 'owner/kernel', code of the hub: take it out to compute with transformers' own"
+    """
+    names = stated.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        return f"states architectures = {names!r}, which is not a list of names"
+    for key, value in _leaves(stated):
+        last = key.rpartition(".")[2]
+        if type(value) is int and _COUNTS.search(last):
+            most = _MOST_LABELS if last.endswith("labels") else _MOST
+            if value > most:
+                return f"states {last} = {value:,}, and {most:,} are the most"
+        if isinstance(value, str) and "attn_implementation" in key and "/" in value:
+            return f"states {key} = {value!r}, code of the hub: take it out to compute with transformers' own"
+    return None
+
+
+def _leaves(stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The parts of a document with the names that lead to them, those of inner configurations included."""
+    waiting: list[tuple[str, Any]] = [("", stated)]
+    while waiting:
+        key, one = waiting.pop()
+        if isinstance(one, Mapping):
+            waiting.extend((f"{key}.{name}".lstrip("."), value) for name, value in one.items())
+        elif isinstance(one, list):
+            waiting.extend((key, value) for value in one)
+        else:
+            yield key, one

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from .call import Call
-from .calls import RecordedCalls
+from .calls import RecordedCalls, RecordReplay
 from .recorder import record_calls
-from .replays import RecordReplay
 
 __all__ = [
     "Call",

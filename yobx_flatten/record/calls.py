@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import inspect
+import itertools
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
+from torch.export import ExportedProgram
 
-from ..errors import RecordError
+from ..core.compare import shares_of_nan
+from ..diagnose.report import Report
+from ..diagnose.spec_diff import compare_outputs, compare_specs
+from ..errors import RecordError, SpecMismatchError
+from ..errors.failures import result_or
+from ..errors.messages import table
+from ..export.proof.replay import CaseResult
 from ..files.damage import damage_as
+from ..huggingface.cache_names import has_read, is_cache, name_in
+from ..recipe.aliases import TransformersCache
 from ..recipe.static_codec import load_static
-from .axes import Axes, read_axes
-from .call import About, Call
-from .callee import Callee, callee_of, module_of
-from .example import choose_example, constants_of, shapes_of
+from ..runners.program_runner import ProgramRunner
+from ..trees.naming import output_names
+from .axes import Axes, choose_example, constants_of, read_axes, shapes_of, varying_in
+from .call import About, Call, Callee, callee_of, module_of
 from .files import call_files, read_call
-from .phases import by_phase
-from .replays import RecordReplay, replay_calls
-from .table import table_of
+from .snapshot import Fact, libraries_in_use, same_value
 
 
 class RecordedCalls(Sequence[Call]):
@@ -242,3 +252,245 @@ def _stored_callee(path: pathlib.Path, about: About) -> Callee:
     with damage_as(RecordError, str(path)):
         parameters = [inspect.Parameter(name, inspect._ParameterKind(kind)) for name, kind in load_static(about.names)]
         return Callee(about.label, None, about.label.rpartition(".")[2], inspect.Signature(parameters))
+
+
+def table_of(label: str, phases: Mapping[str, Sequence[Call]], axes: Axes) -> str:
+    """Write the table."""
+    total = sum(map(len, phases.values()))
+    lines = [f"{label}: {total} call{'' if total == 1 else 's'}"]
+    calls = [call for part in phases.values() for call in part]
+    used = [name for name in axes.sizes if name in axes.names.values() or name == "past"]
+    if used:
+        lines.append("  " + "   ".join(f"{name} {_span(axes.seen(name, calls))}" for name in used))
+    lines += [f"  {relation}" for relation in axes.relations]
+    for name, part in phases.items():
+        lines += ["", f"{name}: {len(part)} call{'' if len(part) == 1 else 's'}", *_phase(part, axes)]
+    if axes.remarks:
+        lines += ["", *(f"note: {remark}" for remark in axes.remarks)]
+    return "\n".join(lines)
+
+
+def _phase(calls: Sequence[Call], axes: Axes) -> Iterator[str]:
+    constants = constants_of(calls)
+    rows = [("argument", "dtype", "sizes", "varies")]
+    rows += _merged([row for row in _rows(calls, axes) if row[0].partition(".")[0] not in constants])
+    empty = [name for name in calls[0].snapshot.spec.context if name not in constants and not _holds(calls[0], name)]
+    rows += [(name, "-", "holds nothing yet", "") for name in empty]
+    yield from table(rows)
+    if constants:
+        yield f"  constant: {', '.join(f'{name}={value!r}' for name, value in constants.items())}"
+
+
+def _rows(calls: Sequence[Call], axes: Axes) -> Iterator[tuple[str, str, str, str]]:
+    varying = varying_in(calls, axes, {})
+    by_call = [call.facts() for call in calls]
+    for number, fact in enumerate(by_call[0]):
+        if not fact.is_tensor:
+            values = [facts[number].value for facts in by_call]
+            name = varying.get((fact.path, None), "")
+            yield fact.path, type(fact.value).__name__, _values(values), name
+            continue
+        sizes = [_axis_sizes({facts[number].shape[axis] for facts in by_call}) for axis in range(len(fact.shape))]
+        names = [
+            f"{axis}: {varying[fact.path, axis]}" for axis in range(len(fact.shape)) if (fact.path, axis) in varying
+        ]
+        yield fact.path, str(fact.dtype).removeprefix("torch."), " x ".join(sizes) or "()", ", ".join(names)
+
+
+def _merged(rows: Iterable[tuple[str, str, str, str]]) -> Iterator[tuple[str, str, str, str]]:
+    """Put leaves of one parent that look alike into one row: the keys and values of all layers."""
+    for (parent, *alike), group in itertools.groupby(rows, key=lambda row: (row[0].rpartition(".")[0], *row[1:])):
+        paths = [row[0] for row in group]
+        last = paths[-1].removeprefix(f"{parent}.")
+        name = paths[0] if not parent or len(paths) == 1 else f"{paths[0]} ... {last} ({len(paths)})"
+        if not parent:
+            yield from ((path, alike[0], alike[1], alike[2]) for path in paths)
+        else:
+            yield name, alike[0], alike[1], alike[2]
+
+
+def _holds(call: Call, name: str) -> bool:
+    return any(fact.path.partition(".")[0] == name for fact in call.facts())
+
+
+def _span(sizes: Sequence[int]) -> str:
+    """Spell sorted sizes.
+
+    >>> _span([2]), _span([1, 8]), _span([0, 8, 9, 10])
+    ('2', '1, 8', '0, 8..10')
+    """
+    runs: list[list[int]] = []
+    for size in sizes:
+        if runs and size == runs[-1][-1] + 1:
+            runs[-1].append(size)
+        else:
+            runs.append([size])
+    spelled = [f"{run[0]}..{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ", ".join(spelled if len(spelled) < 6 else [*spelled[:2], "...", spelled[-1]])
+
+
+def _axis_sizes(sizes: set[int]) -> str:
+    spelled = _span(sorted(sizes))
+    return f"({spelled})" if "," in spelled else spelled
+
+
+def _values(values: Sequence[Any]) -> str:
+    if all(type(value) is int for value in values):
+        return _span(sorted(set(values)))
+    shown = list(dict.fromkeys(map(repr, values)))
+    return ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")
+
+
+def cache_of(values: Mapping[str, Any]) -> TransformersCache | None:
+    """The cache among arguments or outputs, ``None`` if there is none."""
+    named = values.get(name_in(values) or "")
+    if named is not None and not isinstance(named, torch.Tensor):
+        return named
+    # a model outside of transformers may have any word for it
+    return next((value for value in values.values() if is_cache(value)), None)
+
+
+def kind_of(cache: TransformersCache | None, past: int | None, makes_one: bool) -> str:
+    """Return ``"prefill"``, ``"decode"`` and ``"forward"``."""
+    if cache is None:
+        return "prefill" if makes_one else "forward"
+    return "decode" if past or has_read(cache) else "prefill"
+
+
+def by_phase(calls: Sequence[Call]) -> dict[str, list[Call]]:
+    """Gather calls of one kind and one structure, under a name that states what is special about it."""
+    groups: list[list[Call]] = []
+    for call in calls:
+        alike = next((group for group in groups if _alike(group[0], call)), None)
+        if alike is None:
+            groups.append([call])
+        else:
+            alike.append(call)
+    named: dict[str, list[Call]] = {}
+    for group in groups:
+        named[_name(group[0], named)] = group
+    return named
+
+
+def _alike(one: Call, other: Call) -> bool:
+    return (
+        one.kind == other.kind
+        and one.snapshot.spec == other.snapshot.spec
+        and all(_same_leaf(a, b) for a, b in zip(one.facts(), other.facts(), strict=True))
+    )
+
+
+def _same_leaf(one: Fact, other: Fact) -> bool:
+    if one.is_tensor or other.is_tensor:
+        return one.dtype is other.dtype and len(one.shape) == len(other.shape)
+    if type(one.value) in (bool, str, float, complex, torch.dtype, torch.device):  # a program follows one of them
+        return same_value(one, other)
+    return type(one.value) is type(other.value)  # a number may vary, and is an input then
+
+
+def _name(call: Call, taken: Mapping[str, list[Call]]) -> str:
+    if call.kind not in taken:
+        return call.kind
+    first, mine = _arguments(taken[call.kind][0]), _arguments(call)
+    more, less = [f"+{name}" for name in mine if name not in first], [f"-{name}" for name in first if name not in mine]
+    name = "".join([call.kind, *more, *less])
+    number = 2
+    unique = name
+    while unique in taken:
+        unique, number = f"{name}#{number}", number + 1
+    return unique
+
+
+def _arguments(call: Call) -> Iterable[str]:
+    """The arguments that are not None."""
+    return dict.fromkeys(
+        fact.path.partition(".")[0] for fact in call.facts() if fact.is_tensor or fact.value is not None
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordReplay(Report):
+    """The results of a program on recorded calls. ``print`` shows them as a table; true if every call passes.
+
+    Attributes:
+        calls: one result per call.
+        tolerance: largest absolute difference allowed.
+    """
+
+    calls: tuple[CaseResult, ...]
+    tolerance: float
+
+    def differences(self) -> Iterator[float]:
+        """Yield the largest difference of every call, infinite for one that failed."""
+        return (call.max_difference for call in self.calls)
+
+    def nan_shares(self) -> Iterator[Mapping[str, float]]:
+        """Yield how much of each output is NaN in every call."""
+        return (call.nan for call in self.calls)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        rows = [["call", "max difference", "worst output"], *([call.case, *call.cells()] for call in self.calls)]
+        within = sum(call.max_difference <= self.tolerance for call in self.calls)
+        verdict = f"{within} of {len(self.calls)} calls within {self.tolerance:.0e}"
+        return "\n".join([*table(rows, indent=""), verdict, *self.nan_notes()])
+
+
+def replay_calls(
+    calls: Sequence[Call], program: Callable[..., Any], constants: Mapping[str, Any], tolerance: float
+) -> RecordReplay:
+    """Run a program over recorded calls."""
+    # constants: the arguments that never changed, which the program does not take
+    with libraries_in_use(), torch.no_grad():
+        run = _call_of(program, constants)
+        return RecordReplay(tuple(_replay(call, run) for call in calls), tolerance)
+
+
+def _replay(call: Call, run: Callable[[dict[str, Any]], Any]) -> CaseResult:
+    inputs, expected = call.inputs, call.outputs
+    tokens = "" if call.past is None else f", past {call.past}, new {call.new}"
+    name = f"{call.index}: {call.kind}{tokens}"
+
+    def compared() -> CaseResult:
+        start = time.perf_counter()
+        outputs = run(inputs)
+        seconds = time.perf_counter() - start
+        names = output_names(expected)
+        differences = compare_outputs(expected, outputs, names)
+        return CaseResult(name, ProgramRunner.runtime, 1, differences, seconds, nan=shares_of_nan(expected, names))
+
+    def stopped(error: Exception) -> CaseResult:
+        message = " ".join(str(error).split())
+        return CaseResult(name, ProgramRunner.runtime, 0, {}, 0.0, f"{type(error).__name__}: {message[:300]}")
+
+    return result_or(compared, stopped)  # whatever the program raises is the result of this call
+
+
+def _call_of(program: Callable[..., Any], constants: Mapping[str, Any]) -> Callable[[dict[str, Any]], Any]:
+    """How the program is called with the inputs of a call, by name."""
+    program = getattr(program, "program", program)  # of an ExportedModel
+    if not isinstance(program, ExportedProgram):
+        return lambda inputs: program(**{name: x for name, x in inputs.items() if name not in constants})
+    runner = ProgramRunner(program)
+    return lambda inputs: runner.call(*_arguments_of_replay(program, inputs, constants))
+
+
+def _arguments_of_replay(
+    program: ExportedProgram, inputs: Mapping[str, Any], constants: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that a program was exported with, positional ones first, taken from inputs by name."""
+    positional, named = program.call_spec.in_spec.children()
+    missing = [name for name in named.context if name not in inputs]
+    if missing:
+        raise SpecMismatchError(f"the call has no {', '.join(missing)}, which the program takes")
+    kwargs = {name: inputs[name] for name in named.context}
+    rest = {name: value for name, value in inputs.items() if name not in kwargs and name not in constants}
+    args, unused = tuple(rest.values())[: positional.num_children], list(rest)[positional.num_children :]
+    if unused:
+        raise SpecMismatchError(f"the program does not take {', '.join(unused)}")
+    differences = compare_specs(program, (args, kwargs), names=("exported", "recorded"))
+    if differences:
+        raise SpecMismatchError(f"other structure: {differences[0]}")
+    return args, kwargs

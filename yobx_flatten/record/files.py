@@ -26,8 +26,7 @@ from ..files.document import check_regular
 from ..files.scratch import publish_files, scratch_for
 from ..files.tensors import write_tensor_file
 from ..private_names.of_torch import pytree
-from ..recipe.static_codec import dump_static, load_static
-from ..recipe.stored_specs import check_spec
+from ..recipe.static_codec import check_spec, dump_static, load_static
 from .call import About
 from .snapshot import Fact, Snapshot, libraries_in_use
 

@@ -15,8 +15,7 @@ from ..diagnose.opaque import find_unregistered
 from ..errors import NotRegisteredError
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import PyTree
-from ..trees.node import check_no_cycles, key_name, leaf_places, own_children, recipe_for
-from ..trees.walk import Place
+from ..trees.walk import Place, check_no_cycles, key_name, leaf_places, own_children, recipe_for
 
 
 class Fact(NamedTuple):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import (
     AlreadyRegisteredError,
@@ -27,7 +27,6 @@ from ..errors import (
 )
 from ..errors.dependencies import require
 from ..recipe.contract import Recipe
-from .backend import Backend
 from .jax import Jax
 from .locking import LOCK
 from .optree import Optree
@@ -234,3 +233,26 @@ def _function_name(function: object) -> str:
 
 
 REGISTRY = Registry({"torch": (TorchPython(), TorchCpp(), TorchFx()), "optree": (Optree(),), "jax": (Jax(),)})
+
+
+class Backend(Protocol):
+    """One library's table of classes.
+
+    ``read`` returns whatever the library holds for a class, as an opaque value that compares by identity of the
+    functions, or ``None`` when it holds nothing. ``restore`` brings exactly that back. Each call either does all of its
+    work or raises before it changed anything.
+    """
+
+    name: str
+
+    def read(self, cls: type) -> Any:
+        """Return all that the library holds for ``cls``, or ``None``."""
+
+    def holds(self, recipe: Recipe) -> bool:
+        """Return whether the library holds exactly this recipe for its class."""
+
+    def write(self, recipe: Recipe) -> None:
+        """Register the recipe, in place of what is there."""
+
+    def restore(self, recipe: Recipe, found: Any) -> None:
+        """Take the recipe out and bring back ``found``, a value that ``read`` returned before ``write``."""

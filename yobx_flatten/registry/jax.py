@@ -22,8 +22,7 @@ from typing import Any
 from ..errors import AlreadyRegisteredError, describe_class
 from ..private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceKey
 from ..recipe.aliases import Static
-from ..recipe.contract import Recipe
-from ..recipe.hashable import hashable, original
+from ..recipe.contract import Recipe, hashable, original
 from .waiting import Waiting
 
 _THEIRS = "registered with JAX by other code"

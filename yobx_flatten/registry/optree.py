@@ -14,7 +14,7 @@ from typing import Any
 from ..private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceKey
 from ..recipe.aliases import Static
 from ..recipe.contract import Recipe
-from .optree_table import order_kept, register_again, registered, unregister
+from .torch_cpp import order_kept, register_again, registered, unregister
 from .waiting import Waiting
 
 NAMESPACE = "yobx_flatten"

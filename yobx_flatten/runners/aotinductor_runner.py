@@ -17,10 +17,9 @@ from ..errors.messages import first_line
 from ..files.document import parse_document
 from ..private_names.of_torch import aot_load, has_instructions
 from .checked_runner import CheckedRunner
-from .huge_pages import in_huge_pages
-from .in_place import InPlaceCache
+from .in_place import InPlaceCache, TensorBuffers
+from .onnx_session import in_huge_pages
 from .signature import KEY, Signature
-from .tensor_buffers import TensorBuffers
 
 IN_PLACE = "yobx_flatten.in_place"
 """Key of a package's metadata; the value names the inputs of the cache that it writes in place, with commas."""

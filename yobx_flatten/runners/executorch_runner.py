@@ -22,9 +22,8 @@ from ..errors.failures import raised_as
 from ..errors.messages import first_line
 from ..files.document import parse_document
 from .checked_runner import CheckedRunner
-from .in_place import InPlaceCache
+from .in_place import InPlaceCache, TensorBuffers
 from .signature import KEY, Signature
-from .tensor_buffers import TensorBuffers
 
 METHOD = "forward"
 """Name of the method that is the model."""

@@ -50,3 +50,72 @@ class InPlaceCache(dict[str, Any]):
 def new_tokens(feeds: Mapping[str, torch.Tensor]) -> int:
     """Return how many tokens a step reads."""
     return int(feeds["input_ids" if "input_ids" in feeds else "inputs_embeds"].shape[1])
+
+
+_LEAST = 256  # tokens
+
+
+class TensorBuffers(InPlaceCache):
+    """A cache by name of the input: buffers of shape (rows, heads, capacity, size), and tensors that calls return."""
+
+    # values: all leaves; those that are written in place hold equally many tokens
+    # presents: see `InPlaceCache`
+
+    def __init__(self, values: Mapping[str, torch.Tensor], presents: Mapping[str, str]) -> None:
+        super().__init__(values, presents)
+        self._seen = self._capacity = values[next(iter(presents))].shape[2]
+        self._own = False  # what was handed over belongs to the caller, and is not written to
+        self._note_shapes()
+
+    def _note_shapes(self) -> None:
+        self.shapes = {name: (*self[name].shape[:2], self._seen, *self[name].shape[3:]) for name in self.presents}
+
+    @property
+    def seen(self) -> int:
+        """How many tokens each buffer holds."""
+        return self._seen
+
+    def reserve(self, new: int) -> None:
+        """Have memory for a step."""
+        total = self._seen + new
+        # the trace assumes that there is room for more: a slice of all of it would be no slice
+        if self._own and total < self._capacity:
+            return
+        self._capacity = self._room(total)
+        self._move({name: self[name] for name in self.presents})
+
+    def _room(self, total: int) -> int:
+        """For how many tokens to take memory, where there are so many and at least one more."""
+        return max(2 * total, _LEAST)
+
+    def _move(self, leaves: Mapping[str, torch.Tensor]) -> None:
+        """Take new memory that begins with these tokens; zeros take none before something is written."""
+        for name, leaf in leaves.items():
+            rows, heads, _, *size = leaf.shape
+            self[name] = leaf.new_zeros(rows, heads, self._capacity, *size)
+            self[name][:, :, : self._seen] = leaf[:, :, : self._seen]
+        self._own = True
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return copies of the tokens that are there."""
+        return {name: self[name][:, :, : self._seen].clone() for name in self.presents}
+
+    def grown(self, tokens: int) -> None:
+        """Note that a call has written tokens."""
+        self._seen += tokens
+        self._note_shapes()
+
+    def crop(self, kept: int) -> None:
+        """Take out the last tokens: what lies after the others is written again."""
+        self._seen = kept
+        self._note_shapes()
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Have other rows; as many stay in the same memory."""
+        for name in self.presents:
+            found = self[name][:, :, : self._seen][rows]
+            if self._own and len(rows) == len(self[name]):
+                self[name][:, :, : self._seen] = found
+            else:
+                self._move({name: found})
+        self._note_shapes()

@@ -11,21 +11,91 @@ Where a file states that memory of its inputs may be that of its outputs, the ca
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
+from ..core.compare import is_text
 from ..errors import GenerationError, ReplayError
 from ..errors.failures import raised_as
 from ..errors.messages import first_line
 from .adapters import FIRST, SECOND
-from .in_place import new_tokens
+from .elements import ELEMENTS
+from .in_place import InPlaceCache, new_tokens
 from .one_by_one import is_refused, one_by_one, row_by_row
-from .onnx_buffers import SHARED_CACHE, BufferedCache
-from .onnx_values import from_value, to_value, value_type
 from .ports import KEPT_SCORES, CacheSlot, Port, cache_slots, is_present, split_cache, with_rows
 from .signature import KEY, Signature
+
+# what onnxruntime calls types of elements, where torch has another name
+_TORCH_NAMES = {"float": "float32", "double": "float64", "string": "str"}
+# what NumPy does not have, by its number in ONNX
+_AS_BYTES = {element.code: name for name, element in ELEMENTS.items() if element.cast and element.packed == 1}
+
+
+class ValueType(NamedTuple):
+    """The type of the elements of an input or output."""
+
+    name: str  # as torch and NumPy call it; `"str"` for text
+    dtype: torch.dtype | None  # as torch has it; `None` for text and others that torch does not have
+    code: int | None  # its number in ONNX, where NumPy does not have it; `None` where it does
+
+
+def value_type(kind: str) -> ValueType:
+    """Read the type of an input or output.
+
+    >>> value_type("tensor(float)")
+    ValueType(name='float32', dtype=torch.float32, code=None)
+    >>> value_type("tensor(bfloat16)").code, value_type("tensor(string)").dtype
+    (16, None)
+    """
+    found = kind.removeprefix("tensor(").removesuffix(")")
+    name = next((n for n in ELEMENTS if n.replace("_", "") == found), _TORCH_NAMES.get(found, found))
+    dtype = getattr(torch, name, None)
+    element = ELEMENTS.get(name)
+    code = element.code if element is not None and element.cast else None
+    return ValueType(name, dtype if isinstance(dtype, torch.dtype) else None, code)
+
+
+def to_value(name: str, kind: ValueType, leaf: Any) -> Any:
+    """Return an input as onnxruntime takes it."""
+    # returns: an `onnxruntime.OrtValue`, which shares the memory of `leaf` where it can; an array of text for text
+    from onnxruntime import OrtValue
+
+    if isinstance(leaf, torch.Tensor):
+        if leaf.dtype != kind.dtype:
+            found = str(leaf.dtype).removeprefix("torch.")
+            raise ReplayError(f"The model takes {name} as {kind.name}, and the case has it as {found}.")
+        plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        if kind.code is None:
+            return OrtValue.ortvalue_from_numpy(plain.numpy())
+        bits = plain.view(torch.uint16 if plain.element_size() == 2 else torch.uint8).numpy()
+        return OrtValue.ortvalue_from_numpy_with_onnx_type(bits, kind.code)
+    import numpy
+
+    text = kind.name == "str"
+    if isinstance(leaf, (bool, int, float, str)):  # a number has no type of its own
+        array = numpy.array(leaf, object if text else kind.name)
+    elif leaf.dtype.name == kind.name or (text and is_text(leaf)):
+        array = leaf.astype(object) if text else leaf
+    else:
+        raise ReplayError(f"The model takes {name} as {kind.name}, and the case has it as {leaf.dtype.name}.")
+    return array if text else OrtValue.ortvalue_from_numpy(array)  # no OrtValue holds text
+
+
+def from_value(value: Any) -> Any:
+    """Return an output of onnxruntime."""
+    # value: an `onnxruntime.OrtValue`, or an array
+    name = _AS_BYTES.get(value.element_type()) if hasattr(value, "element_type") else None
+    if name is None:
+        array = value.numpy() if hasattr(value, "numpy") else value
+        # onnxruntime's uint64 is a type of C of the same size, which torch does not take
+        return array if is_text(array) else torch.from_numpy(array.view(array.dtype.str))
+    # NumPy has no such type, so the bytes are read where they are
+    data = bytearray(ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes()))
+    return torch.frombuffer(data or bytearray(8), dtype=getattr(torch, name))[: len(data)].reshape(value.shape())
+
 
 _COUNT = value_type("tensor(int64)")
 
@@ -181,3 +251,66 @@ class OnnxRunner:
 
 def _size(size: Any) -> int | None:
     return size if isinstance(size, int) else None
+
+
+SHARED_CACHE = "yobx_flatten.shared_cache"
+"""Key of a file's metadata; the value names the inputs whose memory may be that of their outputs, with commas."""
+
+_LEAST = 256  # tokens
+
+
+class BufferedCache(InPlaceCache):
+    """The cache by name of the input, ``onnxruntime.OrtValue``s, and the binding that they are part of."""
+
+    # fixed: inputs that are the same in each step, bound once; none by default
+
+    def __init__(
+        self,
+        session: Any,
+        values: Mapping[str, Any],
+        presents: Mapping[str, str],
+        fixed: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(values, presents)
+        self.binding = session.io_binding()
+        for name, value in (fixed or {}).items():
+            self.binding.bind_ortvalue_input(name, value)
+        self.capacity = 0
+        self._arrays: dict[str, Any] = {}
+        self._seen = 0
+
+    def reserve(self, total: int, new: int) -> None:
+        """Have memory for a step."""
+        self._seen = total
+        if total <= self.capacity:
+            return
+        self.capacity = max(2 * total, _LEAST)
+        for name in self.presents:
+            old = self._arrays[name] if name in self._arrays else self[name].numpy()
+            self._move(name, old[:, :, : total - new])
+
+    def crop(self, kept: int) -> None:
+        """Do nothing: what lies after the tokens of the mask is written again."""
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Have other rows."""
+        for name, array in self._arrays.items():
+            found = array[:, :, : self._seen][rows.numpy()]
+            if len(rows) == len(array):
+                array[:, :, : self._seen] = found
+            else:
+                self._move(name, found)
+
+    def _move(self, name: str, tokens: Any) -> None:
+        """Bind new memory that begins with these tokens."""
+        import numpy
+        from onnxruntime import OrtValue
+
+        batch, heads, seen, size = tokens.shape
+        # zeros take no memory before something is written
+        array = numpy.zeros((batch, heads, self.capacity, size), tokens.dtype)
+        array[:, :, :seen] = tokens
+        self._arrays[name] = array
+        self[name] = OrtValue.ortvalue_from_numpy(array)  # shares the memory of the array
+        self.binding.bind_ortvalue_input(name, self[name])
+        self.binding.bind_ortvalue_output(self.presents[name], self[name])

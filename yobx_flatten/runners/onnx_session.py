@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 import os
-from collections.abc import Sequence
+import pathlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..errors import FlattenError, ReplayError
@@ -12,7 +15,6 @@ from ..errors.dependencies import require
 from ..errors.failures import raised_as
 from ..errors.messages import first_line
 from .devices import check_runs_on
-from .huge_pages import in_huge_pages
 
 
 def require_onnxruntime(caller: str) -> Any:
@@ -98,3 +100,53 @@ def open_session(
         session = runtime.InferenceSession(given, options or session_options(), providers=list(providers))
     check_runs_on(session, providers, shown, failure)
     return session
+
+
+_MAPS = pathlib.Path("/proc/self/maps")
+_LEAST = 32 * 2**20  # bytes; less fits into caches
+_ON_REQUEST, _NOW = 14, 25  # of Linux's `madvise`: MADV_HUGEPAGE, and MADV_COLLAPSE of Linux 6.1
+
+
+@contextlib.contextmanager
+def in_huge_pages() -> Iterator[None]:
+    """Ask for huge pages in the memory that is allocated in the block; without them, or elsewhere, nothing changes."""
+    before = _anonymous()
+    yield
+    for start, end in _without(_anonymous(), before):
+        if end - start >= _LEAST:
+            _advise(start, end)
+
+
+def _anonymous() -> list[tuple[int, int]]:
+    """The ranges of memory of this process that belong to no file; none where there is no list of them."""
+    try:
+        lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # another system
+        return []
+    found = []
+    for line in lines:
+        range_, rights, _, _, _, *name = line.split(maxsplit=5)
+        if rights == "rw-p" and (not name or name[0] == "[heap]"):
+            start, end = (int(part, 16) for part in range_.split("-"))
+            found.append((start, end))
+    return found
+
+
+def _without(ranges: list[tuple[int, int]], others: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The parts of ranges that are in no other one: Linux joins neighbours."""
+    for start, end in ranges:
+        for low, high in sorted(others):
+            if low >= end or high <= start:
+                continue
+            if low > start:
+                yield start, low
+            start = max(start, high)
+        if start < end:
+            yield start, end
+
+
+def _advise(start: int, end: int) -> None:
+    advise = ctypes.CDLL(None, use_errno=True).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for advice in (_ON_REQUEST, _NOW):  # both are hints: what Linux refuses stays as it is
+        advise(start, end - start, advice)

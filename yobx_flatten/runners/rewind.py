@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .in_place import InPlaceCache
-from .onnx_values import from_value
+from .onnx_runner import from_value
 from .runner import Runner
 
 

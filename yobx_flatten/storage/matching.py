@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..recipe.aliases import PyTree
-from ..trees.node import key_name, leaf_places, own_children
+from ..trees.walk import key_name, leaf_places, own_children
 
 
 def leaves_of(tree: PyTree) -> list[Any]:

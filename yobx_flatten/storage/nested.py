@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import pathlib
 import typing
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+import zlib
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, overload
 
-from ..errors import DamagedFileError, InvalidArgumentError, describe_class
+from ..errors import DamagedFileError, ForeignFileError, InvalidArgumentError, describe_class
 from ..files.damage import damage_as
+from ..files.document import check_regular
 from ..recipe.aliases import Device, PyTree
-from .onnx_read import Initializers, open_model, structure_of
-from .onnx_write import save
+from ..runners.elements import Element, require_onnx
+from .onnx_write import CHECKSUM, CONTENT, FORMAT, STRUCTURE, VERSION, crc_of_strings, save
 from .structure import flatten_tree, unflatten_tree
 
 if TYPE_CHECKING:
@@ -112,3 +117,152 @@ def read(
     structure = structure_of(model, name, content)
     with damage_as(DamagedFileError, name):
         return unflatten_tree(structure, Initializers(model, folder, name), device)
+
+
+_PIECE = 16 * 2**20  # bytes read at once
+_LARGEST = 2**31  # bytes; protobuf reads no more
+_KNOWN_VERSION = 1
+
+
+def open_model(given: object, function: str) -> tuple[Any, pathlib.Path | None]:
+    """Read a file without its external data, or take a model as it is."""
+    onnx = require_onnx(function)
+    from google.protobuf.message import DecodeError  # which onnx brings along
+
+    if isinstance(given, onnx.ModelProto):
+        return given, None
+    if not isinstance(given, (str, os.PathLike)):
+        raise InvalidArgumentError(f"{function} takes a path or an onnx.ModelProto, found {describe_class(given)}.")
+    path = pathlib.Path(given)
+    check_regular(path, DamagedFileError, _LARGEST)
+    data = path.read_bytes()
+    if not data:
+        raise DamagedFileError(f"{path} is empty.")
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(data)
+    except DecodeError as error:
+        raise DamagedFileError(f"{path} is not an ONNX file, or it is truncated ({error}).") from error
+    return model, path.parent
+
+
+def structure_of(model: onnx.ModelProto, name: str, content: str | None = None) -> Any:
+    """Return the structure that a model's metadata hold, once they are checked."""
+    # content: what it should hold; `None` for whatever it is
+    # protobuf gives bytes for a text that is none
+    found = {entry.key: entry.value for entry in model.metadata_props if isinstance(entry.value, str)}
+    if found.get(FORMAT) != "nested-values":
+        raise ForeignFileError(
+            f"{name} holds no nested values: the key {FORMAT!r} is not among its metadata. It is a model, or was "
+            "written by another program; save_nested and save_case write such files."
+        )
+    if not found.get(VERSION, "").isdigit() or int(found[VERSION]) > _KNOWN_VERSION:
+        raise ForeignFileError(
+            f"{name} is of version {found.get(VERSION)!r} of the format, this yobx_flatten reads version "
+            f"{_KNOWN_VERSION}. Update it:\n    pip install --upgrade yobx-flatten"
+        )
+    if content is not None and found.get(CONTENT) != content:
+        function = {"case": "load_case", "values": "load_nested"}.get(found.get(CONTENT, ""), "load_nested")
+        raise ForeignFileError(f"{name} holds {found.get(CONTENT)!r}, not {content!r}. Read it with {function}.")
+    text = found.get(STRUCTURE, "")
+    if str(zlib.crc32(text.encode())) != found.get(CHECKSUM):
+        raise DamagedFileError(f"{name} is damaged: its structure is not the one that was written.")
+    try:
+        return json.loads(text)  # static data are any that JSON has; what stands where is checked as it is read
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(f"{name} is damaged: its structure is not JSON ({error}).") from error
+
+
+class Initializers:
+    """The initializers of a model, read one at a time; a :class:`.values.Source`."""
+
+    # folder: where its external data are, `None` if it has none
+
+    def __init__(self, model: onnx.ModelProto, folder: pathlib.Path | None, name: str) -> None:
+        self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+        self._folder, self._name = folder, name
+        self._sizes: dict[str, int] = {}
+
+    def check(self, record: dict[str, Any], element: Element, dims: tuple[int, ...], nbytes: int) -> None:
+        """Refuse a record that does not fit what is stored, before memory is allocated for it."""
+        tensor = self._tensor(record)
+        if tensor.data_type != element.code or tuple(tensor.dims) != dims or min(dims, default=0) < 0:
+            raise self._damaged(record, "has another type or shape than its metadata say")
+        if element.code == 8:  # strings
+            if len(tensor.string_data) != math.prod(dims):
+                raise self._damaged(record, f"has {len(tensor.string_data)} elements")
+        elif tensor.HasField("data_location") and tensor.data_location == 1:
+            path, start, length = self._place(record, tensor)
+            if length != nbytes:
+                raise self._damaged(record, f"has {length} bytes instead of {nbytes}")
+            size = self._size(path, record)
+            if start + length > size:
+                raise self._damaged(record, f"ends at byte {start + length} of {path.name}, which has {size}")
+        elif len(tensor.raw_data) != nbytes:
+            raise self._damaged(record, f"has {len(tensor.raw_data)} bytes instead of {nbytes}")
+
+    def fill(self, record: dict[str, Any], element: Element, view: memoryview) -> None:
+        """Put the bytes of an initializer into memory."""
+        tensor = self._tensor(record)
+        if tensor.HasField("data_location") and tensor.data_location == 1:
+            path, start, _ = self._place(record, tensor)
+            with open(path, "rb") as file:
+                file.seek(start)
+                checksum = _read(file, view)
+        else:
+            view[:] = tensor.raw_data
+            checksum = zlib.crc32(view)
+        if checksum != record["crc32"]:
+            raise self._damaged(record, "is not what was written")
+
+    def strings(self, record: dict[str, Any]) -> list[bytes]:
+        """Return the elements of an initializer that holds strings."""
+        found = list(self._tensor(record).string_data)
+        if crc_of_strings(found) != record["crc32"]:
+            raise self._damaged(record, "is not what was written")
+        return found
+
+    def _tensor(self, record: dict[str, Any]) -> onnx.TensorProto:
+        tensor = self._tensors.get(record.get("stored", record["name"]))
+        if tensor is None:
+            raise self._damaged(record, "is missing")
+        return tensor
+
+    def _place(self, record: dict[str, Any], tensor: onnx.TensorProto) -> tuple[pathlib.Path, int, int]:
+        """The file with a tensor's data, where they begin, and how long they are."""
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        location = entries.get("location", "")
+        # a file reads what is next to it and nothing else
+        if not location or pathlib.PurePath(location).name != location or location == "..":
+            raise self._damaged(record, f"is stored in {location!r}, which is not a file next to this one")
+        if self._folder is None:
+            raise InvalidArgumentError(
+                f"{self._name} keeps {record['name']!r} in the file {location!r}, and a model in memory does not know "
+                "where that is. Pass the path of the model."
+            )
+        start, length = int(entries.get("offset", 0)), int(entries.get("length", -1))
+        if start < 0 or length < 0:
+            raise self._damaged(record, "has no place in the file next to this one")
+        return self._folder / location, start, length
+
+    def _size(self, path: pathlib.Path, record: dict[str, Any]) -> int:
+        if path.name not in self._sizes:
+            if not path.is_file():
+                raise self._damaged(
+                    record, f"is stored in {path.name}, which is not there; keep the two files together"
+                )
+            self._sizes[path.name] = path.stat().st_size
+        return self._sizes[path.name]
+
+    def _damaged(self, record: dict[str, Any], what: str) -> DamagedFileError:
+        return DamagedFileError(f"{self._name} is damaged: {record['name']!r} {what}.")
+
+
+def _read(file: BinaryIO, view: memoryview) -> int:
+    """Fill memory from a file; return the checksum of what was read."""
+    checksum = 0
+    for start in range(0, len(view), _PIECE):
+        piece = view[start : start + _PIECE]
+        file.readinto(piece)  # type: ignore[attr-defined] # every binary file of Python's has it
+        checksum = zlib.crc32(piece, checksum)
+    return checksum

@@ -22,9 +22,8 @@ from ..recipe.aliases import Device, PyTree, Static
 from ..recipe.safe_names import import_known
 from ..recipe.static_codec import dump_static
 from ..trees.naming import leaf_names
-from ..trees.node import check_no_cycles, recipe_for
-from .safe_static import load_trusted
-from .values import Payload, Source, read_leaf, write_leaf
+from ..trees.walk import check_no_cycles, recipe_for
+from .values import Payload, Source, load_trusted, read_leaf, write_leaf
 
 
 class Structure(NamedTuple):

@@ -4,7 +4,7 @@
 * Model libraries put their traceable versions in place (see :mod:`yobx_flatten.huggingface.tracing.support`).
 * ``torch.onnx.export`` knows a few operators more (see :mod:`yobx_flatten.trace.onnx_operators`).
 * ``torch.nn.TransformerEncoder`` returns zeros at padding, as it does outside of a trace.
-* A package of AOTInductor gets the strides that it was compiled for (see :mod:`yobx_flatten.trace.compiled_packages`).
+* A package of AOTInductor gets the strides that it was compiled for (see :mod:`yobx_flatten.trace.stored_programs`).
 * A program remembers which classes it takes and returns. Called where they are not registered it states it; torch alone
   ends in ``KeyError: <class ...>``. It also refuses what stands where the example had ``None``.
 
@@ -16,32 +16,90 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
 
+from ..errors import InvalidArgumentError
+from ..errors.failures import result_or
 from ..private_names.of_torch import pytree, spec_protocols
 from ..recipe.aliases import DynamicShapes, PyTree
 from ..registry.claims import REGISTRY
 from ..registry.locking import LOCK
 from ..registry.patches import AttributePatch, ImportedPatch, TracePatch, tracing_here
 from .adapted_shapes import adapted_shapes
-from .compiled_packages import called_contiguous, remembering_strides
-from .constant_inputs import enums_as_texts, members_in_forward
 from .dynamic_specs import refuse_specs_of_keys
-from .nested_kwargs import check_nested_kwargs
-from .onnx_operators import TRANSLATIONS, Translation, add_translation
-from .onnx_registry import filled_registry, remembering_decompositions
-from .padded_encoder import with_zeros_at_padding
+from .onnx_operators import (
+    OPEN,
+    TRANSLATIONS,
+    TraceSupport,
+    Translation,
+    add_translation,
+    filled_registry,
+    open_supports,
+    remembering_decompositions,
+)
+from .program_inputs import enums_as_texts, members_in_forward
 from .remembering_program import concise, remembering
-from .stored_programs import importing_classes, remembering_expressions, remembering_hints
-from .supports import OPEN, TraceSupport, open_supports
+from .stored_programs import (
+    called_contiguous,
+    importing_classes,
+    remembering_expressions,
+    remembering_hints,
+    remembering_strides,
+)
 from .trace_settings import PLAIN_ATTENTION, duck_shapes_off, fake_tensor_cache_off, sizes_differ
-from .type_promotion import without_running
+
+
+def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``TransformerEncoder.forward`` for traces: what the original does outside of one."""
+
+    @functools.wraps(original)
+    def forward(
+        self: torch.nn.TransformerEncoder,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        if src_key_padding_mask is None or mask is not None or not _drops_padding(self, src):
+            return original(self, src, mask, src_key_padding_mask, is_causal)
+        output = src
+        for layer in self.layers:
+            output = layer(output, src_mask=None, is_causal=False, src_key_padding_mask=src_key_padding_mask)
+        padded = src_key_padding_mask.ne(0)
+        # it drops padding only where all of it is on the right, in every row
+        follows = (padded[:, :-1] & ~padded[:, 1:]).any()
+        output = torch.where((padded & ~follows).unsqueeze(-1), 0.0, output)
+        return output if self.norm is None else self.norm(output)
+
+    return forward
+
+
+def without_running(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``_TypePromotionInterpreter.run_node`` that takes the value of a node from the graph, where it is there.
+
+    A node whose arguments are cast is run by the pass, which stores the new value.
+    """
+    from ..private_names.of_torch import type_promotion_rule
+
+    @functools.wraps(original)
+    def run_node(self: Any, n: torch.fx.Node) -> Any:
+        if n.op != "call_function" or "val" not in n.meta:
+            return original(self, n)
+        rule = type_promotion_rule(n, self.type_promotion_table)
+        if rule:
+            with self._set_current_node(n):
+                self._maybe_promote_node(n, rule)
+        return n.meta["val"]
+
+    return run_node
 
 
 class ExportHook:
@@ -225,3 +283,65 @@ def _is_sound(record: logging.LogRecord) -> bool:
 
 
 EXPORT_HOOK = ExportHook()
+
+
+def _drops_padding(encoder: Any, src: Tensor) -> bool:
+    """Whether an encoder drops padding in a call without gradients, outside of a trace."""
+    first = encoder.layers[0]
+    return bool(
+        torch.backends.mha.get_fastpath_enabled()
+        and getattr(encoder, "use_nested_tensor", False)
+        and getattr(encoder, "mask_check", True)
+        and first.self_attn.batch_first
+        and not first.training
+        and src.dim() == 3
+        and not torch.is_autocast_enabled()
+    )
+
+
+def check_nested_kwargs(
+    export: Callable[..., Any], module: torch.nn.Module, kwargs: Mapping[str, Any] | None, shapes: DynamicShapes
+) -> None:
+    """Refuse an export whose program would end in a ``NameError`` at every call."""
+    # shapes: its dynamic shapes; without any there are no such guards
+    parameters = inspect.signature(module.forward).parameters
+    takes_more = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    if shapes is None or not takes_more:
+        return
+    nested = [name for name, value in (kwargs or {}).items() if name not in parameters and _is_nested(value)]
+    if nested and _has_defect(export):
+        names = ", ".join(nested)
+        raise InvalidArgumentError(
+            f"{type(module).__qualname__}.forward takes {names} in its **kwargs. torch {torch.__version__} exports "
+            "nested values there with sizes that vary, and the program raises NameError: name 'L' is not defined. Name "
+            f"them in the signature, or let export_program do it:\n    def forward(self, ..., *, {names}, **kwargs):\n"
+            "    export_program(module, args, kwargs)"
+        )
+
+
+def _is_nested(value: object) -> bool:
+    leaves, spec = pytree.tree_flatten(value)
+    return not spec.is_leaf() and any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+
+class _Smallest(torch.nn.Module):
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        added: torch.Tensor = kwargs["extra"]["a"]
+        return x + added
+
+
+@functools.cache
+def _has_defect(export: Callable[..., Any]) -> bool:
+    """Export the smallest such module as torch.export.export does, once per process, and call its program."""
+    x, kwargs = torch.ones(3, 2), {"extra": {"a": torch.ones(3, 2)}}
+    shapes = {"x": {0: Dim.AUTO}, "extra": {"a": {0: Dim.AUTO}}}
+    # versions before refuse the shapes
+    traced = functools.partial(export, _Smallest(), (x,), kwargs, shapes, strict=False, pre_dispatch=True)
+    program = result_or(traced, lambda error: None)
+    if program is None:
+        return False
+    try:
+        program.module()(x, **kwargs)
+    except NameError:
+        return True
+    return False

@@ -12,13 +12,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import copy
+import functools
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..recipe.aliases import OnnxValue
+from ..private_names.of_torch import operator_names, operators_with_kernel
+from ..recipe.aliases import OnnxValue, PyTree
+from ..registry.locking import LOCK
 from .onnx_repairs import REPAIRS, plain_attention
 
 
@@ -161,3 +167,99 @@ TRANSLATIONS = (
     Translation(torch.ops.aten.sort.stable, _stable_sort),
     Translation(torch.ops.prims.erf_inv.default, _erf_inv),  # what every spelling of it is decomposed into
 )
+
+
+# what was asked for -> what a table depends on, and the table
+_TABLES: dict[Any, tuple[Any, Any]] = {}
+
+
+def filled_registry(read: classmethod[Any, Any, Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return an ``ONNXRegistry`` that the caller may add to."""
+    # read: the classmethod `from_torchlib` as it was found
+    asked = read, cls, args, tuple(sorted(kwargs.items()))
+    with LOCK:
+        given_for, table = _TABLES.get(asked, (None, None))
+    known = _known()
+    if given_for != known:
+        table = read.__get__(None, cls)(*args, **kwargs)
+        with LOCK:
+            _TABLES[asked] = _known(), table  # reading it imports onnxscript's functions
+    own = copy.copy(table)
+    own.functions = {operator: list(entries) for operator, entries in table.functions.items()}
+    return own
+
+
+def remembering_decompositions(original: Callable[[Any], dict[Any, Any]]) -> Callable[[Any], dict[Any, Any]]:
+    """Return ``create_onnx_friendly_decomposition_table`` that makes a table once for the same operators."""
+
+    @functools.wraps(original)
+    def create(onnx_registered_ops: Iterable[Any]) -> dict[Any, Any]:
+        asked = original, frozenset(onnx_registered_ops)
+        known = _decomposed()
+        with LOCK:
+            given_for, table = _TABLES.get(asked, (None, None))
+        if given_for != known:
+            table = original(onnx_registered_ops)
+            with LOCK:
+                _TABLES[asked] = _decomposed(), table  # reading it imports decompositions
+        return dict(table)
+
+    return create
+
+
+def _decomposed() -> tuple[Any, ...]:
+    """Return what decompositions are made of: the operators, those that others are made of, and Python's own."""
+    from ..private_names.of_torch import decompositions
+
+    return (
+        operator_names(),
+        operators_with_kernel("CompositeImplicitAutograd"),
+        list(decompositions.items()),
+    )
+
+
+def _known() -> tuple[Any, ...]:
+    """Return what a table is made of: the operators that libraries have defined by now, and onnxscript's functions."""
+    registration = sys.modules.get("onnxscript.function_libs.torch_lib.registration")
+    functions = getattr(registration, "default_registry", {}).items()
+    return (
+        operator_names(),
+        [(name, *entry.overloads, *entry.complex) for name, entry in functions],
+    )
+
+
+class TraceSupport(Protocol):
+    """What a model library needs while its models are traced, and while programs of them are loaded."""
+
+    modules: str
+
+    def acquire(self) -> None:
+        """Put in place what programs of its models need wherever they are called: a block opens."""
+
+    def release(self) -> None:
+        """Put it back: a block closes."""
+
+    def named_for(self, forward: Callable[..., Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return keyword arguments, or their dynamic shapes, under the names that a forward has for them."""
+
+    def named_as(self, names: Collection[str], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the keyword arguments of a call under the names that a program has for them."""
+
+    def prepare(self, tree: PyTree) -> PyTree:
+        """Return the example inputs as the trace should see them."""
+
+    def traceable(self) -> contextlib.AbstractContextManager[None]:
+        """Put the traceable versions in place."""
+
+    def translations(self) -> Iterable[Translation]:
+        """Return the translations to ONNX of the operators that the library defines."""
+
+
+OPEN: list[TraceSupport | None] = []
+"""One entry for each open block and library; ``None`` for a block without one. Read and changed under the lock."""
+
+
+def open_supports() -> list[TraceSupport]:
+    """Return what the model libraries of the open blocks need, each once."""
+    with LOCK:
+        return [support for support in dict.fromkeys(OPEN) if support is not None]

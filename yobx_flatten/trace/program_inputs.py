@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ArgumentSpec, ConstantArgument, InputKind
+from torch.export.graph_signature import ArgumentSpec, ConstantArgument, InputKind, SymIntArgument
+
+from ..errors import SpecMismatchError, describe_class
+from ..private_names.of_torch import pytree
+from ..recipe.aliases import PyTree
 
 
 def arguments_of(program: ExportedProgram) -> list[ArgumentSpec]:
@@ -17,3 +26,144 @@ def traced_inputs(program: ExportedProgram) -> list[Any]:
     """Return a tensor or a size for each leaf of the inputs; ``None`` for what is part of the program."""
     values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
     return [None if isinstance(arg, ConstantArgument) else values[arg.name] for arg in arguments_of(program)]
+
+
+_Hook = Callable[[torch.nn.Module, tuple[Any, ...], Mapping[str, Any]], Any]
+_Members = dict[int, enum.Enum]
+
+
+def text_of(value: object) -> str:
+    """Spell a constant as a report does.
+
+    >>> import inspect
+    >>> text_of(0.5), text_of("mean"), text_of(inspect._ParameterKind.KEYWORD_ONLY)
+    ('0.5', "'mean'", '_ParameterKind.KEYWORD_ONLY')
+    """
+    return f"{type(value).__qualname__}.{value.name}" if isinstance(value, enum.Enum) else repr(value)
+
+
+def _is_enum(leaf: object) -> bool:
+    return isinstance(leaf, enum.Enum) and not isinstance(leaf, (int, str))  # torch takes IntEnum and StrEnum
+
+
+def enums_as_texts(args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree, _Members]:
+    """Replace the members of enums among the arguments of an export by texts; return them by number of the leaf."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    members = {place: leaf for place, leaf in enumerate(leaves) if _is_enum(leaf)}
+    if members:
+        args, kwargs = pytree.tree_unflatten(
+            [text_of(leaf) if place in members else leaf for place, leaf in enumerate(leaves)], spec
+        )
+    return args, kwargs, members
+
+
+def with_members(args: PyTree, kwargs: PyTree, members: _Members) -> tuple[PyTree, PyTree]:
+    """Put members of enums back among the arguments of a call, where :func:`enums_as_texts` found them."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    args, kwargs = pytree.tree_unflatten([members.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
+    return args, kwargs
+
+
+@contextlib.contextmanager
+def members_in_forward(module: torch.nn.Module, names: list[str], members: _Members) -> Iterator[None]:
+    """Let a module get members of enums inside, where a trace gives it texts."""
+    # names: the keyword arguments, in the order in which the places of members were counted
+    if not members:
+        yield
+        return
+
+    def put_back(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return with_members(args, {name: kwargs[name] for name in names}, members)
+
+    hook = module.register_forward_pre_hook(put_back, prepend=True, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def checking_constants(program: ExportedProgram) -> _Hook | None:
+    """Make a hook that compares the constants of a program with the inputs of a call, before its module takes them."""
+    # returns: the hook, for `register_forward_pre_hook(with_kwargs=True)`; it raises
+    # `yobx_flatten.errors.SpecMismatchError`. `None` where all inputs are tensors, or numbers that vary.
+    given = arguments_of(program)
+    constants = {place: arg.value for place, arg in enumerate(given) if isinstance(arg, ConstantArgument)}
+    spec = program.call_spec.in_spec
+    if not constants or spec is None or spec.num_leaves != len(given):
+        return None
+    return functools.partial(_check_call, spec, constants)
+
+
+def _check_call(
+    spec: pytree.TreeSpec,
+    constants: Mapping[int, Any],
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    if torch.compiler.is_compiling():  # of a trace, the call that is made with the result is looked over
+        return None
+    names = spec.children()[1].context
+    if set(names) != set(kwargs):  # torch reports it
+        return None
+    call = (args, {name: kwargs[name] for name in names})
+    leaves, found = pytree.tree_flatten(call)
+    if len(leaves) != spec.num_leaves:
+        return None
+    members = [place for place, value in constants.items() if type(value) is str and _is_enum(leaves[place])]
+    for place in members:
+        leaves[place] = text_of(leaves[place])
+    for place, value in constants.items():
+        if not _is_same(value, leaves[place]):
+            path, _ = pytree.tree_flatten_with_path(call)[0][place]
+            raise SpecMismatchError(_message(path, value, leaves[place]))
+    return pytree.tree_unflatten(leaves, found) if members else None
+
+
+def _is_same(value: object, leaf: object) -> bool:
+    if value is None or leaf is None or isinstance(leaf, torch.Tensor):
+        return value is leaf
+    return bool(value == leaf) or (value != value and leaf != leaf)
+
+
+def _message(path: tuple[Any, ...], value: object, leaf: object) -> str:
+    part, *rest = path
+    where = ("args", "kwargs")[part.idx] + pytree.keystr(tuple(rest))
+    found = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else describe_class(leaf)
+    if value is None:
+        return (
+            f"{where} was None when this program was exported: it has no such input, and would ignore {found}. Pass "
+            "None, or export another program with an example that has a tensor there."
+        )
+    return (
+        f"{where} was {value!r} when this program was exported, which is fixed in it, and it was called with "
+        f"{found if isinstance(leaf, torch.Tensor) else repr(leaf)}. Pass {value!r}, or export another program with an "
+        "example that has the other value, or a tensor, there."
+    )
+
+
+class StoredInteger(int):
+    """A number that is an integer among the leaves, not a tensor."""
+
+
+def with_integers(program: ExportedProgram) -> _Hook | None:
+    """Make a hook that gives a program integers where it takes them."""
+    # returns: the hook, for `register_forward_pre_hook(with_kwargs=True)`; `None` where the program takes none
+    given = arguments_of(program)
+    places = {index for index, arg in enumerate(given) if isinstance(arg, SymIntArgument)}
+    spec = program.call_spec.in_spec
+    if not places or spec is None or spec.num_leaves != len(given):
+        return None
+    names = spec.children()[1].context
+
+    def convert(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if set(names) != set(kwargs):  # torch names them
+            return None
+        leaves, found = pytree.tree_flatten((args, {name: kwargs[name] for name in names}))
+        late = {place for place in places if place < len(leaves) and isinstance(leaves[place], torch.Tensor)}
+        if len(leaves) != len(given) or not late:
+            return None
+        converted = [StoredInteger(leaf) if place in late else leaf for place, leaf in enumerate(leaves)]
+        return pytree.tree_unflatten(converted, found)
+
+    return convert

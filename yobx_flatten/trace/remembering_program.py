@@ -6,18 +6,18 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch.export import ExportedProgram
 
 from ..errors import NotRegisteredError
-from ..private_names.of_torch import pytree
+from ..private_names.of_torch import FloorDiv, Max, Min, pytree
 from ..registry.claims import REGISTRY
-from .constant_inputs import checking_constants
-from .integer_inputs import with_integers
-from .supports import open_supports
+from .onnx_operators import open_supports
+from .program_inputs import checking_constants, with_integers
 from .trace_settings import FEW_TENSORS, PLAIN_ATTENTION, fake_tensor_cache_off
 
 
@@ -97,7 +97,6 @@ def _remember(program: ExportedProgram) -> ExportedProgram:
 def concise(program: ExportedProgram) -> ExportedProgram:
     """Leave out assertions that a program does not need."""
     # imported here because it brings sympy, as the first export itself does: half a second
-    from .needless_assertions import without_needless_assertions
 
     return without_needless_assertions(program)
 
@@ -131,3 +130,63 @@ def require_registered(classes: tuple[type, ...], subject: str) -> None:
             f"{subject} takes or returns {names}, which torch does not know how to flatten here. Call it where the "
             f"class is registered:\n    {REGISTRY.remedy(missing[0])}"
         )
+
+
+def without_needless_assertions(program: ExportedProgram) -> ExportedProgram:
+    """Take assertions out of a new program that hold for all sizes."""
+    graph = program.graph_module.graph
+    assertion = torch.ops.aten._assert_scalar.default
+    asserted = {node: _expression(node.args[0]) for node in graph.nodes if node.target is assertion}
+    stated = {expression for expression in asserted.values() if expression is not None}
+    ranges = program.range_constraints
+    needless = {
+        node
+        for node, one in asserted.items()
+        if one is not None and (_always_holds(one) or _follows(one, stated, ranges))
+    }
+    if not needless:
+        return program
+    for node in reversed(list(graph.nodes)):  # the sizes that only they read are above them
+        if node in needless and not node.users and (node.target is assertion or _is_number(node)):
+            needless.update(node.all_input_nodes)
+            graph.erase_node(node)
+    program.graph_module.recompile()
+    return program
+
+
+def _expression(condition: object) -> sympy.Basic | None:
+    value = condition.meta.get("val") if isinstance(condition, torch.fx.Node) else None
+    return value.node.expr if isinstance(value, torch.SymBool) else None
+
+
+def _follows(expression: sympy.Basic, stated: Collection[sympy.Basic], ranges: Mapping[sympy.Symbol, Any]) -> bool:
+    """Whether ``n >= bound`` follows from another assertion, ``n // size >= count``, for the sizes of the trace."""
+    if not (isinstance(expression, sympy.Ge) and isinstance(expression.lhs, sympy.Symbol)):
+        return False
+    number, bound = expression.args
+    for other in stated:
+        if isinstance(other, sympy.Ge) and isinstance(other.lhs, FloorDiv) and other.lhs.args[0] == number:
+            size = other.lhs.args[1]
+            if size in ranges and other.rhs.is_positive and bound <= other.rhs * ranges[size].lower:
+                return True
+    return False
+
+
+def _always_holds(expression: sympy.Basic) -> bool:
+    if not expression.has(Min, Max):  # others name sizes that have to be equal
+        return False
+    return bool(expression.replace(lambda part: isinstance(part, (Min, Max)), _in_order) == sympy.true)
+
+
+def _in_order(extreme: sympy.Expr) -> sympy.Expr:
+    """The least, or greatest, of several sizes, where all sizes agree which one that is."""
+    for one in extreme.args:
+        differences = [sympy.expand(other - one) for other in extreme.args]
+        if all(d.is_nonnegative if isinstance(extreme, Min) else d.is_nonpositive for d in differences):
+            return one
+    return extreme
+
+
+def _is_number(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    return node.op == "call_function" and isinstance(value, (torch.SymInt, torch.SymBool, bool, int))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .describe import string_type
-from .leaf import Leaf, leaves
 from .shapes import check_dynamic_shapes, dynamic_shapes, make_dynamic_shapes_kv_cache
+from .walk import Leaf, leaves
 
 __all__ = [
     "Leaf",

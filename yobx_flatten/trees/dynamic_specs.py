@@ -27,8 +27,8 @@ from torch.export import Dim
 from ..errors import DynamicShapesError, describe_class
 from ..recipe.aliases import DynamicShapes
 from ..trace.dynamic_specs import elements_of, opened_spec, spec_classes
-from .node import Node, key_name, node_of
 from .shapes import builtin_kind, same_container
+from .walk import Node, key_name, node_of
 
 if TYPE_CHECKING:
     import sympy

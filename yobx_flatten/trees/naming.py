@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from ..huggingface.cache_names import CACHE, PRESENT, word_in_files
 from ..recipe.aliases import PyTree
-from .node import key_name, node_of
+from .walk import key_name, node_of
 
 
 def leaf_names(tree: PyTree, *, cache: str = CACHE) -> list[str]:

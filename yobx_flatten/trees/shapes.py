@@ -19,8 +19,7 @@ from ..huggingface.cache_names import CACHE, name_in, word_in_files
 from ..private_names.of_torch import DimHint, get_node_type, pytree
 from ..recipe.aliases import DynamicShapes, PyTree, TransformersCache
 from ..recipe.contract import Recipe
-from .node import Node, check_no_cycles, key_name, node_of, own_children
-from .walk import walk
+from .walk import Node, check_no_cycles, key_name, node_of, own_children, walk
 
 _Path = tuple[str, ...]
 

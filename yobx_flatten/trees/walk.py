@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..core.contents import format_key
-from ..errors import describe_class
+from ..errors import InvalidArgumentError, describe_class
 from ..errors.failures import noted_on_failure
 from ..private_names.of_torch import get_node_type, pytree
 from ..recipe.aliases import PyTree
+from ..recipe.contract import Recipe
+from ..registry.claims import REGISTRY
 
 _MODULE: Callable[[type], str] = type.__dict__["__module__"].__get__
 _QUALNAME: Callable[[type], str] = type.__dict__["__qualname__"].__get__
@@ -116,3 +119,147 @@ def class_name(cls: type) -> str:
     """
     module, name = _MODULE(cls), _QUALNAME(cls)
     return name if module == "builtins" else f"{module}.{name}"
+
+
+class Leaf(NamedTuple):
+    """One leaf of a nested object.
+
+    Attributes:
+        path: key path of the leaf, as Python.
+        value: the leaf itself.
+        axes: meaning of its axes (``{0: "batch", 2: "length"}``), if it is a child of a class whose registration states
+            it, and ``None`` otherwise. An axis that is not listed does not vary: ``{}`` is a tensor of fixed shape.
+    """
+
+    path: str
+    value: Any
+    axes: dict[int, str] | None
+
+
+def leaves(tree: PyTree, *, name: str = "tree") -> list[Leaf]:
+    """List the leaves of a nested object, as torch's pytree sees them now and in its order.
+
+    Args:
+        tree: anything. An object of a class that is not registered is a leaf, however many tensors it holds.
+        name: what ``tree`` is called; the paths begin with it. ``"tree"`` by default.
+
+    Returns:
+        One :class:`Leaf` for each entry of ``torch.utils._pytree.tree_leaves(tree)``.
+
+    Raises:
+        InvalidArgumentError: when an object holds itself.
+
+    >>> import torch
+    >>> [(leaf.path, leaf.axes) for leaf in leaves({"x": torch.zeros(2), "y": [1]}, name="batch")]
+    [("batch['x']", None), ("batch['y'][0]", None)]
+    """
+    places = leaf_places(tree, torch_children(name), name)
+    return [Leaf(format_path(name, place.keys), place.obj, _meaning(place)) for place in places]
+
+
+def _meaning(place: Place) -> dict[int, str] | None:
+    """What the axes of a leaf mean, by the class that holds it."""
+    recipe = REGISTRY.recipe_in_force(type(place.parent)) if place.keys else None
+    return None if recipe is None or recipe.axes is None else recipe.axes(key_name(place.keys[-1]))
+
+
+class Node(NamedTuple):
+    """One level of a nested object."""
+
+    keys: list[Any]
+    children: list[Any]
+    recipe: Recipe | None  # ours, when the class is one of ours
+
+
+def node_of(obj: object) -> Node | None:
+    """Flatten one level of an object."""
+    # obj: anything. Classes that `patch_transformers=True` knows are also flattened outside the context manager.
+    recipe = recipe_for(type(obj))
+    if recipe is not None:
+        pairs, _ = recipe.flatten_with_keys(obj)
+        return Node([key for key, _ in pairs], [child for _, child in pairs], recipe)
+    node = pytree.SUPPORTED_NODES.get(get_node_type(obj))
+    if node is None:
+        return None
+    if node.flatten_with_keys_fn is not None:
+        pairs, _ = node.flatten_with_keys_fn(obj)
+        return Node([key for key, _ in pairs], [child for _, child in pairs], None)
+    children, _ = node.flatten_fn(obj)
+    children = list(children)
+    # transformers < 5.17 registers its outputs, which are mappings, without keys
+    if isinstance(obj, Mapping) and len(obj) == len(children):
+        return Node([pytree.MappingKey(key) for key in obj], children, None)
+    return Node([pytree.SequenceKey(i) for i in range(len(children))], children, None)
+
+
+def own_children(obj: object, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any]] | None:
+    """Return the children of :func:`node_of` with their keys, ``None`` for a leaf; for :func:`.walk.walk`."""
+    node = node_of(obj)
+    return None if node is None else list(zip(node.keys, node.children, strict=True))
+
+
+def leaf_places(tree: PyTree, children: Children, name: str = "tree") -> Iterator[Place]:
+    """Yield the leaves of a nested object."""
+    # name: what the object is called in the error; `"tree"` by default
+    for place in walk(tree, children):
+        if place.outer is not None:
+            inner, outer = format_path(name, place.keys), format_path(name, place.outer)
+            raise InvalidArgumentError(f"{format_cycle(inner, outer)}\n    {inner} = None")
+        if place.is_leaf:
+            yield place
+
+
+def recipe_for(cls: type) -> Recipe | None:
+    """Our recipe for a class: the registered one, else the one that the context manager would register."""
+    recipe = REGISTRY.recipe_in_force(cls)
+    if recipe is None and "transformers.cache_utils" in sys.modules and cls.__module__.startswith("transformers."):
+        from ..huggingface.recipes import transformers_recipes
+
+        recipe = transformers_recipes().get(cls)
+    return recipe
+
+
+def find_cycle(tree: PyTree, name: str = "tree") -> tuple[str, str] | None:
+    """Find an object that holds itself, directly or further down; a walk from there never ends.
+
+    >>> batch = {"x": [1]}
+    >>> batch["x"].append(batch)
+    >>> find_cycle(batch, "batch")
+    ("batch['x'][1]", 'batch')
+    """
+    # name: what it is called; the paths begin with it
+    # returns: the path at which an object stands that holds this very place, and the path of that object; `None` if
+    # there is none
+    for place in walk(tree, own_children):
+        if place.outer is not None:
+            return format_path(name, place.keys), format_path(name, place.outer)
+    return None
+
+
+def check_no_cycles(tree: PyTree, name: str, *, caller: str = "") -> None:
+    """Refuse an object that holds itself."""
+    # caller: the function that the user called, where the name alone does not state it
+    cycle = find_cycle(tree, name)
+    if cycle is not None:
+        raise InvalidArgumentError(f"{f'{caller}: ' if caller else ''}{format_cycle(*cycle)}\n    {cycle[0]} = None")
+
+
+def format_cycle(inner: str, outer: str) -> str:
+    """Say what is the matter with an object that holds itself, and what to do."""
+    return (
+        f"{inner} is {outer} itself, so it has no end: torch flattens an object down to its leaves. Leave this "
+        "reference out of the children of its class, or set it to None before:"
+    )
+
+
+def key_name(key: object) -> str:
+    """Spell one key without its brackets.
+
+    >>> import torch.utils._pytree as pytree
+    >>> key_name(pytree.MappingKey("input_ids")), key_name(pytree.SequenceKey(1)), key_name(pytree.GetAttrKey("x"))
+    ('input_ids', '1', 'x')
+    """
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from yobx_flatten.export.runtimes.aotinductor_products import transposed_weights
+from yobx_flatten.export.runtimes.aotinductor import transposed_weights
 
 
 class Tied(torch.nn.Module):

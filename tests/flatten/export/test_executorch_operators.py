@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from yobx_flatten.export.runtimes.executorch_operators import grouped_product, written_out
+from yobx_flatten.export.runtimes.executorch import grouped_product, written_out
 
 moe = pytest.importorskip("transformers.integrations.moe")
 if not hasattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback"):

@@ -18,10 +18,9 @@ from yobx_flatten import DecodeSizes, decode_inputs, export_onnx
 from yobx_flatten.export import Quantization
 from yobx_flatten.export.onnx import quantized
 from yobx_flatten.export.onnx.quantize import products_of, quantize_graph
-from yobx_flatten.export.onnx.rounding import input_splits
-from yobx_flatten.export.onnx.rounding.error_feedback import round_with_feedback
-from yobx_flatten.export.onnx.rounding.input_splits import _split
-from yobx_flatten.export.onnx.rounding.rounded_by_text import _large_last, _takes_large
+from yobx_flatten.export.onnx.rounding import input_moments
+from yobx_flatten.export.onnx.rounding.error_feedback import _large_last, _takes_large, round_with_feedback
+from yobx_flatten.export.onnx.rounding.input_moments import _split
 from yobx_flatten.export.onnx.split_inputs import InputSplit
 from yobx_flatten.export.proof.quality import Quality
 
@@ -203,7 +202,7 @@ def test_large_channels_of_a_model_get_columns(tmp_path, monkeypatch):
     tokens = text_of(argparse)[:160].reshape(2, 80)
     kwargs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
     for name, blocks in (("rows", 100), ("columns", 2)):  # from how many blocks on
-        monkeypatch.setattr(input_splits, "_BLOCKS", blocks)
+        monkeypatch.setattr(input_moments, "_BLOCKS", blocks)
         path, how = tmp_path / f"{name}.onnx", Quantization("int8", tokens=tokens)
         report = export_onnx(model, kwargs=kwargs, path=path, cases=[], quantize=how).report
         kinds = [node.op_type for node in onnx.load(path).graph.node]

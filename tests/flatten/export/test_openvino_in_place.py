@@ -16,7 +16,7 @@ from tests.flatten.export.rewound_rows import assert_rows_go_on_after_a_rewind
 from yobx_flatten import DecodeSizes, decode_inputs, export_folder, export_program, open_generator, open_model
 from yobx_flatten.errors import InvalidArgumentError, ReplayError
 from yobx_flatten.export.runtimes import openvino as writer
-from yobx_flatten.export.runtimes.openvino_cache import copied_states, keep_in_state
+from yobx_flatten.export.runtimes.openvino import copied_states, keep_in_state
 from yobx_flatten.huggingface.cache_names import cache_of
 from yobx_flatten.runners.open import open_runner
 from yobx_flatten.runners.openvino_runner import import_openvino, read_model

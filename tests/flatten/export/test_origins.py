@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from yobx_flatten import export_onnx, export_program
-from yobx_flatten.export.program.origins import with_relative_origins
+from yobx_flatten.export.program.traced import with_relative_origins
 
 CODE = """
 import torch

@@ -3,7 +3,7 @@
 import torch
 from torch._higher_order_ops.scan import scan
 
-from yobx_flatten.export.runtimes.aotinductor_scans import lift_sizes
+from yobx_flatten.export.runtimes.aotinductor import lift_sizes
 
 SCAN = torch.ops.higher_order.scan
 

@@ -12,7 +12,7 @@ from tests.cache_words import WORD, cache_of
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import DecodeSizes, InvalidArgumentError, decode_inputs, export_onnx
 from yobx_flatten.model_folder.source.tiny_models import small_model
-from yobx_flatten.runners import onnx_buffers
+from yobx_flatten.runners import onnx_runner
 from yobx_flatten.runners.open import open_runner
 
 NAMES = [f"past_key_values.{layer}.{part}" for layer in range(2) for part in ("key", "value")]
@@ -46,7 +46,7 @@ def test_it_is_replayed_in_both_forms(llama):
 
 def test_steps_write_into_the_same_memory(llama, monkeypatch):
     """Eleven tokens in memory for sixteen, which then becomes twice as large; the model's own scores throughout."""
-    monkeypatch.setattr(onnx_buffers, "_LEAST", 16)
+    monkeypatch.setattr(onnx_runner, "_LEAST", 16)
     model, path, _ = llama
     runner = open_runner(path)
     tokens = torch.randint(4, 259, (3, 20), generator=torch.Generator().manual_seed(0))

@@ -12,8 +12,7 @@ from tests.cache_words import WORD, cache_of
 from tests.flatten.huggingface.tracing.one_graph import small_model
 from yobx_flatten import DecodeSizes, decode_inputs, register_flattening_functions
 from yobx_flatten.huggingface.builders import make_dynamic_cache
-from yobx_flatten.huggingface.cases import next_inputs
-from yobx_flatten.huggingface.contiguous import contiguous
+from yobx_flatten.huggingface.cases import contiguous, next_inputs
 
 
 def caches(length):

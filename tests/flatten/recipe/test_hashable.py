@@ -3,7 +3,7 @@
 import pytest
 
 from yobx_flatten.errors import StaticDataError
-from yobx_flatten.recipe.hashable import HeldStatic, hashable, original
+from yobx_flatten.recipe.contract import HeldStatic, hashable, original
 
 UNHASHABLE = [
     ["a", 1],

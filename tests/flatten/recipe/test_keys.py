@@ -3,7 +3,7 @@
 import pytest
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey
 
-from yobx_flatten.recipe.keys import torch_key
+from yobx_flatten.recipe.fields import torch_key
 
 
 @pytest.mark.parametrize("key", [GetAttrKey("a"), MappingKey("a"), SequenceKey(0)])

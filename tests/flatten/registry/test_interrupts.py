@@ -16,7 +16,7 @@ from yobx_flatten import register_flattening_functions
 from yobx_flatten.registry.claims import REGISTRY
 from yobx_flatten.registry.interrupts import DeferredSignals
 from yobx_flatten.registry.locking import LOCK
-from yobx_flatten.trace.supports import OPEN
+from yobx_flatten.trace.onnx_operators import OPEN
 
 pytest.importorskip("transformers")
 

@@ -6,8 +6,8 @@ import pathlib
 
 import pytest
 
-from yobx_flatten.runners import huge_pages
-from yobx_flatten.runners.huge_pages import in_huge_pages
+from yobx_flatten.runners import onnx_session
+from yobx_flatten.runners.onnx_session import in_huge_pages
 
 SETTING = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SIZE = 64 * 2**20
@@ -51,12 +51,12 @@ def test_memory_of_the_block_is_in_huge_pages_with_its_contents():
 )
 def test_what_was_there_before_is_left_out(ranges, others, expected):
     """Linux joins new memory to its neighbours, which may be of others."""
-    assert [*huge_pages._without(ranges, others)] == expected
+    assert [*onnx_session._without(ranges, others)] == expected
 
 
 def test_without_a_list_of_memory_nothing_is_asked_for(tmp_path, monkeypatch):
     """As on systems that are not Linux."""
-    monkeypatch.setattr(huge_pages, "_MAPS", tmp_path / "maps")
-    monkeypatch.setattr(huge_pages, "_advise", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(onnx_session, "_MAPS", tmp_path / "maps")
+    monkeypatch.setattr(onnx_session, "_advise", lambda *_: pytest.fail("asked"))
     with in_huge_pages():
         pass

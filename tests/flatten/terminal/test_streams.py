@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from yobx_flatten.terminal.output import say, say_json, table
-from yobx_flatten.terminal.streams import lasting_streams
+from yobx_flatten.terminal.running import lasting_streams
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
@@ -34,7 +34,7 @@ def test_characters_that_are_missing_are_printed_by_their_number(monkeypatch, en
 PROGRAM = """
 import sys
 from yobx_flatten.terminal.output import say, table, progress
-from yobx_flatten.terminal.streams import lasting_streams
+from yobx_flatten.terminal.running import lasting_streams
 with lasting_streams():
     for number in range(20_000):
         say(f"line {number}")

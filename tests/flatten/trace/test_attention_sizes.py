@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from matrix.models import make_model
 from yobx_flatten import DecodeSizes, decode_inputs, register_flattening_functions
 from yobx_flatten.export.example.example import make_example
-from yobx_flatten.trace import attention_sizes
+from yobx_flatten.trace import trace_settings
 from yobx_flatten.trace.trace_settings import PLAIN_ATTENTION
 
 AUTO = torch.export.Dim.AUTO
@@ -50,7 +50,7 @@ def by_steps(monkeypatch):
     """Call it to have torch's own steps from then on."""
 
     def switch() -> None:
-        monkeypatch.setattr(attention_sizes, "_is_usual", lambda *given: False)
+        monkeypatch.setattr(trace_settings, "_is_usual", lambda *given: False)
 
     return switch
 
@@ -59,13 +59,13 @@ def by_steps(monkeypatch):
 def told(monkeypatch) -> list[int]:
     """Sizes that were told by the arguments."""
     found: list[int] = []
-    size = attention_sizes._size
+    size = trace_settings._size
 
     def counted(*given):
         found.append(1)
         return size(*given)
 
-    monkeypatch.setattr(attention_sizes, "_size", counted)
+    monkeypatch.setattr(trace_settings, "_size", counted)
     return found
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.export import Dim
 
 from yobx_flatten import InvalidArgumentError, export_program, register_flattening_functions
-from yobx_flatten.trace import nested_kwargs
+from yobx_flatten.trace import hook
 
 ROWS = {0: Dim.AUTO}
 SHAPES = {"x": ROWS, "extra": {"a": ROWS}}
@@ -66,7 +66,7 @@ def test_the_check_asks_torch_once(monkeypatch):
         return Program()
 
     for _ in range(2):
-        nested_kwargs.check_nested_kwargs(export, Takes(), inputs(4)[1], SHAPES)
+        hook.check_nested_kwargs(export, Takes(), inputs(4)[1], SHAPES)
     assert len(asked) == 1
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from yobx_flatten.trace.onnx_registry import filled_registry, remembering_decompositions
+from yobx_flatten.trace.onnx_operators import filled_registry, remembering_decompositions
 
 
 class Table:

@@ -16,7 +16,7 @@ from yobx_flatten import (
     register_class_flattening,
     unregister_class_flattening,
 )
-from yobx_flatten.trees.node import find_cycle
+from yobx_flatten.trees.walk import find_cycle
 
 
 @dataclasses.dataclass

@@ -24,8 +24,8 @@ from ...recipe.aliases import DynamicShapes, PyTree
 from ...storage.matching import leaves_of
 from ...trace.program_inputs import traced_inputs
 from ...trees.naming import leaf_names
-from ...trees.node import key_name, node_of
 from ...trees.shapes import shapes_of_leaves
+from ...trees.walk import key_name, node_of
 
 _NEW = ("input_ids", "inputs_embeds", "position_ids", "decoder_input_ids")
 """Inputs that hold the tokens of one call, and not those of the cache."""

@@ -20,12 +20,11 @@ from ...private_names.of_torch import pytree
 from ...recipe.aliases import DynamicShapes, PyTree
 from ...storage.matching import leaves_of
 from ...trace.dynamic_specs import attached_spec
-from ...trees.arguments import check_no_modules, shapes_by_name
+from ...trees.arguments import check_no_modules, has_no_data, shapes_by_name
 from ...trees.dynamic_specs import by_parameter, without_specs
 from ...trees.naming import leaf_names
 from ...trees.shapes import check_dynamic_shapes, shapes_of_leaves, without_names
 from ...trees.shapes import dynamic_shapes as write_dynamic_shapes
-from ...trees.weights import has_no_data
 from ..proof.case import Case, clone
 from ..proof.eager_runs import EagerRuns
 from .bounds import Bounds

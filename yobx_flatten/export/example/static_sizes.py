@@ -13,7 +13,7 @@ from ...errors import StaticDataError
 from ...huggingface.cache_names import is_cache
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
-from ...trees.node import key_name, node_of
+from ...trees.walk import key_name, node_of
 
 
 def check_static_parts(program: ExportedProgram) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ...errors import InvalidArgumentError
+from ...errors import FlattenError, InvalidArgumentError
 from ...errors.failures import result_or
 from ...errors.log import STEP
 from ...errors.messages import first_line
+from ...huggingface.cache_names import CACHE, argument_of
 from ...private_names.of_torch import pytree
+from ...runners.onnx_runner import OnnxRunner
+from ...runners.onnx_session import has_mapped_weights, mapped_options, open_session
 from ...runners.relations import (
     Expression,
     bound_by_sums,
@@ -28,20 +32,20 @@ from ...storage.matching import leaves_of
 from ...trees.naming import leaf_names
 from ..example.example import Example
 from ..program.flat_program import signature_of
+from ..program.traced import Traced
 from ..proof.case import Case
-from ..proof.first_difference import first_difference
+from ..proof.exported_call import ByName, InSharedMemory
+from ..proof.replay import Side, check_last_scores, first_difference
 from ..proof.report import ExportReport
 from ..quantization.options import Quantization
-from ..room import rooms_in
-from ..source import Source
+from ..room import Adapter, rooms_in
+from ..source import Source, replay_cases, replay_file
 from .file import UnprovenFile, convert
 from .opset import ATTENTION_OPSET, attention_opset
-from .other_sizes import OtherSizes
 from .quantize import quantize_model, remark_quantized
 from .refused import ConversionRefusedError, refused_conversion
-from .replay import replay_onnx
 from .rewrite.attention import count_operators
-from .sizes import fix_sizes, refuse_sizes
+from .sizes import OtherSizes, fix_sizes, refuse_sizes
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -232,3 +236,68 @@ def _notes(refused: Sequence[str]) -> list[str]:
     shortest = sorted(refused, key=len)
     found = [*shortest[:_SHOWN], *([f"and {len(shortest) - _SHOWN} more"] if len(shortest) > _SHOWN else [])]
     return [f"the model's code fixes sizes, and the file stops at others: {', '.join(found)}."] * bool(found)
+
+
+def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> None:
+    """Replay the cases with a file, and note what it cannot do. The block must be open."""
+    example, traced = source.example, source.traced
+    report.remark(*_remarks(example, traced))
+    runners: list[OnnxRunner] = []
+
+    def sides(adapter: Adapter | None = None) -> Sequence[Side]:
+        used = runners if adapter is None else [one.with_adapter(adapter.matrices) for one in runners]
+        return [ByName(one, example.names, traced.complex_outputs, traced.constant_outputs) for one in used]
+
+    def load() -> Sequence[Side]:
+        # the module can also be in memory
+        options = mapped_options(path) if has_mapped_weights(path) else None
+        session = open_session(path, caller="export_onnx", options=options)
+        runner = OnnxRunner(session, path.name)
+        check_last_scores(runner, example.names, source.cases)
+        runners.extend([runner, InSharedMemory(session, path.name)] if runner.shared else [runner])
+        return sides()
+
+    replay_file(load, source, report, functools.partial(_why_not_loaded, example.module))
+    for adapter in source.adapters if runners else ():
+        with adapter.active():  # new cases: what a type costs is measured of each
+            cases = [dataclasses.replace(case, name=f"{adapter.name}: {case.name}") for case in source.cases]
+            replay_cases(sides(adapter), example, traced, cases, report)
+
+
+def _remarks(example: Example, traced: Traced) -> list[str]:
+    """What the file cannot do although the module can."""
+    remarks = []
+    if traced.written:
+        remarks.append(
+            f"an ONNX file keeps no state between calls: {', '.join(traced.written)} always has the value of the "
+            "export."
+        )
+    if traced.drawing:
+        remarks.append(
+            "onnxruntime draws random numbers of its own, so that differences to it mean nothing: export what "
+            "draws none (module.eval()), or pass them as an input."
+        )
+    takes = argument_of(example.module.forward) is not None
+    can_generate: Any = getattr(example.module, "can_generate", None)
+    generates = callable(can_generate) and can_generate()
+    if generates and takes and not any(name.startswith(f"{CACHE}.") for name in traced.input_names):
+        remarks.append(
+            "this file takes no cache: each call reads all tokens from the first on. For one that goes on from a "
+            "cache: export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=...), or "
+            "export_folder(model, folder)."
+        )
+    return remarks
+
+
+def _why_not_loaded(module: torch.nn.Module, failure: FlattenError) -> str:
+    """What onnxruntime reports about a file that it does not load, and what to do about it."""
+    error = failure.__cause__ or failure
+    reported = f"{type(error).__name__}: {first_line(error)[:300]}"
+    weights = {str(tensor.dtype).removeprefix("torch.") for tensor in module.parameters()}
+    half = sorted(weights & {"bfloat16", "float16"})
+    if "NOT_IMPLEMENTED" in reported and half:
+        reported += (
+            f"\n    onnxruntime lacks kernels for {half[0]} on the CPU, so nothing can be proven there. Export "
+            'in float32 (or float16), or keep it for another provider: keep_failed="a folder"'
+        )
+    return reported

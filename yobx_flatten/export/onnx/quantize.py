@@ -14,18 +14,19 @@ import math
 import re
 from typing import Any
 
+import numpy
+
 from ...errors import InvalidArgumentError
+from ...errors.failures import result_or
+from ...runners.onnx_session import open_session
 from ..proof.report import ExportReport
 from ..quantization.bit_budget import Bits, Role
 from ..quantization.options import Quantization
-from .kept_integers import Grids, keep_integers
-from .products import Products
-from .quantized_table import gathered, gathers_blocks, share_table
 from .rewrite.repair import attribute
-from .rounded import round_table, round_to_8_bits
-from .rounding.rounded_by_text import RoundedMatrices
-from .split_inputs import InputSplits
-from .stored_matrix import StoredMatrix, new_value
+from .rounding.error_feedback import RoundedMatrices
+from .split_inputs import InputSplits, SplitInputs
+from .stored_matrix import Grids, StoredMatrix, cast_value, keep_integers, new_value, plus, reshaped, take_rows
+from .weight_grid import Floats
 from .weights import unmap
 
 _TABLE = 2**16
@@ -327,3 +328,208 @@ def _rounded(
         values.append(new_value(graph, name, ir.LazyTensor(read, dtype=types[index], shape=shape, name=name)))
     nbytes = sum(one.const_value.nbytes for one in values)
     return StoredMatrix(bits, size, rows, columns, values, nbytes)
+
+
+_FLOATS, _INTEGERS = 1, 4
+"""The ``accuracy_level`` of onnxruntime. At the second it also rounds the inputs to 8 bits, and multiplies integers. At
+the first, a token takes a third longer in 4 bits, and 15 times as long in 8 bits, which have no kernel there."""
+
+
+class Products:
+    """Replaces products of a graph, in its order; those of the same inputs share the sums of their blocks."""
+
+    def __init__(self, splits: InputSplits) -> None:
+        self._sums: dict[tuple[Any, int, bool], Any] = {}
+        self._inputs = SplitInputs(splits)
+
+    def replace(self, node: Any, stored: StoredMatrix, *, rounds_inputs: bool) -> None:
+        """Replace a ``MatMul`` or ``Gemm`` by a product with a matrix of few bits."""
+        import onnx_ir as ir
+
+        sizes = {"K": stored.rows, "N": stored.columns, "bits": stored.bits, "block_size": stored.block_size}
+        output, x = node.outputs[0], node.inputs[0]
+        rounds_inputs = rounds_inputs or not _takes_floats(x, stored)
+        sizes["accuracy_level"] = _FLOATS if stored.bits == 4 and not rounds_inputs else _INTEGERS
+        is_split = stored.bits == 8 and not rounds_inputs and not self._inputs.is_whole(x)
+        made, rows = self._inputs.split(node.graph, x, len(x.shape), stored) if is_split else ([], x)
+        product = ir.node("MatMulNBits", [rows, *stored.parts], sizes, domain="com.microsoft", name=node.name)
+        made += [product, *(self._inputs.joined(product.outputs[0]) if is_split and not stored.has_large else [])]
+        found = made[-1].outputs[0]
+        if stored.offsets is not None:
+            turned = ir.node("Transpose", [stored.offsets], {"perm": [1, 0]})
+            made += [*self._sum(node.graph, x, stored), turned]
+            times = ir.node("MatMul", [self._sums[x, stored.block_size, stored.is_half], turned.outputs[0]])
+            made += [times, *plus(found, times.outputs[0], stored)]
+        if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
+            made.append(ir.node("Add", [made[-1].outputs[0], node.inputs[2]], name=f"{node.name}_bias"))
+        if made[-1] is not product:
+            product.outputs[0].type = output.type
+            product.outputs[0].name = f"{output.name}_product"
+        before = node.inputs[1].producer()
+        ir.convenience.replace_nodes_and_values(node.graph, node, [node], made, [output], [made[-1].outputs[0]])
+        if before is not None and not before.outputs[0].uses():
+            before.graph.remove(before, safe=True)
+
+    def _sum(self, graph: Any, x: Any, stored: StoredMatrix) -> list[Any]:
+        """The nodes that sum the blocks of inputs, in float32; none where there are some already."""
+        import onnx_ir as ir
+
+        key = x, stored.block_size, stored.is_half
+        known = self._sums.get(key)
+        if known is not None and known.producer().graph is graph:
+            return []
+        cast = [ir.node("Cast", [x], {"to": ir.DataType.FLOAT.value})] if stored.is_half else []
+        cut = reshaped(cast[0].outputs[0] if cast else x, len(x.shape) - 1, [stored.blocks, stored.block_size])
+        last = ir.node("Constant", [], {"value_ints": [-1]})
+        total = ir.node("ReduceSum", [cut[-1].outputs[0], last.outputs[0]], {"keepdims": 0})
+        self._sums[key] = total.outputs[0]
+        return [*cast, *cut, last, total]
+
+
+def _takes_floats(x: Any, stored: StoredMatrix) -> bool:
+    """Whether inputs in float32 come in whole blocks; those in half precision are rounded."""
+    is_float = stored.parts[1].const_value.dtype.name == "FLOAT"
+    return is_float and x.shape is not None and len(x.shape) > 1 and stored.rows % stored.block_size == 0
+
+
+def share_table(value: Any, stored: StoredMatrix) -> bool:
+    """Replace what gathers rows of a matrix by the operator that gathers them from its quantised parts."""
+    readers = [use.node for use in value.uses()]
+    if not readers or not _is_gathered(value) or value.const_value.shape[1] % stored.block_size:
+        return False
+    if not gathers_blocks(stored.bits, stored.block_size):
+        return False
+    for node in readers:
+        take_rows(node, stored)
+    return True
+
+
+def gathered(graph: Any) -> list[Any]:
+    """Return the matrices of a graph of which only rows are gathered."""
+    found = []
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        is_matrix = tensor is not None and len(tensor.shape) == 2 and tensor.dtype.name in ("FLOAT", "FLOAT16")
+        if is_matrix and value.uses() and _is_gathered(value):
+            found.append(value)
+    return found
+
+
+def _is_gathered(value: Any) -> bool:
+    plain = all(
+        use.node.op_type == "Gather" and use.node.inputs[0] is value and attribute(use.node, "axis", 0) == 0
+        for use in value.uses()
+    )
+    return plain and not value.is_graph_output()
+
+
+@functools.cache
+def gathers_blocks(bits: int, block_size: int) -> bool:
+    """Return whether onnxruntime gathers rows of such blocks right, found with a small table."""
+    import numpy
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    table = numpy.linspace(-1, 1, 6 * 2 * block_size, dtype=numpy.float32).reshape(6, -1)
+    made = Quantization("int4" if bits == 4 else "int8", block_size=block_size).quantize(
+        numpy.ascontiguousarray(table.T)
+    )
+    names = ["bits", "scales", "points"]
+    node = helper.make_node(
+        "GatherBlockQuantized",
+        ["bits", "rows", "scales", "points"],
+        ["y"],
+        domain="com.microsoft",
+        bits=bits,
+        block_size=block_size,
+        gather_axis=0,
+        quantize_axis=1,
+    )
+    graph = helper.make_graph(
+        [node],
+        "probe",
+        [helper.make_tensor_value_info("rows", TensorProto.INT64, [3])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [3, 2 * block_size])],
+        [numpy_helper.from_array(part.reshape(6, -1), name) for part, name in zip(made, names, strict=True)],
+    )
+    versions = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    probe: onnx.ModelProto = helper.make_model(graph, opset_imports=versions, ir_version=10)
+    rows = numpy.array([5, 0, 3])
+
+    def difference() -> float:
+        found = open_session(probe.SerializeToString(), caller="quantize").run(None, {"rows": rows})[0]
+        return float(numpy.abs(found - table[rows]).max())
+
+    return result_or(difference, lambda error: math.inf) < 0.1  # onnxruntime has no base class for its errors
+
+
+_MOST = 127
+_MIDDLE = 128
+
+_TABLE_BLOCKS = (128, 64, 32, 16)
+"""Blocks of a table: its rows are read and not summed, so that larger ones cost nothing that is seen."""
+
+
+def round_to_8_bits(graph: Any, value: Any, size: int, *, transposed: bool, is_table: bool = False) -> StoredMatrix:
+    """Put a matrix in 8 bits into a graph, rounded when it is written."""
+    # is_table: whether only rows are gathered: the operator for this takes scales of 16 bits that are converted in the
+    # graph. The product computes zeros with these where onnxruntime's optimisation is turned off.
+    import onnx_ir as ir
+
+    tensor = value.const_value
+    columns, rows = map(int, tensor.shape if transposed else reversed(tensor.shape))
+    blocks, name = -(-rows // size), f"{value.name}{'_T' if transposed else ''}"
+    is_short = is_table and _are_short(_blocks(_read(tensor, transposed), size))
+    unmap(tensor)
+    kind = ir.DataType.FLOAT16 if is_short else tensor.dtype
+    made = []
+    held = [("Q8", [columns, blocks, size], ir.DataType.UINT8), ("scales", [columns, blocks], kind)]
+    for index, (suffix, shape, dtype) in enumerate(held):
+        read = functools.partial(_part, tensor, transposed, size, kind.numpy(), index)
+        lazy = ir.LazyTensor(read, dtype=dtype, shape=ir.Shape(shape), name=f"{name}_{suffix}")
+        made.append(new_value(graph, f"{name}_{suffix}", lazy))
+    nbytes = sum(one.const_value.nbytes for one in made)
+    parts = [made[0], cast_value(graph, made[1], tensor.dtype)]
+    return StoredMatrix(8, size, rows, columns, parts, nbytes, is_half=tensor.dtype.name == "FLOAT16")
+
+
+def round_table(graph: Any, value: Any) -> StoredMatrix | None:
+    """Put the table of an embedding in 8 bits into a graph; ``None`` where its rows have no whole blocks."""
+    width = value.const_value.shape[1]
+    size = next((size for size in _TABLE_BLOCKS if width % size == 0), None)
+    return None if size is None else round_to_8_bits(graph, value, size, transposed=True, is_table=True)
+
+
+def _read(tensor: Any, transposed: bool) -> Floats:
+    array: Floats = tensor.numpy()
+    return array if transposed else numpy.ascontiguousarray(array.T)
+
+
+def _blocks(matrix: Floats, size: int) -> Floats:
+    filled: Floats = numpy.pad(matrix, ((0, 0), (0, -matrix.shape[1] % size)))
+    return filled.reshape(len(matrix), -1, size)
+
+
+def _are_short(blocks: Floats) -> bool:
+    """Whether the scales are numbers of float16 to its full precision; nothing is stored in float32 then."""
+    scales = numpy.abs(blocks).max(2) / _MOST
+    scales = scales[scales > 0]
+    return not scales.size or bool(scales.min() >= 2.0**-14 and scales.max() < 2.0**15)
+
+
+def _part(tensor: Any, transposed: bool, size: int, kind: Any, index: int) -> Any:
+    """The integers of a matrix, or its scales."""
+    import onnx_ir as ir
+
+    blocks = _blocks(_read(tensor, transposed), size).astype(numpy.float32)
+    unmap(tensor)
+    return ir.tensor(_parts(blocks, kind)[index])
+
+
+def _parts(blocks: Floats, kind: Any) -> tuple[Any, ...]:
+    """Integers and scales, which are rounded to their type before the integers are."""
+    scales = (numpy.abs(blocks).max(2) / _MOST).astype(kind)
+    wide = scales[..., None].astype(numpy.float32)
+    steps = numpy.where(wide == 0, numpy.float32(1), wide)  # of a block of zeros
+    whole = numpy.rint(blocks / steps).clip(-_MOST, _MOST)
+    return (whole + _MIDDLE).astype(numpy.uint8), scales

@@ -24,11 +24,11 @@ from ..quantization.text_cases import reads_once
 from ..source import Source
 from .by_token import products_by_token
 from .file import UnprovenFile
-from .kept_integers import Grids
 from .quantize import QuantizedWeights, products_of, quantize_model, remark_quantized
-from .rounding.input_splits import input_splits
-from .rounding.rounded_by_text import RoundedMatrices, round_by_text
+from .rounding.error_feedback import RoundedMatrices, round_by_text
+from .rounding.input_moments import input_splits
 from .split_inputs import InputSplits
+from .stored_matrix import Grids
 
 _NOTICED = 3e-4
 """Divergence, in nats, at which about one greedy token in a hundred differs from the model's."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dataclasses
 import functools
 import io
 import logging
+import pathlib
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 import torch
@@ -25,13 +27,14 @@ from ...errors.failures import raised_as
 from ...errors.log import STEP
 from ...errors.tried_versions import naming_untried_versions
 from ...huggingface.cache_names import CACHE
-from ...huggingface.layer_weights import Reader, offloaded_readers, streamed_readers
-from ...private_names.of_torch import pytree
+from ...huggingface.layer_weights import Reader, offloaded_readers, paused, streamed_readers
+from ...private_names.of_torch import FakeTensor, FakeTensorMode, pytree
+from ...registry.patches import AttributePatch
 from ...runners.ports import check_cache_outputs
-from ...trace.constant_inputs import text_of
+from ...trace.program_inputs import text_of
+from ...trees.arguments import about_devices, on_other_devices
 from ...trees.naming import output_names
 from ...trees.walk import torch_leaves
-from ...trees.weights import about_devices, on_other_devices
 from ..example.example import Example
 from ..example.forward_kwargs import check_all_read, named_in_forward, swallowed_names
 from ..example.size_relations import asserts_values, largest_sizes, unasserted_sizes
@@ -40,10 +43,7 @@ from ..example.static_sizes import check_static_parts, static_constants
 from ..proof.case import clone
 from ..proof.left import Left, returning_left
 from ..proof.module_state import draws_random_numbers, own_written_state, written_state
-from .int_of_sizes import kept_sizes
 from .one_value import write_single_values
-from .origins import with_relative_origins
-from .stand_ins import stand_ins
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -348,3 +348,125 @@ def _types(program: ExportedProgram, specs: Sequence[Any]) -> list[torch.dtype |
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     names = [spec.arg.name for spec in specs if not isinstance(spec.arg, ConstantArgument)]
     return [getattr(values.get(name), "dtype", None) for name in names]
+
+
+@contextlib.contextmanager
+def stand_ins(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:
+    """Put other weights in the place of some while a module is traced; afterwards it has its own again."""
+    # leaves: those of the inputs. Where they are also on `meta`, weights on `meta` stay as they are.
+    devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    device = next((one for one in devices if one.type != "meta"), None if devices else torch.device("cpu"))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    found: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    made: dict[int, torch.Tensor | None] = {}  # what is tied stays tied
+    for owner in module.modules():
+        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+        for held in tables:
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in made:
+                    made[id(tensor)] = _stand_in(tensor, mode, device)
+                if tensor is not None and made[id(tensor)] is not None:
+                    found.append((held, name, tensor))
+    for held, name, tensor in found:
+        held[name] = made[id(tensor)]
+    try:
+        with paused(module) if any(tensor.is_meta for _, _, tensor in found) else contextlib.nullcontext():
+            yield
+    finally:
+        for held, name, tensor in found:
+            held[name] = tensor
+
+
+def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device | None) -> torch.Tensor | None:
+    """A tensor for the trace; ``None`` for one that stays."""
+    # device: that of the inputs; `None` where they are on `meta`
+    learns = tensor.requires_grad
+    if device is not None and tensor.is_meta and not isinstance(tensor, FakeTensor):
+        with mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    elif _is_of_integers(tensor):
+        made, learns = tensor.dequantize(), False
+    elif learns and tensor.is_inference():
+        made, learns = tensor.detach(), False
+    else:
+        return None
+    return torch.nn.Parameter(made, requires_grad=learns) if isinstance(tensor, torch.nn.Parameter) else made
+
+
+def _is_of_integers(tensor: torch.Tensor) -> bool:
+    """Whether torchao computes a weight from integers, and multiplies it with what is not rounded."""
+    kind: Any = type(tensor)
+    wraps = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "tensor_data_names")
+    rounds = ("activation_quantization", "act_quant_kwargs")
+    return wraps and all(getattr(tensor, name, None) is None for name in rounds)
+
+
+_FILE = re.compile(r'(?<=File ")[^"]+(?=", line )')
+_ORIGIN = "stack_trace"
+
+
+def with_relative_origins(program: ExportedProgram) -> ExportedProgram:
+    """Shorten the paths in what a program notes about its nodes; the program is changed in place."""
+    for part in program.graph_module.modules():
+        if not isinstance(part, torch.fx.GraphModule):
+            continue
+        for node in part.graph.nodes:
+            if isinstance(node.meta.get(_ORIGIN), str):
+                node.meta[_ORIGIN] = _FILE.sub(lambda found: _relative(found[0]), node.meta[_ORIGIN])
+    return program
+
+
+@functools.lru_cache(maxsize=4096)
+def _relative(name: str) -> str:
+    """The path of a file from the folder in which its package is."""
+    path = pathlib.Path(name)
+    root = path.parent
+    while (root / "__init__.py").is_file() and root.parent != root:
+        root = root.parent
+    return path.relative_to(root).as_posix()
+
+
+class _OfSizes(type):
+    """Makes a class that is called, compared and tested as ``int`` is, and hands a size on."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.SymInt):
+            return args[0]
+        return builtins.int(*args, **kwargs)
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, builtins.int)
+
+    def __subclasscheck__(cls, found: type) -> bool:
+        return issubclass(found, builtins.int)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is builtins.int
+
+    def __hash__(cls) -> builtins.int:
+        return hash(builtins.int)
+
+
+class _Int(builtins.int, metaclass=_OfSizes):
+    pass
+
+
+@contextlib.contextmanager
+def kept_sizes(module: torch.nn.Module) -> Iterator[None]:
+    """Trace a module inside: the code of its classes reads a size that varies by ``int`` without fixing it.
+
+    The name is put next to that code, in the files of its classes; ``int`` of anything else is what it was, also for
+    other threads. Several traces may hold it at once.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in sorted({type(owner).__module__ for owner in module.modules()}):
+            found = vars(sys.modules.get(name, builtins))
+            if name.startswith("torch.") or found.get("int", _Int) is not _Int:
+                continue  # a name of the file's own
+            patch = _PATCHES.setdefault(id(found), AttributePatch(found, "int", _Int))
+            patch.acquire()
+            stack.callback(patch.release)
+        yield
+
+
+_PATCHES: dict[int, AttributePatch] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,6 +21,7 @@ from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
 from ...runners.checked_runner import CheckedRunner
 from ...runners.in_place import InPlaceCache
+from ...runners.onnx_runner import OnnxRunner
 from ...runners.ports import present_of
 from ...runners.program_runner import ProgramRunner
 from ...runners.rewind import cache_tensors
@@ -173,3 +174,24 @@ def _as_pairs(leaf: object) -> object:
 def _like(given: object, found: Any) -> Any:
     """What came out of a graph in place of an input: a counter is a number again, not a tensor without axes."""
     return int(found) if type(given) is int else found
+
+
+class InSharedMemory(OnnxRunner):
+    """A file whose calls are run as a generation loop runs them, with memory for more tokens than there are."""
+
+    runtime: ClassVar[str] = f"{OnnxRunner.runtime}, shared cache"
+
+    def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Run one call; see :meth:`.runner.Runner.run`. Keys and values are returned as long as they are filled."""
+        if self.refuses(inputs):
+            return self.run_in_parts(inputs)
+        slots = {slot.port.name: slot.present for slot in self.slots if slot.present is not None}
+        given = {name: inputs[name] for name in self.ports}
+        feeds = {name: value for name, value in given.items() if name not in slots}
+        outputs, cache = self.step(feeds, self.cache({name: given[name] for name in slots}))
+        total = given["attention_mask"].shape[1]
+        filled = {}
+        for name, present in slots.items():
+            value = torch.from_numpy(cache[name].numpy())
+            filled[present] = value[:, :, :total].clone() if name in self.shared else value
+        return {**outputs, **filled}

@@ -28,7 +28,7 @@ from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
 from ...runners.ports import present_of
 from ...trees.naming import leaf_names
-from ...trees.node import key_name, node_of
+from ...trees.walk import key_name, node_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from ...diagnose.report import Report
 from ...errors.failures import result_or
 from ...errors.messages import table
-from .case import Case
-from .levels import UNPROVEN
+from .case import UNPROVEN, Case
 from .memory import peak_memory
 from .quality import Quality
 from .replay import CaseResult

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
+from ...errors import ReplayError
 from ...errors.log import STEP
 from ...private_names.of_torch import pytree
+from ...runners.ports import CacheSlot
 from ...runners.runner import Runner
 from ..example.example import Example
 from ..proof.eager_runs import eager_steps
@@ -18,7 +20,6 @@ from ..proof.padding import Padding
 from ..proof.quality import SCORES, Distance, Quality, text_losses
 from ..proof.replay import side_by_side
 from ..source import Source
-from .from_the_start import text_scores
 from .options import Quantization
 from .text_cases import text_cases
 
@@ -74,4 +75,53 @@ def _of_the_model(example: Example, written: Collection[str], tokens: torch.Tens
         fits = kept + scores.numel() <= _SCORES  # those of a long text are larger than the model
         kept += scores.numel() if fits else 0
         found.append((dict(kwargs), read, text_losses(scores, kwargs["input_ids"]), scores.detach() if fits else None))
+    return found
+
+
+def from_the_start(
+    feeds: Mapping[str, torch.Tensor], slots: Sequence[CacheSlot], tokens: torch.Tensor
+) -> dict[str, torch.Tensor] | None:
+    """Return the inputs that read all tokens; ``None`` where these are not only tokens, a mask and keys and values."""
+    # feeds: inputs by name, with the first token in the cache
+    # tokens: the text, int64 of shape (rows, length)
+    if not slots and "input_ids" in feeds and feeds["input_ids"].shape == tokens.shape:  # an encoder reads all at once
+        return dict(feeds)
+    found = {slot.port.name: slot.port for slot in slots}
+    others = {name for name in feeds if name not in found}
+    if "input_ids" not in others or not others <= {"input_ids", "attention_mask", "position_ids"}:
+        return None
+    made = {name: feeds[name] for name in others} | {"input_ids": tokens}
+    for name, port in found.items():
+        if not name.endswith((".key", ".value")) or name not in feeds:
+            return None
+        axes = [axis for axis, size in enumerate(port.shape) if axis and size is None]
+        if len(axes) != 1 or feeds[name].shape[axes[0]] != 1:
+            return None
+        made[name] = feeds[name].narrow(axes[0], 0, 0).contiguous()
+    if "attention_mask" in made and made["attention_mask"].shape != tokens.shape:
+        return None
+    if "position_ids" in made:
+        positions = made["position_ids"]
+        if positions.shape != (len(tokens), tokens.shape[1] - 1):
+            return None
+        made["position_ids"] = torch.cat([positions[:, :1] - 1, positions], 1)
+    return made
+
+
+def text_scores(runner: Runner, feeds: Mapping[str, torch.Tensor], tokens: torch.Tensor | None) -> torch.Tensor:
+    """Return the scores of a file for all tokens of a text but the first, which it also reads itself where it can."""
+    # feeds: inputs by name, with the first token in the cache, as the model has read it
+    # tokens: the text; `None` where only the inputs are known
+    given = {name: feeds[name] for name in runner.ports}
+    whole = None
+    if tokens is not None and runner.runtime == "onnxruntime":  # files of others do not take an empty cache
+        whole = from_the_start(given, runner.slots, tokens)
+    found: torch.Tensor
+    if whole is not None:
+        try:
+            found = runner.run(whole)[SCORES][:, 1:]
+            return found
+        except ReplayError:
+            logger.debug("%s takes no empty cache", runner.name)
+    found = runner.run(given)[SCORES]
     return found

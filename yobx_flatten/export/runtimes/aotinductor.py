@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
+import operator
 import os
 import pathlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule, Node
 
-from ...errors import MissingDependencyError
-from ...private_names.of_torch import aot_compile
+from ...errors import FlattenError, MissingDependencyError, ReplayError
+from ...errors.failures import result_or
+from ...private_names.of_torch import aot_compile, cpp_kernels
+from ...registry.patches import AttributePatch
 from ...runners.aotinductor_runner import IN_PLACE
 from ...runners.ports import present_of
-from ...runners.signature import KEY, Signature
+from ...runners.signature import KEY, Signature, Size
 from ..program.flat_program import flat_program, quietly, signature_of
 from ..program.traced import Traced
-from .aotinductor_cache import with_buffers
-from .aotinductor_products import transposed_weights
-from .aotinductor_scans import lift_sizes
-from .aotinductor_sizes import refused_when_empty
-from .aotinductor_tails import whole_tails
+from .growing_cache import Flat, joined, sizes_of
 
 
 def check_compiler(caller: str) -> None:
@@ -82,3 +86,285 @@ def _compile(program: ExportedProgram, signature: Signature, path: pathlib.Path,
             package_path=str(path),
             inductor_configs={"aot_inductor.metadata": {KEY: signature.to_json(), **written}},
         )
+
+
+aten = torch.ops.aten
+
+
+def with_buffers(
+    program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], presents: Mapping[str, str]
+) -> tuple[ExportedProgram, list[str]]:
+    """Return a program with buffers in place of inputs that come out with new tokens after them, and those inputs."""
+    # program: what `flat_program` returned; it is not changed
+    # presents: for each input of the cache, the output that takes its place in the next call
+    # returns: a program that takes the other inputs and the buffers in the same order, and then the tensor whose length
+    # is the number of tokens in them; it returns the other outputs
+    sizes = sizes_of(program, inputs)
+    module: Any = program.module(check_guards=False)
+    graph = module.graph
+    nodes = dict(zip(inputs, graph.find_nodes(op="placeholder"), strict=True))
+    last = graph.output_node()
+    returned = dict(zip(outputs, last.args[0], strict=True))
+    cats = {name: cat for name, to in presents.items() if (cat := joined(nodes[name], returned[to])) is not None}
+    # one number of tokens for all
+    seen = next((sizes[name][2] for name in cats), None)
+    kept = [name for name in cats if str(sizes[name][2]) == str(seen)]
+    if not kept or isinstance(seen, int):
+        raise FlattenError(
+            "no output is its input with those of new tokens after it, since layers slide or have states."
+        )
+    with graph.inserting_after(nodes[inputs[-1]]):
+        counter = graph.placeholder("seen")
+    with graph.inserting_after(counter):
+        past = graph.call_function(aten.sym_size.int, (counter, 0))
+    for name in kept:
+        _write_in_place(graph, nodes[name], cats[name], past)
+    others = [name for name in outputs if name not in {presents[one] for one in kept}]
+    last.args = (tuple(returned[name] for name in others),)
+    graph.eliminate_dead_code(is_impure_node=_is_written)
+    graph.set_codegen(torch.fx.graph.CodeGen())
+    flat = torch.fx.GraphModule(module, graph)  # without the checks of the inputs that it had
+    example = dict(zip(inputs, program.example_inputs[0], strict=True))
+    filled = example[kept[0]].shape[2]
+    for name in kept:
+        rows, heads, _, size = example[name].shape
+        example[name] = example[name].new_zeros(rows, heads, 4 * filled + 16, size)
+    shapes = [{axis: Dim.AUTO for axis, size in enumerate(sizes[name]) if not isinstance(size, int)} for name in inputs]
+    # of a buffer its capacity varies
+    shapes = [{**of, 2: Dim.AUTO} if name in kept else of for name, of in zip(inputs, shapes, strict=True)]
+    made = torch.export.export(
+        Flat(flat),
+        ([*example.values(), torch.zeros(filled, dtype=torch.uint8)],),
+        dynamic_shapes=([*shapes, {0: Dim.AUTO}],),
+        prefer_deferred_runtime_asserts_over_guards=True,
+    )
+    return made, kept
+
+
+def _write_in_place(graph: torch.fx.Graph, buffer: torch.fx.Node, cat: torch.fx.Node, past: torch.fx.Node) -> None:
+    """Write the new tokens after those that are there, and read both where they were put together."""
+    for user in list(buffer.users):
+        if user.target is aten.sym_size.int and user.args[1] == 2:
+            user.replace_all_uses_with(past)
+            graph.erase_node(user)
+    parts: Any = cat.args[0]
+    new = parts[1]
+    with graph.inserting_before(cat):
+        total = graph.call_function(operator.add, (past, graph.call_function(aten.sym_size.int, (new, 2))))
+        place = graph.call_function(aten.slice.Tensor, (buffer, 2, past, total))
+        graph.call_function(aten.copy_.default, (place, new))
+        both = graph.call_function(aten.slice.Tensor, (buffer, 2, 0, total))
+    cat.replace_all_uses_with(both, delete_user_cb=lambda user: user.op != "output")
+
+
+def _is_written(node: torch.fx.Node) -> bool:
+    """Whether a node does something besides what it returns."""
+    return node.is_impure() or node.target is aten.copy_.default
+
+
+def transposed_weights(program: ExportedProgram) -> ExportedProgram:
+    """Return a program whose weights of products in float32 have their axes exchanged; the graph is changed."""
+    # a head that is also a table is looked up in the same memory, which is in the file once
+    state = dict(program.state_dict)
+    for names in _shared(program):
+        targets = [program.graph_signature.inputs_to_parameters[node.name] for node in names]
+        weight = state[targets[0]]
+        readers = {_reads(user, node) for node in names for user in node.users}
+        if weight.dim() != 2 or weight.dtype != torch.float32 or "product" not in readers or "" in readers:
+            continue
+        state |= dict.fromkeys(targets, torch.nn.Parameter(weight.detach().t().contiguous(), requires_grad=False))
+        for node in names:
+            _exchange(program.graph, node)
+    program.graph_module.recompile()
+    return ExportedProgram(
+        root=program.graph_module,
+        graph=program.graph,
+        graph_signature=program.graph_signature,
+        state_dict=state,
+        range_constraints=program.range_constraints,
+        module_call_graph=program.module_call_graph,
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )
+
+
+def _shared(program: ExportedProgram) -> Iterator[list[torch.fx.Node]]:
+    """The inputs of a graph that are parameters; those that are the same tensor together."""
+    found: dict[tuple[int, torch.Size], list[torch.fx.Node]] = {}
+    targets = program.graph_signature.inputs_to_parameters
+    for node in program.graph.find_nodes(op="placeholder"):
+        if node.name in targets:
+            weight = program.state_dict[targets[node.name]]
+            found.setdefault((weight.data_ptr(), weight.shape), []).append(node)
+    yield from found.values()
+
+
+def _reads(user: torch.fx.Node, weight: torch.fx.Node) -> str:
+    """What a node does with a weight; nothing that is known, by default."""
+    if user.target is aten.linear.default and user.args[1] is weight:
+        return "product"
+    return "table" if user.target is aten.embedding.default and user.args[0] is weight else ""
+
+
+def _exchange(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Let a graph take a weight with its axes exchanged, and exchange them."""
+    value = node.meta["val"]
+    with graph.inserting_after(node):
+        turned = graph.call_function(aten.permute.default, (node, [1, 0]))
+    node.replace_all_uses_with(turned, delete_user_cb=lambda user: user is not turned)
+    turned.meta = {**node.meta, "val": value}
+    node.meta["val"] = value.new_empty(*reversed(value.shape))
+
+
+def lift_sizes(module: GraphModule) -> None:
+    """Hand every scan of a graph the sizes of its outputs."""
+    # module: the graph; its scans and their bodies are changed
+    changed = False
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
+        body, start, given, others = node.args
+        symbols = {
+            symbol
+            for value in node.meta["val"]
+            for size in (*value.shape, *value.stride())
+            if isinstance(size, torch.SymInt)
+            for symbol in size.node.expr.free_symbols
+        }
+        step: Any = getattr(module, body.target)
+        lifted = []
+        for source, axis, size in _sizes((*start, *given)):
+            if size.node.expr not in symbols:
+                continue
+            symbols.discard(size.node.expr)
+            with module.graph.inserting_before(node):
+                found = module.graph.call_function(torch.ops.aten.sym_size.int, (source, axis))
+            found.meta["val"] = size
+            lifted.append(found)
+            with step.graph.inserting_before(_after_placeholders(step)):
+                step.graph.placeholder(f"size_{len(lifted)}").meta["val"] = size
+        if lifted:
+            node.args = (body, start, given, (*others, *lifted))
+            step.recompile()
+            changed = True
+    if changed:
+        module.recompile()
+
+
+def _sizes(tensors: tuple[Node, ...]) -> list[tuple[Node, int, torch.SymInt]]:
+    return [
+        (tensor, axis, size)
+        for tensor in tensors
+        for axis, size in enumerate(tensor.meta["val"].shape)
+        if isinstance(size, torch.SymInt)
+    ]
+
+
+def _after_placeholders(module: GraphModule) -> Node:
+    nodes: Iterable[Node] = module.graph.nodes
+    return next(node for node in nodes if node.op != "placeholder")
+
+
+_Shapes = Mapping[str, tuple[int, ...]]
+
+
+def refused_when_empty(program: ExportedProgram, signature: Signature) -> list[str]:
+    """Return the names of the sizes of which torch refuses 0, in runs without memory or values."""
+    # program: a program that takes tensors; see `flat_program.flat_program`
+    # returns: names of sizes in the signature; none where torch cannot run the program without values
+    example = {row[0]: tuple(leaf.shape) for row, leaf in zip(signature.inputs, program.example_inputs[0], strict=True)}
+    given = {
+        next(iter(size)): example[name][axis]
+        for name, _, sizes in signature.inputs
+        for axis, size in enumerate(sizes)
+        if isinstance(size, Mapping) and list(size.values()) == [1] and "" not in size
+    }
+    calls = {name: _call_without(name, given, signature, example) for name in given}
+    refused = [name for name, call in calls.items() if call is not None and not _runs(program, call)]
+    return refused if refused and _runs(program, example) else []
+
+
+def _call_without(empty: str, given: Mapping[str, int], signature: Signature, example: _Shapes) -> _Shapes | None:
+    """The shapes of a call in which one size is 0, and one other changed where it has to fit; ``None`` if none does."""
+    for sizes in _nearby({**given, empty: 0}, empty):
+        shapes = {
+            name: tuple(_value(size, sizes, one) for size, one in zip(of, example[name], strict=True))
+            for name, _, of in signature.inputs
+        }
+        try:
+            signature.check_sizes(shapes, ReplayError, "")
+        except FlattenError:
+            continue
+        return shapes
+    return None
+
+
+def _nearby(sizes: Mapping[str, int], kept: str) -> Iterator[Mapping[str, int]]:
+    yield sizes
+    likely = {first + sign * second for first in sizes.values() for second in sizes.values() for sign in (1, -1)}
+    for name in sizes:
+        for other in sorted(likely):
+            if other > 0 and name != kept:
+                yield {**sizes, name: other}
+
+
+def _value(size: Size, sizes: Mapping[str, int], example: int) -> int:
+    if isinstance(size, Mapping):
+        return sum(factor * sizes.get(name, 1) for name, factor in size.items())
+    return example if size is None else size
+
+
+def _runs(program: ExportedProgram, shapes: _Shapes) -> bool:
+    """Whether torch computes the shapes of all values, from those of the inputs."""
+    # half a second: sympy
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    from ...private_names.of_torch import FakeTensorMode
+
+    values = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder")]
+    weights = [tuple(value.shape) for value in values[: len(values) - len(shapes)]]
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with quietly("torch._subclasses.fake_tensor", logging.CRITICAL), torch.no_grad(), mode:
+        pairs = zip(values, [*weights, *shapes.values()], strict=True)
+        given = [torch.empty(shape, dtype=value.dtype, device=value.device) for value, shape in pairs]
+        return result_or(lambda: _takes(program, given), lambda error: False)  # an operator raises what it likes
+
+
+def _takes(program: ExportedProgram, given: list[torch.Tensor]) -> bool:
+    torch.fx.Interpreter(program.graph_module).run(*given)
+    return True
+
+
+def _storing_tails(aggregate: Callable[..., None]) -> Callable[..., None]:
+    """Make the version of ``aggregate_reduction_buffers`` that writes a block of its own for the tail."""
+
+    @functools.wraps(aggregate)
+    def aggregate_reduction_buffers(self: Any, is_inner_only: bool, outer: Any) -> None:
+        if outer is not None and not outer.is_reduction:
+            # torch looks at the loop right inside of the outer one; any loop inside of it may be the sum
+            loops = self.loop_nest.loops
+            inside = loops[next(i for i, loop in enumerate(loops) if loop.var == outer.var) + 1 :]
+            is_inner_only = is_inner_only or any(loop.is_reduction for loop in inside)
+        aggregate(self, is_inner_only, outer)
+
+    return aggregate_reduction_buffers
+
+
+@functools.cache  # one patch, which several threads may hold
+def _patch() -> AttributePatch | None:
+    kernels, name = cpp_kernels(), "aggregate_reduction_buffers"
+    if kernels is None or name not in vars(kernels):
+        return None  # another version of torch: the replay decides
+    return AttributePatch(kernels, name, _storing_tails(vars(kernels)[name]))
+
+
+@contextmanager
+def whole_tails() -> Iterator[None]:
+    """Compile without the fault while the block is open."""
+    patch = _patch()
+    if patch is not None:
+        patch.acquire()
+    try:
+        yield
+    finally:
+        if patch is not None:
+            patch.release()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import importlib
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,14 +17,15 @@ from torch.export import ExportedProgram
 from ...errors import DynamicShapesError, FlattenError, InvalidArgumentError
 from ...errors.failures import raised_as
 from ...errors.messages import first_line
+from ...registry.patches import AttributePatch
 from ...runners.executorch_runner import METHOD, ROWS, SIGNATURE
 from ...runners.ports import present_of
 from ...runners.signature import Signature
+from ...trace.onnx_operators import ERFINV_CENTRE, ERFINV_TAIL
+from ..program.decompositions import decompose_untranslated
 from ..program.flat_program import flat_program, quietly, signature_of
 from ..program.traced import Traced
 from .executorch_cache import attended_in_place, with_row_buffers
-from .executorch_loops import states_of_the_call
-from .executorch_operators import missing_kernels, written_out
 
 Backend = Literal["auto", "xnnpack", "portable"]
 """Kernels of ExecuTorch: those of XNNPACK where it has them, or its plain ones; ``"auto"``, the first that replay."""
@@ -141,3 +144,209 @@ def _without_kernel(operators: str) -> str:
         f"It has no kernel for {operators}, whichever backend is chosen: write the model without it, or take another "
         'runtime:\n    target="openvino" (to_openvino)'
     )
+
+
+@contextlib.contextmanager
+def states_of_the_call() -> Iterator[None]:
+    """Let ExecuTorch emit loops whose state has the size of the call."""
+    patch = _patch()
+    patch.acquire()
+    try:
+        yield
+    finally:
+        patch.release()
+
+
+@functools.cache
+def _patch() -> AttributePatch:
+    managers: Any = importlib.import_module("executorch.exir.program._program")
+    emit = managers.emit_program
+
+    def emitted(*args: Any, **kwargs: Any) -> Any:
+        found = emit(*args, **kwargs)
+        for plan in found.program.execution_plan:
+            with_sizes(plan)
+        return found
+
+    return AttributePatch(managers, "emit_program", emitted)
+
+
+def with_sizes(plan: Any) -> None:
+    """Let every copy into planned memory, and every stack, set the sizes of what it writes to."""
+    # plan: an `ExecutionPlan` before it is serialised; it is changed
+    copy = _index(plan, "aten::copy_", "")
+    if copy is not None:
+        plan.operators[copy].name, plan.operators[copy].overload = "aten::copy", "out"
+        for chain in plan.chains:
+            for call in _calls(chain, copy):
+                target, source, blocking, _ = call.args
+                call.args = [source, source, blocking, target, target]
+    stack = _index(plan, "executorch_prim::et_copy_index", "tensor")
+    if stack is not None:
+        for chain in plan.chains:
+            _size_stacks(plan, chain, stack)
+
+
+def _index(plan: Any, name: str, overload: str) -> int | None:
+    found = (i for i, operator in enumerate(plan.operators) if (operator.name, operator.overload) == (name, overload))
+    return next(found, None)
+
+
+def _calls(chain: Any, operator: int) -> list[Any]:
+    calls = (instruction.instr_args for instruction in chain.instructions)
+    return [call for call in calls if getattr(call, "op_index", None) == operator]
+
+
+def _size_stacks(plan: Any, chain: Any, stack: int) -> None:
+    """Insert before each ``et_copy_index``: where it is the first one, the stack becomes what is put into it."""
+    schema: Any = importlib.import_module("executorch.exir.schema")
+    equal = _index(plan, "executorch_prim::eq", "Scalar")
+    plan.operators.append(schema.Operator("aten::unsqueeze_copy", "out"))
+    plan.values += [schema.EValue(schema.Int(0)), schema.EValue(schema.Bool(False))]
+    zero, is_first = len(plan.values) - 2, len(plan.values) - 1
+    jumps = [one.instr_args for one in chain.instructions if isinstance(one.instr_args, schema.JumpFalseCall)]
+    made: list[Any] = []
+    places: list[int] = []  # of each instruction among those that are made
+    for instruction in chain.instructions:
+        places.append(len(made))
+        call = instruction.instr_args
+        if getattr(call, "op_index", None) == stack:
+            stacked, entry, count = call.args
+            made += map(
+                schema.Instruction,
+                [
+                    schema.KernelCall(equal, [count, zero, is_first]),
+                    schema.JumpFalseCall(is_first, len(made) + 3),
+                    schema.KernelCall(len(plan.operators) - 1, [entry, zero, stacked, stacked]),
+                ],
+            )
+        made.append(instruction)
+    for jump in jumps:
+        jump.destination_instruction = places[jump.destination_instruction]
+    chain.instructions[:] = made
+
+
+_ATEN = torch.ops.aten
+
+
+def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Multiply rows that are sorted by expert, each with the weights of its own expert.
+
+    Every expert multiplies all rows, and the product of its own rows is kept: how many rows an expert has depends on
+    the values, and memory is planned before.
+
+    >>> rows = torch.tensor([[1.0], [2.0], [3.0]])
+    >>> grouped_product(rows, torch.tensor([[[10.0]], [[100.0]]]), torch.tensor([1, 3])).tolist()
+    [[10.0], [200.0], [300.0]]
+    """
+    # weight: weights of shape (experts, inputs, outputs)
+    # ends: for every expert the number of the row after its last one, of shape (experts,)
+    places = torch.arange(rows.shape[0], device=rows.device)[:, None]
+    found = rows.new_zeros(rows.shape[0], weight.shape[2])
+    for expert in range(weight.shape[0] - 1, -1, -1):
+        found = torch.where(places < ends[expert], rows @ weight[expert], found)
+    return found
+
+
+def _grouped_mm(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    if offs is None or weight.dim() != 3 or rows.dim() != 2 or bias is not None or out_dtype is not None:
+        return NotImplemented
+    return grouped_product(rows, weight, offs)
+
+
+def _sort(values: torch.Tensor, dim: int = -1, descending: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.topk(values, values.shape[dim], dim, descending, True)
+
+
+def _stable_sort(
+    values: torch.Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # experts need their own rows together, in whichever order
+    return _sort(values, dim, descending)
+
+
+def _argsort(values: torch.Tensor, dim: int = -1, descending: bool = False) -> torch.Tensor:
+    return _sort(values, dim, descending)[1]
+
+
+def _stable_argsort(
+    values: torch.Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False
+) -> torch.Tensor:
+    return _sort(values, dim, descending)[1]
+
+
+def _histc(values: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+    if (min, max) != (0, bins - 1):
+        return NotImplemented
+    return (values.reshape(-1, 1) == torch.arange(bins, device=values.device)).sum(0).to(values.dtype)
+
+
+def _empty_like(like: torch.Tensor, **options: Any) -> torch.Tensor:
+    return torch.zeros_like(like, dtype=options.get("dtype"))
+
+
+def _erfinv(x: torch.Tensor) -> torch.Tensor:
+    w = -torch.log((1 - x) * (1 + x))
+    centre, tail = _polynomial(w - 2.5, ERFINV_CENTRE), _polynomial(torch.sqrt(w) - 3, ERFINV_TAIL)
+    # at 1 the polynomial of the infinite w is NaN
+    return torch.where(x.abs() == 1, x * torch.inf, torch.where(w < 5, centre, tail) * x)
+
+
+def _polynomial(at: Any, coefficients: tuple[float, ...]) -> Any:
+    return functools.reduce(lambda value, coefficient: value * at + coefficient, coefficients)
+
+
+def _empty(size: Sequence[int], **options: Any) -> torch.Tensor:
+    return torch.zeros(size, dtype=options.get("dtype"))
+
+
+def _new_empty(like: torch.Tensor, size: Sequence[int], **options: Any) -> torch.Tensor:
+    return torch.zeros(size, dtype=options.get("dtype") or like.dtype)
+
+
+# ExecuTorch 1.5 writes memory without values as `dim_order_ops::_empty_dim_order`, whose sizes are ints: each symbol of
+# a size becomes the number of the example, also where it is the size of an input
+_ALWAYS: Mapping[Any, Callable[..., Any]] = {
+    _ATEN.erfinv.default: _erfinv,
+    _ATEN.empty.memory_format: _empty,
+    _ATEN.new_empty.default: _new_empty,
+}
+_OF_EXPERTS: Mapping[Any, Callable[..., Any]] = {
+    _ATEN._grouped_mm.default: _grouped_mm,
+    _ATEN.histc.default: _histc,
+    _ATEN.argsort.default: _argsort,
+    _ATEN.argsort.stable: _stable_argsort,
+    _ATEN.sort.default: _sort,
+    _ATEN.sort.stable: _stable_sort,
+    _ATEN.empty_like.default: _empty_like,
+}
+
+
+def written_out(program: ExportedProgram) -> ExportedProgram:
+    """Return a program without products by expert, `erfinv` and memory without values; the same one without them."""
+    fallback = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", None)
+    products: dict[Any, Callable[..., Any]] = {_ATEN._grouped_mm.default: _grouped_mm}
+    if fallback is not None:
+        products[fallback.default] = grouped_product
+    found = {node.target for node in program.graph.nodes}
+    table = {operator: function for operator, function in _ALWAYS.items() if operator in found}
+    if found & products.keys():
+        table |= {**_OF_EXPERTS, **products}
+    if not table:
+        return program
+    return decompose_untranslated(program, table) or program.run_decompositions(table)
+
+
+def missing_kernels(operators: Iterable[Any]) -> list[str]:
+    """Return the operators of a file that the installed ExecuTorch has no kernel for."""
+    # operators: those of an execution plan, which have a `name` and an `overload`
+    runtime: Any = importlib.import_module("executorch.runtime")
+    known = set(runtime.Runtime.get().operator_registry.operator_names)
+    names = (f"{operator.name}.{operator.overload}" if operator.overload else operator.name for operator in operators)
+    return [name for name in names if name not in known]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...errors import FlattenError
-from ...runners.openvino_runner import import_openvino, read_model
+from ...errors.failures import raised_as
+from ...runners.openvino_runner import BEAMS, FLOAT32, import_openvino, last_line, read_model
 from ...runners.ports import present_of
 from ...runners.signature import KEY
 from ..example.example import Example
@@ -17,8 +18,6 @@ from ..onnx.file import UnprovenFile, convert
 from ..onnx.opset import ATTENTION_OPSET
 from ..program.flat_program import signature_of
 from ..program.traced import Traced
-from .openvino_cache import copied_states, keep_in_state
-from .openvino_masks import with_added_masks
 
 
 def has_growing_cache(traced: Traced) -> bool:
@@ -71,3 +70,131 @@ def _converted(
 def _save(model: Any, traced: Traced, path: pathlib.Path) -> None:
     model.set_rt_info(signature_of(traced, ("openvino", "onnx")).to_json(), [KEY])
     import_openvino().save_model(model, str(path), compress_to_fp16=False)
+
+
+def with_added_masks(model: Any) -> None:
+    """Give each attention of a model a mask of numbers in place of one of booleans; the model is changed."""
+    import numpy
+    import openvino
+    from openvino import opset13 as operators
+
+    added: dict[Any, Any] = {}
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "ScaledDotProductAttention" or node.get_input_size() < 4:
+            continue
+        mask, kind = node.input(3).get_source_output(), node.output(0).get_element_type()
+        if mask.get_element_type() != openvino.Type.boolean:
+            continue
+        if mask not in added:
+            none, lowest = (operators.constant(numpy.array(value, kind.to_dtype())) for value in (0, -numpy.inf))
+            added[mask] = operators.select(mask, none, lowest).output(0)
+        node.input(3).replace_source_output(added[mask])
+    model.validate_nodes_and_infer_types()
+
+
+_FUSED = "ScaledDotProductAttention"
+
+
+def keep_in_state(model: Any, presents: Mapping[str, str]) -> dict[str, str]:
+    """Make inputs whose outputs are they themselves and new tokens after them a part of the state, in place."""
+    # presents: for each input of the cache, the output that takes its place in the next call
+    # returns: those of them that are in the state now
+    openvino: Any = import_openvino()
+    import numpy
+    from openvino import opset13 as operators
+    from openvino._offline_transformations import apply_make_stateful_transformation
+
+    results = {name: result for result in model.outputs for name in result.names}
+    inputs = {name: port for port in model.inputs for name in port.names}
+    kept = {name: present for name, present in presents.items() if _grows(inputs[name], results[present])}
+    tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs), None)
+    if not kept or tokens is None:
+        return {}
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == "Tile":
+            _repeat_by_product(node, operators, numpy)
+    beams = operators.parameter([-1], dtype=numpy.int32, name=BEAMS)
+    beams.output(0).set_names({BEAMS})
+    model.add_parameters([beams])
+    for name in kept:
+        readers = inputs[name].get_target_inputs()
+        rows = operators.gather(inputs[name].node, beams, operators.constant(numpy.int64(0)))
+        for reader in readers:
+            reader.replace_source_output(rows.output(0))
+    model.validate_nodes_and_infer_types()
+    apply_make_stateful_transformation(model, kept)
+    # a state that is not set has as many rows as there are tokens, none of them read
+    batch = operators.gather(
+        operators.shape_of(tokens, output_type="i64"), operators.constant([0]), operators.constant(0)
+    )
+    for node in model.get_ops():
+        if node.get_type_name() == "ReadValue":
+            shape = list(node.output(0).get_partial_shape())[1:]
+            sizes = [operators.constant(numpy.array([size.get_length() if size.is_static else 0])) for size in shape]
+            zero = openvino.op.Constant(node.output(0).get_element_type(), openvino.Shape([]), [0])
+            node.set_arguments([operators.broadcast(zero, operators.concat([batch, *sizes], 0))])
+    model.validate_nodes_and_infer_types()
+    # for programs that open the file themselves: keys and values would be stored in 8 bits
+    model.set_rt_info(FLOAT32["KV_CACHE_PRECISION"], ["runtime_options", "KV_CACHE_PRECISION"])
+    return kept
+
+
+def copied_states(path: pathlib.Path) -> list[str]:
+    """Return the parts of the state that OpenVINO copies for each call; none where it writes all of them in place."""
+    openvino = import_openvino()
+    with raised_as(lambda error: FlattenError(f"OpenVINO cannot compile it: {last_line(error)}")):
+        compiled = openvino.Core().compile_model(read_model(path), "CPU", dict(FLOAT32))
+    found = []
+    for node in compiled.get_runtime_model().get_ops():
+        if _kind(node) == "MemoryInput":
+            readers = {_kind(reader.get_node()) for reader in node.output(0).get_target_inputs()}
+            if readers - {"ShapeOf"} != {_FUSED}:
+                found.append(node.get_friendly_name())
+    return found
+
+
+def _kind(node: Any) -> str:
+    information = node.get_rt_info()
+    return information["layerType"].astype(str) if "layerType" in information else ""
+
+
+def _grows(port: Any, result: Any) -> bool:
+    """Whether an output is its input with new tokens after it, along axis 2 of four."""
+    made = result.get_node().input(0).get_source_output().get_node()
+    if (
+        made.get_type_name() != "Concat"
+        or made.get_input_size() != 2
+        or port.get_partial_shape().rank.get_length() != 4
+    ):
+        return False
+    axis = made.get_attributes()["axis"]
+    return axis in (2, -2) and made.input(0).get_source_output().get_node() == port.get_node()
+
+
+def _repeat_by_product(tile: Any, operators: Any, numpy: Any) -> None:
+    """Repeat keys or values for the heads that share them by a product with ones."""
+    shared, repeats = (tile.input(index).get_source_output() for index in range(2))
+    shape = shared.get_partial_shape()
+    if repeats.get_node().get_type_name() != "Constant" or shape.rank.is_dynamic or len(shape) != 5:
+        return
+    ones = numpy.ones(repeats.get_node().data.tolist(), shared.get_element_type().to_dtype())
+    if ones.ndim != 5 or any(size not in (1, ones.size) for size in ones.shape) or ones.shape[2] != ones.size:
+        return
+    if shape[2].is_dynamic or shape[2].get_length() != 1:  # other axes are repeated as a whole, and not entry by entry
+        return
+    product = operators.multiply(shared, operators.constant(ones))
+    readers = [reader.get_node() for reader in tile.output(0).get_target_inputs()]
+    for reader in tile.output(0).get_target_inputs():
+        reader.replace_source_output(product.output(0))
+    for reader in readers:
+        sizes = reader.output(0).get_partial_shape()
+        if reader.get_type_name() != "Reshape" or len(sizes) != 4 or shape[1].is_dynamic or shape[4].is_dynamic:
+            continue
+        heads, size = shape[1].get_length() * ones.size, shape[4].get_length()
+        if sizes[1] != heads or sizes[3] != size:
+            continue
+        # without reading the sizes of the cache, which would be one more reader of it
+        target = operators.constant(numpy.array([0, heads, -1, size]))
+        joined = operators.reshape(product, target, True)
+        for after in reader.output(0).get_target_inputs():
+            after.replace_source_output(joined.output(0))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...private_names.of_torch import functorch, is_jit_tracing
-from ...trace.integer_inputs import StoredInteger
+from ...trace.program_inputs import StoredInteger
 
 # those whose methods are replaced in a trace; what models bring along also counts in integers there
 _CLASSES = {

@@ -6,16 +6,21 @@ A function is replaced only if its module is imported, and only if it takes what
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import inspect
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+import torch.nn.functional as F  # noqa: N812 (its usual name)
+
+from ...recipe.aliases import Size, TransformersCache
 from .chunk_scans import CHUNK_SCANS
-from .experts import EXPERTS
-from .loops import LOOPS
-from .positions import POSITIONS
-from .recurrences import RECURRENCES
-from .replacement import Replacement
+from .layers import last_places
+from .replacement import Function, Replacement, replacement
 from .sparse import SPARSE
 
 
@@ -27,3 +32,372 @@ def model_replacements() -> Iterator[Replacement]:
             target = getattr(target, owner, None) if owner is not None else target
             if target is not None and name in vars(target):
                 yield target, name, make
+
+
+def _gates(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, experts: int) -> torch.Tensor:
+    """What every token gives to every expert, (experts, tokens, 1): zero where it was not routed to."""
+    gates = top_k_weights.new_zeros(top_k_index.shape[0], experts)
+    return gates.scatter_add(1, top_k_index, top_k_weights).t().unsqueeze(-1)
+
+
+@replacement
+def _dbrx_experts(original: Function) -> Function:
+    if "top_k_index" not in inspect.signature(original).parameters:  # before 5.0
+        return original
+
+    def forward(
+        self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        tokens = hidden_states.reshape(1, -1, self.hidden_size)
+        shape = (-1, self.ffn_hidden_size, self.hidden_size)
+        w1, v1, w2 = (weight.view(shape) for weight in (self.mlp.w1, self.mlp.v1, self.mlp.w2))
+        hidden = self.mlp.activation_fn(tokens.matmul(w1.mT)) * tokens.matmul(v1.mT)
+        mixed: torch.Tensor = hidden.matmul(w2) * _gates(top_k_index, top_k_weights, self.num_experts)
+        return mixed.sum(0).view(hidden_states.shape)
+
+    return forward
+
+
+@replacement
+def _longcat_experts(original: Function) -> Function:
+    def forward(
+        self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        gates = _gates(top_k_index, top_k_weights, self.total_experts)
+        routed = self.num_routed_experts if self.gate_up_proj is not None else 0
+        mixed = hidden_states * gates[routed:].sum(0)  # those past the routed ones hand their input on
+        if routed:
+            gate, up = hidden_states.matmul(self.gate_up_proj[:routed].mT).chunk(2, dim=-1)
+            hidden = (self.act_fn(gate) * up).matmul(self.down_proj.mT)
+            mixed = mixed + (hidden * gates[:routed]).sum(0)
+        return mixed.to(hidden_states.dtype)
+
+    return forward
+
+
+# models, class, method, version to trace
+EXPERTS = [
+    (("dbrx",), "DbrxExperts", "forward", _dbrx_experts),
+    (("longcat_flash",), "LongcatFlashExperts", "forward", _longcat_experts),
+]
+
+
+@replacement
+def _past_of_the_window(original: Function) -> Function:
+    # Upstream joins the past and the new keys, and cuts what is before the window from the front. Such a slice asks
+    # whether there is anything to cut, and the answer is fixed in the program. There is nothing where a layer has
+    # forgotten it already, as all but recording ones have; so the cut is made on the past alone, and only of those.
+    def forward(
+        again: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        self: Any,
+        cache: TransformersCache | None = None,
+        shared_kv_states: dict[int, tuple[torch.Tensor, ...]] | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shared = shared_kv_states or {}
+        past = shared.get(self.layer_idx)
+        layer = None if cache is None else cache.layers[self.layer_idx]
+        sliding: Any = sys.modules["transformers.cache_utils"].DynamicSlidingWindowLayer
+        if past is None or self.sliding_window is None or not isinstance(layer, sliding):
+            return again()
+        if getattr(layer, "record_past", False):
+            last = last_places(past[0], self.sliding_window - 1)
+            past = tuple(states.index_select(2, last) for states in past)
+        uncut = copy.copy(self)  # not the module itself, which other threads may call
+        uncut.sliding_window = None
+        return again(self=uncut, shared_kv_states={**shared, self.layer_idx: past})
+
+    return forward
+
+
+# models, class, method, version to trace
+LOOPS = ((("dory",), "DoryAttention", "forward", _past_of_the_window),)
+
+
+@replacement
+def _next_position(original: Function) -> Function:
+    # upstream takes `int(...)` of the sum, for an older exporter: that fixes the length of the example
+    def forward(
+        again: Function,
+        self: Any,
+        inputs_shape: torch.Size,
+        device: torch.device,
+        attention_mask: torch.Tensor | None = None,
+        cache: TransformersCache | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> Any:
+        seen = 0 if cache is None else cache.get_seq_length()
+        if position_ids is not None or (type(seen) is int and seen == 0):
+            return again()
+        position = torch.ones((1, 1), dtype=torch.long, device=device) * (self.padding_idx + inputs_shape[1] + seen)
+        return self._forward(position), position
+
+    return forward
+
+
+@replacement
+def _positions_of_the_call(original: Function) -> Function:
+    # upstream cuts the mask's positions after the past: the trace cannot know that as many are left as there are
+    # tokens, decides that it is not one, and the program refuses calls of one token
+    def forward(
+        again: Function,
+        self: Any,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: TransformersCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        **others: Any,
+    ) -> Any:
+        tokens = inputs_embeds if input_ids is None else input_ids
+        if attention_mask is None or tokens is None or position_ids is not None:
+            return again()
+        length = tokens.shape[1]
+        seen = 0 if cache is None else cache.get_seq_length()
+        if isinstance(seen, (int, torch.SymInt)):
+            # what upstream cannot add to the tokens, these positions would take for a mask of others
+            torch._check(
+                attention_mask.shape[1] == seen + length, lambda: "attention_mask does not fit the cache and the tokens"
+            )
+        places = torch.arange(length, device=attention_mask.device) + (attention_mask.shape[1] - length)
+        positions = (attention_mask.cumsum(dim=1) * attention_mask - 1).long().index_select(1, places)
+        return again(position_ids=positions)
+
+    return forward
+
+
+@replacement
+def _relative_embeddings(original: Function) -> Function:
+    # upstream pads its table for more tokens than it has places for, and cuts it for fewer: branches on the length
+    def forward(self: Any, relative_embeddings: torch.Tensor, length: Size) -> Any:
+        last = relative_embeddings.shape[1] - 1
+        places = torch.arange(1 - length, length, device=relative_embeddings.device) + self.window_size
+        known = (places >= 0) & (places <= last)
+        return torch.where(known[:, None], relative_embeddings[:, places.clamp(0, last)], 0.0)
+
+    return forward
+
+
+# models, owner, name, version to trace
+POSITIONS = (
+    (("prophetnet",), "ProphetNetPositionalEmbeddings", "forward", _next_position),
+    (("opt",), "OPTDecoder", "forward", _positions_of_the_call),
+    (("vits",), "VitsAttention", "_get_relative_embeddings", _relative_embeddings),
+)
+
+
+# ruff: noqa: N803, N806 (A, B, C and D are what the paper and the functions of transformers call them)
+
+
+# -- mamba -----------------------------------------------------------------------------------------------------------
+
+# Models of the first mamba have two ways: one new token goes on from the state, several start again from zero ("initial
+# hidden state is not supported by the kernel path"). Both are one scan, from the state or from zero. torch assumes that
+# a size that varies is 2 or more and drops what compares it with 1, so the number of tokens is asked of a tensor.
+
+
+def _caches_answer(*questions: str) -> bool:
+    """Whether caches have these methods, with which versions here ask for a state: not before 5.23."""
+    return all(hasattr(sys.modules["transformers.cache_utils"].Cache, name) for name in questions)
+
+
+class _Waiting(threading.local):
+    """The states that the scans of the layer at work may go on from, in order."""
+
+    states: Iterator[Any] = iter(())
+
+
+_WAITING = _Waiting()
+
+
+@replacement
+def _mamba_mixer(original: Function) -> Function:
+    # versions whose scan is a part of this very function, and those whose caches do not answer
+    if "mamba_selective_scan" not in inspect.unwrap(original).__globals__ or not _caches_answer("get_recurrent_state"):
+        return original
+
+    def forward(
+        again: Function, self: Any, hidden_states: torch.Tensor, cache: TransformersCache | None = None, **others: Any
+    ) -> Any:
+        state = None if cache is None else cache.get_recurrent_state(self.layer_idx)
+        with _waiting(state):
+            return again()
+
+    return forward
+
+
+@contextlib.contextmanager
+def _waiting(state: torch.Tensor | None) -> Iterator[None]:
+    # zamba scans head by head: (batch, heads, width of a head, states)
+    _WAITING.states = iter(() if state is None else state.unbind(1) if state.dim() == 4 else (state,))
+    try:
+        yield
+    finally:
+        _WAITING.states = iter(())
+
+
+@replacement
+def _mamba_selective_scan(original: Function) -> Function:
+    def mamba_selective_scan(
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor | None = None,
+        z: torch.Tensor | None = None,
+        delta_bias: torch.Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        use_mambapy: bool = False,
+        use_associative_scan: bool = False,
+        **kwargs: object,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
+        dt = F.softplus(dt) if delta_softplus else dt
+        dt, inputs, B, C = (part.permute(2, 0, 1) for part in (dt, hidden_states, B, C))  # tokens first
+        # one step of the scan for each token: state = decay * state + added
+        decay = torch.exp(A * dt[..., None])
+        added = (dt * inputs.float())[..., None] * B[:, :, None].float()
+        states = _scan(_start(next(_WAITING.states, None), added), decay, added)
+        outputs = states.to(inputs.dtype).matmul(C[..., None]).squeeze(-1).permute(1, 2, 0)
+        outputs = outputs if D is None else outputs + hidden_states * D[None, :, None]
+        outputs = outputs if z is None else outputs * F.silu(z)
+        # the state after the last token, which the layer's cache keeps
+        return (outputs, states[-1]) if return_last_state else outputs
+
+    return mamba_selective_scan
+
+
+def _start(state: torch.Tensor | None, added: torch.Tensor) -> torch.Tensor:
+    """Where a scan starts: from the state when there is one token, from zero when there are several."""
+    zero = torch.zeros_like(added[0])
+    if state is None:
+        return zero
+    # the number of the last token, as a tensor: 0 where there is one, and no size that a trace would compare
+    last = torch.arange(added.shape[0], device=added.device).amax(0)
+    return torch.where(last == 0, state.to(added.dtype), zero)
+
+
+def _scan(state: torch.Tensor, decay: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    """All states of ``state = decay * state + added``, along the first axis."""
+    from ...private_names.of_torch import scan
+
+    def step(state: torch.Tensor, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        state = given[0] * state + given[1]
+        # what is carried on and what is returned may not be one tensor in a scan
+        return state, state.clone()
+
+    states: torch.Tensor = scan(step, state, (decay, added))[1]
+    return states
+
+
+# -- minimax ---------------------------------------------------------------------------------------------------------
+
+
+@replacement
+def _minimax_lightning_attention(original: Function) -> Function:
+    # The original loops over the new tokens, or over blocks of them. What a token sees of another one fades with their
+    # distance alone, so all of it is one product.
+    apply_mask = inspect.unwrap(original).__globals__.get("apply_mask_to_padding_states")
+    if apply_mask is None:  # before 5.0 padding is treated differently
+        return original
+
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        position_embeddings: object,
+        attention_mask: torch.Tensor | None,
+        cache: TransformersCache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
+        batch, count, _ = hidden_states.shape
+        states = self.act_fn(self.qkv_proj(hidden_states))
+        states = apply_mask(states, attention_mask)
+        states = states.reshape(batch, count, self.num_attention_heads, 3 * self.head_dim).transpose(1, 2)
+        query, key, value = torch.split(states, self.head_dim, dim=3)
+        past = None if cache is None else cache.get_linear_cache(self.layer_idx)
+
+        token = torch.arange(count, device=query.device)
+        distance = token[:, None] - token[None, :]
+        # 0 for tokens that come later
+        fade = torch.exp(-self.slope_rate * distance).masked_fill(distance < 0, 0.0)
+        output = (query.matmul(key.mT) * fade).matmul(value)
+        # each key faded by its distance to the last token: what the next call goes on from
+        state = (key * torch.exp(-self.slope_rate * (count - 1 - token[:, None]))).mT.matmul(value)
+        if past is not None:
+            # the past is one token further away than the first of these
+            output = output + (query * torch.exp(-self.slope_rate * (token[:, None] + 1))).matmul(past)
+            state = state + torch.exp(-self.slope_rate * count) * past
+
+        output = self.norm(output.transpose(1, 2).reshape(batch, count, self.num_attention_heads * self.head_dim))
+        output = self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * output)
+        if cache is not None:
+            cache.set_linear_cache(self.layer_idx, state)
+        return output, state
+
+    return forward
+
+
+# -- zaya ------------------------------------------------------------------------------------------------------------
+
+
+@replacement
+def _zaya_projection(original: Function) -> Function:
+    # The original cuts the last new token off. With two of them one is left, and a trace takes a size of one for fixed.
+    repeat = inspect.unwrap(original).__globals__.get("repeat_kv")
+    if repeat is None or not _caches_answer("get_conv_state", "get_recurrent_state"):
+        return original
+
+    def forward(
+        again: Function,
+        self: Any,
+        hidden_states: torch.Tensor,
+        cache: TransformersCache | None,
+        conv_mask: torch.Tensor | None = None,
+    ) -> Any:
+        past = None if cache is None else cache.get_conv_state(self.layer_idx)
+        delayed = None if cache is None else cache.get_recurrent_state(self.layer_idx)
+        if cache is None or past is None or delayed is None:
+            return again()
+        if conv_mask is not None:
+            hidden_states = hidden_states * conv_mask[:, :, None].to(hidden_states.dtype)
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        # as many as the kernel takes before the first new token, so that the convolution pads nothing
+        mixed = torch.cat([past, torch.cat([query, key], dim=-1).transpose(1, 2)], dim=-1)
+        cache.update_conv_state(_last(mixed, self.conv_kernel_size, -1), self.layer_idx)
+        mixed = self.conv_qk_grouped(self.conv_qk_depthwise(mixed)).transpose(1, 2)
+
+        query = query.view(*shape)
+        query = (query + repeat(key.view(*shape).transpose(1, 2), self.num_key_value_groups).transpose(1, 2)) * 0.5
+        key = query.view(*shape[:-2], -1, self.num_key_value_groups, self.head_dim).mean(dim=-2)
+        width = query.shape[-2] * query.shape[-1]
+        query = mixed[..., :width].view(*shape) + query
+        key = mixed[..., width:].view(*shape) + key
+
+        delayed = torch.cat([delayed.unsqueeze(1), self.v_proj_delayed(hidden_states)], dim=1)
+        cache.update_recurrent_state(_last(delayed, 1, 1).squeeze(1), self.layer_idx)
+        # all but the last: each token gets what the one before it left
+        earlier = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        value = torch.cat([self.v_proj_current(hidden_states), delayed.index_select(1, earlier)], dim=-1)
+        return query, key, value.view(*shape)
+
+    return forward
+
+
+def _last(tensor: torch.Tensor, count: int, axis: int) -> torch.Tensor:
+    """The last entries of a long enough axis, without a slice."""
+    return tensor.index_select(axis, torch.arange(count, device=tensor.device) + (tensor.shape[axis] - count))
+
+
+# models, class (or none), function, version to trace
+RECURRENCES = [
+    (("falcon_mamba", "jamba", "mamba", "zamba"), None, "mamba_selective_scan", _mamba_selective_scan),
+    (("falcon_mamba",), "FalconMambaMixer", "forward", _mamba_mixer),
+    (("jamba",), "JambaMambaMixer", "forward", _mamba_mixer),
+    (("mamba",), "MambaMixer", "forward", _mamba_mixer),
+    (("zamba",), "ZambaMambaMixer", "forward", _mamba_mixer),
+    (("minimax",), "MiniMaxLightningAttention", "forward", _minimax_lightning_attention),
+    (("zaya",), "ZayaCCAProjection", "forward", _zaya_projection),
+]

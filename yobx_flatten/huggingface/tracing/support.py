@@ -13,30 +13,34 @@ what they do not cover.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import inspect
+import pathlib
+import re
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeGuard
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.overrides import TorchFunctionMode
 
 from ...errors.dependencies import is_installed
 from ...private_names.of_torch import OpOverload, dict_flatten_with_keys, pytree
-from ...recipe.aliases import PyTree
+from ...recipe.aliases import Kwargs, Length, PyTree, Size, TransformersCache
 from ...registry.locking import LOCK
 from ...registry.patches import AttributePatch, TracePatch, tracing_here
 from ...trace.onnx_operators import Translation
 from ..cache_names import named_as, named_for
 from ..caches.layouts import hold_length_leaf
-from ..loaded import subclasses_of
-from .attention import attention_replacements
+from ..loaded import ModelClasses, subclasses_of
+from ..position_switch import switch_of_kind
 from .layers import layer_replacements
-from .masks import mask_replacements
-from .model_patches import upstream_replacements
 from .models import model_replacements
-from .ranges import TensorRanges
-from .replacement import Make, Replacement
-from .rotary import rotary_replacements
+from .replacement import Function, Make, Replacement, replacement
 from .sparse import prepare_compressed
 
 
@@ -178,3 +182,270 @@ def _replacements() -> Iterator[Replacement]:
 
 
 TRANSFORMERS_TRACING = TransformersTracing()
+
+
+def attention_replacements() -> Iterator[Replacement]:
+    """Yield module, function and replacement for the attention of the installed transformers, if it is imported."""
+    sdpa = sys.modules.get("transformers.integrations.sdpa_attention")
+    if sdpa is not None and "use_gqa_in_sdpa" in vars(sdpa):
+        yield sdpa, "use_gqa_in_sdpa", _always
+
+
+def _always(original: Function) -> Function:
+    def use_gqa_in_sdpa(*args: object, **kwargs: object) -> bool:
+        return True
+
+    return use_gqa_in_sdpa
+
+
+_SUMS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}
+
+
+class TensorRanges(TorchFunctionMode):
+    """Make such ranges without asking for a tensor's value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sums: dict[int, tuple[Any, Any, Any]] = {}  # by id: a sum, and what was added
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[object, ...] = (),
+        kwargs: Kwargs | None = None,
+    ) -> Any:
+        """Run a function of torch; see :class:`TensorRanges`."""
+        kwargs = kwargs or {}
+        if func is torch.arange and len(args) == 2 and isinstance(args[0], torch.Tensor):
+            found = self._sums.get(id(args[1]))
+            if found is not None and found[1] is args[0]:
+                return torch.arange(found[2], **kwargs) + args[0]
+        result = func(*args, **kwargs)
+        if func in _SUMS and len(args) == 2 and _is_count(args[0]) and not isinstance(args[1], torch.Tensor):
+            self._sums[id(result)] = result, args[0], args[1]  # with the sum, so that its id is not used again
+        return result
+
+
+def _is_count(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+_DECORATOR = "dynamic_rope_update."
+
+
+def rotary_replacements() -> Iterator[Replacement]:
+    """Yield owner, attribute and replacement, for the embeddings of models that are imported."""
+    for cls in _CLASSES():
+        yield cls, "forward", _by_length
+
+
+def _plain(forward: Function | None) -> Function | None:
+    """What transformers decorated with the update of the frequencies; ``None`` for another function."""
+    while forward is not None:
+        code = getattr(forward, "__code__", None)
+        if code is not None and code.co_qualname.startswith(_DECORATOR):
+            return getattr(forward, "__wrapped__", None)
+        forward = getattr(forward, "__wrapped__", None)
+    return None
+
+
+_CLASSES = ModelClasses(lambda cls: _plain(vars(cls).get("forward")) is not None)
+
+
+@replacement
+def _by_length(original: Function) -> Function:
+    # The original asks whether this call is longer than any before, and remembers the answer. The lengths of a text
+    # only grow, so the frequencies are those of the length of this call, or the first ones up to the switch.
+    plain = _plain(original)
+    if plain is None:
+        return original
+
+    def forward(
+        again: Function,
+        self: Any,
+        x: torch.Tensor,
+        position_ids: torch.Tensor,
+        layer_type: str | None = None,
+        **others: Any,
+    ) -> Any:
+        kind = self.rope_type if layer_type is None else self.rope_type[layer_type]
+        if kind not in ("dynamic", "longrope"):
+            return again()
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        prefix, of_layer = ("", {}) if layer_type is None else (f"{layer_type}_", {"layer_type": layer_type})
+        config = self.config.to_dict()
+        stated = config.get("rope_parameters") or config["rope_scaling"]
+        switch = switch_of_kind(stated if layer_type is None else stated[layer_type], config)
+        length = torch.max(position_ids) + 1
+        # the long frequencies of `longrope` are the same for all lengths above
+        above = switch + 1 if kind == "longrope" else length
+        scaled, _ = ROPE_INIT_FUNCTIONS[kind](self.config, x.device, seq_len=above, **of_layer)
+        first = getattr(self, f"{prefix}original_inv_freq").to(x.device)
+        getattr(self, f"{prefix}inv_freq").copy_(torch.where(length > switch, scaled, first))
+        return plain(self, x, position_ids, **of_layer)
+
+    return forward
+
+
+def mask_replacements() -> Iterator[Replacement]:
+    """Yield module, function and replacement for the masks of the installed transformers, if they are imported."""
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is None:
+        return
+    yield masks, "prepare_padding_mask", _prepare_padding_mask
+    yield masks, "_ignore_causal_mask_sdpa", _never_ignore_the_mask
+    name = "create_recurrent_attention_mask"  # each model has imported it
+    for path, module in sys.modules.copy().items():
+        if path.startswith("transformers.models.") and name in vars(module):
+            yield module, name, _recurrent_mask
+    if hasattr(masks, "_vmap_for_bhqkv"):  # 4.56 and 4.57; later versions broadcast by themselves
+        yield masks, "_vmap_for_bhqkv", _broadcast_for_bhqkv
+        yield masks, "TransformGetItemToIndex", _nothing_to_transform
+
+
+def _prepare_padding_mask(original: Function) -> Function:
+    def prepare_padding_mask(
+        attention_mask: torch.Tensor | None, kv_length: Size, kv_offset: Length, *args: object, **kwargs: Any
+    ) -> torch.Tensor | None:
+        if attention_mask is None:
+            return None
+        missing = kv_length + kv_offset - attention_mask.shape[-1]
+        if isinstance(missing, torch.Tensor) or not statically_known_true(missing <= 0):
+            # more than is missing, which no graph has to compute: a mask covers what is before the first key
+            padded = torch.nn.functional.pad(attention_mask, (0, missing if type(missing) is int else kv_length))
+        else:
+            padded = attention_mask
+        if kwargs.get("_slice", "_slice" in inspect.signature(original).parameters):  # before 5.0
+            return padded[:, torch.arange(kv_length, device=padded.device) + kv_offset]
+        return padded
+
+    return prepare_padding_mask
+
+
+@replacement
+def _recurrent_mask(original: Function) -> Function:
+    # Not mask[:, -new:]: a slice asks whether it begins at 0, as before the first token, and the answer is fixed.
+    def create_recurrent_attention_mask(
+        config: object,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: TransformersCache | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor | None:
+        if attention_mask is None or attention_mask.ndim != 2:
+            return None
+        columns, length = attention_mask.shape[1], inputs_embeds.shape[1]
+        torch._check(columns >= length, lambda: f"attention_mask has {columns} columns for {length} tokens")
+        return attention_mask.index_select(1, torch.arange(length, device=attention_mask.device) + (columns - length))
+
+    return create_recurrent_attention_mask
+
+
+def _never_ignore_the_mask(original: Function) -> Function:
+    def _ignore_causal_mask_sdpa(*args: object, **kwargs: object) -> bool:
+        return False
+
+    return _ignore_causal_mask_sdpa
+
+
+def _broadcast_for_bhqkv(original: Function) -> Function:
+    # What 4.56 and 4.57 vmap over four indices, later versions broadcast. Under vmap an index into the padding mask
+    # becomes an operator (`flat_apply`) that torch 2.13 cannot store: "Unsupported getattr attribute
+    # function_const_func_spec0".
+    def _vmap_for_bhqkv(mask_function: Callable[..., torch.Tensor], bh_indices: bool = True) -> Function:
+        def broadcast(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            if not bh_indices:  # batch and head are None
+                return mask_function(batch, head, query[:, None], key[None, :]).expand(query.shape[0], key.shape[0])
+            mask = mask_function(
+                batch[:, None, None, None], head[None, :, None, None], query[None, None, :, None], key[None, None, None]
+            )
+            return mask.expand(batch.shape[0], head.shape[0], query.shape[0], key.shape[0])
+
+        return broadcast
+
+    return _vmap_for_bhqkv
+
+
+def _nothing_to_transform(original: Function) -> Function:
+    return contextlib.nullcontext
+
+
+_MODULE = "transformers.exporters.exporter_dynamo"
+_MODELS = "transformers.models."
+
+
+def upstream_replacements() -> Iterator[Replacement]:
+    """Yield owner, attribute and replacement, for the models that are imported."""
+    if _modules_named() & sys.modules.keys():
+        for owner, name, make in _patches():
+            target = _imported(owner) if isinstance(owner, str) else owner
+            module = str(getattr(target, "__module__", None) or getattr(target, "__name__", ""))
+            if module.startswith(_MODELS) and name in vars(target):
+                yield target, name, _CORRECTED.get((target.__name__, name), make)
+
+
+@functools.cache
+def _modules_named() -> frozenset[str]:
+    """The model modules that the installed exporters patch, read off their source: importing 5.17's takes 2 seconds."""
+    package, _, file = _MODULE.rpartition(".")
+    spec = importlib.util.find_spec(package)  # of the package: to find the module in it would import 5.17's package
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())  # there is none in 4.56 to 5.16
+    sources = [path for path in (pathlib.Path(folder, f"{file}.py") for folder in folders) if path.exists()]
+    source = "".join(path.read_text(encoding="utf-8") for path in sources)
+    return frozenset(re.findall(r'"(transformers\.models\.\w+\.\w+)\.', source))
+
+
+@functools.cache
+def _patches() -> list[tuple[ModuleType | type | str, str, Make]]:
+    try:
+        with warnings.catch_warnings():
+            # 5.17 imports every model that it patches, and some use torch.jit.script
+            warnings.filterwarnings("ignore", r".torch\.jit\.script. is deprecated", DeprecationWarning)
+            importlib.import_module(_MODULE)
+            from ...private_names.of_transformers import export_patches
+    except ImportError:  # a private name
+        return []
+    return list(export_patches.get("dynamo", ()))
+
+
+def _imported(path: str) -> Any:
+    """The module, or the class of a module, at a dotted path; ``None`` if it is not imported."""
+    module, _, name = path.rpartition(".")
+    return sys.modules.get(path) or getattr(sys.modules.get(module), name, None)
+
+
+def _masked_attention(original: Function) -> Function:
+    # Upstream's version (5.23) leaves out the norms of queries and keys where both come from one projection, and
+    # computes something else without a word. It also wants pictures, and windows, of one size; a mask does not.
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        **kwargs: object,
+    ) -> torch.Tensor:
+        count = hidden_states.shape[0]
+        query, key, value = self.qkv(hidden_states).reshape(count, 3, self.num_heads, -1).unbind(1)
+        rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb_vision
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = rotate(query, key, *position_embeddings)
+        picture = (torch.arange(count, device=cu_seqlens.device)[:, None] >= cu_seqlens[1:]).sum(-1)
+        query, key, value = (states.transpose(0, 1).unsqueeze(0) for states in (query, key, value))
+        seen = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=picture[:, None] == picture, scale=self.scaling
+        )
+        found: torch.Tensor = self.proj(seen.squeeze(0).transpose(0, 1).reshape(count, -1))
+        return found
+
+    return forward
+
+
+# class and attribute -> ours, where upstream's does not compute what the model does
+_CORRECTED: dict[tuple[str, str], Make] = {
+    ("Dots3NoteVisionAttention", "forward"): _masked_attention,
+    ("GlmOcrVisionAttention", "forward"): _masked_attention,
+    ("Qwen2_5_VLVisionAttention", "forward"): _masked_attention,
+}

@@ -11,7 +11,7 @@ import torch
 
 from ...errors import FolderExistsError, ForeignFileError, InvalidArgumentError, ReplayError
 from ...errors.messages import table
-from ...export.proof.levels import sampled
+from ...export.proof.case import sampled
 from ...export.room import Adapter
 from ...files.scratch import check_writable, copy_links, is_folder, publish_folder, scratch_for
 from ...generate.layout import MANIFEST

@@ -15,7 +15,7 @@ from ...errors.failures import raised_as
 from ...errors.messages import first_line, format_bytes
 from ...export.proof.memory import memory_available
 from ...files.document import check_regular, inside, read_configuration, read_document
-from ...recipe.stated_config import objection_to
+from ...recipe.static_codec import objection_to
 from .own_code import own_code
 
 FILES_ONLY: Final[dict[str, Any]] = {"local_files_only": True, "trust_remote_code": False}

@@ -10,7 +10,7 @@ import torch
 
 from ...errors import InvalidArgumentError, NoRoomError
 from ...errors.messages import format_bytes
-from ...export.onnx.kept_integers import holds_integers
+from ...export.onnx.stored_matrix import holds_integers
 from ...export.proof.memory import memory_available
 from .find import FoundModel
 from .streamed import Checkpoint, NotStreamableError, open_checkpoint, streamed_model

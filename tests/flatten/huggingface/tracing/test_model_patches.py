@@ -11,8 +11,7 @@ from matrix.media import PictureEncoder, picture_of
 from matrix.models import make_model
 from tests import fresh_process
 from yobx_flatten import register_flattening_functions
-from yobx_flatten.huggingface.tracing.model_patches import upstream_replacements
-from yobx_flatten.huggingface.tracing.support import TRANSFORMERS_TRACING
+from yobx_flatten.huggingface.tracing.support import TRANSFORMERS_TRACING, upstream_replacements
 
 # of the package: to find a module in it imports the package, which imports 40 models in 5.17
 HAS_EXPORTERS = importlib.util.find_spec("transformers.exporters") is not None
@@ -121,7 +120,7 @@ def test_nothing_is_imported_for_a_model_that_needs_none():
     """Importing 5.17's exporters takes two seconds."""
     program = (
         "import sys, transformers.models.llama.modeling_llama\n"
-        "from yobx_flatten.huggingface.tracing.model_patches import upstream_replacements\n"
+        "from yobx_flatten.huggingface.tracing.support import upstream_replacements\n"
         "assert list(upstream_replacements()) == []\n"
         "assert 'transformers.exporters.exporter_dynamo' not in sys.modules\n"
     )

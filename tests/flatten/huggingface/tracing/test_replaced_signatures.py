@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 
 from yobx_flatten import errors
-from yobx_flatten.huggingface.tracing import masks, replacement
+from yobx_flatten.huggingface.tracing import replacement, support
 from yobx_flatten.huggingface.tracing.layers import layer_replacements
 from yobx_flatten.huggingface.tracing.models import CHUNK_SCANS, EXPERTS, LOOPS, POSITIONS, RECURRENCES, SPARSE
 
@@ -56,7 +56,7 @@ def test_masks_and_layers_have_the_parameters_that_their_versions_know():
     """A new parameter of a layer's method is noticed here, and not by a user."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", errors.ReplacedFunctionWarning)
-        for _, name, make in masks.mask_replacements():
+        for _, name, make in support.mask_replacements():
             make(vars(sys.modules["transformers.masking_utils"]).get(name) or vars(target_of(name))[name])
     for cls, name, _ in layer_replacements():
         takes = inspect.signature(vars(cls)[name]).parameters.values()
@@ -66,7 +66,7 @@ def test_masks_and_layers_have_the_parameters_that_their_versions_know():
 
 def target_of(name):
     """The module that has a function which masks replace."""
-    return next(module for module, found, _ in masks.mask_replacements() if found == name)
+    return next(module for module, found, _ in support.mask_replacements() if found == name)
 
 
 @pytest.fixture

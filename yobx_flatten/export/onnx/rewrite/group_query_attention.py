@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ....runners.onnx_buffers import SHARED_CACHE
+from ....runners.onnx_runner import SHARED_CACHE
+from .attention import match_scores, take_cache, unrepeated
 from .heads import SWAP, heads_first, heads_of, tokens_first
-from .masks import simplify_masks
-from .repair import attribute, copy_type, input_of, type_of
-from .sinks import fuse_sinks
+from .repair import attribute, copy_type, input_of, number_of, only_reader, producer, replace_value, type_of
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    _Matched: TypeAlias = tuple[tuple[ir.Value, ir.Value, float, float], ir.Value, ir.Value | None, ir.Value, ir.Node]
     import onnx_ir as ir
 
 _LOWEST = {1: -3.4028234663852886e38, 10: -65504.0}  # by ONNX's number of the type: float32, float16
@@ -196,3 +198,167 @@ def _swapped(value: ir.Value, lengths: _Lengths) -> ir.Value:
 
 def _axes(shape: ir.Node) -> tuple[int, int]:
     return attribute(shape, "start", 0), attribute(shape, "end", 4)
+
+
+def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
+    """Replace spelled-out attention with sinks, whose keys and values are those of the file's cache, in place."""
+    # returns: the nodes: `Attention` whose seventh input, which ONNX's operator does not have, is the sinks, of shape
+    # (1, heads, 1, 1)
+    import onnx_ir as ir
+
+    found = []
+    for softmax in [node for node in graph if node.op_type == "Softmax"]:
+        matched = _matched(softmax)
+        if matched is None:
+            continue
+        (query, key, scale, cap), value, mask, sinks, product = matched
+        attention = ir.node(
+            "Attention", [query, key, value, mask], attributes={"scale": scale, "softcap": cap}, name=softmax.name
+        )
+        graph.insert_before(product, attention)
+        replace_value(product.outputs[0], attention.outputs[0])
+        graph.remove(product, safe=True)
+        fused = take_cache(graph, attention)
+        # a sink without the cache would be left to ONNX's operator, which has none: the next attempt spells it out
+        if fused is None:
+            raise ValueError(f"the attention with sinks of {softmax.name} shares its cache with something else")
+        fused.resize_inputs(7)
+        fused.replace_input_with(6, sinks)
+        found.append(fused)
+    return found
+
+
+def _matched(softmax: ir.Node) -> _Matched | None:
+    """Scores, values, mask, sinks and the last product; ``None`` for another softmax."""
+    sliced = only_reader(softmax.outputs[0], "Slice")
+    product = None if sliced is None else only_reader(sliced.outputs[0], "MatMul")
+    # the column of the sinks is cut off: it took its part of the sum, and has no value
+    if sliced is None or product is None or [_numbers(one) for one in sliced.inputs[1:4]] != [[0], [-1], [3]]:
+        return None
+    joined = input_of(softmax, 0)
+    less = producer(joined, "Sub")  # the largest score: for the range of numbers, the softmax is the same
+    if less is not None:
+        of_numbers = producer(less.inputs[1], "Where")  # NaN where one of them is
+        if producer(less.inputs[1] if of_numbers is None else of_numbers.inputs[2], "ReduceMax") is not None:
+            joined = input_of(less, 0)
+    both = producer(joined, "Concat")
+    if both is None or len(both.inputs) != 2:
+        return None
+    # one number for each head, for all rows and queries
+    masked, expanded = producer(both.inputs[0], "Add"), producer(both.inputs[1], "Expand")
+    if masked is None or expanded is None or attribute(both, "axis", 0) not in (-1, 3):
+        return None
+    scores, sinks = match_scores(masked.inputs[0]), input_of(expanded, 0)
+    if scores is None or sinks.shape is None or len(sinks.shape) != 4:
+        return None
+    query, key, scale, cap = scores
+    key, value = unrepeated(key), unrepeated(input_of(product, 1))
+    if (
+        query.shape is None
+        or list(sinks.shape) != [1, query.shape[1], 1, 1]
+        or not (_is_cache(key) and _is_cache(value))
+    ):
+        return None
+    return (query, key, scale, cap), value, masked.inputs[1], sinks, product
+
+
+def _is_cache(value: ir.Value) -> bool:
+    """Whether keys or values are the file's cache with new ones after it."""
+    joined = producer(value, "Concat")
+    return joined is not None and input_of(joined, 0).is_graph_input() and value.is_graph_output()
+
+
+def _numbers(value: ir.Value | None) -> list[int] | None:
+    constant = None if value is None else value.const_value
+    return None if constant is None else constant.numpy().reshape(-1).tolist()
+
+
+def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
+    """Simplify what is computed of a mask, in place; what is no longer used stays."""
+    # past: the number of tokens seen, of shape (1,): the columns of the mask less the number of new tokens
+    import onnx_ir as ir
+
+    less = past.producer()
+    if less is None:
+        raise ValueError(f"{past.name} is not a difference of two numbers of tokens")
+    new = input_of(less, 1)
+    for node in list(graph):
+        if node.domain != "":
+            continue
+        found = None
+        # keys past the mask, of a cache with more room than there are tokens, are looked up in what was added
+        padded = producer(node.inputs[0], "Pad") if node.op_type == "GatherND" else None
+        if padded is not None and _reads_each_key(node, padded, mask, new, past):
+            # (batch, keys) to (batch, heads, queries, keys): one for all heads and queries
+            axes = ir.node("Constant", [], {"value_ints": [1, 2]})
+            whole = ir.node("Unsqueeze", [padded.inputs[0], axes.outputs[0]])
+            graph.insert_before(node, [axes, whole])
+            found = whole.outputs[0]
+            found.shape = node.outputs[0].shape
+            copy_type(found, node.outputs[0])
+        elif node.op_type == "And":
+            # what is always true adds nothing to the other side
+            found = next((node.inputs[1 - place] for place in (0, 1) if _is_true(node.inputs[place])), None)
+        # to the same shape, which is tested below: the operators broadcast by themselves
+        elif node.op_type == "Expand":
+            found = node.inputs[0]
+        if found is None or found.shape is None or node.outputs[0].is_graph_output():
+            continue
+        if found.shape == node.outputs[0].shape:
+            node.outputs[0].replace_all_uses_with(found)
+
+
+def _reads_each_key(node: ir.Node, padded: ir.Node, mask: ir.Value, new: ir.Value, past: ir.Value) -> bool:
+    """Whether a ``GatherND`` reads the columns of the mask, made longer, in their order, for each row."""
+    places, given = producer(node.inputs[1], "Concat"), producer(padded.inputs[0], "Cast")
+    if given is None or given.inputs[0] is not mask or places is None or len(places.inputs) != 2:
+        return False
+    # only then is what was added never read for a row that is there
+    if attribute(padded, "mode", "constant") != "constant" or attribute(node, "batch_dims", 0):
+        return False
+    before = [number_of(one) for one in _elements(padded.inputs[1])]
+    if before[:3] != [0, 0, 0]:  # only columns after those of the mask
+        return False
+    rows, keys = (_counted(one) for one in places.inputs)
+    if rows is None or keys is None or rows[0][1:] != [1, 1, 1]:
+        return False
+    added = producer(keys[1], "Add")
+    counts = [] if added is None else [_unsqueezed(one) for one in added.inputs]
+    # as many keys as seen and new tokens: the columns of the mask, in their order
+    return keys[0][:3] == [1, 1, 1] and len(counts) == 2 and set(counts) == {new, past}
+
+
+def _counted(value: ir.Value | None) -> tuple[list[int | ir.SymbolicDim], ir.Value] | None:
+    """The shape of an ``arange(count)`` of four axes, and its count; it was expanded and got an axis at the end."""
+    last = producer(value, "Unsqueeze")
+    expanded = None if last is None else producer(last.inputs[0], "Expand")
+    if last is None or expanded is None:
+        return None
+    axes = input_of(last, 1).const_value
+    if axes is None or axes.numpy().tolist() != [-1]:
+        return None
+    value = input_of(expanded, 0)
+    wide = value.shape
+    # one axis after the other, as the model's code adds them
+    while (unsqueezed := producer(value, "Unsqueeze")) is not None:
+        value = input_of(unsqueezed, 0)
+    counted = producer(value, "Range")
+    if counted is None or wide is None or len(wide) != 4 or [number_of(one) for one in counted.inputs[::2]] != [0, 1]:
+        return None
+    return list(wide), input_of(counted, 1)
+
+
+def _unsqueezed(value: ir.Value | None) -> ir.Value | None:
+    """A number as it was before it was squeezed."""
+    squeezed = producer(value, "Squeeze")
+    return value if squeezed is None else squeezed.inputs[0]
+
+
+def _elements(value: ir.Value | None) -> list[ir.Value | None]:
+    joined = producer(value, "Concat")
+    return [] if joined is None else list(joined.inputs)
+
+
+def _is_true(value: ir.Value | None) -> bool:
+    constant = None if value is None else value.const_value
+    return constant is not None and constant.size == 1 and constant.dtype == 9 and bool(constant.numpy().all())

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ....huggingface.cache_names import CACHE
+from ....runners.ports import KEPT_SCORES, is_present
+from .repair import attribute, input_of, producer, replace_value, sizes_of, type_of
+
 if TYPE_CHECKING:
     import onnx_ir as ir
     from onnx_ir.passes import Sequential
@@ -84,3 +88,199 @@ def _passes(rules: list[_RuleOfOperator]) -> Sequential | None:
         )
     except (ImportError, AttributeError, TypeError):
         return None
+
+
+# what may be between a product and the attention, with the product's rows as its first input
+_BETWEEN = ("RotaryEmbedding", "RMSNormalization", "Reshape", "Transpose", "Add")
+
+
+def join_projections(model: ir.Model) -> None:
+    """Join the products that make queries, keys and values of the same input, in place."""
+    for node in list(model.graph):
+        if node.op_type in ("Attention", "GroupQueryAttention"):
+            products = [made for value in node.inputs[:3] if (made := _product(value)) is not None]
+            if _same_input(products):
+                _join(model.graph, products)
+
+
+def _product(value: ir.Value | None) -> ir.Node | None:
+    """The product with a matrix of the file that a value is made of."""
+    node = None if value is None else value.producer()
+    # biases, norms and rotations work on what comes out of the Split as they did on the product
+    while node is not None and node.op_type in _BETWEEN:
+        node = input_of(node, 0).producer()
+    if node is None or node.op_type != "MatMul" or not input_of(node, 1).is_initializer():
+        return None
+    matrix = input_of(node, 1).const_value
+    return node if matrix is not None and len(matrix.shape) == 2 else None
+
+
+def _same_input(products: list[ir.Node]) -> bool:
+    sources, types = ({id(one.inputs[0]) for one in products}, {input_of(one, 1).dtype for one in products})
+    # a matrix that something else reads stays in the file, and would be there twice
+    unshared = all(len(list(input_of(one, 1).uses())) == 1 for one in products)
+    return len({id(one) for one in products}) == 3 and len(sources) == len(types) == 1 and unshared
+
+
+def _join(graph: ir.Graph, products: list[ir.Node]) -> None:
+    import numpy
+    import onnx_ir as ir
+
+    unused = [input_of(one, 1) for one in products]
+    matrices = [matrix for value in unused if (matrix := value.const_value) is not None]
+    rows, widths = sizes_of(matrices[0])[0], [sizes_of(matrix)[1] for matrix in matrices]
+    name = f"{unused[0].name}_joined"
+
+    def joined() -> ir.TensorProtocol:
+        return ir.tensor(numpy.concatenate([matrix.numpy() for matrix in matrices], axis=1))
+
+    # made when it is written, so that no matrix is in memory twice
+    tensor = ir.LazyTensor(joined, dtype=matrices[0].dtype, shape=ir.Shape([rows, sum(widths)]), name=name)
+    joint = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
+    graph.register_initializer(joint)
+    product = ir.node("MatMul", [products[0].inputs[0], joint])
+    product.metadata_props.update(products[0].metadata_props)  # which layer it is of
+    sizes = ir.node("Constant", [], {"value_ints": widths})
+    split = ir.node("Split", [product.outputs[0], sizes.outputs[0]], {"axis": -1}, num_outputs=3)
+    # before all of their readers
+    first = min(products, key=list(graph).index)
+    graph.insert_before(first, [product, sizes, split])
+    for old, new in zip(products, split.outputs, strict=True):
+        new.shape, new.type = old.outputs[0].shape, old.outputs[0].type
+        old.outputs[0].replace_all_uses_with(new)
+    graph.remove(products, safe=True)
+    # the matrices are in the joint one: a file would hold them twice
+    for value in unused:
+        graph.initializers.pop(str(value.name), None)
+
+
+def fuse_skip_norms(model: ir.Model) -> None:
+    """Replace each sum of two values of one shape that an ``RMSNormalization`` reads, and the latter, in place."""
+    import onnx_ir as ir
+
+    graph = model.graph
+    for norm in [node for node in graph if node.op_type == "RMSNormalization" and node.domain == ""]:
+        add = producer(norm.inputs[0], "Add")
+        if add is None or not _fits(add, norm):
+            continue
+        epsilon = attribute(norm, "epsilon", 1e-5)
+        inputs = [*add.inputs, norm.inputs[1]]
+        fused = ir.node(
+            "SkipSimplifiedLayerNormalization",
+            inputs,
+            {"epsilon": epsilon},
+            domain="com.microsoft",
+            num_outputs=4,
+            name=norm.name,
+        )
+        # mean and variance, which are for training; an empty name leaves an output out
+        for unused in fused.outputs[1:3]:
+            unused.name = ""
+        graph.insert_before(add, fused)
+        for old, new in ((norm.outputs[0], fused.outputs[0]), (add.outputs[0], fused.outputs[3])):
+            replace_value(old, new)
+        graph.remove([norm, add], safe=True)
+        model.opset_imports["com.microsoft"] = 1
+
+
+def _fits(add: ir.Node, norm: ir.Node) -> bool:
+    """Whether the sum is over values of one shape (batch, tokens, hidden), and each token is normalised by itself."""
+    left, right, total, weights = input_of(add, 0), input_of(add, 1), add.outputs[0], input_of(norm, 1)
+    # the kernel on the CPU is for float32 (1) and float16 (10), of one type for all
+    if left.dtype is None or not left.dtype == right.dtype == weights.dtype or left.dtype not in (1, 10):
+        return False
+    if left.shape is None or right.shape is None or total.shape is None or weights.shape is None:
+        return False
+    # the operator of onnxruntime knows no other axis
+    last = attribute(norm, "axis", -1) in (-1, len(total.shape) - 1)
+    if not last or len(total.shape) != 3 or len(weights.shape) != 1 or weights.shape[0] != total.shape[-1]:
+        return False
+    # it does not broadcast: a bias that is added is not a residual
+    return list(left.shape) == list(right.shape) == list(total.shape)
+
+
+# what may be between the head and the scores: works on each score by itself, with numbers or weights of the file
+_ON_THE_WAY = ("Add", "Sub", "Mul", "Div", "Tanh", "Cast", "Identity")
+_AXIS = "kept_sequence_length"
+
+
+def keep_last_scores(model: ir.Model) -> None:
+    """Cut what the head of a decoder with a cache multiplies by a new input, in place; other graphs stay.
+
+    A decoder with an encoder begins with one token or a few, so there is nothing to save. A file that does not return
+    its cache (``loop=False``) scores a text, and generates none.
+    """
+    import onnx_ir as ir
+
+    graph = model.graph
+    scores = next((value for value in graph.outputs if value.name == "logits"), None)
+    names = [str(value.name) for value in graph.inputs]
+    generates = any(is_present(str(value.name)) for value in graph.outputs)
+    takes_cache = any(name.startswith(f"{CACHE}.") for name in names)
+    if scores is None or not generates or not takes_cache or any("encoder" in name for name in names):
+        return
+    path = _path_to_head(scores)
+    if not path:
+        return
+    hidden = input_of(path[-1], 0)
+    kept = _kept_scores()
+    graph.inputs.append(kept)
+    graph.register_initializer(kept)
+    numbers = {"zero": [0], "end": [2**63 - 1], "axis": [1]}
+    given = {name: ir.node("Constant", [], {"value_ints": value}) for name, value in numbers.items()}
+    zero, end, axis = (node.outputs[0] for node in given.values())
+    from_end = ir.node("Neg", [kept])
+    start = ir.node("Unsqueeze", [from_end.outputs[0], zero])
+    cut = ir.node("Slice", [hidden, start.outputs[0], end, axis], name="last_scores")
+    graph.insert_before(path[-1], [*given.values(), from_end, start, cut])
+    cut.outputs[0].type, cut.outputs[0].shape = ir.TensorType(type_of(hidden)), hidden.shape
+    path[-1].replace_input_with(0, cut.outputs[0])
+    # onnxruntime takes axes of one name for one size, and plans memory by that
+    for value in (cut.outputs[0], *(node.outputs[0] for node in path)):
+        assert value.shape is not None  # see `_path_to_head`
+        value.shape = ir.Shape([value.shape[0], _AXIS, *value.shape[2:]])
+
+
+def _kept_scores() -> ir.Value:
+    import numpy
+    import onnx_ir as ir
+
+    tensor = ir.tensor(numpy.array(0, dtype=numpy.int64), name=KEPT_SCORES)
+    return ir.Value(name=KEPT_SCORES, type=ir.TensorType(tensor.dtype), shape=ir.Shape([]), const_value=tensor)
+
+
+def _path_to_head(scores: ir.Value) -> list[ir.Node]:
+    """The nodes from scores of shape (batch, tokens, vocabulary) back to the head; none where it is not found."""
+    path: list[ir.Node] = []
+    value: ir.Value | None = scores
+    while value is not None and _is_of_tokens(value):
+        node = value.producer()
+        # something else may read what is before the last of them: it would get fewer tokens
+        if node is None or node.domain or (path and (len(list(value.uses())) != 1 or value.is_graph_output())):
+            return []
+        path.append(node)
+        if node.op_type == "MatMul":
+            hidden = input_of(node, 0)
+            is_matrix = _is_weight(input_of(node, 1)) and hidden.dtype is not None
+            return path if is_matrix and _is_of_tokens(hidden) else []
+        if node.op_type not in _ON_THE_WAY or not all(_is_fixed(other) for other in node.inputs[1:]):
+            return []
+        value = node.inputs[0]
+    return []
+
+
+def _is_of_tokens(value: ir.Value) -> bool:
+    """Whether a value has a row for each token of a call, whose number varies."""
+    return value.shape is not None and len(value.shape) == 3 and not isinstance(value.shape[1], int)
+
+
+def _is_weight(value: ir.Value) -> bool:
+    turned = producer(value, "Transpose")
+    found = value if turned is None else input_of(turned, 0)
+    return found.is_initializer() and found.shape is not None and len(found.shape) == 2
+
+
+def _is_fixed(value: ir.Value | None) -> bool:
+    """Whether a value is a number or a vector of the file, the same for each token."""
+    constant = None if value is None else value.const_value
+    return constant is not None and (constant.size == 1 or len(constant.shape) == 1)

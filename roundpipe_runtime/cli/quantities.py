@@ -28,20 +28,6 @@ def parse_bytes(text: str, option: str) -> int:
     return count
 
 
-def parse_bits(text: str, option: str) -> float:
-    """Return the bits per second of a line, which networks are sold by.
-
-    >>> parse_bits("100G", "--network"), parse_bits("2.5 Gbit/s", "--network")
-    (100000000000.0, 2500000000.0)
-    """
-    # text: number with a unit, `100G`, `25Gbit/s` or `"10 Gbps"`; of a power of 1000
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([MGT])(?:bit/s|bps|b/s)?\s*", text)
-    count = float(found[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[found[2]] if found else 0.0
-    if not count:
-        raise UserError(f"{option} {text!r} is not the rate of a network. Write bits per second: {option} 100G")
-    return count
-
-
 def parse_gigabytes(text: str, option: str) -> float | Literal["auto"]:
     """Return what stays on devices, as ``keep_parameters`` takes it: a number of GB, or ``"auto"``.
 

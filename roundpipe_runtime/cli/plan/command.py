@@ -11,30 +11,24 @@ import typer
 from yobx_flatten.terminal.failures import CHECK_FAILED, UserError
 from yobx_flatten.terminal.output import progress, say, say_json
 
-from ...estimate.network import nodes_of_report, of_node
 from ..models import source_of
 from ..option_objects import takes_options
-from ..quantities import parse_bits, parse_gigabytes
+from ..quantities import parse_gigabytes
 from ..train.options import dtype_named, few_bits
-from .nodes import as_dict as nodes_as_dict
-from .nodes import write_nodes
-from .options import MachineOptions, ModelOptions, NodeOptions, StepOptions
+from .options import MachineOptions, ModelOptions, StepOptions
 from .output import as_dict, write_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
-    from ...estimate.network import NodesEstimate
     from ...estimate.reference import Reference
     from ...estimate.report import PlanReport
     from ...fine_tune import ModelSource
     from ...huggingface.plan_training import PlannedTraining, SettingsChange
 
 
-@takes_options(what=ModelOptions, machine=MachineOptions, step=StepOptions, shared=NodeOptions)
-def plan(
-    _: typer.Context, *, what: ModelOptions, machine: MachineOptions, step: StepOptions, shared: NodeOptions
-) -> int:
+@takes_options(what=ModelOptions, machine=MachineOptions, step=StepOptions)
+def plan(_: typer.Context, *, what: ModelOptions, machine: MachineOptions, step: StepOptions) -> int:
     """Estimate the memory and step time of a training, without allocating anything.
 
     The report lists layers, stages, memory of devices and host, how many tokens hide the transfers, the time of a step,
@@ -42,9 +36,7 @@ def plan(
 
     Exit status: 0 it fits, as far as is known; 1 it does not fit; 2 there is no such model or device.
     """
-    if step.is_on_disk and shared.nodes > 1:
-        raise UserError(f"--host {step.host} trains in one process: --nodes 1, or --host memory")
-    nodes, rows = shared.nodes, _rows_of_machine(step.batch, shared.nodes)
+    rows = step.batch
     source = source_of(what.model, weights=False)
     if source.folder is None and not pathlib.Path(what.model).exists() and not what.json:
         say(f"{what.model}: a small model with random weights\n")
@@ -52,31 +44,21 @@ def plan(
     with progress("building the model without memory") as show:
         training = _training(source, machine, step, show)
         count = step.microbatches or min(len(training.hardware.names) + 1, rows)
-        _check_microbatches(count, rows, nodes)
+        if count > rows:
+            raise UserError(
+                f"{rows} rows cannot be cut into {count} microbatches: --batch {count}, or --microbatches {rows}"
+            )
         size = {"batch": rows, "length": length, "num_microbatch": count}
         show("measuring the layers")
         keep = parse_gigabytes(step.keep_parameters, "--keep-parameters")
         report = training.report(**size, last_stage_copies=step.copies, keep_parameters=keep)
         report, compared = _reference(training, report) if step.reference else (report, None)
         change = _remedy(training, report, size, show)
-    several = _nodes(training, report, dtype_named(shared.reduce_dtype))
-    found = several(nodes, parse_bits(shared.network, "--network"))
-    report = of_node(report, nodes) if nodes > 1 else report
     if what.json:
-        described = as_dict(training, report, change, rows=rows, length=length, reference=compared)
-        say_json(described if nodes == 1 else {**described, "several": nodes_as_dict(found, several)})
+        say_json(as_dict(training, report, change, rows=rows, length=length, reference=compared))
     else:
         say(write_plan(training, report, change, rows=rows, length=length, reference=compared))
-        if nodes > 1:
-            say("\n" + write_nodes(found, several, rows=step.batch, tokens=report.tokens))
     return CHECK_FAILED if False in (report.fits_devices, report.fits_host) else 0
-
-
-def _rows_of_machine(batch: int, nodes: int) -> int:
-    """The rows of a batch on one of several machines."""
-    if batch < nodes:
-        raise UserError(f"{batch} rows cannot be cut among {nodes} machines: --batch {nodes}, or --nodes {batch}")
-    return -(-batch // nodes)
 
 
 def _length(source: ModelSource, length: int | None) -> int:
@@ -85,13 +67,6 @@ def _length(source: ModelSource, length: int | None) -> int:
     if length is not None and longest is not None and length > longest:
         raise UserError(f"{source.name} takes rows of {longest} tokens at most: --length {longest}")
     return length or min(512, longest or 512)
-
-
-def _check_microbatches(count: int, rows: int, nodes: int) -> None:
-    if count > rows:
-        raise UserError(
-            f"{rows} rows cannot be cut into {count} microbatches: --batch {count * nodes}, or --microbatches {rows}"
-        )
 
 
 def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, show: Any) -> PlannedTraining:
@@ -133,17 +108,3 @@ def _remedy(training: PlannedTraining, report: PlanReport, size: Mapping[str, in
         return None
     show("looking for what fits")
     return training.remedy(**size)
-
-
-def _nodes(
-    training: PlannedTraining, report: PlanReport, reduce_dtype: torch.dtype | None
-) -> Callable[[int, float], NodesEstimate]:
-    """The estimate for a number of machines and a line between them."""
-    parameters = list(training.model.parameters())
-
-    def several(nodes: int, network: float) -> NodesEstimate:
-        return nodes_of_report(
-            report, parameters, nodes, network, optim_dtype=training.optim_dtype, reduce_dtype=reduce_dtype
-        )
-
-    return several

@@ -14,13 +14,13 @@ from yobx_flatten.terminal.failures import UserError
 
 from ...device.disk_folder import HOST_IN_MEMORY
 from ..option_objects import option
-from ..quantities import parse_bits, parse_bytes, parse_gigabytes
+from ..quantities import parse_bytes, parse_gigabytes
 from ..train import options as train
 
 if TYPE_CHECKING:
     from ...estimate.hardware import Hardware
 
-_STEP, _NODES = "A step", "Several machines"
+_STEP = "A step"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,21 +129,6 @@ class StepOptions:
     def copies(self) -> int | Literal["auto"]:
         """The number of devices that run the head."""
         return "auto" if self.last_stage_copies == "auto" else int(self.last_stage_copies)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NodeOptions:
-    """How many machines share a batch, and the network between them."""
-
-    nodes: Annotated[int, option("N", "Number of machines like this one that share the batch.", _NODES, min=1)] = 1
-    network: Annotated[str, option("RATE", "Network rate of each machine, in bits per second.", _NODES)] = "100G"
-    reduce_dtype: Annotated[
-        Literal["same", "float32", "bfloat16"],
-        option("DTYPE", "Data type of gradients on the network: same, float32, bfloat16.", _NODES),
-    ] = "same"
-
-    def __post_init__(self) -> None:
-        parse_bits(self.network, "--network")
 
 
 def _rate(option: str, value: float | None, unit: float) -> float | None:

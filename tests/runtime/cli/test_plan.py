@@ -2,14 +2,13 @@
 
 import itertools
 import json
-import re
 
 import pytest
 import torch
 
 from matrix.models import make_config
 from roundpipe_runtime.cli.app import run
-from roundpipe_runtime.cli.quantities import format_count, format_seconds, parse_bits, parse_bytes
+from roundpipe_runtime.cli.quantities import format_count, format_seconds, parse_bytes
 from yobx_flatten.errors.messages import format_bytes
 from yobx_flatten.terminal.failures import UserError
 
@@ -276,57 +275,6 @@ def test_numbers_are_spelled_for_people():
     """Three digits, and a unit."""
     assert [format_count(n) for n in (12, 1_234, 1.3e12)] == ["12", "1.23 thousand", "1.3 trillion"]
     assert [format_seconds(s) for s in (0.0, 999.4, 1000)] == ["0 ms", "999 s", "17 min"]
-
-
-def test_several_machines(folder, capsys, monkeypatch):
-    """What travels, what of it is not hidden, and the memory of each host; the rows are those of all machines."""
-    monkeypatch.setattr("roundpipe_runtime.estimate.hardware.host_memory_available", lambda: 60 * 10**9)
-    request = ["plan", str(folder), *CARDS, "--memory", "24GiB", "--batch", "48", "--length", "2048"]
-    request += ["--nodes", "4", "--network", "25G"]
-    assert run(request) == 0  # all of it on one host would take 121 GB
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 80
-    assert "A step: 12 rows of 2048 tokens, 24,576 in all" in out
-    assert "4 machines, 25 Gbit/s each; a step of all is 48 rows" in out
-    # 3/4 of 6.74 billion numbers, of 4 bytes and of 2, at 80 % of 25 Gbit/s
-    assert re.search(r"gradients +20.2 GB +8.09 s", out)
-    assert re.search(r"weights +10.1 GB +4.04 s", out)
-    assert "Tokens of a step and machine that hide the network; there are 24,576" in out
-    assert run([*request, "--reduce-dtype", "bfloat16", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    several = found["several"]
-    assert several["gradient_bytes"] == several["weight_bytes"] == 0.75 * 2 * 6_738_415_616
-    assert several["gradient_seconds"] == pytest.approx(several["gradient_bytes"] / 2.5e9)
-    host = found["host_memory"]
-    assert host["total"] - host["activations"] == pytest.approx((2 + 16 / 4) * 6_738_415_616, rel=1e-3)
-    # the more tokens, the more of the network is hidden: from there on, all of it
-    told = {(one["nodes"], one["network"]): one["tokens"] for one in several["hidden_tokens"]}
-    assert told[4, 25e9] == pytest.approx(max(several["gradient_tokens"], several["weight_tokens"]))
-    assert told[2, 25e9] == pytest.approx(told[4, 25e9] * (1 / 2) / (3 / 4))
-    assert told[4, 100e9] == pytest.approx(told[4, 25e9] / 4)
-    # a node's optimizer steps a part in four: as long as the kernels of so many tokens
-    step = found["step"]
-    (flip,) = step["flips"]
-    assert flip["tokens"] / 24_576 == pytest.approx(step["optimizer_seconds"] / step["busy"]["compute"])
-
-
-def test_machines_that_get_no_row_are_refused(folder, capsys):
-    """The line to type has as many of both."""
-    assert run(["plan", str(folder), "--batch", "2", "--nodes", "4"]) == 2
-    assert "2 rows cannot be cut among 4 machines: --batch 4, or --nodes 2" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("text", "rate"), [("100G", 100e9), ("2.5Gbit/s", 2.5e9), ("200 Mbps", 200e6)])
-def test_rates_of_networks(text, rate):
-    """Bits per second, in powers of 1000."""
-    assert parse_bits(text, "--network") == rate
-
-
-@pytest.mark.parametrize("text", ["100", "0G", "12GB/s", "fast"])
-def test_what_is_not_the_rate_of_a_network(text):
-    """Bytes are not mistaken for bits."""
-    with pytest.raises(UserError, match="--network 100G"):
-        parse_bits(text, "--network")
 
 
 def test_a_profile_stands_for_a_machine_that_is_not_here(small, tmp_path, capsys):

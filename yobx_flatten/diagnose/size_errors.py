@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
+
+import torch
 
 from ..errors import DynamicShapesError
 from ..errors.messages import first_line
@@ -103,9 +106,17 @@ def explain_misfit(failure: Failure, text: str, paths: tuple[str, ...]) -> Expla
     """Explain that ``dynamic_shapes`` does not fit, with the line that writes it."""
     # paths: the entries of `dynamic_shapes` that the error names
     line = "export_program(module, args, kwargs)  # writes them"
-    if not failure.args or not failure.kwargs:
+    if bool(failure.args) != bool(failure.kwargs) and _names_its_arguments(failure.module):
         line = f"dynamic_shapes=dynamic_shapes({'kwargs' if failure.kwargs else 'args'})"
     return Explanation(f"dynamic_shapes does not fit the inputs: {text}\nIt can be written for you:", paths, line)
+
+
+def _names_its_arguments(module: object) -> bool:
+    """Whether a call has a name in the signature for each argument: torch has no shapes by name for ``**kwargs``."""
+    if not isinstance(module, torch.nn.Module):
+        return False
+    kinds = {parameter.kind for parameter in inspect.signature(module.forward).parameters.values()}
+    return kinds.isdisjoint({inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL})
 
 
 def _planted(failure: Failure, found: re.Match[str]) -> Explanation:

@@ -29,10 +29,16 @@ from .model_state import (
 )
 from .optimizer_state import check_optimizer, restore_optimizer
 from .ranks import CheckpointRanks, ranks_of
-from .rng import check_random_state, restore_random_state
 from .save import finish_writing, training_objects
 from .tensor_files import need_safetensors, open_tensors
-from .training_state import TRAINING, TrainingObjects, read_training, read_weights
+from .training_state import (
+    TRAINING,
+    TrainingObjects,
+    check_random_state,
+    read_training,
+    read_weights,
+    restore_random_state,
+)
 
 
 def load_checkpoint(

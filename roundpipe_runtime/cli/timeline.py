@@ -11,11 +11,9 @@ import typer
 from yobx_flatten.errors.messages import format_bytes, table
 from yobx_flatten.terminal.output import console, printable, say, say_json
 
-from ..timeline.drawing import draw_on
+from ..timeline.bubbles import DeviceTotals, StageTotals, device_totals, stage_totals
+from ..timeline.drawing import draw_on, save_page, save_picture
 from ..timeline.file import merge_timelines
-from ..timeline.page import save_page
-from ..timeline.picture import save_picture
-from ..timeline.totals import DeviceTotals, StageTotals, device_totals, stage_totals
 from .quantities import format_seconds
 
 

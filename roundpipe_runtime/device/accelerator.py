@@ -28,8 +28,7 @@ import torch
 from yobx_flatten.private_names.of_torch import storage_use_count
 
 from ..errors import DeviceError, DeviceMemoryError
-from .clock import EventClock
-from .events import NOW, Event
+from .events import NOW, Event, EventClock
 from .outcome import noting
 from .worker import Worker
 

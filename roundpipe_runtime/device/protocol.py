@@ -16,8 +16,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from .clock import Clock
-from .events import Event
+from .events import Clock, Event
 from .worker import Worker
 
 __all__ = ["Device", "HasRoom"]

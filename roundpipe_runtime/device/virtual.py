@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import DeviceMemoryError, UseAfterReleaseError
-from .clock import HOST_CLOCK, Clock
-from .events import NOW, Event
+from .events import HOST_CLOCK, NOW, Clock, Event
 from .worker import Worker
 
 __all__ = ["VirtualDevice"]

@@ -16,8 +16,7 @@ from yobx_flatten.errors.failures import raised_as
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import PyTree
 
-from ..batch.arguments import check_labels
-from ..batch.flat import FlatBatch, FlatMicrobatch
+from ..batch.flat import FlatBatch, FlatMicrobatch, check_labels
 from ..batch.loss import warn_if_uneven
 from ..batch.splitting import split, split_flat
 from ..device.disk import DiskMemory

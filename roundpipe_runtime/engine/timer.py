@@ -6,7 +6,7 @@ import contextlib
 
 import torch
 
-from ..device.clock import Clock
+from ..device.events import Clock
 from ..device.protocol import Device
 from ..schedule.costs import MeasuredCosts
 from ..timeline.record import Timeline

@@ -16,8 +16,7 @@ from yobx_flatten.files.scratch import check_writable, publish_folder, scratch_f
 from yobx_flatten.model_folder.source.configuration import FILES_ONLY
 
 from ..device.composite import is_composite
-from ..device.disk import disk_of
-from ..device.disk_folder import disk_folder
+from ..device.disk import disk_folder, disk_of
 from ..huggingface.adapters import is_adapted, model_inside
 from .adapters import quiet_peft
 from .data.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from ..device.disk_folder import HOST_IN_MEMORY, check_host
+from ..device.disk import HOST_IN_MEMORY, check_host
 from ..device.parse import DeviceSpec
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError

@@ -16,8 +16,7 @@ from yobx_flatten.recipe.aliases import Kwargs, PyTree
 from ..engine.config import RoundPipeRunConfig
 from ..engine.loss_check import JoinedLossError, loss_code
 from ..errors import ConfigError
-from ..pipeline.call_types import forward_backward_method
-from ..pipeline.joined_loss import back_from
+from ..pipeline.call_types import back_from, forward_backward_method
 from .batch_loss import WholeBatchLoss
 from .call_ways import CutModel
 from .cutting.cut import Cut, pieces_of, whole

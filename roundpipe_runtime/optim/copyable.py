@@ -6,9 +6,11 @@ equal, nothing of the host may be left in the copy, and its layer must compute t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +20,6 @@ from yobx_flatten.errors.failures import result_or
 
 from ..device.composite import Rebuilding, is_composite, is_wrapper, parts_of, plain_numbers, states_of
 from ..errors import ConfigError
-from .weights_kept import weights_kept
 
 _NOT_ENTERED = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
@@ -175,3 +176,41 @@ def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         if copy.device.type == "cpu" and torch.equal(copy, source):
             return torch.ones((), dtype=torch.bool)
         return ((copy == source) | (copy.isnan() & source.isnan())).all()
+
+
+def has_few_bits(module: nn.Module) -> bool:
+    """Report whether a module itself holds a frozen weight in few bits."""
+    return any(p is not None and is_composite(p) for p in module._parameters.values()) or bool(states_of(module))
+
+
+@contextlib.contextmanager
+def weights_kept(model: nn.Module) -> Iterator[None]:
+    """Restore weights in few bits, and what their modules keep next to them, after the block.
+
+    A layer may repack its numbers when it is called in evaluation mode, as Linear4bit of bitsandbytes does on a CPU;
+    packed like that, they give no gradient in a training. Nothing is copied: the block works on other objects around
+    the same memory.
+    """
+    with contextlib.ExitStack() as stack:
+        rebuilding = Rebuilding(plain_numbers)
+        for module in filter(has_few_bits, model.modules()):
+            states = states_of(module)
+            stack.callback(vars(module).update, {slot.name: slot.value for slot in states})
+            for name, parameter in module._parameters.items():
+                if parameter is not None and is_composite(parameter):
+                    stack.callback(module._parameters.__setitem__, name, parameter)
+                    numbers = None if is_wrapper(parameter) else plain_numbers(parameter)
+                    stack.callback(_restore, parameter, numbers, dict(vars(parameter)))
+                    vars(parameter).update(vars(rebuilding.parameter(parameter)))
+            vars(module).update({slot.name: rebuilding.state(slot.value) for slot in states})
+        yield
+
+
+def _restore(parameter: nn.Parameter, numbers: torch.Tensor | None, before: dict[str, Any]) -> None:
+    """Give a parameter the numbers and the attributes that it had."""
+    if numbers is not None:
+        now = plain_numbers(parameter)
+        if (now.data_ptr(), now.shape, now.dtype) != (numbers.data_ptr(), numbers.shape, numbers.dtype):
+            parameter.data = numbers
+    vars(parameter).clear()
+    vars(parameter).update(before)

@@ -12,9 +12,11 @@ optimizer without such parts is refused.
 from __future__ import annotations
 
 import collections
+import contextlib
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -22,13 +24,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..device.disk import DiskMemory
+from yobx_flatten.private_names.of_torch import norm_and_scaling
+
+from ..device.disk import DiskMemory, disk_of, in_groups, passing
 from ..device.events import Event
 from ..device.pages import page_out
 from ..device.worker import Worker
 from ..errors import ConfigError
-from .disk_clipping import clip_by_parts
-from .disk_order import LayersAtHand
 from .parameters import ParameterStore, is_watched, scan
 from .parts import OptimizerParts, can_step_in_parts, state_share
 from .places import AtHand, HasParameters, Landed
@@ -341,3 +343,117 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 def _paged(nbytes: int) -> int:
     return -(-nbytes // 4096) * 4096
+
+
+@functools.cache
+def clip_by_parts() -> None:
+    """Let torch's ``clip_grad_norm_`` go through gradients on a disk in parts. Once per process."""
+    found = norm_and_scaling()
+    if found is None:  # an older torch: the numbers are the same, and all gradients are in memory meanwhile
+        return
+    module, norm, scaling = found
+    setattr(module, norm, _norm_by_parts(getattr(module, norm)))
+    setattr(module, scaling, _scaling_by_parts(getattr(module, scaling)))
+
+
+def _norm_by_parts(whole: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(whole)
+    def norm(
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        # torch computes the norm of each tensor, and of these norms: sorted by device and dtype, where these differ
+        if len({(one.device, one.dtype) for one in given}) != 1 or all(disk_of(one) is None for one in given):
+            return whole(given, norm_type, error_if_nonfinite, foreach)
+        groups, norms = in_groups(given), []
+        with torch.no_grad():
+            for number in passing(groups, written=False):
+                norms += [torch.linalg.vector_norm(one, float(norm_type)) for one in groups[number]]
+            total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+        if error_if_nonfinite and not total.isfinite():
+            return whole(given, norm_type, error_if_nonfinite, foreach)  # which raises its own error
+        return total
+
+    return norm
+
+
+def _scaling_by_parts(whole: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(whole)
+    def scale(
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        total_norm: torch.Tensor,
+        *rest: Any,
+        **options: Any,
+    ) -> None:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        owners = {id(one.grad): one for one in given if one.grad is not None}
+        gradients = [one.grad for one in owners.values() if one.grad is not None]
+        if all(disk_of(one) is None for one in gradients):
+            whole(given, max_norm, total_norm, *rest, **options)
+            return
+        if torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0) == 1.0:
+            whole([], max_norm, total_norm, *rest, **options)  # a factor of one changes nothing
+            return
+        groups = in_groups(gradients)
+        for number in passing(groups, written=True):
+            whole([owners[id(one)] for one in groups[number]], max_norm, total_norm, *rest, **options)
+
+    return scale
+
+
+class LayersAtHand:
+    """Reads the layer after the one that is used ahead, and leaves each one after its use."""
+
+    # order: indices of the layers in the order of their use
+    # tensors_of: function that returns the tensors of a layer
+    # written: whether they may be changed while they are used
+
+    def __init__(
+        self,
+        memory: DiskMemory,
+        order: Sequence[int],
+        tensors_of: Callable[[int], list[torch.Tensor]],
+        *,
+        written: bool,
+    ) -> None:
+        self._memory, self._order, self._tensors_of, self._written = memory, order, tensors_of, written
+        self._places: dict[int, collections.deque[int]] = {}
+        for place, layer in enumerate(order):
+            self._places.setdefault(layer, collections.deque()).append(place)
+        self._next = 0  # first place that was not fetched
+        self._ahead: dict[int, Future[None]] = {}
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def __call__(self, layer: int) -> Iterator[None]:
+        """Have the tensors of a layer in memory for the block. Devices may come to layers next to each other."""
+        self._arrive(layer)
+        try:
+            yield
+        finally:
+            self._memory.leave(self._tensors_of(layer), written=self._written)
+
+    def _arrive(self, layer: int) -> None:
+        with self._lock:
+            left = self._places.get(layer)
+            place = left.popleft() if left else None
+            here = None if place is None else self._ahead.pop(place, None)
+            if place is not None:
+                self._fetch_after(place)
+        if here is None or here.cancel():  # one that has not begun would read behind others
+            self._memory.read(self._tensors_of(layer))
+        else:
+            here.result()
+
+    def _fetch_after(self, place: int) -> None:
+        self._next = max(self._next, place + 1)
+        while self._next < len(self._order):
+            number, self._next = self._next, self._next + 1
+            tensors = self._tensors_of(self._order[number])
+            if tensors:
+                self._ahead[number] = self._memory.fetch(tensors)
+                return

@@ -22,11 +22,10 @@ from torch.nn.parameter import is_lazy
 
 from ..device.composite import StateSlot, parts_of, states_of
 from ..device.forking import free_after_fork
-from ..device.slabs import PinnedMemory
+from ..device.pinning import PinnedMemory
 from ..errors import StageError
 from .clipping import watch_originals
-from .marks import Mark
-from .places import InMemory
+from .places import InMemory, Mark
 from .torch_steps import dtype_of_gradient, install, number_of_steps
 
 # Whether a parameter was written, and torch has counted it.

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..device.accelerator import AcceleratorDevice
+from ..device.disk import HOST_IN_MEMORY, disk_folder
+from ..device.parse import DeviceSpec
 from ..device.protocol import Device
+from ..engine.compiled import check_compile_options
+from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
 from ..engine.parameters.kept import ParameterTraffic
+from ..errors import ConfigError
+from ..optim.tables import LargeTables, check_large_tables
 from ..schedule.costs import LayerCost
 from .model_proxy import ModelProxy
-from .options import PipelineOptions
 
 if TYPE_CHECKING:
     from ..distributed.ranks.ranks import Ranks
@@ -102,3 +111,79 @@ class EngineHandle(ModelProxy):
     def __repr__(self) -> str:
         devices = ", ".join(device.name for device in self.devices)
         return f"RoundPipe on {devices}:\n{self._rp_model!r}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PipelineOptions:
+    """The arguments of :class:`RoundPipe`, which describes them, without the model."""
+
+    title: str  # name in errors and timelines: `name`, or `"file:line"` of the call
+    optim_dtype: torch.dtype | None = None
+    name: str | None = None
+    model_run_config: RoundPipeRunConfig = dataclasses.field(default_factory=RoundPipeRunConfig)
+    pin_model: Literal["alloc", "register", "off"] = "alloc"
+    devices: DeviceSpec = None
+    mesh: DeviceMesh | None = None
+    replicas: int | None = None
+    reduce_dtype: torch.dtype | None = None
+    gradient_dtype: torch.dtype | None = None
+    host_weights: Literal["own", "shared"] = "own"
+    compile: bool | Mapping[str, object] = False
+    large_tables: LargeTables = "auto"
+    host: str = HOST_IN_MEMORY
+
+    def __post_init__(self) -> None:
+        dtype: Any = self.optim_dtype
+        config = self.model_run_config
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(f"optim_dtype must be a floating dtype, like torch.float32, found {dtype!r}.")
+        narrow: Any = self.gradient_dtype
+        if narrow is not None and not (isinstance(narrow, torch.dtype) and narrow.is_floating_point and dtype):
+            raise ConfigError(
+                f"gradient_dtype is the dtype of the gradients of master weights, found {narrow!r} with "
+                f"optim_dtype={dtype!r}. Give both:\n"
+                "    RoundPipe(model, optim_dtype=torch.float32, gradient_dtype=torch.bfloat16)"
+            )
+        if narrow is not None and not hasattr(torch.Tensor, "grad_dtype"):
+            raise ConfigError(f"gradient_dtype needs torch 2.10 or newer, found {torch.__version__}.")
+        if not isinstance(config, RoundPipeRunConfig):
+            raise ConfigError(f"model_run_config must be a RoundPipeRunConfig, found {type(config).__qualname__}.")
+        wire: Any = self.reduce_dtype
+        if wire is not None and not (isinstance(wire, torch.dtype) and wire.is_floating_point):
+            raise ConfigError(f"reduce_dtype must be a floating dtype, like torch.bfloat16, found {wire!r}.")
+        if self.host_weights not in ("own", "shared"):
+            raise ConfigError(f'host_weights must be "own" or "shared", found {self.host_weights!r}.')
+        check_compile_options(self.compile)
+        check_large_tables(self.large_tables)
+        if disk_folder(self.host) is not None and self.has_groups:
+            raise ConfigError(
+                f'host="{self.host}" trains in one process without groups, and mesh= or replicas= asks for others. '
+                'Leave them out, or train in memory:\n    RoundPipe(model, mesh=mesh, host="memory")'
+            )
+        if self.replicas is not None and not (type(self.replicas) is int and self.replicas >= 1):
+            raise ConfigError(f"replicas must be a number from 1 on, found {self.replicas!r}.")
+
+    @property
+    def shares_host_weights(self) -> bool:
+        """Whether processes share the parameters, which then stay where they are."""
+        return self.host_weights == "shared" and isinstance(self.mesh, DeviceMesh) and self.mesh.size() > 1
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether a batch is cut into groups, on one rank or on several."""
+        return self.mesh is not None or self.replicas is not None
+
+    def picklable(self, devices: Sequence[Device]) -> PipelineOptions:
+        """Return these options with devices that can be created elsewhere."""
+        if self.mesh is not None:
+            raise ConfigError(
+                "A pipeline of several ranks has a part of its state on each of them, so it cannot be pickled. All "
+                "ranks save it together; rank 0 alone can save the weights:\n"
+                "    save_checkpoint(folder, model, optimizer=optimizer)\n"
+                "    torch.save(model.state_dict(), file)"
+            )
+        if isinstance(self.devices, str | None):
+            return self
+        on_accelerators = all(isinstance(device, AcceleratorDevice) for device in devices)
+        names = [device.name for device in devices] if on_accelerators else f"virtual:{len(devices)}"
+        return dataclasses.replace(self, devices=names)

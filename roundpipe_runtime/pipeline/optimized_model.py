@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from ..errors import ConfigError
+from ..engine.progress import PipelineProgress
+from ..errors import ConfigError, RoundPipeWarning, warn
 from ..optim.bound_step import bound_now
 from ..optim.step import in_optimizer_ctx
 from .engine_handle import EngineHandle
@@ -152,3 +154,78 @@ class _Holder(nn.Module):
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__()
         self.__dict__["_parameters"] = parameters
+
+
+class SavedModel(EngineHandle):
+    """A pipeline whose state is saved and loaded."""
+
+    def progress(self) -> PipelineProgress:
+        """Return the training state that the state dict does not hold, after the last step.
+
+        Returns:
+            The number of runs, the optimizer's copies of parameters, gradients, and the number of groups; the tensors
+            are not copied.
+        """
+        return dataclasses.replace(self._rp_engine.progress(), replicas=self.replicas)
+
+    def load_progress(self, progress: PipelineProgress) -> None:
+        """Load what :meth:`progress` returned, after the parameters; gradients that are there now are forgotten.
+
+        Args:
+            progress: progress of a pipeline whose parameters have the same names. Copies of the optimizer are left
+                out where this pipeline has none. The number of groups is kept, unless this pipeline was given one.
+        """
+        self._rp_engine.load_progress(progress)
+        self._rp_keep_replicas(progress.replicas or 1)
+
+    def _rp_keep_replicas(self, replicas: int) -> None:
+        """Cut batches into as many groups as before, for the same sums on another number of ranks."""
+        if replicas == self.replicas or replicas == 1:
+            return
+        if self._rp_options.replicas is None and self.mesh is not None and replicas >= self.ranks.size:
+            self._rp_engine.groups.replicas = replicas
+            return
+        warn(
+            f"The training that is loaded cut its batches into {replicas} groups, and {self.name} cuts them into "
+            f"{self.replicas}: sums are taken in another order. For the same numbers:\n"
+            f"    RoundPipe(..., replicas={replicas})",
+            RoundPipeWarning,
+        )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state dict of the model, with its own names, after the last step.
+
+        Args:
+            *args: positional arguments of the model's ``state_dict``.
+            **kwargs: keyword arguments of the model's ``state_dict``.
+
+        Returns:
+            The state dict.
+        """
+        self._rp_engine.synchronize()
+        return self._rp_model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict into the model; the optimizer's copies are updated.
+
+        Args:
+            state_dict: parameters and buffers by name.
+            strict: whether the names must be exactly those of the model.
+            assign: whether the tensors replace the parameters instead of being copied into them.
+
+        Returns:
+            The missing and the unexpected keys, as ``nn.Module.load_state_dict`` returns them.
+
+        Raises:
+            RuntimeError: names or shapes do not fit.
+        """
+        self._rp_engine.synchronize()
+        result = self._rp_model.load_state_dict(state_dict, strict, assign)
+        self._rp_engine.store.publish()
+        return result
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # torch calls this in place of `load_state_dict` where another module holds the pipeline. A step that ended
+        # later would overwrite what is loaded.
+        self._rp_engine.synchronize()
+        super()._load_from_state_dict(*args, **kwargs)

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..batch.arguments import check_call, check_loss_fn
-from ..device.disk import memory_for
-from ..device.disk_folder import HOST_IN_MEMORY, disk_folder
+from ..batch.flat import check_call, check_loss_fn
+from ..device.disk import HOST_IN_MEMORY, disk_folder, memory_for
 from ..device.parse import DeviceSpec, parse_devices
 from ..device.pinning import PinnedModel
 from ..engine.compiled import CompiledLayers, check_compile_options
@@ -26,14 +25,11 @@ from ..optim.copyable import check_copyable
 from ..optim.parameters import scan
 from ..optim.parts import widened
 from ..optim.torch_steps import take_over_always
-from .call_types import forward_backward_method
-from .joined_loss import back_from
-from .layers import as_module, layers_of
+from .call_types import back_from, forward_backward_method
+from .engine_handle import PipelineOptions
 from .live import changed_layers, read_model
-from .model_proxy import CALL_HOOKS
-from .optimized_model import OptimizedModel
-from .options import PipelineOptions
-from .saved_model import SavedModel
+from .model_proxy import CALL_HOOKS, as_module, layers_of
+from .optimized_model import OptimizedModel, SavedModel
 
 if TYPE_CHECKING:
     from ..distributed.replicas.rank_groups import RankGroups

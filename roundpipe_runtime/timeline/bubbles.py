@@ -139,3 +139,77 @@ def _copied(device: str, copies: Sequence[Record], start: float, end: float) -> 
 def _bubble(device: str, cause: Cause, start: float, end: float) -> Iterator[Bubble]:
     if end > start:
         yield Bubble(device, cause, start, end)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceTotals:
+    """Seconds that a device computed, copied and waited."""
+
+    device: str  # name of the device
+    busy: float  # seconds in which it computed
+    transfers: float  # seconds in which it did not compute, and its copies were under way
+    idle: float  # seconds in which it did neither
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageTotals:
+    """Time of a stage, all microbatches together."""
+
+    stage: int  # index of the stage in the run
+    device: str  # name of its device
+    seconds: float  # seconds of computation
+    copies: float  # seconds of its copies
+    layers: tuple[int, int]  # first and last layer, -1 where they are not known
+    kinds: tuple[str, ...]  # kinds of work, in order
+
+
+def device_totals(records: Sequence[Record]) -> list[DeviceTotals]:
+    """Return the totals of each device between the first record of all and the last, by name.
+
+    >>> records = [Record(0, -1, "a", "upload", 0, 2), Record(0, 0, "a", "forward", 1, 3)]
+    >>> device_totals([*records, Record(1, 0, "b", "loss", 3, 4)])[0]
+    DeviceTotals(device='a', busy=2.0, transfers=1.0, idle=1.0)
+    """
+    if not records:
+        return []
+    whole = max(record.end for record in records) - min(record.start for record in records)
+    found = []
+    for device in sorted({record.device for record in records}):
+        own = [record for record in records if record.device == device]
+        busy = _covered(record for record in own if record.kind not in _COPIES)
+        either = _covered(own)
+        found.append(DeviceTotals(device, busy, either - busy, whole - either))
+    return found
+
+
+def stage_totals(records: Sequence[Record]) -> list[StageTotals]:
+    """Return the totals of each stage, the slowest first.
+
+    A stage is identified by its index and its device: a timeline may hold several runs.
+    """
+    groups: dict[tuple[int, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.stage, record.device), []).append(record)
+    found = []
+    for (stage, device), own in groups.items():
+        layers = [record.layer for record in own if record.layer >= 0]
+        found.append(
+            StageTotals(
+                stage=stage,
+                device=device,
+                seconds=sum(record.end - record.start for record in own if record.kind not in _COPIES),
+                copies=sum(record.end - record.start for record in own if record.kind in _COPIES),
+                layers=(min(layers, default=-1), max(layers, default=-1)),
+                kinds=tuple(dict.fromkeys(record.kind for record in own if record.kind not in _COPIES)),
+            )
+        )
+    return sorted(found, key=lambda totals: -totals.seconds)
+
+
+def _covered(records: Iterable[Record]) -> float:
+    """Seconds in which at least one of them was under way."""
+    total, until = 0.0, float("-inf")
+    for record in sorted(records, key=lambda record: record.start):
+        total += max(0, record.end - max(record.start, until))
+        until = max(until, record.end)
+    return total

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from roundpipe_runtime import RoundPipe, VirtualDevice
-from roundpipe_runtime.device import disk_folder
+from roundpipe_runtime.device import disk
 from tests.runtime.small import checked_devices
 
 
@@ -35,7 +35,7 @@ def folder_on_disk(tmp_path: pathlib.Path) -> pathlib.Path:
     """An empty folder in which a training may have its state."""
     if not hasattr(os, "posix_fadvise"):
         pytest.skip("state on a disk needs Linux")
-    if disk_folder._file_system(tmp_path) in disk_folder._OF_MEMORY:
+    if disk._file_system(tmp_path) in disk._OF_MEMORY:
         pytest.skip("the temporary folder is in memory: --basetemp names one on a disk")
     made = tmp_path / "disk"
     made.mkdir()

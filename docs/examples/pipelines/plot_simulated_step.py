@@ -30,7 +30,7 @@ from roundpipe_runtime import (
     Timeline,
 )
 from roundpipe_runtime.estimate import Hardware, measure_layers, simulate, step_plan
-from roundpipe_runtime.timeline.page import save_page
+from roundpipe_runtime.timeline.drawing import save_page
 
 WIDTH, MICROBATCHES = 5120, 4
 

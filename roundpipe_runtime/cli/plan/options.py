@@ -12,7 +12,7 @@ import typer
 from yobx_flatten.model_folder.source.find import MODEL_NAMES
 from yobx_flatten.terminal.failures import UserError
 
-from ...device.disk_folder import HOST_IN_MEMORY
+from ...device.disk import HOST_IN_MEMORY
 from ..option_objects import option
 from ..quantities import parse_bytes, parse_gigabytes
 from ..train import options as train
@@ -111,7 +111,7 @@ class StepOptions:
 
     def with_disk(self, machine: Hardware) -> Hardware:
         """Return a machine with the rates of the disk, which is measured where the profile does not state them."""
-        from ...device.disk_folder import disk_folder
+        from ...device.disk import disk_folder
         from ...estimate.disk_rates import measure_disk
 
         folder = disk_folder(self.host)

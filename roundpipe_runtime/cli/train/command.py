@@ -19,7 +19,7 @@ from yobx_flatten.terminal.failures import UserError
 from yobx_flatten.terminal.output import say, say_json
 
 from ... import fine_tune as tuning
-from ...device.disk_folder import HOST_IN_MEMORY
+from ...device.disk import HOST_IN_MEMORY
 from ...errors import PlanError, RoundPipeError
 from ..models import read_by, source_of
 from ..option_objects import flat_options, takes_options

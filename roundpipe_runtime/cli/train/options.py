@@ -12,7 +12,7 @@ import typer
 from yobx_flatten.model_folder.source.find import MODEL_NAMES
 from yobx_flatten.terminal.failures import UserError
 
-from ...device.disk_folder import HOST_IN_MEMORY, check_host
+from ...device.disk import HOST_IN_MEMORY, check_host
 from ...device.parse import parse_devices
 from ...device.protocol import Device
 from ...device.virtual import VirtualDevice

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -21,6 +22,7 @@ from torch import nn
 from ...batch.flat import FlatMicrobatch
 from ...batch.loss import LossContract
 from ...batch.loss import Reduction as LossReduction
+from ...device.events import NOW
 from ...device.interrupts import Uninterrupted
 from ...device.outcome import Outcome, on_error
 from ...device.worker import Worker
@@ -31,7 +33,7 @@ from ...engine.inputs import feed_inputs
 from ...engine.one_group import OneGroup
 from ...engine.recompute.draws import move_generator, run_base
 from ...engine.run import Run
-from ...errors import ConfigError, LossError
+from ...errors import ConfigError, LossError, RoundPipeWarning, warn
 from ...optim.parameters import LayerContents, ParameterStore, scan
 from ...optim.readiness import ReadinessTable
 from ...optim.step import StepRunner
@@ -41,11 +43,8 @@ from ..ranks.ranks import Ranks
 from ..weights.shards import RankStore, ShardedStore
 from ..weights.shared_store import SharedStore
 from ..weights.steps import RankSteps
-from .agreement import describe_call, describe_model, share_weights
-from .call import Opening, RankCall, Verdict
+from .call import Opening, RankCall, Verdict, report_losses, total_contract
 from .groups import groups_of
-from .kept_sums import KeptSums
-from .losses import report_losses, total_contract
 from .reduction import Reduction, ReductionPlan
 
 
@@ -386,3 +385,108 @@ def _agreed(reductions: Sequence[LossReduction | None], microbatches: int) -> Lo
 def with_rows(parts: list[list[FlatMicrobatch]]) -> list[list[FlatMicrobatch]]:
     """Return the microbatches of each group; none for a group without rows."""
     return [[] if all(microbatch.rows == 0 for microbatch in part) else part for part in parts]
+
+
+def describe_model(model: nn.Module, **options: Any) -> dict[str, object]:
+    """Return what makes a model and its pipeline, by name, for :func:`ranks_disagree`."""
+    stated: dict[str, object] = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in _tensors(model)}
+    return stated | {name: str(value) for name, value in options.items()}
+
+
+def describe_call(
+    contents: list[LayerContents], config: RoundPipeRunConfig, *, call: str, step: int, is_deferred: bool
+) -> dict[str, object]:
+    """Return what makes a call, by name, for :func:`ranks_disagree`."""
+    trainable = [
+        (layer.index, number)
+        for layer in contents
+        for number, parameter in enumerate(layer.parameters())
+        if parameter.requires_grad
+    ]
+    return {
+        "the call": call,
+        "the number of completed calls": step,
+        "num_microbatch": config.num_microbatch,
+        "loss_reduction": config.loss_reduction,
+        "no_sync": is_deferred,
+        "the number of trainable parameters": len(trainable),
+        "the digest of what is trainable": zlib.crc32(repr(trainable).encode()),
+        "the training mode of the layers": all(layer.module.training for layer in contents),
+    }
+
+
+@torch.no_grad()
+def share_weights(model: nn.Module, ranks: Ranks) -> None:
+    """Give all ranks the weights and buffers of rank 0, where they differ."""
+    if ranks.size == 1:
+        return
+    tensors = _tensors(model)
+    digests = ranks.exchange([_digest(tensor) for _, tensor in tensors])
+    different = [number for number in range(len(tensors)) if any(one[number] != digests[0][number] for one in digests)]
+    for number in different:
+        tensor = tensors[number][1]
+        if tensor.is_contiguous():
+            ranks.broadcast(tensor.detach())
+        else:
+            received = tensor.detach().contiguous()
+            ranks.broadcast(received)
+            tensor.copy_(received)
+    if different and ranks.rank == 0:
+        warn(
+            f"The ranks began with different values of {len(different)} parameters or buffers, like "
+            f"{tensors[different[0]][0]!r}; all have those of rank 0 now. The same seed on all ranks makes them the "
+            "same:\n"
+            "    torch.manual_seed(0)  # before the model is made",
+            RoundPipeWarning,
+        )
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    if not tensor.numel() or tensor.is_meta:
+        return 0
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy().data)
+
+
+class KeptSums:
+    """The gradients of calls in ``no_sync()``, by group of this rank and layer."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[int, int], dict[nn.Parameter, torch.Tensor]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._sums)
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._sums.clear()
+
+    def add(self, call: Call, scale: float) -> None:
+        """Add the gradients of each group of a call."""
+        # call: call that has succeeded on all ranks; its gradients are taken
+        turns = [turn for turn, part in enumerate(call.parts) if part]
+        for turn, (run, _) in zip(turns, call.runs, strict=True):
+            for layer, gradients in run.collected.gradients.items():
+                kept = self._sums.setdefault((turn, layer), {})
+                for parameter, (gradient, ready) in gradients.items():
+                    ready.result()
+                    scaled = gradient if scale == 1.0 else gradient.mul_(scale)
+                    kept[parameter] = kept[parameter].add_(scaled) if parameter in kept else scaled
+            run.collected.gradients.clear()
+
+    def send(self, plan: ReductionPlan, ranks: Ranks) -> list[dict[nn.Parameter, torch.Tensor]]:
+        """Sum them over the groups of all ranks, which all call this, and keep nothing."""
+        reduction = Reduction(plan, ranks)
+        sums, self._sums = self._sums, {}
+        layers = {bucket.layer for bucket in plan.buckets}
+        for turn in range(len(groups_of(ranks.rank, ranks.size, plan.replicas))):
+            for layer in layers:  # what was not kept has no gradient
+                found = sums.get((turn, layer), {})
+                reduction.land(turn, layer, {parameter: (gradient, NOW) for parameter, gradient in found.items()})
+        reduction.run()
+        had: set[tuple[int, int]] = set().union(*ranks.exchange(reduction.had))
+        return list(reduction.results(1.0, had))

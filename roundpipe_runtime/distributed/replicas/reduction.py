@@ -22,8 +22,7 @@ from torch import nn
 from ...engine.parameters.on_device import Gradients
 from ...optim.parameters import LayerContents
 from ..ranks.ranks import Ranks
-from ..weights.cuts import is_cut, pieces, shards
-from ..weights.shards import RankStore
+from ..weights.shards import RankStore, is_cut, pieces, shards
 from .groups import groups_of, num_turns
 
 

@@ -14,8 +14,7 @@ import torch
 from ...device.disk import in_groups, passing
 from ...errors import ConfigError
 from ..ranks.ranks import Ranks
-from .cuts import is_cut, shards
-from .shards import local_of
+from .shards import is_cut, local_of, shards
 
 
 @torch.no_grad()

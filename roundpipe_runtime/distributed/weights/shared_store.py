@@ -10,16 +10,19 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import secrets
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from ...errors import DistributedError
+from ...device.outcome import Outcome, on_error
+from ...errors import ConfigError, DistributedError
+from ..ranks.machine import this_machine
 from ..ranks.ranks import Ranks
-from .cuts import is_cut, shards
-from .host_memory import first_of_shards, machines_of, routes, share_memory
-from .shards import ShardedStore, Target
+from .shards import ShardedStore, Target, is_cut, shards
 
 
 class SharedStore(ShardedStore):
@@ -94,3 +97,144 @@ class SharedStore(ShardedStore):
         for place, rows in late:
             if place is not rows:  # rows that do not lie one after the other
                 place.copy_(rows)
+
+
+# Bytes at which a tensor begins; the first of them hold the token by which the memory is known.
+_ALIGNMENT = 64
+
+
+def machines_of(ranks: Ranks) -> list[int]:
+    """Return the number of the machine of each rank: those that see each other's processes have the same."""
+    found = ranks.exchange(this_machine())
+    numbers = {machine: number for number, machine in enumerate(dict.fromkeys(found))}
+    return [numbers[machine] for machine in found]
+
+
+def first_of_shards(machines: Sequence[int], num_shards: int) -> dict[tuple[int, int], int]:
+    """Return the rank that writes a shard into the memory of a machine, for each machine and shard that it has."""
+    # num_shards: number of shards; rank r has shard r modulo this
+    found: dict[tuple[int, int], int] = {}
+    for rank, machine in enumerate(machines):
+        found.setdefault((machine, rank % num_shards), rank)
+    return found
+
+
+def routes(machines: Sequence[int], num_shards: int) -> list[tuple[int, int, int]]:
+    """Return what crosses between machines after a step, once per machine and shard: ``(shard, sender, receiver)``.
+
+    >>> routes([0, 0, 1, 1], 4)
+    [(2, 2, 0), (3, 3, 1), (0, 0, 2), (1, 1, 3)]
+    """
+    # num_shards: number of shards; rank r has shard r modulo this
+    writers = first_of_shards(machines, num_shards)
+    found = []
+    for machine in dict.fromkeys(machines):
+        members = [rank for rank, other in enumerate(machines) if other == machine]
+        for shard in range(num_shards):
+            if (machine, shard) not in writers:
+                senders = [rank for (_, number), rank in writers.items() if number == shard]
+                found.append((shard, senders[machine % len(senders)], members[shard % len(members)]))
+    return found
+
+
+def share_memory(model: nn.Module, ranks: Ranks, machines: Sequence[int]) -> list[nn.Parameter]:
+    """Move the parameters of a model into memory that all ranks of a machine have; all have the same values."""
+    # returns: the parameters that are there: all but frozen ones of other classes, like quantized ones, and empty ones
+    own = machines[ranks.rank]
+    first = list(machines).index(own)
+    parameters = [parameter for parameter in model.parameters() if _can_be_shared(parameter)]
+    places = _places(parameters)
+    offered: tuple[int, int, bytes] | None = None
+    memory: mmap.mmap | None = None
+    with Outcome() as made:
+        _check(model)
+        if ranks.rank == first:
+            memory, offered = _make(places[-1])
+    try:
+        offers = _agreed(ranks, offered, made.error)
+        with Outcome() as opened:
+            if memory is None:
+                offer = offers[first]
+                assert offer is not None  # of a rank that did not fail
+                memory = _open(places[-1], *offer)
+        _agreed(ranks, None, opened.error)
+    finally:
+        if offered is not None:
+            os.close(offered[1])
+    assert memory is not None
+    for parameter, at in zip(parameters, places, strict=False):
+        place = _view(memory, at, parameter)
+        if ranks.rank == first:
+            place.copy_(parameter.detach())
+        parameter.data = place
+    ranks.exchange(None)  # all of it is written
+    return parameters
+
+
+def _can_be_shared(parameter: nn.Parameter) -> bool:
+    data = parameter.data
+    is_plain = type(data) is torch.Tensor and data.device.type == "cpu" and data.layout == torch.strided
+    # strides that leave no gaps: torch keeps such strides only
+    return is_plain and data.numel() > 0 and torch.empty_like(data, device="meta").stride() == data.stride()
+
+
+def _check(model: nn.Module) -> None:
+    line = '    RoundPipe(model, mesh=mesh, host_weights="own")'
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError(f'host_weights="shared" needs Linux. A copy of the weights for each process:\n{line}')
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.numel() and not _can_be_shared(parameter):
+            raise ConfigError(
+                f'host_weights="shared": {name!r} is trained, and is a {type(parameter.data).__name__} '
+                f"{tuple(parameter.shape)} of {parameter.device} that cannot be in shared memory as it is.\n{line}"
+            )
+
+
+def _places(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """Where each begins, and the end."""
+    found = [_ALIGNMENT]
+    for parameter in parameters:
+        found.append(found[-1] + -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT)
+    return found
+
+
+def _make(nbytes: int) -> tuple[mmap.mmap, tuple[int, int, bytes]]:
+    """Memory, and what other processes of the machine need to open it."""
+    token = secrets.token_bytes(16)
+    file = os.memfd_create("roundpipe")
+    with on_error(lambda error: os.close(file)):
+        os.posix_fallocate(file, 0, nbytes)  # an error where memory is short, and not a signal later
+        memory = mmap.mmap(file, nbytes)
+    memory[: len(token)] = token
+    return memory, (os.getpid(), file, token)
+
+
+def _open(nbytes: int, process: int, file: int, token: bytes) -> mmap.mmap:
+    opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
+    try:
+        memory = mmap.mmap(opened, nbytes)
+    finally:
+        os.close(opened)
+    if memory[: len(token)] != token:
+        raise DistributedError(f"The memory of process {process} is not the one that it offered.")
+    return memory
+
+
+def _view(memory: mmap.mmap, at: int, parameter: nn.Parameter) -> torch.Tensor:
+    """The place of a parameter, with a storage of its own: it is saved alone."""
+    data = parameter.data
+    flat = torch.frombuffer(memory, dtype=data.dtype, count=data.numel(), offset=at)
+    return flat.as_strided(data.shape, data.stride())
+
+
+def _agreed(
+    ranks: Ranks, offer: tuple[int, int, bytes] | None, failure: BaseException | None
+) -> list[tuple[int, int, bytes] | None]:
+    """What each rank offers, or the error of one of them on all."""
+    said = ranks.exchange((offer, None if failure is None else f"{type(failure).__name__}: {failure}"))
+    if failure is not None:
+        raise failure
+    for rank, (_, text) in enumerate(said):
+        if text is not None:
+            raise DistributedError(f"Rank {rank} could not share the weights of its machine. There:\n    {text}")
+    return [one for one, _ in said]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import nn
 
-from ...device.slabs import PinnedMemory
+from ...device.pinning import PinnedMemory
 from ...optim.parameters import LayerContents
 
 

@@ -16,8 +16,8 @@ import torch
 
 from ...device.protocol import Device
 from ...errors import DeviceMemoryError
-from ...optim.marks import Mark, is_plain
 from ...optim.parameters import LayerContents
+from ...optim.places import Mark, is_plain
 from ...optim.torch_steps import number_of_steps
 from .partial_table import bytes_present
 

@@ -17,9 +17,8 @@ from ...device.composite import Rebuilding, is_composite, plain_numbers
 from ...device.events import Event
 from ...device.protocol import Device
 from ...errors import StageError
-from ...optim.copyable import same_numbers
+from ...optim.copyable import same_numbers, weights_kept
 from ...optim.parameters import LayerContents
-from ...optim.weights_kept import weights_kept
 from ..looks import HOST_PARAMETER, is_compared, watch_escaped
 from ..recompute.layer_traits import traits_of
 from .gradient_memory import GradientMemory

@@ -18,7 +18,7 @@ from ...device.events import Event
 from ...device.virtual import VirtualDevice
 from ...engine.config import RoundPipeRunConfig
 from ...engine.driver import Engine
-from ...optim.weights_kept import has_few_bits, weights_kept
+from ...optim.copyable import has_few_bits, weights_kept
 from ..errors import CutError
 from .digest import digest, distance, typical
 from .gradients import own_gradients, untied

@@ -25,7 +25,7 @@ from ...checkpoint.optimizer_state import check_optimizer, named_state, restore_
 from ...checkpoint.ranks import ranks_of
 from ...checkpoint.shards import cut_like
 from ...checkpoint.training_state import read_values, write_values
-from ...device.disk_folder import HOST_IN_MEMORY
+from ...device.disk import HOST_IN_MEMORY
 from ...device.generator import generator_kept
 from ...errors import ConfigError
 from ...optim.disk_store import hold_on_disk

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import ConfigError, RoundPipe, RoundPipePackedData
-from roundpipe_runtime.batch.arguments import check_labels
-from roundpipe_runtime.batch.flat import FlatTree
+from roundpipe_runtime.batch.flat import FlatTree, check_labels
 
 F = nn.functional
 

@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.checkpoint.rng: all generators go on where they were."""
+"""Tests of roundpipe_runtime.checkpoint.training_state: all generators go on where they were."""
 
 import random
 import types
@@ -7,8 +7,8 @@ import numpy
 import pytest
 import torch
 
-from roundpipe_runtime.checkpoint import rng
-from roundpipe_runtime.checkpoint.rng import random_state, restore_random_state
+from roundpipe_runtime.checkpoint import training_state
+from roundpipe_runtime.checkpoint.training_state import random_state, restore_random_state
 
 
 @pytest.fixture(autouse=True)
@@ -63,22 +63,22 @@ class FakeLibrary:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_generators_of_accelerators_come_back_where_there_are_any(monkeypatch, count):
     """Two were there; of one, two or three, those that were there are set."""
-    monkeypatch.setattr(rng, "_accelerator", lambda: ("cuda", FakeLibrary(2)))
+    monkeypatch.setattr(training_state, "_accelerator", lambda: ("cuda", FakeLibrary(2)))
     state = random_state()
     here = FakeLibrary(count)
     here.states = [torch.tensor([-1])] * count
-    monkeypatch.setattr(rng, "_accelerator", lambda: ("cuda", here))
+    monkeypatch.setattr(training_state, "_accelerator", lambda: ("cuda", here))
     restore_random_state(state)
     assert [generator.item() for generator in here.states] == [0, 1, -1][:count]
 
 
 def test_another_kind_of_accelerator_is_left_alone(monkeypatch):
     """A state of one means nothing to the other."""
-    monkeypatch.setattr(rng, "_accelerator", lambda: ("cuda", FakeLibrary(1)))
+    monkeypatch.setattr(training_state, "_accelerator", lambda: ("cuda", FakeLibrary(1)))
     state = random_state()
     here = FakeLibrary(1)
     here.states = [torch.tensor([-1])]
-    monkeypatch.setattr(rng, "_accelerator", lambda: ("xpu", here))
+    monkeypatch.setattr(training_state, "_accelerator", lambda: ("xpu", here))
     restore_random_state(state)
     assert here.states[0].item() == -1
 
@@ -90,4 +90,4 @@ def test_any_accelerator_that_the_process_uses_has_generators(monkeypatch, start
     library.is_initialized = lambda: started
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: types.SimpleNamespace(type="npu"))
     monkeypatch.setattr(torch, "get_device_module", lambda device: library)
-    assert rng._accelerator()[0] == expected
+    assert training_state._accelerator()[0] == expected

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roundpipe_runtime import ConfigError
-from roundpipe_runtime.device import disk_folder, pages
+from roundpipe_runtime.device import disk, pages
 from roundpipe_runtime.device.disk import DiskMemory, disk_of, in_groups, passing
 
 MIB = 2**20
@@ -174,13 +174,13 @@ def test_groups_pass_one_after_the_other(memory):
 def test_any_other_place_is_refused(host):
     """The error shows both forms."""
     with pytest.raises(ConfigError, match=r'host must be "memory" or "disk:DIR"'):
-        disk_folder.disk_folder(host)
+        disk.disk_folder(host)
 
 
 def test_a_folder_that_is_memory_is_refused():
     """A tmpfs has the capacity of the memory that is to be saved."""
     shared = pathlib.Path("/dev/shm")
-    if not shared.is_dir() or disk_folder._file_system(shared) != "tmpfs":
+    if not shared.is_dir() or disk._file_system(shared) != "tmpfs":
         pytest.skip("this machine has no tmpfs at /dev/shm")
     with pytest.raises(ConfigError, match="on a tmpfs, which is memory"):
         DiskMemory(shared)

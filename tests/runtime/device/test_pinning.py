@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import ConfigError, DeviceError
-from roundpipe_runtime.device import pinning, slabs
+from roundpipe_runtime.device import pinning
 from roundpipe_runtime.device.accelerator import AcceleratorDevice
 from roundpipe_runtime.device.pinning import PinnedModel
 
@@ -31,7 +31,7 @@ def slab_addresses(monkeypatch):
         found.append((first, first + nbytes))
         return memory
 
-    monkeypatch.setattr(slabs, "_allocate", allocate)
+    monkeypatch.setattr(pinning, "_allocate", allocate)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: is_in(tensor, found))
     return found
 

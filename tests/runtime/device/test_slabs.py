@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.device.slabs: tensors packed into memory that torch does not round up."""
+"""Tests of roundpipe_runtime.device.pinning: tensors packed into memory that torch does not round up."""
 
 import gc
 import io
@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_runtime.device import slabs
-from roundpipe_runtime.device.slabs import PinnedMemory, plan_slabs
+from roundpipe_runtime.device import pinning
+from roundpipe_runtime.device.pinning import PinnedMemory, plan_slabs
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def plain_memory(monkeypatch):
         allocated.append(nbytes)
         return memoryview(bytearray(nbytes))
 
-    monkeypatch.setattr(slabs, "_allocate", allocate)
+    monkeypatch.setattr(pinning, "_allocate", allocate)
     return allocated
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_runtime import RoundPipe, load_checkpoint, save_checkpoint
-from roundpipe_runtime.distributed.weights import host_memory, shards
+from roundpipe_runtime.distributed.weights import shards, shared_store
 from tests.runtime.distributed.faults import CONFIG, Training, batch, layers, raised_by, same
 from tests.runtime.small import without_row_check
 
@@ -22,7 +22,7 @@ LATE = 0.4  # seconds
 def in_ranks(folder: str) -> dict[str, Any]:
     """What one rank finds."""
     mesh, rank = dist.init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
-    host_memory.this_machine = lambda: str(rank // 2)  # of ranks 0 and 1, and of rank 2
+    shared_store.this_machine = lambda: str(rank // 2)  # of ranks 0 and 1, and of rank 2
     return {
         "memory": memory(mesh, rank),
         "late writer": late_writer(mesh, rank),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundpipe_runtime.distributed.weights.host_memory import first_of_shards, routes
+from roundpipe_runtime.distributed.weights.shared_store import first_of_shards, routes
 from tests.runtime.distributed.processes import run_ranks
 
 pytestmark = pytest.mark.slow

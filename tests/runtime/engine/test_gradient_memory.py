@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime.device import slabs
+from roundpipe_runtime.device import pinning
 from roundpipe_runtime.engine.parameters.gradient_memory import GradientMemory
 from roundpipe_runtime.optim.parameters import scan
 
@@ -22,7 +22,7 @@ def allocated(monkeypatch):
         sizes.append(nbytes)
         return memoryview(bytearray(nbytes))
 
-    monkeypatch.setattr(slabs, "_allocate", allocate)
+    monkeypatch.setattr(pinning, "_allocate", allocate)
     return sizes
 
 

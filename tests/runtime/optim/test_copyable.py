@@ -7,8 +7,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from roundpipe_runtime import ConfigError, RoundPipe
 from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
-from roundpipe_runtime.optim.copyable import check_copyable
-from roundpipe_runtime.optim.weights_kept import weights_kept
+from roundpipe_runtime.optim.copyable import check_copyable, weights_kept
 from tests.runtime.few_bits import layer_of
 from tests.runtime.huggingface.hf_small import Toy
 

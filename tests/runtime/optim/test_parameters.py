@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime.device import slabs
+from roundpipe_runtime.device import pinning
 from roundpipe_runtime.optim.parameters import ParameterStore, scan
 from tests.runtime.small import small_model
 
@@ -206,12 +206,12 @@ def test_sparse_and_dense_gradients_add_up(first):
 
 def test_what_stages_read_during_a_step_is_pinned_if_the_parameters_are(monkeypatch):
     """A clone of a pinned tensor is not, so that each copy to a device would wait."""
-    monkeypatch.setattr(slabs, "_allocate", lambda nbytes: memoryview(bytearray(nbytes)))
+    monkeypatch.setattr(pinning, "_allocate", lambda nbytes: memoryview(bytearray(nbytes)))
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.dim() == 2)
     taken = []
-    empty_like = slabs.PinnedMemory.empty_like
+    empty_like = pinning.PinnedMemory.empty_like
     monkeypatch.setattr(
-        slabs.PinnedMemory, "empty_like", lambda self, *args: taken.append(found := empty_like(self, *args)) or found
+        pinning.PinnedMemory, "empty_like", lambda self, *args: taken.append(found := empty_like(self, *args)) or found
     )
     model = nn.Linear(4, 3)
     store = ParameterStore(model)

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import Record, RoundPipe, RoundPipeRunConfig, Timeline
-from roundpipe_runtime.timeline.bubbles import bubbles_of
-from roundpipe_runtime.timeline.totals import device_totals
+from roundpipe_runtime.timeline.bubbles import bubbles_of, device_totals
 
 
 def causes(records):

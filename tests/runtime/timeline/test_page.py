@@ -12,7 +12,7 @@ import pytest
 
 from roundpipe_runtime import Record
 from roundpipe_runtime.cli.app import run
-from roundpipe_runtime.timeline.page import save_page
+from roundpipe_runtime.timeline.drawing import save_page
 from roundpipe_runtime.timeline.record import Timeline
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -35,7 +35,7 @@ ALLOWED = {
     "roundpipe_runtime/fine_tune/trainer.py": HIDDEN,
     "roundpipe_runtime/huggingface/trainer/checkpoints.py": "a checkpoint that is complete gets its name",
     "roundpipe_runtime/huggingface/trainer/saving_trainer.py": HIDDEN,
-    "roundpipe_runtime/timeline/picture.py": "the picture is a file of `whole_file`",
+    "roundpipe_runtime/timeline/drawing.py": "the picture is a file of `whole_file`",
 }
 METHODS = {"write_text", "write_bytes", "save_file", "savefig", "print_figure", "rename"}
 

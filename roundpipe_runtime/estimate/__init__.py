@@ -9,10 +9,9 @@ from .layer_footprint import LayerFootprint, measure_layers
 from .machine_file import load_machine, save_machine
 from .memory_estimate import DeviceMemory, HostMemory
 from .step_plan import StepPlan, step_plan
-from .step_simulation import BottleneckFlip, StepSimulation, simulate
+from .step_simulation import StepSimulation, simulate
 
 __all__ = [
-    "BottleneckFlip",
     "DeviceMemory",
     "DiskUse",
     "Hardware",

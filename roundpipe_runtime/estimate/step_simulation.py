@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ..engine.config import RoundPipeRunConfig
 from ..engine.planner import FOR_PARAMETERS
@@ -27,20 +27,6 @@ from .hardware import Hardware
 from .kept_bytes import room_to_keep
 from .memory_estimate import DeviceMemory, HostMemory, device_memory
 from .step_plan import StepPlan, stage_loads
-
-
-class BottleneckFlip(NamedTuple):
-    """The number of tokens at which a step begins to wait for something else.
-
-    Attributes:
-        tokens: tokens of a step.
-        before: what is busy longest with fewer tokens, a key of :attr:`StepSimulation.busy`.
-        after: what is busy longest with more tokens.
-    """
-
-    tokens: float
-    before: str
-    after: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +47,6 @@ class StepSimulation:
         tokens: tokens of the step.
         busy: seconds in which each part of the machine is busy, the mean of all devices: ``"compute"``,
             ``"link up"``, ``"link down"``, ``"interpreter"``, ``"optimizer"``, ``"disk"`` where the state is on one.
-        flips: tokens of a step at which the bottleneck changes, with the same plan; ascending.
         called: seconds in which a device waits for the host to call layers, the mean of all devices.
         disk: what the step has and moves on a disk; ``None`` in memory.
     """
@@ -78,7 +63,6 @@ class StepSimulation:
     keep_parameters: float | Literal["auto"]
     tokens: int
     busy: Mapping[str, float]
-    flips: list[BottleneckFlip]
     called: float = 0.0
     disk: DiskUse | None = None
 
@@ -145,8 +129,8 @@ def simulate(
     >>> plan = ModelExecutePlan([range(2)], [range(2, 3), range(1, 2), range(1)])
     >>> machine = Hardware(("cuda:0",), "cuda", 10e12, 10e9, 2**30, 2**36, 20e9, {})
     >>> found = simulate(step_plan(plan, layers, model, num_microbatch=2, tokens=1024), machine)
-    >>> found.bottleneck, [f"{flip.before} until {flip.tokens:,.0f}" for flip in found.flips]
-    ('optimizer', ['optimizer until 2,100'])
+    >>> found.bottleneck, round(found.busy["optimizer"] / found.busy["compute"], 2)
+    ('optimizer', 2.05)
     """
     plan = plan.on(len(machine.names))
     if stays is None:
@@ -163,7 +147,6 @@ def simulate(
         loads = on_disk(loads)
     alone = simulate_schedule(loads, machine_of(machine, linked=True), plan.num_microbatch)
     run, seconds = _next_to_optimizer(plan, loads, machine, alone, is_async, optimizer)
-    fixed, per_token = _busy(plan, loads, machine, plan.optimizer_bytes / machine.host_rate, disk)
     return StepSimulation(
         seconds=seconds,
         run=run,
@@ -176,8 +159,7 @@ def simulate(
         stays=stays,
         keep_parameters=keep_parameters,
         tokens=plan.tokens,
-        busy={name: fixed[name] + per_token[name] * plan.tokens for name in fixed},
-        flips=_flips(fixed, per_token),
+        busy=_busy(plan, loads, machine, disk),
         called=_seconds_called(plan, loads) / len(machine.names),
         disk=disk,
     )
@@ -266,75 +248,33 @@ def _with_updates(plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware,
     return found
 
 
-# -- what is busy, by tokens -----------------------------------------------------------------------------------------
-
-
-def _busy(
-    plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, optimizer: float, disk: DiskUse | None
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds that are the same for any number of tokens, and seconds per token."""
-    devices, tokens, microbatches = len(machine.names), plan.tokens or 1, plan.num_microbatch
-    down = machine.down or machine.link
+def _busy(plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, disk: DiskUse | None) -> dict[str, float]:
+    """Seconds in which each part of the machine is busy, the mean of all devices."""
+    devices, microbatches = len(machine.names), plan.num_microbatch
     without_calls = dataclasses.replace(machine, call=0.0)
-    # a copy of the last stage has a share of the microbatches
-    parts = [len(stage.microbatches(microbatches)) / microbatches for stage in plan.stages]
-    computed = sum(plan.seconds(stage, without_calls) * part for stage, part in zip(plan.stages, parts, strict=True))
+    # a copy of the last stage has some of the microbatches
+    counts = [len(stage.microbatches(microbatches)) for stage in plan.stages]
     # gradients of single microbatches, down from all copies but the last, and up to that one
     shares = sum(
-        len(stage.microbatches(microbatches)) * load.share
-        for stage, load in zip(plan.stages, loads, strict=True)
+        count * load.share
+        for stage, count, load in zip(plan.stages, counts, loads, strict=True)
         if not stage.is_last_copy
     )
-    # of tables, as many bytes for each microbatch, however many tokens it has
-    of_tables = [plan.part_bytes(stage) for stage in plan.stages]
-    table_up, table_down = (
-        microbatches * sum(found[way] * part for found, part in zip(of_tables, parts, strict=True)) for way in (0, 1)
+    computed = sum(count * plan.seconds(stage, without_calls) for stage, count in zip(plan.stages, counts, strict=True))
+    up = sum(load.upload + count * load.inputs for count, load in zip(counts, loads, strict=True))
+    down = sum(
+        (load.download if load.copy in (None, load.copies - 1) else 0) + count * load.outputs
+        for count, load in zip(counts, loads, strict=True)
     )
-    last_copies = [load.download for load in loads if load.copy in (None, load.copies - 1)]
-    fixed = {
-        "compute": 0.0,
-        "link up": (sum(load.upload for load in loads) + shares + table_up) / machine.link / devices,
-        "link down": (sum(last_copies) + shares + table_down) / down / devices,
+    found = {
+        "compute": computed / devices,
+        "link up": (up + shares) / machine.link / devices,
+        "link down": (down + shares) / (machine.down or machine.link) / devices,
         "interpreter": len(plan.layers) * microbatches * machine.call,  # one for all devices
-        "optimizer": optimizer,
-    }
-    per_token = {
-        "compute": microbatches * computed / devices / tokens,
-        "link up": microbatches
-        * sum((load.inputs - up) * part for load, part, (up, _) in zip(loads, parts, of_tables, strict=True))
-        / machine.link
-        / devices
-        / tokens,
-        "link down": microbatches
-        * sum((load.outputs - back) * part for load, part, (_, back) in zip(loads, parts, of_tables, strict=True))
-        / down
-        / devices
-        / tokens,
-        "interpreter": 0.0,
-        "optimizer": 0.0,
+        "optimizer": plan.optimizer_bytes / machine.host_rate,
     }
     if disk is not None:
         read = disk.read_in_run + disk.read_for_norm + disk.read_in_step
         written = disk.written_in_run + disk.written_in_step
-        fixed["disk"] = max(read / (machine.disk_read or math.inf), written / (machine.disk_write or math.inf))
-        per_token["disk"] = 0.0
-    return fixed, per_token
-
-
-def _flips(fixed: Mapping[str, float], per_token: Mapping[str, float]) -> list[BottleneckFlip]:
-    """Where another one of the lines is the highest, as the tokens grow."""
-
-    def longest(tokens: float) -> str:
-        return max(fixed, key=lambda name: (fixed[name] + per_token[name] * tokens, per_token[name]))
-
-    crossings = sorted(
-        (fixed[b] - fixed[a]) / (per_token[a] - per_token[b])
-        for a, b in itertools.permutations(fixed, 2)
-        if per_token[a] > per_token[b] and fixed[b] > fixed[a]
-    )
-    found = []
-    for before, at, after in zip([0.0, *crossings], crossings, [*crossings[1:], None], strict=False):
-        names = longest((before + at) / 2), longest(2 * at if after is None else (at + after) / 2)
-        if names[0] != names[1]:
-            found.append(BottleneckFlip(at, *names))
+        found["disk"] = max(read / (machine.disk_read or math.inf), written / (machine.disk_write or math.inf))
     return found

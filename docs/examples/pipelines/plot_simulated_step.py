@@ -71,8 +71,8 @@ def simulated(tokens):
 
 counts = [2**power for power in range(10, 18)]
 steps = [simulated(tokens) for tokens in counts]
-for flip in steps[0].flips:
-    print(f"from {flip.tokens:,.0f} tokens on, {flip.before} gives way to {flip.after}")
+for tokens, step in zip(counts, steps, strict=True):
+    print(f"{tokens:,} tokens: {step.bottleneck} is busy longest")
 
 # %%
 # Seconds of a step, and how long each part of the machine is busy in it. Copies of parameters and the optimizer take the
@@ -88,8 +88,6 @@ figure, ax = plt.subplots(figsize=(8, 4), layout="constrained")
 for name, colour in colours.items():
     ax.plot(counts, [step.busy[name] for step in steps], color=colour, label=name)
 ax.plot(counts, [step.seconds for step in steps], "k.--", label="a step")
-for flip in steps[0].flips:
-    ax.axvline(flip.tokens, color="#bbbbbb", linewidth=1)
 ax.set(xscale="log", yscale="log", xlabel="tokens of a step", ylabel="seconds")
 ax.legend()
 plt.show()

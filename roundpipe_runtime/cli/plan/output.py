@@ -12,7 +12,6 @@ from yobx_flatten.errors.messages import format_bytes, table
 
 from ...estimate.joined_loss import JoinedLoss
 from ...estimate.report import PlanReport
-from ...estimate.step_simulation import StepSimulation
 from ...huggingface.quantize import count_weights
 from ..quantities import format_count, format_seconds
 
@@ -72,7 +71,6 @@ def as_dict(
             "links": [{"up": up, "down": down} for up, down in report.simulation.links],
             "busy": dict(report.simulated.busy),
             "bottleneck": report.simulated.bottleneck,
-            "flips": [flip._asdict() for flip in report.simulated.flips],
         },
         "fits": {"devices": report.fits_devices, "host": report.fits_host},
         "too_large": report.too_large or None,
@@ -338,7 +336,7 @@ def _time(report: PlanReport) -> list[str]:
         f"A link copies {format_bytes(up)} in and {format_bytes(down)} back in a step",
         *_kept_instead(report, up),
         *textwrap.wrap("Busy: " + ", ".join(busy), _COLUMNS, subsequent_indent="  "),
-        f"  {_flips(step)}",
+        f"  {step.bottleneck} is busy longest",
         f"Transfers overlap with computing from {needed:,.0f} tokens a step on; there are {report.tokens:,}",
         f"  ({report.tokens_forward:,.0f} in forward stages, {report.tokens_backward:,.0f} in backward stages)",
     ]
@@ -375,15 +373,6 @@ def _kept_instead(report: PlanReport, up: int) -> list[str]:
 def _exact(report: PlanReport) -> float:
     """Seconds of a step whose optimizer runs next to the run that follows."""
     return report.simulate(is_async="exact").seconds
-
-
-def _flips(step: StepSimulation) -> str:
-    """What is busy longest, by tokens of a step."""
-    if not step.flips:
-        return f"{step.bottleneck} is busy longest, with any number of tokens"
-    parts = [f"{flip.before} is busy longest until {flip.tokens:,.0f} tokens a step" for flip in step.flips[:1]]
-    parts += [f"{flip.before} until {flip.tokens:,.0f}" for flip in step.flips[1:]]
-    return ", then ".join([*parts, step.flips[-1].after])
 
 
 def _verdict(report: PlanReport, change: SettingsChange | None) -> list[str]:

@@ -168,18 +168,23 @@ def test_bubbles_are_all_of_the_time_without_computation(step):
     assert found.bubbles["transfer"] == pytest.approx((found.run.time - found.unhindered.time) / found.seconds)
 
 
-def test_the_bottleneck_flips_where_the_lines_cross(step):
-    """Copies of parameters take the same time for any number of tokens, computation grows with them."""
-    rates = machine(host_rate=1e12, link=1e9)
-    found = simulate(step, rates, stays=False)
-    (flip,) = found.flips
-    assert (flip.before, flip.after) == ("link up", "compute")
-    # forward of two layers; 6 of the fused one and of layer 1; layer 0 needs no gradient of its input
-    computing = (2 * 2 + 6 + 6 + 4) * PARAMETERS / rates.flops
-    copying = 6 * 4 * WIDTH / rates.link
-    assert flip.tokens == pytest.approx(5 * 4 * PARAMETERS / rates.link / (computing - copying))
-    there = dataclasses.replace(step, tokens=round(1.01 * flip.tokens))
-    assert simulate(there, rates, stays=False).bottleneck != found.bottleneck or flip.tokens < step.tokens
+def test_what_is_busy_longest_depends_on_the_rows():
+    """Copies of parameters take the same time for any number of rows, computation grows with them."""
+    rates = machine(host_rate=1e12, link=1e8)
+    found = {}
+    for rows in (2, 128):
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(3)])
+        layers = measure_layers(list(model), (torch.empty(rows, WIDTH, device="meta"),))
+        plan = ModelExecutePlan([range(2)], [range(2, 3), range(1, 2), range(1)])
+        planned = step_plan(plan, layers, model, num_microbatch=MICROBATCHES, tokens=MICROBATCHES * rows)
+        found[rows] = simulate(planned, rates, stays=False)
+        # forward of two layers; 6 of the fused one and of layer 1; layer 0 needs no gradient of its input
+        operations = (2 * 2 + 6 + 6 + 4) * PARAMETERS * MICROBATCHES * rows
+        assert found[rows].busy["compute"] == pytest.approx(operations / rates.flops)
+        # parameters of five layers; a microbatch goes up to each stage, with a gradient to those that go back
+        copied = 5 * 4 * PARAMETERS + 6 * 4 * WIDTH * MICROBATCHES * rows
+        assert found[rows].busy["link up"] == pytest.approx(copied / rates.link)
+    assert [one.bottleneck for one in found.values()] == ["link up", "compute"]
 
 
 def test_what_a_call_costs_the_host_counts(step):

@@ -90,13 +90,18 @@ class Least:
         length: the leaf at the end that states how many tokens were seen; ``None`` if there is none.
     """
 
-    def __init__(self, layers: list[Any], *, length: int | None) -> None:
-        from yobx_flatten.huggingface.caches.state import leaf_paths, read_state
+    def __init__(self, layers: list[Any], *, length: Any) -> None:
+        import torch
 
-        self.scope: dict[str, Any] = {"new": object.__new__, "Cache": type("Cache", (), {})}
+        from yobx_flatten.huggingface.caches.state import leaf_paths, lengths_of, read_state
+
+        self.scope: dict[str, Any] = {"new": object.__new__, "full": torch.full, "Cache": type("Cache", (), {})}
         self.layers, self.length = layers, length
         self.templates = [read_state(vars(layer), in_cache=True)[0] for layer in layers]
         self.width = sum(len(leaf_paths(template)) for template in self.templates)
+        counted = [(i, name) for i, template in enumerate(self.templates) for name in lengths_of(template)]
+        self.counted = "cache.layers[{}].{}".format(*counted[0]) if counted else ""
+        self.in_tensor = isinstance(length, torch.Tensor)
         self.read: list[str] = []
 
     def functions(self) -> tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]:
@@ -108,7 +113,7 @@ class Least:
         yield "def unflatten(leaves, context):"
         yield "    layers = []"
         yield "    it = iter(leaves)"
-        yield f"    length = {PAST if self.length is None else 'leaves[-1]'}"
+        yield f"    length = {PAST if self.length is None else 'leaves[-1].item()' if self.in_tensor else 'leaves[-1]'}"
         values = ", ".join(f"x{i}" for i in range(self.width))
         rounds = f"zip({', '.join(['it'] * self.width)})" if self.width else f"range({LAYERS // len(self.layers)})"
         yield f"    for {f'{values},' if self.width else '_'} in {rounds}:"
@@ -137,7 +142,7 @@ class Least:
         yield f"    for {', '.join(names)} in {f'zip({turns})' if step > 1 else 'cache.layers'}:"
         yield from [f"        leaves.append({place})" for place in self.read] or ["        pass"]
         if self.length is not None:
-            yield f"    leaves.append({self.length})"
+            yield f"    leaves.append({f'full((), {self.counted})' if self.in_tensor else self.counted})"
         yield "    return leaves, None"
 
     def _write(self, entry: list[Any], value: Any, place: str, first: int) -> str:
@@ -238,7 +243,8 @@ def same(leaves: list[Any], others: list[Any]) -> bool:
     import torch
 
     return len(leaves) == len(others) and all(
-        a is b if isinstance(a, torch.Tensor) else a == b for a, b in zip(leaves, others, strict=True)
+        a is b or (a.dim() == 0 and torch.equal(a, b)) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(leaves, others, strict=True)
     )
 
 

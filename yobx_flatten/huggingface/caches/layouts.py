@@ -14,6 +14,7 @@ import torch
 
 from ...errors import CacheStructureError, SpecMismatchError
 from ...recipe.aliases import CacheLayer, Length
+from .known_state import read_known_state
 from .layers import (
     PLACEHOLDERS,
     LayerKind,
@@ -26,7 +27,7 @@ from .layers import (
 )
 from .length import length_leaf, length_of
 from .length import slides as layer_slides
-from .state import LENGTHS, Template, build_state, follow_state, leaf_paths, leaf_types, read_state
+from .state import LENGTHS, StateBuilder, follow_state, leaf_paths, lengths_of
 from .stored_classes import layer_class
 from .stored_templates import read_template
 
@@ -96,7 +97,7 @@ def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
     if plan.counts_itself:
         length = values[-1]
         # among placeholders it is one, whatever it looks like
-        if all(isinstance(value, kinds) for value, kinds in zip(values, plan.leaf_types, strict=False)):
+        if all(map(isinstance, values, plan.leaf_types)):
             length = length_of(length)
     elif plan.counter is not None and isinstance(values[plan.counter], torch.Tensor):
         length = _key_count(values[plan.counter])
@@ -166,17 +167,27 @@ def _read_attributes(layer: CacheLayer, index: int, values: list[Any], names: li
     held, cls = layer.__dict__, type(layer)
     remember(held)
     template = held.get(PLACEHOLDERS)
-    if template is None:
-        template, leaves = read_state(held, in_cache=True)
-    else:
+    if template is not None:
+        code = code_of(layer)
         leaves = follow_state(template, held)
-    code = code_of(layer)
-    # states how to rebuild the layer, and stands for no leaf
-    names.append(f"layer_{index}={cls.__module__}:{cls.__qualname__}={json.dumps(template)}")
-    names += [f"{_PARTS.get(path, path)}_{code}_{index}" for path in leaf_paths(template)]
+        names += _names_of_state(cls, code, index, json.dumps(template), leaf_paths(template))
+        lengths = lengths_of(template)
+    else:
+        state, leaves = read_known_state((cls, index), held, in_cache=True)
+        if not state.names:
+            state.code = code_of(layer)
+            state.names = _names_of_state(cls, state.code, index, state.text, state.paths)
+        names += state.names
+        code, lengths = state.code, state.lengths
     values += leaves
     # a layer that holds nothing yet has seen nothing, whatever the others have
-    return code, [held[name] for name, entry in template.items() if entry == ["length"] and leaves]
+    return code, [held[name] for name in lengths] if leaves else []
+
+
+def _names_of_state(cls: type, code: str, index: int, text: str, paths: list[str]) -> list[str]:
+    # the first states how to rebuild the layer, and stands for no leaf
+    parts = [f"{_PARTS.get(path, path)}_{code}_{index}" for path in paths]
+    return [f"layer_{index}={cls.__module__}:{cls.__qualname__}={text}", *parts]
 
 
 _PARTS = {"keys": "key", "values": "value", "cumulative_length": "position"}
@@ -248,20 +259,21 @@ def _make_plan(names: tuple[str, ...]) -> _Plan:
             index, cls_name, dumped = rest.split("=", 2)
             by_attributes.add(index)
             cls, template = layer_class(cls_name), read_template(dumped)
-            rebuild: Any = functools.partial(rebuild_by_attributes, cls, template)
         else:
             code, _, index = rest.rpartition("_")
             if part not in ("key", "none") or index in by_attributes:
                 continue
             kind, parameter = kind_of_code(code)
             cls = kind.cls
-            template = kind.template(parameter, filled=True, has_position=index in positions) if part == "key" else {}
-            rebuild = functools.partial(rebuild_by_attributes, cls, template)
             if part == "none":
-                rebuild = functools.partial(_empty_layer, kind, parameter)
+                classes.add(cls)
+                rebuilds.append(functools.partial(_empty_layer, kind, parameter))
+                continue
+            template = kind.template(parameter, filled=True, has_position=index in positions)
+        builder = StateBuilder(template)
         classes.add(cls)
-        types += [torch.Tensor if leaf is torch.Tensor else (int, torch.SymInt) for leaf in leaf_types(template)]
-        rebuilds.append(rebuild)
+        types += builder.leaf_types
+        rebuilds.append(functools.partial(rebuild_by_attributes, cls, builder))
     if counts_itself:
         types.append(torch.Tensor)
     return _Plan(len(leaf_names), types, counts_itself, counter, rebuilds, classes <= {kind_of_code("D")[0].cls})
@@ -277,15 +289,15 @@ def _empty_layer(kind: LayerKind, parameter: str, leaves: Iterator[Any], length:
 
 
 def rebuild_by_attributes(
-    cls: type, template: Template, leaves: Iterator[Any], length: Length, new: Callable[[type], Any] = object.__new__
+    cls: type, builder: StateBuilder, leaves: Iterator[Any], length: Length, new: Callable[[type], Any] = object.__new__
 ) -> CacheLayer:
     """Build a layer, or a cache without layers, around its leaves."""
     obj = new(cls)
-    held, used, real = build_state(template, leaves, length)
+    held, used, real = builder.build(leaves, length)
     obj.__dict__.update(held)
     if not real:
         held = obj.__dict__
-        held[PLACEHOLDERS] = template
+        held[PLACEHOLDERS] = builder.template
     window = held.get("sliding_window")
     if isinstance(window, int) and "cumulative_length" in held:
         device = held.get("device")

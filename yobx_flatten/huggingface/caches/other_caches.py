@@ -7,6 +7,7 @@ attributes.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections.abc import Container, Iterable
@@ -19,9 +20,10 @@ from ...recipe.codegen import builtin_base
 from ...recipe.contract import Flatten, FlattenWithKeys, Recipe, Unflatten
 from ..loaded import ModelClasses, classes_of, subclasses_of
 from .functions import axes_of_leaf, label_of_leaf, layers_of, new_cache
+from .known_state import read_known_state
 from .layers import PLACEHOLDERS
 from .layouts import flatten_layers, holds_full_only, is_leaf_name, rebuild_by_attributes, unflatten_layers
-from .state import build_state, follow_state, leaf_paths, read_state
+from .state import StateBuilder, follow_state, leaf_paths
 from .stored_templates import read_template
 
 # What every cache has; the rest is the subclass's own.
@@ -103,11 +105,11 @@ def _cache_functions(cls: type) -> tuple[Flatten, Unflatten]:
         count = sum(map(is_leaf_name, names))
         cache = new_cache(cls, unflatten_layers(leaves[:count], names), grows=plain and holds_full_only(names))
         if split < len(context):
-            template = read_template(context[split].removeprefix(_OWN))
-            held, _, real = build_state(template, iter(leaves[count:]), 0)
+            builder = _builder_of(context[split])
+            held, _, real = builder.build(iter(leaves[count:]), 0)
             cache.__dict__.update(held)
             if not real:
-                cache.__dict__[PLACEHOLDERS] = template
+                cache.__dict__[PLACEHOLDERS] = builder.template
         return cache
 
     return flatten, unflatten
@@ -119,10 +121,14 @@ def _read_object(obj: object, without: Container[str]) -> tuple[str, list[str], 
     own = {name: value for name, value in held.items() if name not in without}
     if PLACEHOLDERS in held:
         template = held[PLACEHOLDERS]
-        leaves = follow_state(template, own)
-    else:
-        template, leaves = read_state(own)
-    return json.dumps(template), leaf_paths(template), leaves
+        return json.dumps(template), leaf_paths(template), follow_state(template, own)
+    state, leaves = read_known_state((type(obj),), own)
+    return state.text, state.paths, leaves
+
+
+@functools.lru_cache(maxsize=1024)
+def _builder_of(name: str) -> StateBuilder:
+    return StateBuilder(read_template(name.removeprefix(_OWN)))
 
 
 # -- no Cache at all -------------------------------------------------------------------------------------------------
@@ -136,7 +142,7 @@ def _plain_functions(cls: type) -> tuple[Flatten, Unflatten]:
         return leaves, [_OWN + template, *paths]
 
     def unflatten(values: Iterable[Any], context: list[str], output_type: type | None = None) -> TransformersCache:
-        return rebuild_by_attributes(cls, read_template(context[0].removeprefix(_OWN)), iter(values), 0, new)
+        return rebuild_by_attributes(cls, _builder_of(context[0]), iter(values), 0, new)
 
     return flatten, unflatten
 

@@ -18,9 +18,10 @@ the tokens seen, the dtype or the device, and it survives JSON.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 
@@ -49,7 +50,7 @@ SIZES = {
 }
 
 # torch.compile's notes on a tensor, and what is made anew where it is needed
-_DROPPED = {"_sliding_window_tensor", "prefetch_stream"}
+DROPPED = {"_sliding_window_tensor", "prefetch_stream"}
 
 
 def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Template, list[Any]]:
@@ -58,7 +59,7 @@ def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Templat
     waiting: list[tuple[str, Any]] = []
     template: Template = {}
     for name, value in held.items():
-        if name in _DROPPED:
+        if name in DROPPED:
             continue
         template[name] = []  # in its place
         if isinstance(value, (torch.dtype, torch.device)) or name in SIZES:  # as of a leaf that also has them
@@ -159,9 +160,9 @@ def leaf_paths(template: Template) -> list[str]:
     return [path for path, _ in _leaves_of(template)]
 
 
-def leaf_types(template: Template) -> list[type]:
-    """List what the leaves of a template are: tensors, or integers that count."""
-    return [torch.Tensor if kind == "tensor" else int for _, kind in _leaves_of(template)]
+def lengths_of(template: Template) -> list[str]:
+    """Name the attributes that hold how many tokens were seen."""
+    return [name for name, entry in template.items() if entry == ["length"]]
 
 
 def _leaves_of(template: Template) -> Iterator[tuple[str, str]]:
@@ -205,46 +206,83 @@ def follow_state(template: Template, held: dict[str, Any]) -> list[Any]:
     return leaves
 
 
-def build_state(template: Template, leaves: Iterator[Any], length: Length) -> tuple[dict[str, Any], list[Any], bool]:
-    """Unflatten the attributes of an object: build them around its leaves."""
-    used: list[Any] = []
-    real = True
+class StateBuilder:
+    """Unflattens the attributes of objects with one template: builds them around their leaves."""
 
-    def build(entry: list[Any]) -> Any:
-        nonlocal real
-        kind = entry[0]
-        if kind in ("tensor", "number"):
-            used.append(next(leaves))
-            real = real and isinstance(used[-1], torch.Tensor if kind == "tensor" else (int, torch.SymInt))
-            return used[-1]
-        if kind == "length":
-            return length
-        if kind == "same":
-            return used[entry[1]]
-        if kind == "dict":
-            return {load_static(key): build(below) for key, below in entry[1]}
-        if kind in ("list", "tuple"):
-            values = [build(below) for below in entry[1]]
-            return values if kind == "list" else tuple(values)
-        if kind == "object":
+    def __init__(self, template: Template) -> None:
+        self.template = template
+        types = {"tensor": torch.Tensor, "number": (int, torch.SymInt)}
+        self.leaf_types: list[Any] = [types[kind] for _, kind in _leaves_of(template)]  # for `isinstance`
+        self._plain: dict[str, Any] = dict.fromkeys(template)  # each name in its place
+        self._leaves: list[tuple[str, int]] = []
+        self._made: list[tuple[str, _Make]] = []
+        self._late: list[tuple[str, list[Any]]] = []
+        counter = itertools.count()
+        for name, entry in template.items():
+            kind = entry[0]
+            if kind in ("tensor", "number"):
+                self._leaves.append((name, next(counter)))
+            elif kind in ("dtype", "device", "shape"):
+                self._late.append((name, entry))
+            elif kind == "fixed" and isinstance(entry[1], (str, int, float, type(None))):
+                self._plain[name] = load_static(entry[1])
+            else:
+                self._made.append((name, _maker(entry, counter)))
+
+    def build(self, leaves: Iterator[Any], length: Length) -> tuple[dict[str, Any], list[Any], bool]:
+        """Return the attributes, the leaves that were used, and whether no placeholders are among them."""
+        used = list(itertools.islice(leaves, len(self.leaf_types)))
+        held = self._plain.copy()
+        for name, index in self._leaves:
+            held[name] = used[index]
+        for name, make in self._made:
+            held[name] = make(used, length)
+        for name, (kind, index, *axis) in self._late:
+            leaf = used[index]
+            if isinstance(leaf, torch.Tensor):
+                held[name] = _size(leaf, *axis) if axis else getattr(leaf, kind)
+        return held, used, all(map(isinstance, used, self.leaf_types))
+
+
+_Make: TypeAlias = Callable[[list[Any], Length], Any]  # from all leaves, and the number of tokens seen
+
+
+def _maker(entry: list[Any], counter: Iterator[int]) -> _Make:
+    """Return the function that builds what an entry stands for."""
+    kind = entry[0]
+    if kind in ("tensor", "number", "same"):
+        index = entry[1] if kind == "same" else next(counter)
+        return lambda used, length: used[index]
+    if kind == "length":
+        return lambda used, length: length
+    if kind == "dict":
+        keys = [load_static(key) for key, _ in entry[1]]
+        if all(below == ["tensor"] for _, below in entry[1]):
+            first = next(counter)
+            behind = first + 1 + sum(1 for _ in itertools.islice(counter, len(keys) - 1))
+            return lambda used, length: dict(zip(keys, used[first:behind], strict=True))
+        values = [_maker(below, counter) for _, below in entry[1]]
+        return lambda used, length: dict(zip(keys, [make(used, length) for make in values], strict=True))
+    if kind in ("list", "tuple"):
+        items = [_maker(below, counter) for below in entry[1]]
+        of_kind: Any = list if kind == "list" else tuple
+        return lambda used, length: of_kind([make(used, length) for make in items])
+    if kind == "object":
+        attributes = {name: _maker(below, counter) for name, below in entry[2].items()}
+
+        def make_object(used: list[Any], length: Length) -> Any:
             obj: Any = object.__new__(part_class(entry[1]))
-            obj.__dict__.update({attribute: build(below) for attribute, below in entry[2].items()})
+            obj.__dict__.update({name: make(used, length) for name, make in attributes.items()})
             return obj
-        return load_static(entry[1])
 
-    held: dict[str, Any] = {}
-    late = []
-    for name, entry in template.items():
-        if entry[0] in ("dtype", "device", "shape"):
-            held[name] = None  # in its place; its leaf may come later
-            late.append((name, entry))
-        else:
-            held[name] = build(entry)
-    for name, (kind, index, *axis) in late:
-        leaf = used[index]
-        if isinstance(leaf, torch.Tensor):
-            held[name] = _size(leaf, *axis) if axis else getattr(leaf, kind)
-    return held, used, real
+        return make_object
+    value = load_static(entry[1])
+    if type(value) is dict and all(type(one) in _UNCHANGING for one in value.values()):
+        return lambda used, length: value.copy()
+    return lambda used, length: load_static(entry[1])
+
+
+_UNCHANGING = frozenset({bool, int, float, str, type(None)})
 
 
 def _size(leaf: torch.Tensor, axis: int) -> int | None:

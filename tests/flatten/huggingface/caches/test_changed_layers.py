@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from transformers import cache_utils
+from transformers import LlamaConfig, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tests.flatten.huggingface.caches.cache_cases import same_leaves
@@ -51,6 +51,9 @@ class Noted(DynamicLayer):
         self.flags = {0: True, 1: False}
         self.sizes = {"height": 2, "width": 5000}
         self.parts = [torch.ones(1), (torch.zeros(1), 3)]
+        self.limits = {"lower": 0.0}
+        self.groups = [[1, 2], []]
+        self.config = LlamaConfig(hidden_size=8, num_attention_heads=2)
         self.seen_tokens = 3
 
 
@@ -85,6 +88,12 @@ CHANGES = {
     "the device of no leaf": lambda layer: setattr(layer, "device", torch.device("meta")),
     "no dtype": lambda layer: setattr(layer, "dtype", None),
     "a parameter for a tensor": lambda layer: setattr(layer, "keys", torch.nn.Parameter(layer.keys)),
+    "the other zero": lambda layer: layer.limits.update(lower=-0.0),
+    "another limit": lambda layer: layer.limits.update(lower=1e-9),
+    "a list in a list that grew": lambda layer: layer.groups[1].append(3),
+    "a list in a list that was replaced": lambda layer: layer.groups.__setitem__(0, (1, 2)),
+    "a flag in a list": lambda layer: layer.groups[0].__setitem__(0, True),
+    "a configuration written in place": lambda layer: setattr(layer.config, "hidden_size", 16),
     "another count": lambda layer: setattr(layer, "seen_tokens", 4),
     "a flag for a count": lambda layer: setattr(layer, "seen_tokens", True),
 }

@@ -18,7 +18,7 @@ from yobx_flatten import register_flattening_functions
 from yobx_flatten.errors import StaticDataError
 from yobx_flatten.huggingface.caches.layers import LETTERS, OTHER_LETTERS
 from yobx_flatten.huggingface.caches.layouts import flatten_layers, unflatten_layers
-from yobx_flatten.huggingface.caches.state import build_state, leaf_paths, read_state
+from yobx_flatten.huggingface.caches.state import StateBuilder, leaf_paths, read_state
 
 pytestmark = pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="layer classes of 5.23")
 
@@ -155,7 +155,7 @@ def test_what_quanto_quantises_with_comes_back(monkeypatch):
     module.MaxOptimizer = type("MaxOptimizer", (), {"__module__": module.__name__})
     monkeypatch.setitem(sys.modules, module.__name__, module)
     template, leaves = read_state({"optimizer": module.MaxOptimizer(), "scale": torch.ones(2)})
-    held, _, _ = build_state(json.loads(json.dumps(template)), iter(leaves), 0)
+    held, _, _ = StateBuilder(json.loads(json.dumps(template))).build(iter(leaves), 0)
     assert type(held["optimizer"]) is module.MaxOptimizer
     assert [leaf is held["scale"] for leaf in leaves] == [True]
 
@@ -195,7 +195,7 @@ def test_each_attribute_has_its_place_in_the_template():
         "mode": ["fixed", "mean"],
     }
     assert leaf_paths(template) == ["keys", "seen_tokens", "parts.a.0"]
-    rebuilt, used, real = build_state(json.loads(json.dumps(template)), iter(leaves), 0)
+    rebuilt, used, real = StateBuilder(json.loads(json.dumps(template))).build(iter(leaves), 0)
     assert (used, real) == (leaves, True)
     assert list(rebuilt) == list(held)
     assert equal(rebuilt, held)

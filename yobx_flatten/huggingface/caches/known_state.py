@@ -1,0 +1,173 @@
+"""Know the attributes of a layer again: they are compared with those read before, and only the leaves are read.
+
+To state each attribute as JSON takes 0.1 ms a layer. So the templates of the last layers that stood in a place are
+kept, with the types and values that they follow from, level by level::
+
+    attributes    conv_states, device, has_previous_state
+    level 0       {0: tensor}, cpu, {0: True}
+    level 1       1, 0, tensor, 1, 0, True                  of each dict: its length, its keys, its values
+
+A dict that was changed in place has other types or values at its level, and its layer is read as a new one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import operator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from ...recipe.static_codec import dump_static
+from .state import SIZES, Template, leaf_paths, lengths_of, read_state
+
+# Values of these types are the same where they are equal. Floats are not: there are two zeros.
+_PLAIN = frozenset({bool, int, str, type(None), torch.dtype, torch.device})
+
+# How many templates are kept for a place, and for how many places.
+_EACH, _MOST = 4, 4096
+
+_KNOWN: dict[Hashable, list[KnownState]] = {}
+
+
+def read_known_state(place: Hashable, held: dict[str, Any], *, in_cache: bool = False) -> tuple[KnownState, list[Any]]:
+    """Flatten the attributes of an object, which are often like those of the last object in this place."""
+    states = _KNOWN.get(place, [])
+    for state in states:
+        leaves = state.leaves_of(held)
+        if leaves is not None:
+            return state, leaves
+    template, leaves = read_state(held, in_cache=in_cache)
+    state = KnownState(held, template, leaves)
+    if len(_KNOWN) >= _MOST:
+        _KNOWN.clear()
+    _KNOWN[place] = [state, *states[: _EACH - 1]]  # a new list: other threads may read the old one
+    return state, leaves
+
+
+class KnownState:
+    """What the attributes of an object were, without its leaves, and what follows from them."""
+
+    def __init__(self, held: dict[str, Any], template: Template, leaves: list[Any]) -> None:
+        self.text, self.paths = json.dumps(template), leaf_paths(template)
+        self.lengths = lengths_of(template)
+        self.code, self.names = "", list[str]()  # what a cache with this layer in this place states
+        self._attributes = list(held)
+        counter = itertools.count()
+        level = [_part_of(held[name], template.get(name, _ANY), counter) for name in held]
+        self._levels: list[tuple[list[type], list[tuple[int, bool]]]] = []
+        flat: list[_Part] = []
+        while level:
+            inner = [(place, _is_mapping(part.value)) for place, part in enumerate(level) if part.is_container]
+            self._levels.append(([type(part.value) for part in level], inner))
+            flat += level
+            level = [one for part in level for one in part.below]
+        places: dict[str, list[int]] = {"leaf": [], "plain": [], "same": [], "dumped": []}
+        for place, part in enumerate(flat):
+            places.setdefault(part.kind, []).append(place)
+        self._leaves = _getter(sorted(places["leaf"], key=lambda place: flat[place].leaf))
+        self._plain = _getter(places["plain"])
+        self._values = self._plain([part.value for part in flat])
+        self._same = [(place, flat[place].leaf) for place in places["same"]]
+        self._dumped = [(place, _dumped(flat[place].value)) for place in places["dumped"]]
+        tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._tensors = None if len(tensors) == len(leaves) else tensors  # `None`: all
+        follows = any(isinstance(held[name], (torch.dtype, torch.device)) for name in template)
+        self._kinds = [(leaves[index].dtype, leaves[index].device) for index in tensors] if follows else None
+        sized = {self.paths.index(SIZES[name][0]) for name in held if name in SIZES and SIZES[name][0] in self.paths}
+        self._sized = [(index, leaves[index].dim() > 1) for index in sized]
+
+    def leaves_of(self, held: dict[str, Any]) -> list[Any] | None:
+        """Return the leaves of attributes that have the same template; ``None`` if they may have another."""
+        if list(held) != self._attributes:
+            return None
+        flat: list[Any] = []
+        level = list(held.values())
+        for types, inner in self._levels:
+            if list(map(type, level)) != types:
+                return None
+            flat += level
+            below: list[Any] = []
+            for place, is_mapping in inner:
+                value = level[place]
+                if is_mapping:
+                    entries = value if type(value) is dict else vars(value)
+                    below += (len(entries), *entries, *entries.values())
+                else:
+                    below += (len(value), *value)
+            level = below
+        if level or self._plain(flat) != self._values:
+            return None
+        leaves = list(self._leaves(flat))
+        tensors = leaves if self._tensors is None else [leaves[index] for index in self._tensors]
+        if len(set(map(id, tensors))) != len(tensors):
+            return None
+        if self._kinds is not None and [(tensor.dtype, tensor.device) for tensor in tensors] != self._kinds:
+            return None
+        for place, index in self._same:
+            if flat[place] is not leaves[index]:
+                return None
+        for index, fits in self._sized:
+            if (leaves[index].dim() > 1) is not fits:
+                return None
+        for place, text in self._dumped:
+            if _dumped(flat[place]) != text:
+                return None
+        return leaves
+
+
+class _Part(NamedTuple):
+    """A value inside of an object, and what is compared of it."""
+
+    value: Any
+    kind: Literal["leaf", "same", "plain", "dumped", "any"]
+    leaf: int = 0  # its number
+    below: tuple[_Part, ...] = ()
+    is_container: bool = False
+
+
+_ANY: list[Any] = ["length"]
+
+
+def _part_of(value: Any, entry: list[Any], counter: Iterator[int]) -> _Part:
+    # entry: what the template states of the value
+    kind = entry[0]
+    if kind in ("tensor", "number"):
+        return _Part(value, "leaf", next(counter))
+    if kind == "same":
+        return _Part(value, "same", entry[1])
+    if kind in ("length", "shape"):
+        return _Part(value, "any")
+    if type(value) in _PLAIN:
+        return _Part(value, "plain")
+    if type(value) not in (dict, list, tuple) and kind != "object":
+        return _Part(value, "dumped")
+    keys: Iterable[Any] = ()
+    values: Collection[Any] = value
+    if _is_mapping(value):
+        entries = value if type(value) is dict else vars(value)
+        keys, values = entries.keys(), entries.values()
+    inner: Iterable[list[Any]] = [["fixed"]] * len(values)
+    if kind != "fixed":
+        inner = entry[2].values() if kind == "object" else [one[1] if kind == "dict" else one for one in entry[1]]
+    below = [_Part(len(values), "plain"), *(_part_of(key, ["fixed"], counter) for key in keys)]
+    below += [_part_of(one, stated, counter) for one, stated in zip(values, inner, strict=True)]
+    return _Part(value, "any", 0, tuple(below), is_container=True)
+
+
+def _is_mapping(value: object) -> bool:
+    return type(value) not in (list, tuple)
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(dump_static(value))
+
+
+def _getter(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """Return the function that takes some items of a list; for fewer than two, `itemgetter` returns no tuple."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    [place] = places or [0]
+    return (lambda values: (values[place],)) if places else lambda values: ()

@@ -6,6 +6,7 @@ import logging
 import os
 import pathlib
 import signal
+import zlib
 from collections.abc import Iterator
 
 # Each of several processes has its share of the cores, and what they start as well: with all cores each, the threads of
@@ -52,8 +53,13 @@ if hypothesis is not None:
 torch.fx.config.do_not_emit_stack_traces = True
 
 
+# Tests that take seconds, as measured: `make test` leaves them out, `make extended` runs them.
+LONG_TESTS = pathlib.Path(__file__).with_name("long_tests.txt")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Take what pyproject.toml sets for plugins where these are not installed, as on a machine with a GPU."""
+    """Add an option for a part of the tests, and take settings of plugins that a machine with a GPU has not."""
+    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the test files, K from 0 to N - 1")
     # not asked of pytest, which loads them later where this file is a plugin itself (`-p tests.conftest`)
     are_off = "PYTEST_DISABLE_PLUGIN_AUTOLOAD" in os.environ
     if are_off or importlib.util.find_spec("xdist") is None:
@@ -68,6 +74,20 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     if config.option.markexpr != "gpu" or not collection_path.is_relative_to(root):
         return None
     return collection_path.relative_to(root).parts[:1] not in [(), ("__init__.py",), ("gpu",)] or None
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the long tests as extended, and keep the part of the files that was asked for."""
+    long = set(LONG_TESTS.read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in long:
+            item.add_marker("extended")
+    if config.option.part:
+        part, parts = map(int, config.option.part.split("/"))
+        is_mine = {item: zlib.crc32(item.nodeid.partition("::")[0].encode()) % parts == part for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if not is_mine[item]])
+        items[:] = [item for item in items if is_mine[item]]
 
 
 def pytest_collection_finish() -> None:

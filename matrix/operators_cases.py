@@ -83,7 +83,6 @@ def row(*values: float) -> torch.Tensor:
 
 
 EDGES = (0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, -1.5, 2.5, -2.5, 1e-30, -1e-30, 1e4, -1e4, 1e30, -1e30)
-WITHOUT_NUMBER = (INF, -INF, NAN, 1.0, -1.0)
 
 
 def of_one(size: int = 4) -> tuple[Values, ...]:

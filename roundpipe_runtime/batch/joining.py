@@ -118,17 +118,13 @@ def _join_leaf(column: Sequence[Leaf], parts: _Parts, rule: Rule | None) -> Any:
     if rule is not None and rule.dim is not None:
         return _cat(path, tensors, rule.dim)
     if column[0].axes is not None:
-        return _join_declared(path, tensors, column[0].axes)
+        for axis, meaning in column[0].axes.items():
+            if meaning == "batch":
+                return _cat(path, tensors, axis)
+        return _the_same(path, tensors)
     if tensors[0].dim() == 0:
         return _mean(path, tensors, parts.weights)
     return _join_by_rows(path, tensors, parts.rows)
-
-
-def _join_declared(path: str, tensors: Sequence[torch.Tensor], axes: Mapping[int, str]) -> Any:
-    for axis, meaning in axes.items():
-        if meaning == "batch":
-            return _cat(path, tensors, axis)
-    return _the_same(path, tensors)
 
 
 def _join_by_rows(path: str, tensors: Sequence[torch.Tensor], rows: Sequence[float | None]) -> Any:

@@ -97,16 +97,12 @@ def separate(leaves: Sequence[Any], spec: pytree.TreeSpec, *, what: str) -> tupl
             constants.append(together)
         else:
             if not isinstance(leaf, _PLAIN):
-                _check_opaque(leaf, what)
+                found = find_unregistered(leaf)
+                if found:
+                    raise UnregisteredObjectError(f"{what}: " + "\n".join(str(problem) for problem in found))
             numbers.append(None)
             constants.append(leaf)
     return TreeStructure(spec, tuple(numbers), tuple(constants)), tensors
-
-
-def _check_opaque(leaf: Any, what: str) -> None:
-    found = find_unregistered(leaf)
-    if found:
-        raise UnregisteredObjectError(f"{what}: " + "\n".join(str(problem) for problem in found))
 
 
 @dataclasses.dataclass(slots=True)

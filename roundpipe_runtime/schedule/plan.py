@@ -159,7 +159,10 @@ class ModelExecutePlan:
         if type(min_stages) is not int:
             raise PlanError(f"min_stages must be a whole number, found {min_stages!r}.")
         limit = _memory_limit(models) if model_memory_limit is None else model_memory_limit
-        _check_limit(limit)
+        if limit is not None:
+            _check_number("model_memory_limit", limit)
+            if not limit > 0:
+                raise PlanError(f"model_memory_limit is in GB and must be above 0, found {limit!r}.")
         if last_stage_copies != "auto":
             _check_copies(last_stage_copies)
         before = [previous] if isinstance(previous, ModelExecutePlan) else list(previous or [])
@@ -183,13 +186,6 @@ def _memory_limit(models: Sequence[Any]) -> float | None:
     """GB that the smallest device of several models has for parameters and gradients, where it is known."""
     limits = [getattr(model, "model_memory_limit", None) for model in models]
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _check_limit(limit: float | None) -> None:
-    if limit is not None:
-        _check_number("model_memory_limit", limit)
-        if not limit > 0:
-            raise PlanError(f"model_memory_limit is in GB and must be above 0, found {limit!r}.")
 
 
 def _checked_arguments(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[int, Any]:

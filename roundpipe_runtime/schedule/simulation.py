@@ -162,7 +162,12 @@ def simulate(
         _play(state, stages, deal, num_microbatch)
         ends.append(max(state.done, default=0.0))
     peak = state.peak_memory()
-    _check_room(peak, machine, num_microbatch)
+    if peak > machine.memory:
+        raise ConfigError(
+            f"A device must hold {format_bytes(peak)} and has {format_bytes(machine.memory)}. Use smaller stages, or "
+            "more microbatches:\n"
+            f"    RoundPipeRunConfig(num_microbatch={num_microbatch * 2})"
+        )
     whole = state.time * machine.num_devices
     return Simulation(
         time=state.time,
@@ -183,15 +188,6 @@ def _play(state: _State, stages: Sequence[StageLoad], deal: RoundRobin, num_micr
         copies = range(load.copies) if load.copy is None else [load.copy]
         for copy, device in zip(copies, deal.assign(len(copies)), strict=True):
             state.run(index, _of_copy(load, copy), device, range(copy, num_microbatch, load.copies))
-
-
-def _check_room(peak: float, machine: Machine, num_microbatch: int) -> None:
-    if peak > machine.memory:
-        raise ConfigError(
-            f"A device must hold {format_bytes(peak)} and has {format_bytes(machine.memory)}. Use smaller stages, or "
-            "more microbatches:\n"
-            f"    RoundPipeRunConfig(num_microbatch={num_microbatch * 2})"
-        )
 
 
 def makespan(times: Sequence[float], num_devices: int, num_microbatch: int) -> float:

@@ -59,7 +59,7 @@ class Snapshot:
     def restore(self, leaves: Sequence[Any] | None = None) -> PyTree:
         """Make a new object of the copy, its tensors where they were."""
         if leaves is None:
-            leaves = [_give_out(leaf, fact) for leaf, fact in zip(self.leaves(), self.facts, strict=True)]
+            leaves = [_copy(leaf, fact.device) for leaf, fact in zip(self.leaves(), self.facts, strict=True)]
         with libraries_in_use():
             return pytree.tree_unflatten(list(leaves), self.spec)
 
@@ -93,10 +93,6 @@ def _copy(leaf: object, device: torch.device | None) -> object:
         return leaf.detach().to(device=leaf.device if device is None else device, copy=True)
     numpy = sys.modules.get("numpy")
     return leaf.copy() if numpy is not None and isinstance(leaf, numpy.ndarray) else leaf
-
-
-def _give_out(leaf: object, fact: Fact) -> object:
-    return _copy(leaf, fact.device)
 
 
 _PLAIN = (torch.Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

@@ -437,7 +437,9 @@ def plain_attention(
     nothing, is_bool = _like(-math.inf, query), mask is not None and mask.dtype == _BOOL
     if is_causal:
         first, step = op.Constant(value_int=0), op.Constant(value_int=1)
-        rows, columns = (op.Range(first, op.Gather(op.Shape(scores), _axes_of(axis)), step) for axis in (-2, -1))
+        rows, columns = (
+            op.Range(first, op.Gather(op.Shape(scores), op.Constant(value_int=axis)), step) for axis in (-2, -1)
+        )
         mask, is_bool = op.LessOrEqual(op.Unsqueeze(columns, _axes(0)), op.Unsqueeze(rows, _axes(1))), True
     if mask is None:
         return op.MatMul(op.Softmax(scores, axis=-1), value)
@@ -448,10 +450,6 @@ def plain_attention(
         scores = op.Add(scores, mask)
         is_blind = op.Equal(op.ReduceMax(scores, _axes(-1), keepdims=1), nothing)
     return op.MatMul(op.Where(is_blind, _like(0.0, query), op.Softmax(scores, axis=-1)), value)
-
-
-def _axes_of(axis: int) -> OnnxValue:
-    return _operators().Constant(value_int=axis)
 
 
 def _for_each_query(x: OnnxValue, query: OnnxValue, rank: int) -> OnnxValue:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 def plan(_: typer.Context, *, what: ModelOptions, machine: MachineOptions, step: StepOptions) -> int:
     """Estimate the memory and step time of a training, without allocating anything.
 
-    The report lists layers, stages, memory of devices and host, how many tokens hide the transfers, the time of a step,
-    and whether the training fits.
+    The report states whether the training fits, what would, and the time of a step. With --details it also lists
+    layers, stages, the parts of memory, and how many tokens hide the transfers.
 
     Exit status: 0 it fits, as far as is known; 1 it does not fit; 2 there is no such model or device.
     """
@@ -57,7 +57,8 @@ def plan(_: typer.Context, *, what: ModelOptions, machine: MachineOptions, step:
     if what.json:
         say_json(as_dict(training, report, change, rows=rows, length=length, reference=compared))
     else:
-        say(write_plan(training, report, change, rows=rows, length=length, reference=compared))
+        shown = write_plan(training, report, change, rows=rows, length=length, reference=compared, details=what.details)
+        say(shown)
     return CHECK_FAILED if False in (report.fits_devices, report.fits_host) else 0
 
 

@@ -29,15 +29,23 @@ class ModelOptions:
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_NAMES + " Weights are not read.")]
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+    details: Annotated[
+        bool, typer.Option("--details", help="Print layers, stages, the parts of memory, and transfers.")
+    ] = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MachineOptions:
     """Options that describe one machine; what is not given is measured or assumed."""
 
-    devices: Annotated[str, option("DEVICES", "auto, virtual:N, or cuda:0,cuda:1 (which need not exist here).")] = (
-        "auto"
-    )
+    devices: Annotated[
+        str,
+        option(
+            "DEVICES",
+            "auto, virtual:N, or cuda:0,cuda:1 (which need not exist here). auto is all GPUs; without a GPU it is "
+            "one of the size of --memory, or virtual:2.",
+        ),
+    ] = "auto"
     memory: Annotated[str | None, option("SIZE", "Memory of one device, like 24GiB (default: measured).")] = None
     bandwidth: Annotated[float | None, option("GB/S", "Copy rate from host to device (default: measured).")] = None
     flops: Annotated[float | None, option("TFLOP/S", "Compute rate of a device (default: measured).")] = None
@@ -61,7 +69,10 @@ class MachineOptions:
         from ...estimate.machine_file import load_machine
 
         if self.machine is None:
-            return describe_hardware(None if self.devices == "auto" else self.devices, dtype=dtype, **self._numbers())
+            devices = None if self.devices == "auto" else self.devices
+            if devices is None and self.memory is not None and not torch.accelerator.is_available():
+                devices = "cuda:0"  # virtual devices have no memory of their own, so a GPU is asked about
+            return describe_hardware(devices, dtype=dtype, **self._numbers())
         found = load_machine(self.machine)
         given = {name: value for name, value in self._numbers().items() if value is not None}
         if self.devices != "auto":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -90,14 +89,17 @@ def write_plan(
     rows: int,
     length: int,
     reference: Reference | None = None,
+    details: bool = False,
 ) -> str:
-    """Return the plan as text."""
-    largest = -(-rows // report.num_microbatch)
-    parts = [
-        *_model(training, report),
-        f"A step: {rows} rows of {length} tokens, {report.tokens:,} in all, in {report.num_microbatch} microbatches",
+    """Return the plan as text: whether it fits, and a table; with details, also layers, stages, memory and times."""
+    parts = [*_verdict(report, change), "", *_model(training, report), *_summary(report, rows, length)]
+    if reference is not None:
+        parts += _reference(reference)
+    if not details:
+        return "\n".join([*parts, "", "--details adds layers, stages, the parts of memory, and transfers."])
+    parts += [
         "",
-        f"Layers, on a microbatch of {largest} x {length} tokens",
+        f"Layers, on a microbatch of {-(-rows // report.num_microbatch)} x {length} tokens",
         *_layers(report),
         *_tables(report),
         "",
@@ -107,11 +109,8 @@ def write_plan(
         "",
         *_memory(report),
         *_joined_loss(training.joined_loss(batch=rows, length=length)),
-        *([] if reference is None else _reference(reference)),
         "",
         *_time(report),
-        "",
-        *_verdict(report, change),
     ]
     return "\n".join(parts)
 
@@ -130,27 +129,38 @@ def _model(training: PlannedTraining, report: PlanReport) -> list[str]:
     dtype = str(next(p.dtype for p in training.model.parameters() if p.is_floating_point())).removeprefix("torch.")
     optim = str(training.optim_dtype or dtype).removeprefix("torch.")
     some = "" if trainable == count else f", of which {format_count(trainable)} are trainable"
-    hardware = report.hardware
-    devices = ", ".join(hardware.names[:4]) + (f" ... {hardware.names[-1]}" if len(hardware.names) > 4 else "")
-    memory = "unknown, give it with --memory" if hardware.memory is None else format_bytes(hardware.memory)
-    origin = {**dict.fromkeys(("flops", "link", "memory"), "unknown"), **hardware.origin}  # a file may state fewer
+    origin = report.hardware.origin.values()
     lines = [
         f"{training.cut.report.model}, {format_count(count)} parameters{some}",
         f"{dtype}, gradients and AdamW in {optim}",
-        "",
-        f"Devices: {devices}",
-        *table(
-            [
-                ["memory", memory, origin["memory"]] if hardware.memory else ["memory", memory],
-                ["link", f"{format_bytes(hardware.link)}/s", origin["link"]],
-                ["compute", f"{_operations(hardware.flops)}/s", origin["flops"]],
-            ]
-        ),
     ]
-    if "assumed" in origin.values():
-        lines.append("  They are not here. What is assumed you can give: --bandwidth, --flops")
-    refused = [f"Not cut as wished, {reason}: {text}" for reason, text in training.cut.report.refused]
-    return [*lines, "", *refused]
+    if "assumed" in origin:
+        lines.append("The devices are not here. Give their rates for better times: --bandwidth, --flops")
+    return [*lines, *(f"Not cut as wished, {reason}: {text}" for reason, text in training.cut.report.refused)]
+
+
+def _summary(report: PlanReport, rows: int, length: int) -> list[str]:
+    """The machine and a step in a table."""
+    machine, run = report.hardware, report.simulation
+    origin = {**dict.fromkeys(("flops", "link", "memory"), "unknown"), **machine.origin}  # a file may state fewer
+    names = ", ".join(machine.names[:4]) + (f" ... {machine.names[-1]}" if len(machine.names) > 4 else "")
+    memory = ["unknown: give it with --memory"]
+    if machine.memory is not None:
+        memory = [format_bytes(machine.memory), origin["memory"]]
+    seconds = format_seconds(report.optimizer_seconds)
+    return table(
+        [
+            ["devices", names],
+            ["memory", *memory],
+            ["copies", f"{format_bytes(machine.link)}/s", origin["link"]],
+            ["compute", f"{_operations(machine.flops)}/s", origin["flops"]],
+            ["a step", f"{rows} rows of {length} tokens", f"{report.num_microbatch} microbatches"],
+            ["its time", format_seconds(run.time), f"devices compute {100 * run.utilisation:.0f} % of it"],
+            ["then AdamW", seconds, "on the host"],
+            ["together", format_seconds(_exact(report)), 'with is_async="exact"'],
+            ["bottleneck", report.simulated.bottleneck],
+        ]
+    )
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
@@ -182,7 +192,10 @@ def _layers(report: PlanReport) -> list[str]:
                 _operations(one.backward_flops),
             )
         )
-    return table(rows, align="<>>>>>", width=_COLUMNS)
+    lines = table(rows, align="<>>>>>", width=_COLUMNS)
+    if any(layer.name.startswith("phase ") for layer in report.layers):
+        lines.append("  A phase is code outside of the layers, such as embeddings or the head.")
+    return lines
 
 
 def _size(count: int) -> str:
@@ -219,7 +232,10 @@ def _stages(report: PlanReport) -> list[str]:
         rows.append(
             (count, str(layers), format_bytes(up), _size(down), format_seconds(seconds) if seconds else "-", share)
         )
-    return table(rows, align="<>>>>>", width=_COLUMNS)
+    lines = table(rows, align="<>>>>>", width=_COLUMNS)
+    if any(stage.kind == "fused" for stage in report.stages):
+        lines.append("  A fused stage computes forward and backward at once.")
+    return lines
 
 
 def _experts(report: PlanReport) -> list[str]:
@@ -228,13 +244,11 @@ def _experts(report: PlanReport) -> list[str]:
     if not whole:
         return []
     if expected == whole:
-        return [f"Experts: all {format_bytes(whole)} go up in each pass, as these tokens are routed to most of them"]
-    return textwrap.wrap(
-        f"Experts: of {format_bytes(whole)}, {format_bytes(expected)} are expected to go up in each pass, with tokens "
-        "routed evenly, and fewer otherwise; devices have room for all of them",
-        _COLUMNS,
-        subsequent_indent="  ",
-    )
+        return [f"All {format_bytes(whole)} of experts go up in each pass: the tokens are routed to most of them."]
+    return [
+        f"At most {format_bytes(expected)} of {format_bytes(whole)} of experts are expected to go up in each pass.",
+        "  Devices have room for all of them.",
+    ]
 
 
 def _copied_back(report: PlanReport, stage: Stage) -> int:
@@ -252,11 +266,11 @@ def _memory(report: PlanReport) -> list[str]:
     rows = [
         ("parameters of the stage", worst.parameters),
         ("their gradients", worst.gradients),
-        ("a microbatch on its way", worst.activations),
-        ("parameters that stay there", worst.kept),
-        ("layers that go back there", worst.staying),
-        ("parameters that arrive", worst.arriving),
-        ("copies under way", worst.copies),
+        ("activations of a microbatch", worst.activations),
+        ("parameters that stay", worst.kept),
+        ("layers kept for backward", worst.staying),
+        ("parameters of the next stage", worst.arriving),
+        ("microbatches in transfer", worst.copies),
     ]
     stage = report.stages[worst.stage]
     host = report.host_memory
@@ -281,16 +295,20 @@ def _memory(report: PlanReport) -> list[str]:
 def _joined_loss(found: JoinedLoss) -> list[str]:
     device, host = format_bytes(found.device), format_bytes(found.host)
     return [
-        f"A loss of the whole batch: {device} on a device, {host} more on the host",
-        "  The first step proves whether the loss adds up over microbatches, or needs it",
+        f"A loss of the whole batch takes {device} on a device and {host} more on the host.",
+        "  The first step finds out whether the loss needs the whole batch.",
     ]
 
 
 def _reference(found: Reference) -> list[str]:
-    what = f"{format_bytes(found.host_bytes)} of the host" if found.host_bytes else "the model without its adapters"
+    what = (
+        f"{format_bytes(found.host_bytes)} of the host"
+        if found.host_bytes
+        else "no memory: it is the model without adapters"
+    )
     return [
-        f"A reference model: {what}, and a forward of {format_seconds(found.seconds)} before a step",
-        "  Its stages run before those of the step: devices need no more memory",
+        f"The reference model takes {what}.",
+        f"  It adds a forward of {format_seconds(found.seconds)} to a step, and no memory of the devices.",
     ]
 
 
@@ -321,24 +339,21 @@ def _namer(same: list[Any]) -> Callable[[Callable[[Any], str]], str]:
 def _time(report: PlanReport) -> list[str]:
     run, step = report.simulation, report.simulated
     adds = run.time - report.unhindered.time
-    needed = max(report.tokens_forward, report.tokens_backward)
     up, down = (max(link) for link in zip(*run.links, strict=True))
-    busy = [f"{name} {format_seconds(seconds)}" for name, seconds in step.busy.items() if seconds]
+    busy = [[name, format_seconds(seconds)] for name, seconds in step.busy.items() if seconds]
+    hidden = max(report.tokens_forward, report.tokens_backward)
     return [
-        f"A step takes {format_seconds(run.time)} at these rates; devices compute {100 * run.utilisation:.0f} % of it, "
-        f"bubble {100 * run.bubble:.0f} %",
-        f"  of that, transfers add {format_seconds(adds) if adds > 1e-3 * run.time else 'nothing'}",
-        f"  AdamW then takes about {format_seconds(report.optimizer_seconds)} on this host, "
-        f"which moves {format_bytes(report.hardware.host_rate)}/s",
+        f"A step takes {format_seconds(run.time)}. Devices are idle for {100 * run.bubble:.0f} % of it.",
+        f"  Transfers add {format_seconds(adds) if adds > 1e-3 * run.time else 'nothing'}.",
+        f"  AdamW reads and writes {format_bytes(report.hardware.host_rate)}/s on the host.",
         *_disk(report),
-        f'  next to it, is_async="exact", both take {format_seconds(_exact(report))} instead of '
-        f"{format_seconds(run.time + report.optimizer_seconds)}",
-        f"A link copies {format_bytes(up)} in and {format_bytes(down)} back in a step",
+        f"A link copies {format_bytes(up)} in and {format_bytes(down)} back in a step.",
         *_kept_instead(report, up),
-        *textwrap.wrap("Busy: " + ", ".join(busy), _COLUMNS, subsequent_indent="  "),
-        f"  {step.bottleneck} is busy longest",
-        f"Transfers overlap with computing from {needed:,.0f} tokens a step on; there are {report.tokens:,}",
-        f"  ({report.tokens_forward:,.0f} in forward stages, {report.tokens_backward:,.0f} in backward stages)",
+        "Each part is busy for",
+        *table(busy, align="<>"),
+        f"Computing hides transfers from {hidden:,.0f} tokens a step on; this step has {report.tokens:,}.",
+        f"  In forward stages {report.tokens_forward:,.0f} are enough, in backward stages "
+        f"{report.tokens_backward:,.0f}.",
     ]
 
 
@@ -350,8 +365,8 @@ def _disk(report: PlanReport) -> list[str]:
     read = disk.read_in_run + disk.read_for_norm + disk.read_in_step
     written = disk.written_in_run + disk.written_in_step
     return [
-        f"  The disk reads {format_bytes(read)} in it, at {format_bytes(machine.disk_read or 0)}/s, and writes "
-        f"{format_bytes(written)}, at {format_bytes(machine.disk_write or 0)}/s"
+        f"  The disk reads {format_bytes(read)} at {format_bytes(machine.disk_read or 0)}/s.",
+        f"  The disk writes {format_bytes(written)} at {format_bytes(machine.disk_write or 0)}/s.",
     ]
 
 
@@ -366,7 +381,7 @@ def _kept_instead(report: PlanReport, up: int) -> list[str]:
         return []
     return [
         f"  With --keep-parameters auto it copies {format_bytes(then)} in, and a step takes "
-        f"{format_seconds(keeping.run.time)}"
+        f"{format_seconds(keeping.run.time)}."
     ]
 
 
@@ -376,34 +391,47 @@ def _exact(report: PlanReport) -> float:
 
 
 def _verdict(report: PlanReport, change: SettingsChange | None) -> list[str]:
-    needed = max(memory.total for memory in report.device_memory)
-    host, hardware = report.host_memory, report.hardware
+    needed = format_bytes(max(memory.total for memory in report.device_memory))
+    hardware, host = report.hardware, format_bytes(report.host_bytes)
+    have = format_bytes(hardware.memory or 0)
     lines = []
     if report.too_large:
         lines.append(f"Devices: DOES NOT FIT. {report.too_large.partition('. ')[0]}.")
-        lines.append(f"  A device needs {format_bytes(report.least_memory)} for this model")
+        lines.append(f"  A device needs {format_bytes(report.least_memory)} for this model.")
     elif report.fits_devices is None:
-        lines.append(f"Devices: unknown; they need {format_bytes(needed)} each")
+        lines.append(f"Devices: unknown; they need {needed} each")
     elif report.fits_devices:
-        lines.append(f"Devices: fits, {format_bytes(needed)} of {format_bytes(hardware.memory or 0)}")
+        lines.append(f"Devices: fits, {needed} of {have}")
     else:
-        lines.append(f"Devices: DOES NOT FIT, {format_bytes(needed)} needed of {format_bytes(hardware.memory or 0)}")
+        lines.append(f"Devices: DOES NOT FIT, {needed} needed of {have}")
     if change is not None:
-        then = f"{change.what}: {format_bytes(change.device_bytes)} of a device"
-        lines.append(f"  It fits with {then}" if change.fits else f"  Not even with {then}")
+        then = f"{change.what}, which takes {format_bytes(change.device_bytes)} of a device."
+        lines.append(f"  It fits with {then}" if change.fits else f"  It does not even fit with {then}")
     if hardware.host is None:
-        lines.append(f"Host: unknown; it needs {format_bytes(report.host_bytes)}")
-    elif report.fits_host:
-        lines.append(f"Host: fits, {format_bytes(report.host_bytes)} of {format_bytes(hardware.host)} that are free")
-    else:
-        needed = report.host_bytes
-        lines.append(f"Host: DOES NOT FIT, {format_bytes(needed)} needed, {format_bytes(hardware.host)} are free")
-        frozen = host.parameters + host.activations  # with adapters, a reference is the model without them
-        if host.gradients > 0.1 * host.parameters:
-            lines.append(f"  With adapters, --lora 8, it needs little more than {format_bytes(frozen)}")
-        if host.masters:
-            narrow = host.total - host.masters - (host.gradients + host.optimizer) // 2
-            lines.append(f"  With --optim-dtype same it needs {format_bytes(narrow)}, and rounds more")
-        if report.disk is None:
-            lines.append("  With --host disk:DIR a few layers of it are in memory, and the rest on a disk")
+        return [*lines, f"Host: unknown; it needs {host}"]
+    if report.fits_host:
+        return [*lines, f"Host: fits, {host} of {format_bytes(hardware.host)} that are free"]
+    return [
+        *lines,
+        f"Host: DOES NOT FIT, {host} needed, {format_bytes(hardware.host)} are free",
+        *_host_remedies(report),
+    ]
+
+
+def _host_remedies(report: PlanReport) -> list[str]:
+    """What the host needs with other options."""
+    host, free = report.host_memory, report.hardware.host or 0
+
+    def line(option: str, count: int) -> str:
+        verdict = "fits" if count <= free else "does not fit"
+        return f"  With {option} it needs about {format_bytes(count)}, which {verdict}."
+
+    lines = []
+    if host.gradients > 0.1 * host.parameters:  # with adapters, a reference is the model without them
+        lines.append(line("adapters (--lora 8)", host.parameters + host.activations))
+    if host.masters:
+        narrow = host.total - host.masters - (host.gradients + host.optimizer) // 2
+        lines.append(line("--optim-dtype same, less exact,", narrow))
+    if report.disk is None:
+        lines.append("  With --host disk:DIR it holds a few layers, and a disk the rest.")
     return lines

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import pytest
 import torch
@@ -49,20 +50,42 @@ def small(tmp_path_factory):
 def test_a_plan_says_what_is_needed_and_whether_it_fits(folder, capsys, monkeypatch):
     """Layers, stages, both memories, tokens, time and the verdict, in 80 columns, on stdout alone."""
     monkeypatch.setattr("roundpipe_runtime.estimate.hardware.host_memory_available", lambda: 10**12)
-    assert run(["plan", str(folder), *CARDS, "--memory", "24GiB", "--batch", "12", "--length", "2048"]) == 0
+    request = ["plan", str(folder), *CARDS, "--memory", "24GiB", "--batch", "12", "--length", "2048"]
+    assert run(request) == 0
+    short = capsys.readouterr().out
+    assert run([*request, "--details"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    assert out.splitlines()[:2] == [
-        "LlamaForCausalLM, 6.74 billion parameters",
-        "bfloat16, gradients and AdamW in float32",
-    ]
-    assert "12 rows of 2048 tokens, 24,576 in all, in 3 microbatches" in out
+    lines = out.splitlines()
+    assert lines[0].startswith("Devices: fits, ")
+    assert lines[0].endswith(" of 25.8 GB")
+    assert lines[1].startswith("Host: fits, ")
+    assert lines[3:5] == ["LlamaForCausalLM, 6.74 billion parameters", "bfloat16, gradients and AdamW in float32"]
+    assert re.search(r"a step +12 rows of 2048 tokens +3 microbatches", out)
     assert "model.layers.0 to 30" in out
     assert "fused" in out
-    assert "Transfers overlap with computing from" in out
-    assert "Devices: fits" in out
-    assert "Host: fits" in out
+    assert "this step has 24,576." in out
     assert "\x1b" not in out
+    *first, empty, hint = short.splitlines()  # both are measured anew where a rate is that of this host
+    assert len(first) < 20
+    assert [line[:14] for line in first] == [line[:14] for line in lines[: len(first)]]
+    assert (empty, hint[:9]) == ("", "--details")
+    assert "model.layers" not in short
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the devices of this machine are planned then")
+def test_a_size_of_memory_is_that_of_one_gpu(folder, capsys):
+    """A laptop without a GPU is asked about one, not about devices that are made of its cores; `virtual:2` still is."""
+    request = ["plan", str(folder), "--memory", "24GB", "--batch", "2", "--length", "64"]
+    run([*request, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["hardware"]["names"], found["hardware"]["kind"]) == (["cuda:0"], "cuda")
+    assert found["hardware"]["memory"] == 24 * 10**9
+    assert found["fits"]["devices"] is True
+    run(request)
+    assert re.search(r"Devices: fits, .* of 24 GB", capsys.readouterr().out)
+    run([*request, "--devices", "virtual:2", "--json"])
+    assert json.loads(capsys.readouterr().out)["hardware"]["names"] == ["virtual:0", "virtual:1"]
 
 
 def test_several_devices_share_the_head(small, capsys):
@@ -94,7 +117,7 @@ def test_adapters_leave_little_to_upload_where_weights_stay(short, capsys):
     request = ["plan", str(short), *CARDS, "--memory", "4GiB", "--batch", "12", "--length", "512", "--lora", "8"]
     run([*request, "--json"])
     moving = json.loads(capsys.readouterr().out)
-    run(request)
+    run([*request, "--details"])
     out = capsys.readouterr().out
     hint = next(line for line in out.splitlines() if "With --keep-parameters auto it copies" in line)
     run([*request, "--keep-parameters", "auto", "--json"])
@@ -110,9 +133,9 @@ def test_adapters_leave_little_to_upload_where_weights_stay(short, capsys):
     run([*request, "--keep-parameters", "0.5", "--json"])
     some = json.loads(capsys.readouterr().out)
     assert {memory["kept"] for memory in some["device_memory"]} == {500_000_000}
-    run([*request, "--keep-parameters", "0.5"])
+    run([*request, "--keep-parameters", "0.5", "--details"])
     out = capsys.readouterr().out
-    assert "parameters that stay there  500 MB" in out.replace("   ", "  ")
+    assert re.search("parameters that stay +500 MB", out)
     assert "With --keep-parameters" not in out
 
 
@@ -145,7 +168,7 @@ def test_what_does_not_fit_ends_with_1_and_says_what_would(short, capsys, monkey
     assert "Host: DOES NOT FIT" in out
     assert "--lora 8" in out
     assert "--optim-dtype same" in out
-    number = advice.split()[4].rstrip(":")
+    number = re.search(r"--microbatches (\d+),", advice)[1]
     run([*request, "--microbatches", number])
     assert "Devices: fits" in capsys.readouterr().out
 
@@ -164,9 +187,9 @@ def test_what_is_assumed_is_said(folder, capsys):
     """Of devices that are not here; without --memory nobody knows whether it fits."""
     run(["plan", str(folder), "--devices", "cuda:0", "--batch", "2", "--length", "64"])
     out = capsys.readouterr().out
-    assert "20 GB/s      assumed" in out
-    assert "give: --bandwidth, --flops" in out
-    assert "memory   unknown, give it with --memory" in out
+    assert re.search(r"20 GB/s +assumed", out)
+    assert "--bandwidth, --flops" in out
+    assert re.search(r"memory +unknown: give it with --memory", out)
     assert "Devices: unknown; they need" in out
 
 
@@ -299,7 +322,7 @@ def test_a_profile_stands_for_a_machine_that_is_not_here(small, tmp_path, capsys
     assert step["seconds"] <= step["seconds_exact"] <= step["seconds"] + step["optimizer_seconds"]
     assert run(["plan", *options]) == 0
     out = capsys.readouterr().out
-    assert "is busy longest" in out
+    assert re.search("bottleneck +(compute|link up|link down|optimizer)", out)
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -341,5 +364,5 @@ def test_a_host_without_room_for_a_reference_is_named(short, capsys, monkeypatch
     assert run(["plan", str(short), *options, "--reference"]) == 1
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    assert "reference model" in out
+    assert "The reference model takes" in out
     assert "Host: DOES NOT FIT" in out

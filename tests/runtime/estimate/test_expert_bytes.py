@@ -43,7 +43,7 @@ def planned(rows, length):
     cards = describe_hardware("cuda:0,cuda:1", memory=80 * 2**30, link=25e9, flops=150e12)
     training = PlannedTraining(model, cards)
     report = training.report(batch=rows, length=length, num_microbatch=rows)
-    return report, write_plan(training, report, None, rows=rows, length=length)
+    return report, write_plan(training, report, None, rows=rows, length=length, details=True)
 
 
 @needs_transformers("5.0", "its experts are modules, which on meta nobody knows to be called")
@@ -52,7 +52,7 @@ def test_a_plan_states_the_experts_of_a_few_tokens():
     report, text = planned(2, 1)
     whole = 2 * 8 * 3 * 4096 * 14336 * 4
     assert report.step.expert_bytes == (whole, whole * 7 // 16)
-    assert "of 11.3 GB, 4.93 GB are expected to go up in each pass" in text
+    assert "At most 4.93 GB of 11.3 GB of experts are expected to go up in each pass." in text
     unknown = dataclasses.replace(report.step, layers=[dataclasses.replace(one, experts=0) for one in report.layers])
     for which in ("upload", "download"):  # each layer goes up once: there is room to stay
         ours, all_of_them = (
@@ -67,4 +67,4 @@ def test_a_plan_of_many_tokens_uploads_all_experts():
     report, text = planned(2, 64)
     whole, expected = report.step.expert_bytes
     assert whole == expected
-    assert "Experts: all 11.3 GB go up in each pass" in text
+    assert "All 11.3 GB of experts go up in each pass" in text

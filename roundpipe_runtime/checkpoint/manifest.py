@@ -8,7 +8,7 @@ import json
 import pathlib
 from collections.abc import Mapping
 
-from yobx_flatten.files.document import inside, read_document
+from yobx_flatten.files.document import inside, open_regular, read_document
 from yobx_flatten.files.flush import flush_tree
 
 from .errors import CheckpointError, DamagedCheckpointError
@@ -100,5 +100,5 @@ def _read(folder: pathlib.Path) -> dict[str, _File]:
 
 
 def _digest(path: pathlib.Path) -> str:
-    with open(path, "rb") as file:
+    with open_regular(path, failure=DamagedCheckpointError) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from yobx_flatten.errors.dependencies import require
-from yobx_flatten.files.tensors import write_tensor_file
+from yobx_flatten.files.tensors import opened_tensors, write_tensor_file
 
 from ..device.disk import disk_of, leave
+from .errors import DamagedCheckpointError
 
 # Bytes of a file with tensors that live on a disk: so many are in memory while it is written.
 _SHARD_OF_DISK = 128 * 2**20
@@ -61,13 +62,11 @@ def write_tensors(
 @contextlib.contextmanager
 def open_tensors(folder: pathlib.Path, stem: str) -> Iterator[Mapping[str, torch.Tensor]]:
     """Yield the tensors that :func:`write_tensors` wrote. Each is read from its file when it is accessed."""
-    from safetensors import safe_open
-
     with contextlib.ExitStack() as files:
         found = {}
         for path in [folder / f"{stem}.safetensors", *sorted(folder.glob(f"{stem}-*-of-*.safetensors"))]:
             if path.exists():
-                file = files.enter_context(safe_open(path, framework="pt"))
+                file = files.enter_context(opened_tensors(path, failure=DamagedCheckpointError))
                 found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 # it is not a mapping
         yield found
 

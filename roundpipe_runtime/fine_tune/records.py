@@ -19,10 +19,12 @@ from typing import Any, TextIO
 
 import torch
 
+from yobx_flatten.files.document import read_text
 from yobx_flatten.files.scratch import write_text
 
 from ..device.accelerator import AcceleratorDevice
 from ..device.protocol import Device
+from .errors import FineTuneError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,8 +135,8 @@ def _finite(value: Any) -> Any:
 def _lines_up_to(path: pathlib.Path, step: int) -> list[str]:
     if not path.is_file():
         return []
-    with open(path, encoding="utf-8") as file:
-        return [line for line in file if line.endswith("\n") and _step_of(line) <= step]
+    lines = read_text(path, failure=FineTuneError).split("\n")[:-1]  # the last is empty, or was cut short
+    return [f"{line}\n" for line in lines if _step_of(line) <= step]
 
 
 def _step_of(line: str) -> float:

@@ -14,6 +14,9 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
+from yobx_flatten.files.document import read_document
+
+from ..checkpoint.errors import DamagedCheckpointError
 from ..device.accelerator import AcceleratorDevice
 from ..engine.config import RoundPipeRunConfig
 from ..huggingface.loss.call_options import CALL_OPTIONS, CallOptions
@@ -200,7 +203,7 @@ class TextTrainer(RoundPipeTrainer):
 def read_notes(checkpoint: pathlib.Path) -> dict[str, Any]:
     """Return the notes of a checkpoint; those of another script's checkpoint are empty."""
     path = checkpoint / _NOTES
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    return read_document(path, dict[str, Any], failure=DamagedCheckpointError, finite=False) if path.exists() else {}
 
 
 class _StepCallback(TrainerCallback):  # type: ignore[misc] # transformers counts as untyped

@@ -26,7 +26,7 @@ SECONDS = 10
 """Of the processor; what waits has six times as long."""
 _ROOM = 2**30  # bytes that a case may take besides what the process has
 
-_ACTS = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "subprocess.", "socket.connect", "shutil.rm")
+_ACTS = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.", "socket.connect", "shutil.rm")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
@@ -39,12 +39,17 @@ class _Watch:
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder, self.seen, self.is_on = os.fspath(folder), list[str](), False
+        self.made = set[str]()  # temporary folders, which may be removed again
         sys.addaudithook(self._note)
 
     def _note(self, event: str, given: tuple[Any, ...]) -> None:
         if not self.is_on:
             return
-        if event.startswith(_ACTS):
+        if event == "tempfile.mkdtemp":
+            self.made.add(given[0])
+        elif event == "shutil.rmtree" and given[0] in self.made:
+            pass
+        elif event.startswith(_ACTS):
             self.seen.append(f"{event} {given!r:.200}")
         elif event == "open" and isinstance(given[0], (str, bytes)):
             path, mode, flags = os.fsdecode(given[0]), given[1] or "", given[2] or 0

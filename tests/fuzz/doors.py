@@ -136,6 +136,87 @@ def _read_configuration(folder: pathlib.Path) -> None:
     find_model(str(folder)).load()
 
 
+def _write_model(folder: pathlib.Path) -> None:
+    """Weights in safetensors, settings, and a tokenizer with a chat template."""
+    tiny.source(vocab_size=40).load(seed=5).save_pretrained(folder)
+    tiny.chat_tokenizer().save_pretrained(folder)
+
+
+def _read_streamed(folder: pathlib.Path) -> None:
+    """Whole, and layer by layer."""
+    from yobx_flatten.model_folder.source.find import find_model
+    from yobx_flatten.model_folder.source.streamed import open_checkpoint
+
+    checkpoint = open_checkpoint(folder)
+    for name in checkpoint.files if checkpoint else ():
+        checkpoint.read(name, torch.float32)
+    find_model(str(folder)).load()
+
+
+def _write_gguf(folder: pathlib.Path) -> None:
+    from tests import tiny_gguf
+
+    tiny_gguf.write(folder / "model.gguf")
+
+
+def _read_gguf(folder: pathlib.Path) -> None:
+    from yobx_flatten.model_folder.source.find import find_model
+
+    find_model(str(folder / "model.gguf")).load()
+
+
+def _write_peft(folder: pathlib.Path) -> None:
+    import peft
+
+    torch.manual_seed(0)
+    model = tiny.source(vocab_size=40).load(seed=5)
+    model.save_pretrained(folder / "base")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], rank_pattern={"layers.1.*q_proj": 3})
+    peft.get_peft_model(model, config).save_pretrained(folder / "adapter")
+    file = folder / "adapter/adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": str(folder / "base")}))
+
+
+def _read_peft(folder: pathlib.Path) -> None:
+    """Merged, and as one that calls switch."""
+    from yobx_flatten.model_folder.source.find import find_model
+    from yobx_flatten.model_folder.source.switched import read_adapters
+
+    read_adapters(find_model(str(folder / "base")).load(), {"one": folder / "adapter"})
+    find_model(str(folder / "adapter")).load()
+
+
+def _write_sentence(folder: pathlib.Path) -> None:
+    """What sentence-transformers writes after a model."""
+    from safetensors.torch import save_file
+
+    parts = {
+        "1_Pooling": {"pooling_mode_mean_tokens": True, "word_embedding_dimension": 8},
+        "2_Dense": {"in_features": 8, "out_features": 4, "activation_function": "torch.nn.modules.activation.Tanh"},
+        "3_Normalize": {},
+    }
+    for name, stated in parts.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(stated))
+    save_file({"linear.weight": torch.rand(4, 8), "linear.bias": torch.rand(4)}, folder / "2_Dense/model.safetensors")
+    kinds = {"": "Transformer", **{name: name[2:] for name in parts}}
+    listed = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (path, kind) in enumerate(kinds.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+
+
+def _read_sentence(folder: pathlib.Path) -> None:
+    from yobx_flatten.model_folder.sentence import read_modules
+
+    read_modules(folder)
+
+
+def _read_open_model(folder: pathlib.Path) -> None:
+    yf.open_model(folder / "model").generate(torch.tensor([[5, 6]]), max_new_tokens=2)
+
+
 # -- roundpipe_runtime -------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +327,41 @@ def _read_text(folder: pathlib.Path) -> None:
     read_blocks([str(folder)], load_tokenizer(tiny.source(), "bytes"), length=8, field="text")
 
 
+def _write_chats(folder: pathlib.Path) -> None:
+    _write_model(folder / "model")
+    chat = [{"role": "user", "content": "the pipe"}, {"role": "assistant", "content": "holds a layer"}]
+    rows = [{"messages": chat}, {"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]}]
+    (folder / "rows.jsonl").write_text(
+        "\n".join(json.dumps(row) for row in [*rows, {"instruction": "a", "output": "b"}])
+    )
+
+
+def _read_chats(folder: pathlib.Path) -> None:
+    from roundpipe_runtime.fine_tune import load_tokenizer, model_source, read_chats
+
+    tokenizer = load_tokenizer(model_source(str(folder / "model")))
+    read_chats([folder / "rows.jsonl"], tokenizer, length=32, vocab_size=40)
+
+
+def _write_options(folder: pathlib.Path) -> None:
+    from roundpipe_runtime.cli.train.config_file import format_config
+    from roundpipe_runtime.cli.train.options import FileOptions, LearningOptions, StepOptions, TextOptions
+
+    parts = {"Text": TextOptions(text=["a", "b"]), "A step": StepOptions(), "L": LearningOptions(), "F": FileOptions()}
+    (folder / "run.yaml").write_text(format_config(parts.items()))
+
+
+def _read_options(folder: pathlib.Path) -> None:
+    """As the command line does, up to the values."""
+    import typer
+
+    from roundpipe_runtime.cli.app import app
+    from roundpipe_runtime.cli.train.config_file import read_config_file
+
+    command = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined] # it is a group
+    read_config_file(typer.Context(command), folder / "run.yaml")
+
+
 DOORS = {
     "nested": Door(_write_nested, _read_nested, ("*.onnx",), share=8),
     "case": Door(_write_case, _read_case, ("*.onnx",), share=8),
@@ -254,6 +370,13 @@ DOORS = {
     "generator": Door(_write_folder, _read_generator, ("model/*.json",), share=1),
     "adapter": Door(_write_adapter, _read_adapter, ("model/adapters/*",), share=1),
     "configuration": Door(_write_configuration, _read_configuration, ("*.json",), share=1),
+    "model": Door(_write_model, _read_streamed, ("*.json", "*.safetensors")),
+    "gguf": Door(_write_gguf, _read_gguf, ("*",)),
+    "peft": Door(_write_peft, _read_peft, ("adapter/*.json", "adapter/*.safetensors")),
+    "sentence": Door(_write_sentence, _read_sentence, ("*.json", "*/*")),
+    "open_model": Door(_write_folder, _read_open_model, ("model/*.json",)),
+    "chats": Door(_write_chats, _read_chats, ("rows.jsonl", "model/*.jinja", "model/tokenizer*")),
+    "options": Door(_write_options, _read_options, ("run.yaml",)),
     "checkpoint": Door(_write_checkpoint, _read_checkpoint, ("*/*",), _repair_checkpoint, share=2),
     "shards": Door(_write_shards, _read_shards, ("*/*", "*/shards/*"), _repair_checkpoint, share=1),
     "timeline": Door(_write_timeline, _read_timeline, ("*.json",), share=2),

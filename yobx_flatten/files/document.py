@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import pathlib
 import stat
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from ..errors.dependencies import require
 from ..errors.failures import undone_on_failure
@@ -19,7 +20,7 @@ _LARGEST = 2**30  # bytes; a timeline of days has less
 _TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
-def open_regular(path: pathlib.Path, *, failure: type[Exception], most: int | None = None) -> BinaryIO:
+def open_regular(path: pathlib.Path, *, failure: type[Exception], most: int | None = None) -> io.BufferedReader:
     """Open a file that a user or another file names, in one step with the check of :func:`check_regular`."""
     # without a wait for the writer of a pipe; what is not a regular file is closed before it is read
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -89,6 +90,8 @@ def _parsed(text: str | bytes, form: type[T], where: str, failure: type[Exceptio
     except msgspec.MsgspecError as error:
         what = str(error)
     except ValueError as error:  # no JSON, no text, or a number that is none
+        if text and text.lstrip()[:1] not in ("{", "[", b"{", b"["):  # it never was a document
+            raise failure(f"{where} is not a JSON file: it begins with {text[:8]!r}.{remedy and ' '}{remedy}") from None
         what = f"it is not JSON ({error})" if text else "it is empty"
     raise failure(f"{where} is damaged: {what}.{remedy and ' '}{remedy}")
 

@@ -1,10 +1,28 @@
-"""List the external data files of an ONNX file."""
+"""Read ONNX files without their data, and list the files in which these are."""
 
 from __future__ import annotations
 
 import pathlib
+from typing import TYPE_CHECKING
 
+from ..errors import DamagedFileError
+from .damage import damage_as
+from .document import read_bytes
 from .scratch import is_data_of
+
+if TYPE_CHECKING:
+    import onnx
+
+_LARGEST = 2**31  # bytes; protobuf reads no more
+
+
+def read_onnx(path: pathlib.Path, *, failure: type[Exception]) -> onnx.ModelProto:
+    """Read a file that a user or another file names, without its external data."""
+    import onnx
+
+    data = read_bytes(path, failure=failure, most=_LARGEST)
+    with damage_as(failure, str(path)):
+        return onnx.load_model_from_string(data)
 
 
 def data_files_of(path: pathlib.Path) -> set[str]:
@@ -12,12 +30,9 @@ def data_files_of(path: pathlib.Path) -> set[str]:
     # path: the file; one that is not there, or no ONNX file, refers to nothing
     if not path.is_file():
         return set()
-    import onnx
-    from google.protobuf.message import DecodeError
-
     try:
-        graph = onnx.load(path, load_external_data=False).graph
-    except DecodeError:  # not an ONNX file
+        graph = read_onnx(path, failure=DamagedFileError).graph
+    except DamagedFileError:  # not an ONNX file
         return set()
     stored = [entry for tensor in graph.initializer for entry in tensor.external_data]
     return {entry.value for entry in stored if entry.key == "location" and is_data_of(entry.value, path)}

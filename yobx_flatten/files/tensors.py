@@ -1,13 +1,40 @@
-"""Write a file of safetensors, with errors of the system."""
+"""Write a file of safetensors, with errors of the system, and read one of a stranger."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+
+from ..errors.messages import first_line
+from .damage import damage_as
+from .document import open_regular
+
+
+@contextlib.contextmanager
+def opened_tensors(path: pathlib.Path, *, failure: type[Exception]) -> Iterator[Any]:
+    """Open a file that a user or another file names, as ``safetensors.safe_open`` does."""
+    from safetensors import SafetensorError, safe_open
+
+    with open_regular(path, failure=failure) as file:
+        if file.read(9)[8:] not in (b"{", b""):  # eight bytes with a length stand before the JSON
+            raise failure(f"{path} is not a file of safetensors.")
+    try:
+        with safe_open(path, framework="pt") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise failure(f"{path} is damaged (SafetensorError: {first_line(error)}).") from error
+
+
+def read_tensors(path: pathlib.Path, *, failure: type[Exception]) -> dict[str, torch.Tensor]:
+    """Read all tensors of a file; they are mapped to it."""
+    with opened_tensors(path, failure=failure) as file, damage_as(failure, str(path)):
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # it is not a mapping
 
 
 def write_tensor_file(

@@ -19,8 +19,9 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from ..errors import InvalidArgumentError, ModelSourceError
+from ..errors import DamagedFileError, InvalidArgumentError, ModelSourceError
 from ..files.document import read_document, read_text
+from ..files.onnx_data import read_onnx
 from ..generate.layout import SUBFOLDER
 from .merged_decoder import MERGED, merge_decoders
 from .pieces.spoken import spoken_pieces
@@ -102,11 +103,9 @@ def apply_layout(folder: pathlib.Path, names: Sequence[str], bits: str | None, d
 
 def _most_bits(paths: Sequence[pathlib.Path]) -> str:
     """The bits of the weights that take most bytes, of files that keep those of a checkpoint."""
-    import onnx
-
     sizes: collections.Counter[int] = collections.Counter()
     for path in paths:
-        graph = onnx.load(str(path), load_external_data=False).graph
+        graph = read_onnx(path, failure=DamagedFileError).graph
         stored = {tensor.name: math.prod(tensor.dims) for tensor in graph.initializer}
         for node in graph.node:
             for attribute in node.attribute:
@@ -122,9 +121,7 @@ def _add(path: pathlib.Path, entries: dict[str, Any]) -> None:
 
 def _point_to(path: pathlib.Path, data: str) -> None:
     """Let a file find its weights under another name."""
-    import onnx
-
-    model = onnx.load(str(path), load_external_data=False)
+    model = read_onnx(path, failure=DamagedFileError)
     for tensor in _tensors(model.graph):
         for entry in tensor.external_data:
             if entry.key == "location":

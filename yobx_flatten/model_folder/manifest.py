@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from ..core.compare import WEIGHT_TYPES, tolerance
 from ..errors import DamagedFileError, ForeignFileError
 from ..export.proof.quality import Quality
-from ..files.document import inside, read_document
+from ..files.document import inside, open_regular, read_document
 from ..generate.layout import MANIFEST
 from ..runners.open import RUNTIMES
 
@@ -123,7 +123,7 @@ def digests(folder: pathlib.Path, names: Iterable[str]) -> dict[str, str]:
     """Return the SHA-256 of files by name, in hexadecimal digits."""
     found = {}
     for name in names:
-        with (folder / name).open("rb") as file:
+        with open_regular(folder / name, failure=DamagedFileError) as file:
             found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
 

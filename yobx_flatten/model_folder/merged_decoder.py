@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from ..errors import ReplayError
+from ..errors import DamagedFileError, ReplayError
+from ..files.onnx_data import read_onnx
 from ..huggingface.cache_names import CACHE, PRESENT
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ _BRANCHES = ("first", "later")
 
 def merge_decoders(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> bool:
     """Write the joined file, whose weights the two others read; return whether these are in a file of their own."""
-    import onnx
     import onnx_ir as ir
 
     models = dict(zip(_BRANCHES, (ir.load(first), ir.load(later)), strict=True))
@@ -49,7 +49,7 @@ def merge_decoders(first: pathlib.Path, later: pathlib.Path, target: pathlib.Pat
     data = f"{target.name}_data"
     ir.save(merged, target, external_data=data if has_data else None)
     if has_data:
-        stored = {one.name: one for one in onnx.load(str(target), load_external_data=False).graph.initializer}
+        stored = {one.name: one for one in read_onnx(target, failure=DamagedFileError).graph.initializer}
         for path, names in zip((first, later), renamed.values(), strict=True):
             own = _data_of(path)
             _share(path, {name: stored[new] for name, new in names.items()})
@@ -152,18 +152,14 @@ def _free(value: ir.Value) -> ir.Shape | None:
 
 def _data_of(path: pathlib.Path) -> str | None:
     """The name of the file with the weights of a file; ``None`` where it holds them itself."""
-    import onnx
-
-    graph = onnx.load(str(path), load_external_data=False).graph
+    graph = read_onnx(path, failure=DamagedFileError).graph
     entries = (entry for tensor in graph.initializer for entry in tensor.external_data)
     return next((str(entry.value) for entry in entries if entry.key == "location"), None)
 
 
 def _share(path: pathlib.Path, stored: Mapping[str, onnx.TensorProto]) -> None:
     """Let a file read its weights from the data of another."""
-    import onnx
-
-    model = onnx.load(str(path), load_external_data=False)
+    model = read_onnx(path, failure=DamagedFileError)
     for tensor in model.graph.initializer:
         name = tensor.name
         tensor.CopyFrom(stored[name])

@@ -23,8 +23,8 @@ import torch
 
 from ..errors import ModelSourceError
 from ..export.proof.quality import EMBEDDING
-from ..files.damage import damage_as
 from ..files.document import check_own, inside, read_document
+from ..files.tensors import read_tensors
 from ..recipe.aliases import TransformersModel
 from .pieces.text import Piece
 
@@ -194,11 +194,9 @@ def _dense(folder: pathlib.Path, path: str) -> torch.nn.Module | str:
     activation = _ACTIVATIONS.get(stated.activation_function.rpartition(".")[2])
     if activation is None or not (folder / path / "model.safetensors").is_file():
         return f"Dense ({stated.activation_function}), or its weights are not in model.safetensors"
-    from safetensors.torch import load_file
-
     weights = inside(folder, f"{path}/model.safetensors", ModelSourceError)
-    with damage_as(ModelSourceError, f"{path}/model.safetensors"):
-        found = {name.removeprefix("linear."): value.float() for name, value in load_file(weights).items()}
+    held = read_tensors(weights, failure=ModelSourceError)
+    found = {name.removeprefix("linear."): value.float() for name, value in held.items()}
     sizes = {name: tuple(value.shape) for name, value in found.items()}
     rows, columns = stated.out_features, stated.in_features
     wanted: dict[str, tuple[int, ...]] = {"weight": (rows, columns), **({"bias": (rows,)} if stated.bias else {})}

@@ -22,9 +22,9 @@ import torch
 from ..errors import RecordError
 from ..errors.dependencies import require
 from ..files.damage import damage_as
-from ..files.document import check_regular
+from ..files.document import parse_document
 from ..files.scratch import publish_files, scratch_for
-from ..files.tensors import write_tensor_file
+from ..files.tensors import opened_tensors, write_tensor_file
 from ..private_names.of_torch import pytree
 from ..recipe.static_codec import check_spec, dump_static, load_static
 from .call import About
@@ -73,16 +73,12 @@ def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], About]:
     """Read what :func:`write_call` wrote; tensors are read when they are asked for."""
     require("safetensors", "msgspec", purpose="read_call")
     import msgspec
-    from safetensors import SafetensorError, safe_open
 
-    check_regular(path, RecordError)  # a pipe would be waited for
-    try:
-        with safe_open(path, framework="pt") as file:
-            head = json.loads((file.metadata() or {})[_KEY])
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
-        raise RecordError(
-            f"{path} is not a recorded call, or it is damaged ({type(error).__name__}: {error})."
-        ) from None
+    with opened_tensors(path, failure=RecordError) as file:
+        text = (file.metadata() or {}).get(_KEY)
+    if text is None:
+        raise RecordError(f"{path} is not a recorded call.")
+    head = parse_document(text, dict[str, Any], str(path), failure=RecordError, finite=False)
     with damage_as(RecordError, str(path)):  # torch's reader, and the wrong types of a file
         if head.pop("version") != _VERSION:
             raise RecordError(f"{path} was written by a newer version:\n    pip install --upgrade yobx-flatten")
@@ -94,9 +90,7 @@ def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], About]:
 
 def _stored(path: pathlib.Path, name: str, facts: tuple[Fact, ...], spec: pytree.TreeSpec) -> Snapshot:
     def load() -> Sequence[Any]:
-        from safetensors import safe_open
-
-        with safe_open(path, framework="pt") as file:
+        with opened_tensors(path, failure=RecordError) as file:
             return [
                 _from_storable(file.get_tensor(f"{name}.{number}"), fact) if fact.is_tensor else fact.value
                 for number, fact in enumerate(facts)

@@ -9,8 +9,7 @@ import torch
 
 from ..errors import DamagedFileError, GenerationError
 from ..errors.dependencies import require
-from ..files.damage import damage_as
-from ..files.document import check_regular
+from ..files.tensors import read_tensors
 from .ports import Port
 
 ADAPTERS = "adapters"
@@ -45,11 +44,7 @@ def read_adapter(path: pathlib.Path, rooms: Mapping[str, Port]) -> dict[str, tor
     """Return the matrices of a file by name of the input, as the files of a folder take them."""
     # rooms: the optional inputs of all files of the folder, by name
     require("safetensors", purpose="an adapter")
-    from safetensors.torch import load_file
-
-    check_regular(path, DamagedFileError)  # a pipe would be waited for
-    with damage_as(DamagedFileError, str(path)):
-        found: dict[str, torch.Tensor] = load_file(path)
+    found = read_tensors(path, failure=DamagedFileError)
     check_matrices(found, rooms, str(path))
     return found
 

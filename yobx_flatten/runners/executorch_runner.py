@@ -20,7 +20,7 @@ from ..errors import DamagedFileError, FlattenError, ForeignFileError, Generatio
 from ..errors.dependencies import require
 from ..errors.failures import raised_as
 from ..errors.messages import first_line
-from ..files.document import parse_document
+from ..files.document import open_regular, parse_document
 from .checked_runner import CheckedRunner
 from .in_place import InPlaceCache, TensorBuffers
 from .signature import KEY, Signature
@@ -181,7 +181,7 @@ def open_pte(
 
     if not path.is_file():
         raise failure(f"There is no file {path}.")
-    with path.open("rb") as file:
+    with open_regular(path, failure=failure) as file:
         head = file.read(8)
     if head[4:6] != b"ET":
         raise ForeignFileError(f"{path} is not a file of ExecuTorch.")

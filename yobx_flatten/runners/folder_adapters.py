@@ -10,7 +10,7 @@ import torch
 
 from ..errors import DamagedFileError, InvalidArgumentError
 from ..errors.dependencies import require
-from ..files.damage import damage_as
+from ..files.onnx_data import read_onnx
 from .adapters import FIRST, SECOND, adapter_file, adapter_names, read_adapter
 from .onnx_runner import OnnxRunner
 from .ports import Port
@@ -22,12 +22,9 @@ _TYPES = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bflo
 def rooms_of_files(folder: pathlib.Path) -> dict[str, Port]:
     """Return the optional inputs that the files of a folder have for adapters, by name."""
     require("onnx", purpose="adapters of a folder", extra="onnx")
-    import onnx
-
     found = {}
     for path in sorted(folder.glob("*.onnx")):
-        with damage_as(DamagedFileError, str(path)):
-            graph = onnx.load(str(path), load_external_data=False).graph
+        graph = read_onnx(path, failure=DamagedFileError).graph
         held = {tensor.name for tensor in graph.initializer}
         for value in graph.input:
             if value.name in held and value.name.endswith((f".{FIRST}", f".{SECOND}")):

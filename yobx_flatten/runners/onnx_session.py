@@ -10,10 +10,11 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..errors import FlattenError, ReplayError
+from ..errors import DamagedFileError, FlattenError, ReplayError
 from ..errors.dependencies import require
 from ..errors.failures import raised_as
 from ..errors.messages import first_line
+from ..files.onnx_data import read_onnx
 from .devices import check_runs_on
 
 
@@ -72,7 +73,7 @@ def _half_precision(path: str | os.PathLike[str]) -> int:
     """How many bytes the weights of half precision take."""
     import onnx
 
-    model: Any = onnx.load(os.fspath(path), load_external_data=False)
+    model = read_onnx(pathlib.Path(path), failure=DamagedFileError)
     half = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     return sum(2 * math.prod(tensor.dims) for tensor in model.graph.initializer if tensor.data_type in half)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, overload
 
 from ..errors import DamagedFileError, ForeignFileError, InvalidArgumentError, describe_class
 from ..files.damage import damage_as
-from ..files.document import check_regular
+from ..files.document import open_regular, read_bytes
 from ..recipe.aliases import Device, PyTree
 from ..runners.elements import Element, require_onnx
 from .onnx_write import CHECKSUM, CONTENT, FORMAT, STRUCTURE, VERSION, crc_of_strings, save
@@ -134,8 +134,7 @@ def open_model(given: object, function: str) -> tuple[Any, pathlib.Path | None]:
     if not isinstance(given, (str, os.PathLike)):
         raise InvalidArgumentError(f"{function} takes a path or an onnx.ModelProto, found {describe_class(given)}.")
     path = pathlib.Path(given)
-    check_regular(path, DamagedFileError, _LARGEST)
-    data = path.read_bytes()
+    data = read_bytes(path, failure=DamagedFileError, most=_LARGEST)
     if not data:
         raise DamagedFileError(f"{path} is empty.")
     model = onnx.ModelProto()
@@ -206,7 +205,7 @@ class Initializers:
         tensor = self._tensor(record)
         if tensor.HasField("data_location") and tensor.data_location == 1:
             path, start, _ = self._place(record, tensor)
-            with open(path, "rb") as file:
+            with open_regular(path, failure=DamagedFileError) as file:
                 file.seek(start)
                 checksum = _read(file, view)
         else:

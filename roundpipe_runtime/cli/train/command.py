@@ -20,6 +20,7 @@ from yobx_flatten.terminal.output import say, say_json
 
 from ... import fine_tune as tuning
 from ...device.disk import HOST_IN_MEMORY
+from ...distributed.ranks.alarm import Alarm
 from ...errors import PlanError, RoundPipeError
 from ..models import read_by, source_of
 from ..option_objects import flat_options, takes_options
@@ -59,6 +60,7 @@ def train(
         parts = {"Model": what, "Text": data, "A step": step, "Learning": learning, "What is written": files}
         say(format_config(parts.items()))
         return 0
+    Alarm.patience = files.timeout
     stdout, job = sys.stdout, tuning.Job()
     if step.host != HOST_IN_MEMORY and (job.size > 1 or step.replicas is not None):
         raise UserError(

@@ -305,8 +305,17 @@ class LearningOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileOptions:
-    """The files that a training writes besides the model, and how often."""
+    """The files that a training writes besides the model, how often, and how long a stopped process is waited for."""
 
+    timeout: Annotated[
+        float,
+        option(
+            "SECONDS",
+            "Under torchrun: end a process that was stopped (SIGSTOP) for so long, and with it the training.",
+            _STEP,
+            min=1.0,
+        ),
+    ] = 120.0
     checkpoint: Annotated[
         pathlib.Path | None, _path("Folder for checkpoints (default: <output>-checkpoints).", metavar="DIR")
     ] = None

@@ -3,6 +3,9 @@
 A collective would not do: the others call it when they have something to send, which may be minutes later. So a thread
 looks into the store a few times a second, and whether the processes of its machine are there: one that was killed
 cannot notify the others.
+
+One that is stopped keeps its connections, and gloo waits for it until the job's timeout, which no other thread can cut
+short. So a second thread, which never waits for a store that the stopped process may have, ends it after a while.
 """
 
 from __future__ import annotations
@@ -20,6 +23,12 @@ from .machine import Process
 # Seconds between two looks: an exception on one rank is to be raised on all within a second.
 _PERIOD = 0.1
 
+# Seconds between two looks at whether a process is stopped.
+_LOOK = 0.5
+
+# Seconds in which the end of a process follows from its stop: it runs again while it ends.
+_RECENT = 10.0
+
 # Seconds in which a rank of another machine answers if it is alive.
 _PATIENCE = 3.0
 
@@ -28,6 +37,9 @@ class Alarm:
     """Passes the news that a rank has failed."""
 
     # store: store of the job, `None` for a process alone
+
+    patience = 120.0
+    """Seconds that a process of this machine may be stopped before the others end it."""
 
     def __init__(self, store: Any, rank: int, size: int, prefix: str = "") -> None:
         self._store, self._rank, self._size = store, rank, size
@@ -39,12 +51,16 @@ class Alarm:
         self._closed = threading.Event()
         self._here = Process.here()
         self._processes: dict[int, Process] = {}
+        self._stopped: dict[int, float] = {}  # for how many seconds others are stopped now, by rank
+        self._last_stop: dict[int, tuple[float, float]] = {}  # the same of the last stop, and when it was seen
         if store is not None and size > 1:
             store.set(f"{self._prefix}/process/{rank}", json.dumps(self._here))
             self._thread = threading.Thread(
                 target=_listen, args=(weakref.ref(self),), name="roundpipe alarm", daemon=True
             )
             self._thread.start()
+            watch = threading.Thread(target=_watch, args=(weakref.ref(self),), name="roundpipe watch", daemon=True)
+            watch.start()
             _ALARMS.add(self)
 
     def listen(self, listener: Callable[[int | None], None] | None) -> None:
@@ -92,10 +108,31 @@ class Alarm:
             time.sleep(_PERIOD / 4)
         return sorted(missing) if self._gone is None else self._gone
 
+    def seconds_stopped(self, rank: int) -> float:
+        """Return for how long a rank was stopped that was ended just now."""
+        seconds, seen = self._last_stop.get(rank, (0.0, 0.0))
+        return seconds if time.monotonic() - seen < _RECENT else 0.0
+
+    def _neighbours(self) -> list[tuple[int, Process]]:
+        """The other ranks whose processes are on this machine."""
+        known = list(self._processes.items())
+        return sorted((rank, one) for rank, one in known if one.machine == self._here.machine and rank != self._rank)
+
     def _ended(self) -> list[int]:
         """The ranks whose processes are on this machine and have ended."""
-        known = list(self._processes.items())
-        return sorted(rank for rank, one in known if one.machine == self._here.machine and one.has_ended())
+        return [rank for rank, one in self._neighbours() if one.has_ended()]
+
+    def _end_stopped(self) -> None:
+        """End processes of this machine that have been stopped for too long."""
+        for rank, one in self._neighbours():
+            if one.is_stopped():
+                # looks are counted, and not the clock read: this process may have been stopped with the other
+                self._stopped[rank] = self._stopped.get(rank, 0.0) + _LOOK
+                self._last_stop[rank] = self._stopped[rank], time.monotonic()
+                if self._stopped[rank] > self.patience:
+                    one.end()
+            else:
+                self._stopped.pop(rank, None)
 
     def _meet(self) -> None:
         """Ask for the processes of the other ranks, as far as they are here by now."""
@@ -154,6 +191,14 @@ class Alarm:
             self._gone = news["gone"]
         self._hear(news.get("call"))
         return True
+
+
+def _watch(alarm: weakref.ref[Alarm]) -> None:
+    while (found := alarm()) is not None and not found._closed.is_set():
+        found._end_stopped()
+        closed = found._closed
+        del found
+        closed.wait(_LOOK)
 
 
 _ALARMS: weakref.WeakSet[Alarm] = weakref.WeakSet()

@@ -49,12 +49,14 @@ def rank_failed_in_step(rank: int, failure: str) -> RankStepError:
     )
 
 
-def ranks_gone(ranks: Sequence[int], cause: object) -> DistributedError:
+def ranks_gone(ranks: Sequence[int], cause: object, stopped: float = 0.0) -> DistributedError:
     """Return the error of a rank whose peers do not answer any more."""
     # ranks: ranks that are gone; empty where that is not known
+    # stopped: for how many seconds they were stopped before
     who = f"Rank {', '.join(map(str, ranks))} is" if ranks else "A rank is"
+    what = f"it was stopped (SIGSTOP) for {stopped:.0f} s and then ended" if stopped else "the process ended"
     return DistributedError(
-        f"{who} gone: the process ended, or its network did ({cause}). Nothing can be exchanged any more. Start again "
+        f"{who} gone: {what}, or its network did ({cause}). Nothing can be exchanged any more. Start again "
         "from the newest checkpoint; torchrun does so by itself:\n"
         "    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts=3 ... train.py\n"
         "Without the variable, restarted workers read the addresses of those that are gone from torchrun's store."

@@ -1,9 +1,10 @@
-"""Find the processes on this machine, and notice at once when one of them ends."""
+"""Find the processes on this machine, and notice when one of them ends or is stopped."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +37,15 @@ class Process(NamedTuple):
         """Report whether the process has ended; it must be one of this machine."""
         state, started = _state(self.number)
         return state in _ENDED or started != self.started
+
+    def is_stopped(self) -> bool:
+        """Report whether a signal has stopped the process (SIGSTOP, Ctrl-Z); it must be one of this machine."""
+        return _state(self.number) == ("T", self.started)  # a debugger's is "t"
+
+    def end(self) -> None:
+        """End the process, also one that is stopped; it must be one of this machine."""
+        with contextlib.suppress(OSError):
+            os.kill(self.number, signal.SIGKILL)
 
 
 def _state(number: int) -> tuple[str, str]:

@@ -189,7 +189,7 @@ class MeshRanks(Ranks):
                 gone = self.alarm.find_gone()
                 for other in _CHANNELS:  # other threads and ranks wait for ranks that will not come
                     self._close(other)
-            raise ranks_gone(gone, error) from None
+            raise ranks_gone(gone, error, max(map(self.alarm.seconds_stopped, gone), default=0.0)) from None
 
     def _group(self, channel: Channel) -> Any:
         if channel not in self._groups:

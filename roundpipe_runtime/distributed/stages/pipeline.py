@@ -419,7 +419,8 @@ class StageLine:
                 f"Rank {rank} failed, and gradients of this batch may be there in part: clear them before the next. "
                 "There:\n" + "\n".join(f"    {line}" for line in text.splitlines())
             )
-        return ranks_gone(self._alarm.find_gone(), error)
+        gone = self._alarm.find_gone()
+        return ranks_gone(gone, error, max(map(self._alarm.seconds_stopped, gone), default=0.0))
 
     def _close(self, error: BaseException) -> None:
         """Close the connections, which ends the waits of the other processes."""

@@ -10,15 +10,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pathlib
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 from transformers import Trainer
+
+from yobx_flatten.files.document import read_document
 
 from ...checkpoint.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
 from ...checkpoint.folder import appearing, only_writer, remove_checkpoint, remove_leftovers
@@ -193,7 +195,7 @@ def _is_whole(path: pathlib.Path) -> bool:
     if (path / MANIFEST).exists():
         return is_complete(path)
     try:
-        json.loads((path / _STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        read_document(path / _STATE, dict[str, Any], failure=DamagedCheckpointError, finite=False)
+    except (OSError, DamagedCheckpointError):
         return False
     return not (path / _SENTINEL).exists()

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from typing import Any
 
@@ -19,7 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from ...checkpoint.errors import CheckpointError
+from yobx_flatten.files.document import read_document
+
+from ...checkpoint.errors import CheckpointError, DamagedCheckpointError
 from ...checkpoint.model_state import collect_progress, load_weights, optimizer_targets, restore_progress
 from ...checkpoint.optimizer_state import check_optimizer, named_state, restore_optimizer
 from ...checkpoint.ranks import ranks_of
@@ -53,7 +54,7 @@ def _save_progress(folder: pathlib.Path, pipeline: RoundPipe) -> None:
 
 def _load_progress(folder: pathlib.Path, pipeline: RoundPipe) -> None:
     """Load what :func:`_save_progress` wrote; a plain Trainer has not written it."""
-    if (folder / f"{_PROGRESS}.json").is_file():
+    if (folder / f"{_PROGRESS}.json").exists():
         restore_progress(pipeline, read_values(folder, _PROGRESS, targets=optimizer_targets(pipeline)))
 
 
@@ -71,7 +72,7 @@ def _save_shards(folder: pathlib.Path, pipeline: RoundPipe, optimizer: torch.opt
 def _has_shards(folder: pathlib.Path) -> bool:
     """Report whether :func:`_save_shards` has written a checkpoint."""
     file = folder / f"{_PROGRESS}.json"
-    return file.is_file() and "optimizers" in json.loads(file.read_text(encoding="utf-8"))
+    return file.exists() and "optimizers" in read_document(file, dict[str, Any], failure=DamagedCheckpointError)
 
 
 def _load_shards(folder: pathlib.Path, pipeline: RoundPipe, optimizer: torch.optim.Optimizer) -> None:

@@ -40,7 +40,6 @@ def test_a_document_of_the_form_is_read():
     [
         ("", "it is empty"),
         ("{", "it is not JSON"),
-        (b"\xff\xfe", "it is not JSON"),
         ("[" * 100_000, "nested too deeply"),
         ("[]", "Expected `object`, got `array`"),
         ("{}", "missing required field `rate`"),
@@ -56,6 +55,13 @@ def test_a_document_of_the_form_is_read():
 def test_anything_else_is_one_error(text, message):
     with pytest.raises(DamagedFileError, match=f"a file is damaged: .*{message}"):
         parse(text)
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe", b"GGUF\x03\x00\x00\x00", "Some text.", b"\x80\x04}q\x00.", "- a: 1"])
+def test_what_never_was_a_document_is_not_damaged(text):
+    """A file of weights, a text, a pickle, YAML: given by mistake, and as whole as it ever was."""
+    with pytest.raises(DamagedFileError, match=r"^a file is not a JSON file: it begins with .*\. Give another\.$"):
+        parse(text, remedy="Give another.")
 
 
 def test_what_transformers_writes_may_be_infinite_and_a_text_may_be_half_a_character():

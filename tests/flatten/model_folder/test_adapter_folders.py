@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from yobx_flatten.errors import InvalidArgumentError, ModelSourceError
 from yobx_flatten.files import limited
 from yobx_flatten.model_folder.source.find import find_model
 from yobx_flatten.model_folder.source.open import open_model
+from yobx_flatten.model_folder.source.switched import read_adapters
 
 # PEFT 0.21 asks models of transformers 5.23 for an attribute by its old name
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -185,6 +187,22 @@ def test_a_pattern_without_an_end_is_refused(entries, base, monkeypatch):
         ModelSourceError, match=r"adapter_config\.json has a pattern .* that cannot be matched: .*CPU sec"
     ):
         find_model(str(adapter)).load()
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [{"r": 10**9}, {"r": 10**30}, {"r": "many"}, {"r": 4.5}, {"rank_pattern": {"q_proj": 10**9}}],
+    ids=["r", "no number of the machine", "text", "fraction", "pattern"],
+)
+@pytest.mark.parametrize("is_switched", [False, True], ids=["merged", "switched"])
+def test_a_rank_that_the_weights_do_not_have_is_refused(entries, is_switched, base):
+    """PEFT would make matrices of 128 GB for each layer, before it looks at the weights."""
+    adapter = _adapter(base)
+    _state(adapter, **entries)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    read = partial(read_adapters, model, {"one": adapter}) if is_switched else find_model(str(adapter)).load
+    with pytest.raises(ModelSourceError, match=r"adapter_config\.json states a rank of .*have at most 1,024"):
+        read()
 
 
 def test_an_adapter_of_itself_is_refused(base):

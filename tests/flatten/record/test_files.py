@@ -111,11 +111,20 @@ def test_an_empty_folder_is_said_to_be_empty(tmp_path):
         RecordedCalls.load(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("content", [b"", b"not a file of tensors", b"\x10" + b"\x00" * 7 + b"{}" + b" " * 14])
-def test_a_damaged_or_foreign_file_is_named(tmp_path, content):
-    """With its path, and no stack of another library."""
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "is damaged"),
+        (b"\x10\0\0\0", "is damaged"),
+        (b"\x40" + b"\0" * 7 + b"{}", "is damaged"),
+        (b"not a file of tensors", "is not a file of safetensors"),
+        (b"\x10" + b"\x00" * 7 + b"{}" + b" " * 14, "is not a recorded call"),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_named(tmp_path, content, found):
+    """With its path, and no stack of another library; only what can be the rest of a file is called damaged."""
     (tmp_path / "call-00000.safetensors").write_bytes(content)
-    with pytest.raises(RecordError, match=r"call-00000\.safetensors is not a recorded call, or it is damaged"):
+    with pytest.raises(RecordError, match=rf"call-00000\.safetensors {found}"):
         RecordedCalls.load(tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -328,6 +329,27 @@ def killed() -> None:
     error = raised_by(lambda: training.run(1))
     seconds = time.monotonic() - float(ended.read_text())
     Path(sys.argv[3], f"{rank}.json").write_text(json.dumps([error, seconds]))
+    os._exit(0)
+
+
+def stopped(patience: float) -> None:
+    """A rank is stopped in the middle of a call, and keeps its connections, while the others wait for it."""
+    from roundpipe_runtime.distributed.ranks.alarm import Alarm
+
+    Alarm.patience = patience
+    rank = dist.get_rank()
+    training = Training(dist.get_world_size(), rank, dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    training.run(0)
+    begin = time.monotonic()
+
+    def stop(*_: object) -> None:
+        Path(sys.argv[3], f"{rank}.json").write_text("null")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if rank == dist.get_world_size() - 1:
+        training.model[1].register_forward_hook(stop)
+    error = raised_by(lambda: training.run(1))
+    Path(sys.argv[3], f"{rank}.json").write_text(json.dumps([error, time.monotonic() - begin]))
     os._exit(0)
 
 

@@ -48,8 +48,9 @@ def _start(function: str, size: int, folder: str, arguments: list[Any]) -> None:
         children[child] = rank
     while children:
         child, status = os.wait()
-        children.pop(child)
-        if status:
+        rank = children.pop(child)
+        was_ended = os.WIFSIGNALED(status) and Path(folder, f"{rank}.json").exists()  # by another, after its result
+        if status and not was_ended:
             for other in children:
                 os.kill(other, 9)
             sys.exit(1)

@@ -1,6 +1,7 @@
 """Several processes train one model: the bits of one process, and errors that reach all of them."""
 
 import os
+import sys
 
 import pytest
 
@@ -156,6 +157,14 @@ def test_a_process_that_ends_in_a_call_ends_it_for_the_others():
     for (kind, text), seconds in run_ranks("tests.runtime.distributed.faults:killed", 3)[:2]:
         assert (kind, "Rank 2 is gone" in text) == ("DistributedError", True)
         assert seconds < 2.5  # three and more is what it takes to find out by asking
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked through /proc")
+def test_a_process_that_is_stopped_in_a_call_ends_it_for_the_others():
+    """Its connections are open, and the timeout of the group is a minute; it is named after two seconds."""
+    for (kind, text), seconds in run_ranks("tests.runtime.distributed.faults:stopped", 3, 2.0)[:2]:
+        assert (kind, "Rank 2 is gone: it was stopped (SIGSTOP) for " in text) == ("DistributedError", True)
+        assert 2.0 <= seconds < 30
 
 
 @pytest.mark.parametrize("where", ["make", "load"])

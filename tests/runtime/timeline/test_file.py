@@ -86,7 +86,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
     """A picture, say."""
     path = tmp_path / "run.png"
     path.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
-    with pytest.raises(TimelineFileError, match="not JSON"):
+    with pytest.raises(TimelineFileError, match="is not a JSON file"):
         load_timeline(path)
 
 

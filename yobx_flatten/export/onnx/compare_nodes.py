@@ -21,6 +21,7 @@ import torch
 from ...core.compare import compare
 from ...errors import DamagedFileError
 from ...files.damage import damage_as
+from ...files.onnx_data import read_onnx
 from ...runners.one_by_one import row_by_row
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import open_session, session_options
@@ -91,11 +92,8 @@ class _Values:
     """A file whose values can be asked for."""
 
     def __init__(self, path: pathlib.Path) -> None:
-        import onnx
-
         self.path = path
-        with damage_as(DamagedFileError, str(path)):
-            self.model = onnx.load(str(path), load_external_data=False)
+        self.model = read_onnx(path, failure=DamagedFileError)
         graph = self.model.graph
         self.producers = {name: node for node in graph.node for name in node.output if name}
         self.names = list(self.producers)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pathlib
 import re
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidArgumentError, ModelSourceError
 from ...errors.dependencies import require
@@ -16,8 +16,13 @@ from ...files.document import check_regular, read_document
 from ...files.limited import limited
 from .stored_weights import KeyDifferences, UnmatchedWeights
 
+if TYPE_CHECKING:
+    import torch
+
 ADAPTER = "adapter_config.json"
 _MOST_LAYERS = 10_000
+_MOST_RANK = 1024  # of layers that have no weights in the file
+_FIRST = re.compile(r"lora_(embedding_)?A")  # the matrix that has as many rows as the rank is large
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -113,9 +118,19 @@ def _is_replication(stated: object) -> bool:
     return layers <= _MOST_LAYERS
 
 
-def _check_patterns(model: Any, folder: pathlib.Path) -> None:
-    """Try each text of a configuration that may be a pattern on the names of all layers, as PEFT does, with limits."""
+def _check_stated(model: Any, folder: pathlib.Path, stored: Mapping[str, torch.Tensor]) -> None:
+    """Refuse ranks for which PEFT would take more memory than the weights need, and patterns that take too long."""
     stated = read_document(folder / ADAPTER, dict[str, Any], failure=ModelSourceError, finite=False)
+    pattern = stated.get("rank_pattern")
+    ranks = [stated.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
+    largest = max([_MOST_RANK, *(len(value) for key, value in stored.items() if _FIRST.search(key))])
+    for rank in ranks:
+        # LoKr and LoHa keep a matrix whole where its rank is larger
+        if stated.get("peft_type") == "LORA" and rank is not None and not (type(rank) is int and rank <= largest):
+            raise ModelSourceError(
+                f"{folder / ADAPTER} states a rank of {str(rank)[:40]}, and its weights have at most {largest:,}."
+            )
+    # each text that may be a pattern is tried on the names of all layers, as PEFT does, with limits
     held = {key: value for key, value in stated.items() if key.endswith(("_modules", "_pattern", "_to_save"))}
     texts: list[Any] = []
     for value in held.values():
@@ -148,10 +163,10 @@ def injected(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWe
     with warnings.catch_warnings():
         # of weights that are missing it warns; they are compared below. And it asks models for attributes by old names
         warnings.simplefilter("ignore")
-        _check_patterns(model, folder)
+        stored = peft.load_peft_weights(str(folder), device="cpu")
+        _check_stated(model, folder, stored)
         adapted = peft.PeftModel.from_pretrained(model, str(folder), torch_device="cpu")
         wanted = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        stored = peft.load_peft_weights(str(folder), device="cpu")
         others = set(adapted.state_dict())  # embeddings whose vocabulary was changed are stored whole
         reshaped = [
             (key, tuple(stored[key].shape), tuple(wanted[key].shape))

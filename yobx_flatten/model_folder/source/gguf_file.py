@@ -16,7 +16,7 @@ from ...errors import ModelSourceError
 from ...errors.dependencies import require
 from ...errors.failures import raised_as
 from ...errors.messages import first_line
-from ...files.document import check_regular
+from ...files.document import open_regular
 from .configuration import FILES_ONLY
 
 GGUF = ".gguf"
@@ -35,8 +35,7 @@ def is_gguf(path: pathlib.Path) -> bool:
     if path.suffix == GGUF:
         return True
     try:
-        check_regular(path, ModelSourceError)
-        with path.open("rb") as file:
+        with open_regular(path, failure=ModelSourceError) as file:
             return file.read(len(_MAGIC)) == _MAGIC
     except (OSError, ModelSourceError):
         return False
@@ -47,8 +46,7 @@ def gguf_config(path: pathlib.Path) -> Any:
     import transformers
 
     require("gguf", purpose=f"The model {path}", extra="gguf")
-    check_regular(path, ModelSourceError)
-    with path.open("rb") as file:
+    with open_regular(path, failure=ModelSourceError) as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise ModelSourceError(f"{path} is not a GGUF file: it does not begin with GGUF.")
     with _alone(path) as given:
@@ -90,7 +88,7 @@ def _tokenizer(path: pathlib.Path, changed: int) -> Any:
 
 def _check_counts(path: pathlib.Path) -> None:
     """Refuse a file that states more layers than it holds tensors, before an object is made for each of them."""
-    with path.open("rb") as file:
+    with open_regular(path, failure=ModelSourceError) as file:
         size = path.stat().st_size
         version, tensors, entries = struct.unpack("<4xIQQ", file.read(24))
         if not 2 <= version <= 3:  # big-endian files, whose version is another number, are left to the library

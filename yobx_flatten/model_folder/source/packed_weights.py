@@ -18,6 +18,7 @@ import torch
 
 from ...errors import ModelSourceError
 from ...files.damage import damage_as
+from ...files.tensors import read_tensors
 from .configuration import stated_weights
 
 Tensors = dict[str, torch.Tensor]
@@ -68,8 +69,6 @@ def unpacked_weights(folder: pathlib.Path, packing: Packing, name: str) -> Tenso
 
 
 def _stored(folder: pathlib.Path, name: str) -> Tensors:
-    from safetensors.torch import load_file
-
     indices = sorted(folder.glob("*.safetensors.index.json"))
     named = {file for index in indices for file in stated_weights(index, failure=ModelSourceError).values()}
     files = sorted(folder / file for file in named) or sorted(folder.glob("*.safetensors"))
@@ -77,8 +76,7 @@ def _stored(folder: pathlib.Path, name: str) -> Tensors:
         raise ModelSourceError(f"{name} is quantised, and holds no files of safetensors.")
     held: Tensors = {}
     for file in files:
-        with damage_as(ModelSourceError, str(file)):
-            held.update(load_file(file))
+        held.update(read_tensors(file, failure=ModelSourceError))
     return held
 
 

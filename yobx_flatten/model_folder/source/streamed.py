@@ -23,6 +23,7 @@ import torch
 
 from ...errors import ModelSourceError
 from ...errors.messages import first_line
+from ...files.tensors import opened_tensors
 from ...huggingface.layer_weights import Reader, stream_layers
 from ...registry.patches import AttributePatch
 from .classes import class_for
@@ -55,17 +56,13 @@ class Checkpoint:
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return one weight, of a type; without a cast it is mapped."""
-        from safetensors import safe_open
-
-        with safe_open(self.files[name], framework="pt") as file:
+        with opened_tensors(self.files[name], failure=ModelSourceError) as file:
             tensor: torch.Tensor = file.get_tensor(name)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
     """Read which weights a folder holds, and no weight."""
-    from safetensors import SafetensorError, safe_open
-
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     try:
         if index.is_file():
@@ -78,11 +75,11 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
         files: dict[str, pathlib.Path] = {}
         shapes, types = {}, {}
         for name in names:
-            with safe_open(folder / name, framework="pt") as file:
+            with opened_tensors(folder / name, failure=ModelSourceError) as file:
                 for key in file.keys():  # noqa: SIM118 # no mapping
                     weight = file.get_slice(key)
                     files[key], shapes[key], types[key] = folder / name, weight.get_shape(), weight.get_dtype()
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+    except OSError as error:
         raise ModelSourceError(f"The weights in {folder} cannot be read: {first_line(error)}") from error
     missing = sorted(held.keys() - files.keys()) if index.is_file() else []
     if missing:

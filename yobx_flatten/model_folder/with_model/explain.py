@@ -17,6 +17,7 @@ from ...export.onnx.compare_nodes import Compared, compare_nodes
 from ...export.onnx.rewrite.group_query_attention import shared_inputs
 from ...export.room import leave_room
 from ...files.document import inside
+from ...files.onnx_data import read_onnx
 from ...files.scratch import is_folder
 from ...generate.layout import located
 from ...recipe.aliases import TransformersModel
@@ -118,9 +119,7 @@ def _exported_again(
 
 def _options_of(file: pathlib.Path) -> dict[str, Any]:
     """The options that a file was exported with, as far as it shows them."""
-    import onnx
-
-    opsets = onnx.load(str(file), load_external_data=False).opset_import
+    opsets = read_onnx(file, failure=DamagedFileError).opset_import
     version = next(one.version for one in opsets if one.domain in ("", "ai.onnx"))
     return {"opset_version": version, "optimize": "onnxruntime" if shared_inputs(file) else None}
 

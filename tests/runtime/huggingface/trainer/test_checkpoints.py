@@ -71,6 +71,31 @@ def test_one_that_is_not_whole_is_passed_over(tmp_path, damage, message):
         assert newest_whole(tmp_path) == tmp_path / "checkpoint-9"
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+@pytest.mark.parametrize("name", ["trainer_state.json", "roundpipe.json", "fine_tune.json"])
+@pytest.mark.parametrize("content", [None, "[1, 2]", "[" * 100_000, "a text"], ids=["pipe", "list", "deep", "text"])
+def test_notes_of_a_checkpoint_that_are_something_else(tmp_path, name, content):
+    """They are those of a stranger where a folder is: one error, and a pipe is not waited for."""
+    from roundpipe_runtime.fine_tune.trainer import read_notes
+    from roundpipe_runtime.huggingface.trainer.saving_trainer import _has_shards
+
+    make(tmp_path, 2, 4, manifest=False)
+    file = tmp_path / "checkpoint-4" / name
+    file.unlink(missing_ok=True)
+    if content is None:
+        os.mkfifo(file)
+    else:
+        file.write_text(content)
+    if name == "trainer_state.json":
+        with pytest.warns(CheckpointWarning, match="missing or cut short"):
+            assert newest_whole(tmp_path) == tmp_path / "checkpoint-2"
+        return
+    read = {"roundpipe.json": _has_shards, "fine_tune.json": read_notes}[name]
+    assert not read(tmp_path / "checkpoint-2")
+    with pytest.raises(DamagedCheckpointError, match=name):
+        read(tmp_path / "checkpoint-4")
+
+
 def test_checkpoints_of_a_plain_trainer_count(tmp_path):
     """They have no manifest; the file that is written last tells whether they are whole."""
     make(tmp_path, 2, 4, 6, manifest=False)

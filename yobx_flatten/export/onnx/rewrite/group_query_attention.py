@@ -15,9 +15,12 @@ several tokens after others for one row only: for several rows, the prompt is re
 from __future__ import annotations
 
 import os
+import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ....errors import DamagedFileError
+from ....files.onnx_data import read_onnx
 from ....runners.onnx_runner import SHARED_CACHE
 from .attention import match_scores, take_cache, unrepeated
 from .heads import SWAP, heads_first, heads_of, tokens_first
@@ -74,9 +77,7 @@ def share_cache(model: ir.Model) -> bool:
 
 def shared_inputs(path: str | os.PathLike[str]) -> list[str]:
     """Return the names of a file's inputs whose memory may be that of an output."""
-    import onnx
-
-    properties = onnx.load(path, load_external_data=False).metadata_props
+    properties = read_onnx(pathlib.Path(path), failure=DamagedFileError).metadata_props
     return next((entry.value.split(",") for entry in properties if entry.key == SHARED_CACHE), [])
 
 

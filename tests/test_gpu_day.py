@@ -89,8 +89,9 @@ def test_time_that_is_over_ends_the_call_before_the_next_program(day, capfd):
 
 
 @pytest.fixture
-def made(tmp_path):
-    """A day on a virtual device, whose processes a test replaces."""
+def made(tmp_path, monkeypatch):
+    """A day on a virtual device, whose processes a test replaces; it unlocks no folder in which someone compiles."""
+    monkeypatch.setattr(gpu_day, "OPERATORS", tmp_path / "operators")
     return gpu_day.Day("cpu", Records(tmp_path), None, tiny=True, end=time.monotonic() + 540)
 
 
@@ -301,7 +302,6 @@ def test_output_goes_to_a_log_and_a_status_comes_back(tmp_path):
 def test_operators_are_compiled_once_and_before_a_program_has_its_time(made, monkeypatch, tmp_path):
     """Without the lock of a process that was ended while it compiled, for which torch waits without an end."""
     name = "DeepSpeed ZeRO-3 offload"
-    monkeypatch.setattr(gpu_day, "OPERATORS", tmp_path / "operators")
     lock = tmp_path / "operators" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()

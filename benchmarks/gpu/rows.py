@@ -123,7 +123,7 @@ def make_model(row: Row, device: torch.device) -> nn.Module:
         from roundpipe_runtime.huggingface import quantize_frozen
 
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        model = quantize_frozen(model, "nf4", weights=lambda name: draw(name, shapes[name])).to("cpu")
+        model = quantize_frozen(model, "nf4", weights=lambda name: draw(name, shapes[name]))
     else:
         names = {name: parameter.shape for name, parameter in model.named_parameters()}
         model = model.to_empty(device="cpu")
@@ -131,7 +131,8 @@ def make_model(row: Row, device: torch.device) -> nn.Module:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(draw(name, names[name]))
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are not drawn
+    model = model.to("cpu")
     if row.adapters:
         from roundpipe_runtime.fine_tune import Lora, add_lora
 

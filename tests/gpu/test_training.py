@@ -113,6 +113,19 @@ def test_adapters_of_weights_in_few_bits_train_as_without_a_pipeline(place, kind
     pipe.close()
 
 
+def test_the_model_of_a_row_in_few_bits_is_whole_on_the_host(place):
+    """Its weights are quantised where they are drawn, and what is computed of the configuration is drawn by none."""
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: a wheel of gpu_day.py --wheels")
+    from benchmarks.gpu.rows import make_model, rows_of
+
+    (row,) = [row for row in rows_of("lora", tiny=True) if row.few_bits]
+    model = make_model(row, place.torch_device)
+    assert {one.device.type for one in (*model.parameters(), *model.buffers())} == {"cpu"}
+    (frequencies,) = [one for name, one in model.named_buffers() if name.endswith("rotary_emb.inv_freq")]
+    assert torch.allclose(frequencies, 10_000.0 ** (-torch.arange(0, 16, 2) / 16))
+
+
 def test_clipping_is_that_of_torch(place):
     """The norm of all gradients, and what is left of them."""
     pipe = _MLP.wrap(mlp(), place)

@@ -17,9 +17,7 @@ from typing import Any
 
 import torch
 
-# How far rounding goes: parts are computed by other kernels, one layer after the other.
-_TOLERANCE = {torch.float16: 3e-2, torch.bfloat16: 0.15}
-_USUAL = 1e-3
+from yobx_flatten.core.compare import tolerance
 
 # Integers are chosen by numbers that rounding changes, so that some may be others.
 _CHOSEN = 0.02
@@ -111,7 +109,7 @@ def _is_of_all_rows(
 def _is_close(found: torch.Tensor, expected: torch.Tensor, coarsest: torch.dtype | None) -> bool:
     if not expected.is_floating_point() and not expected.is_complex():
         return float((found != expected).double().mean()) <= _CHOSEN
-    limit = max(_TOLERANCE.get(dtype, _USUAL) for dtype in (expected.dtype, coarsest) if dtype is not None)
+    limit = tolerance("rows", *(dtype for dtype in (expected.dtype, coarsest) if dtype is not None))
     wide = torch.complex128 if expected.is_complex() else torch.float64
     one, other = (torch.where(t.isfinite(), t.to(wide), 0.0) for t in (found, expected))
     if not torch.equal(found.isfinite(), expected.isfinite()):

@@ -13,6 +13,7 @@ from typing import NoReturn, TypeAlias
 
 import torch
 
+from yobx_flatten.core.compare import tolerance
 from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass, tensor_use_count
 
 from ..errors import StageError
@@ -23,9 +24,6 @@ from .layer_graph import other_leaves
 Digest: TypeAlias = list[torch.Tensor]
 
 _SUMS = 4
-# By how much of the norm sums may differ: a layer on an accelerator may add in another order.
-_TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.05}
-_USUAL = 1e-3
 # Factors of the sums: masks are filled with the least number of their dtype, of which two are already too much for it.
 _FACTORS = {torch.float16: 2.0**-10}
 _USUAL_FACTOR = 2.0**-40
@@ -79,7 +77,8 @@ def check_repeated(title: str, before: Digest, now: Digest, dtypes: Sequence[tor
     """Check that a layer has computed in its recomputation what it computed in its forward."""
     for one, other, dtype in zip(before, now, dtypes, strict=False):
         norm = float(one[-1])
-        if norm < float("inf") and not (one - other).abs().max() <= _TOLERANCE.get(dtype, _USUAL) * norm:
+        # a layer on an accelerator may add in another order
+        if norm < float("inf") and not (one - other).abs().max() <= tolerance("rows", dtype) * norm:
             break
     else:
         if len(before) == len(now):

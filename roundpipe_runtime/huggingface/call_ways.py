@@ -31,7 +31,6 @@ from .loss_ways import LossWays
 from .merge_outputs import merge_as_asked, merge_as_tuple, merge_with_cache, merge_with_loss
 from .packed_rows import is_packed, keeps_texts_apart
 from .row_lists import split_lists
-from .row_ways import RowWays
 
 
 class CutModel(RoundPipe):
@@ -50,11 +49,6 @@ class CutModel(RoundPipe):
         return LossWays(self._rp_cut, self._rp_engine, shares_batches=self._rp_options.has_groups)
 
     @functools.cached_property
-    def _rp_rows(self) -> RowWays:
-        """Which pieces mix rows, by kind of call."""
-        return RowWays(self._rp_cut, self._rp_engine, self._rp_losses, shares_batches=self._rp_options.has_groups)
-
-    @functools.cached_property
     def _rp_shown_losses(self) -> set[Hashable]:
         """Loss functions that were found to return a multiple of the model's loss."""
         return set()
@@ -64,7 +58,7 @@ class CutModel(RoundPipe):
 
     def _rp_build(self, *args: Any, **kwargs: Any) -> None:
         super()._rp_build(*args, **kwargs)
-        self._rp_engine.row_check = None  # pieces are looked at one kind of call at a time, see `_rp_rows`
+        self._rp_engine.row_check = None  # pieces are looked at one kind of call at a time, see `_rp_losses`
         self._rp_engine.few_rows = lambda batch, config: self._rp_losses.few_rows(batch, config)
 
     def _rp_read_model(self) -> None:
@@ -72,7 +66,7 @@ class CutModel(RoundPipe):
         made = self._rp_cut.current()
         if made is not self._rp_cut:
             self._rp_cut = made
-            for name in ("_rp_losses", "_rp_rows", "_rp_shown_losses"):
+            for name in ("_rp_losses", "_rp_shown_losses"):
                 self.__dict__.pop(name, None)
 
     def _rp_check_model(self) -> None:
@@ -129,10 +123,10 @@ class CutModel(RoundPipe):
             return way
         # the last piece of these returns a loss, which was proven itself
         is_loss_only = way == "joined" or options.loss_only or options.smoothed_loss is not None
-        piece = self._rp_rows.first_that_mixes(args, kwargs, resolved, last if is_loss_only else last + 1)
+        piece = self._rp_losses.first_that_mixes(args, kwargs, resolved, last if is_loss_only else last + 1)
         if piece is None:
             return way
-        title = self._rp_rows.title(piece)
+        title = self._rp_losses.title(piece)
         if self._rp_options.has_groups:
             raise rows_are_mixed(title)
         found: Way = "joined" if piece == last and last > 0 else "whole"

@@ -1,4 +1,4 @@
-"""Decide how the loss of each kind of call is computed: proven at the first call of a kind, then reused."""
+"""Decide how each kind of call is computed: its loss, and pieces that mix rows. It is shown again at calls 2, 4, 8."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
 from ..engine.repeats import Repeats
-from ..engine.rows import RowTrial
+from ..engine.rows import CannotTryError, RowTrial, first_that_mixes
 from ..errors import DeviceMemoryError, RoundPipeError, SplitError
 from .batches import split_pictures
+from .cutting.capture import asked_for
 from .cutting.check import checking, engine_on_host
 from .cutting.cut import Cut
 from .cutting.cut_state import CutState, drops_layers
-from .cutting.joined_state import CannotJoinError, RowAxes, join_states, split_state
+from .cutting.joined_state import CannotJoinError, RowAxes, join_states, split_state, state_leaves
+from .cutting.pieces import LayerCall
 from .errors import BatchStructureError
 from .loss.call_options import CallOptions, split_options
 from .loss_proof import LossProof, SomeRows, gives_loss, prove
@@ -37,7 +39,7 @@ _ROWS = 3
 
 
 class LossWays:
-    """The ways in which losses of one model are computed, by kind of call.
+    """The ways in which losses of one model are computed, and which pieces mix rows, by kind of call.
 
     A kind is what may decide which code of the model runs: the arguments that are given, their types, and the mode.
     """
@@ -51,6 +53,7 @@ class LossWays:
         self.shown: list[str] = []  # lines for the report of the cut
         self._repeats = Repeats()
         self._axes: dict[Hashable, RowAxes] = {}
+        self._mixing: dict[Hashable, int | None] = {}
 
     def find(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossProof:
         """Return how the loss of a call is computed; a proof runs at calls 1, 2, 4, 8, ... of its kind."""
@@ -81,6 +84,32 @@ class LossWays:
             given = ", ".join(name for name, value in split_options(kwargs)[0].items() if value is not None)
             self.shown.append(f"{mode} with {given}: {proof}")
         return proof
+
+    def first_that_mixes(
+        self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, number: int
+    ) -> int | None:
+        """Return the first piece whose outputs for some rows of a call depend on others; ``None`` without one."""
+        kind = self.kind_of(args, kwargs), number
+        if self._repeats.is_due(kind, None) or kind not in self._mixing:
+            if number == 0 or len(self._engine.split(FlatBatch.of(args, kwargs, None), config)) == 1:
+                return None
+            self._engine.steps.wait_written()  # a step would change weights between two evaluations
+            with self._trial_engine() as engine:
+                asks = asked_for(self._made.model, kwargs) != "none"  # of hooks of transformers
+                trials = (RowTrial(*one) for one in self.some_rows(args, kwargs, config))
+                try:
+                    self._mixing[kind] = first_that_mixes(engine, trials, config, number, _leaves, with_hooks=asks)
+                except (CannotJoinError, CannotTryError):  # it is not clear what the rows are, or the call fails itself
+                    self._mixing[kind] = None
+        return self._mixing[kind]
+
+    def title(self, piece: int) -> str:
+        """Return a description of a piece, for warnings."""
+        found = self._made.pieces[piece]
+        if isinstance(found, LayerCall):
+            return f"{found.program.calls[found.place].layer} ({type(found.layer).__name__})"
+        inner = type(self._made.model).__name__
+        return inner if self._made.report.is_whole else f"the code of {inner} around its layers"
 
     def join(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig
@@ -204,14 +233,16 @@ class LossWays:
         self, first: FlatMicrobatch, parts: Sequence[FlatMicrobatch], config: RoundPipeRunConfig
     ) -> tuple[list[CutState], CutState]:
         """What the layers return for parts of some rows, and for more rows than the last part has."""
-        with contextlib.ExitStack() as stack:
-            engine = self._engine
-            if self._shares_batches:
-                engine = stack.enter_context(engine_on_host(self._made.model, self._made.pieces))
+        with self._trial_engine() as engine:
             # devices have room for a microbatch, so no more rows run at once than it takes
             shown = [first] if parts[0].rows == parts[-1].rows else []
             states = engine.outputs_before_last([*parts, *shown], config)
         return states[: len(parts)], states[-1] if shown else states[0]
+
+    def _trial_engine(self) -> contextlib.AbstractContextManager[Engine]:
+        if self._shares_batches:
+            return engine_on_host(self._made.model, self._made.pieces)
+        return contextlib.nullcontext(self._engine)
 
 
 def _call_of(microbatch: FlatMicrobatch) -> tuple[tuple[Any, ...], Kwargs]:
@@ -230,6 +261,12 @@ def _kind(value: Any) -> Hashable:
     if isinstance(value, bool | str):
         return type(value), value
     return type(value).__qualname__
+
+
+def _leaves(output: Any) -> Sequence[object]:
+    """The outputs of a piece that are compared. Losses are left out: they have a proof of their own."""
+    found = state_leaves(output) if isinstance(output, CutState) else pytree.tree_leaves(output)
+    return [one for one in found if not isinstance(one, torch.Tensor) or one.dim() > 0]
 
 
 def _depends_on_parts(model: nn.Module) -> bool:

@@ -11,6 +11,7 @@ kind           measured as                            float32, float64    float1
 ``gradients``  the same                               10 times as much    the same     the same     3
 ``sums``       each element, to its own size          1e-4                3e-2         1e-1         4
 ``kernels``    the largest, to the largest expected   64 roundings        the same     the same     5
+``rows``       the largest, to the largest expected   1e-3                3e-2         1.5e-1       6
 =============  =====================================  ==================  ===========  ===========  ===================
 
 1. Other kernels in other orders: what 316 model types of random weights stay below, each layer adding its rounding.
@@ -18,6 +19,7 @@ kind           measured as                            float32, float64    float1
 3. Gradients of a parameter that is used several times are added in another order.
 4. The same terms added in another order and other groups: losses of parts of a batch.
 5. The same kernels on the same numbers, next to each other in one file.
+6. Some rows through all layers in one piece and in parts: other kernels, whose rounding each layer makes larger.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import torch
 from ..errors import ReplayError, describe_class
 from ..private_names.of_torch import pytree
 
-Kind: TypeAlias = Literal["file", "layers", "gradients", "sums", "kernels"]
+Kind: TypeAlias = Literal["file", "layers", "gradients", "sums", "kernels", "rows"]
 
 WEIGHT_TYPES = ("float32", "float64", "float16", "bfloat16")
 """The types of weights of which it is known what a file may differ by."""
@@ -39,7 +41,11 @@ WEIGHT_TYPES = ("float32", "float64", "float16", "bfloat16")
 _NUMBERS = (bool, int, float, complex)
 
 # By kind: for 32 bits and more, float16, bfloat16.
-_ABSOLUTE: dict[Kind, tuple[float, float, float]] = {"file": (1e-4, 6e-2, 2e-1), "sums": (1e-4, 3e-2, 1e-1)}
+_ABSOLUTE: dict[Kind, tuple[float, float, float]] = {
+    "file": (1e-4, 6e-2, 2e-1),
+    "sums": (1e-4, 3e-2, 1e-1),
+    "rows": (1e-3, 3e-2, 1.5e-1),
+}
 
 
 class Comparison(NamedTuple):

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, SplitError
+from roundpipe_runtime.batch.same_rows import mixes_rows
+from yobx_flatten.core.compare import tolerance
 
 F = nn.functional
 X = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(0))
@@ -302,3 +304,21 @@ def test_a_layer_that_begins_to_mix_rows_is_refused(by_itself, way):
     with pytest.raises(SplitError, match="layer 2"):
         run()
     pipe.close()
+
+
+def test_rounding_that_many_layers_enlarge_is_not_taken_for_mixing():
+    """What float32 rounds through 40 layers is more than sums of losses may differ by, and less than rows may."""
+    largest = 0.0
+    for seed in range(8):
+        torch.manual_seed(seed)
+        layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh()) for _ in range(40)))
+        for parameter in layers.parameters():
+            nn.init.normal_(parameter, std=0.25)
+        x = torch.randn(3, 64)
+        with torch.no_grad():
+            whole, exact = layers(x), layers.double()(x.double())
+        others = exact.float()  # as of kernels that round otherwise
+        largest = max(largest, ((whole - exact).abs().max() / whole.abs().max()).item())
+        assert not mixes_rows([whole], [[others[:2]], [others[2:]]], [2, 1])
+        assert mixes_rows([whole], [[others[:2] + 0.01], [others[2:]]], [2, 1])
+    assert largest > tolerance("sums", torch.float32)

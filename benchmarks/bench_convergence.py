@@ -106,7 +106,7 @@ def plainly(blocks: Blocks, steps: int) -> dict[str, Any]:
 
 def order(blocks: Blocks, steps: int) -> list[torch.Tensor]:
     """The rows of each step, which both loops are to see: those that the other one takes."""
-    from roundpipe_runtime.fine_tune.order import Order
+    from roundpipe_runtime.fine_tune.trainer import Order
 
     taken = Order(blocks.training, seed=SEED)
     return [torch.tensor([taken[step * ROWS + row] for row in range(ROWS)]) for step in range(steps)]

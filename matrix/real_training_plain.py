@@ -24,7 +24,7 @@ from roundpipe_runtime.fine_tune import (
     read_blocks,
     read_chats,
 )
-from roundpipe_runtime.fine_tune.order import Order
+from roundpipe_runtime.fine_tune.trainer import Order
 
 from .real_model import MODEL
 from .real_training_cases import STEPS, TASKS, Task, generated, prompt_of

@@ -25,8 +25,7 @@ import psutil
 import torch
 
 from roundpipe_runtime.cli.doctor.checks import train_difference
-from roundpipe_runtime.estimate.call_cost import call_seconds
-from roundpipe_runtime.estimate.device_rates import measure_device
+from roundpipe_runtime.estimate.device_rates import call_seconds, measure_device
 from roundpipe_runtime.estimate.hardware import Hardware, describe_hardware
 from roundpipe_runtime.estimate.machine_file import save_machine
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from .disk_step import DiskUse
-from .expert_bytes import expected_share
 from .hardware import Hardware, describe_hardware
 from .layer_footprint import LayerFootprint, measure_layers
 from .machine_file import load_machine, save_machine
 from .memory_estimate import DeviceMemory, HostMemory
-from .step_plan import StepPlan, step_plan
+from .step_plan import StepPlan, expected_share, step_plan
 from .step_simulation import StepSimulation, simulate
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, cast
 
 import torch
@@ -18,12 +18,13 @@ from ..schedule.partitioning import CLEAR_GAIN
 from ..schedule.plan import ModelExecutePlan
 from ..schedule.round_robin import RoundRobin, Stage
 from ..schedule.simulation import Simulation, StageLoad
+from ..schedule.simulation import simulate as simulate_schedule
 from .disk_step import DiskUse
 from .hardware import Hardware
 from .layer_footprint import LayerFootprint
 from .memory_estimate import DeviceMemory, HostMemory
 from .step_plan import StepPlan, step_plan
-from .step_simulation import StepSimulation, simulate
+from .step_simulation import StepSimulation, machine_of, simulate
 
 # Work of a stage that multiplies nothing, in seconds: an order for the plan, and nothing in the sum.
 _NEXT_TO_NOTHING = 1e-7
@@ -267,3 +268,40 @@ def _tokens_to_hide(loads: Sequence[StageLoad], tokens: float, machine: Hardware
     down = machine.down or machine.link
     copies = max(sum(load.upload for load in loads) / machine.link, sum(load.download for load in loads) / down)
     return tokens * copies / compute if compute else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reference:
+    """What a reference model adds to a step, whose stages run after its own: devices need no more memory for it."""
+
+    host_bytes: int  # its weights on the host; 0 where it is the model itself without its adapters
+    seconds: float  # its forward
+
+
+def with_reference(
+    report: PlanReport, tensors: Iterable[torch.Tensor], *, shares_weights: bool
+) -> tuple[PlanReport, Reference]:
+    """Return a plan whose host also holds a reference of the same size, and what that adds to a step."""
+    # tensors: parameters and buffers of the model, which those of the reference equal in size
+    # shares_weights: whether the reference is the model without its adapters
+    size = 0 if shares_weights else sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    host = dataclasses.replace(report.host_memory, reference=size)
+    simulated = dataclasses.replace(report.simulated, host_memory=host)
+    found = dataclasses.replace(report, simulated=simulated)
+    return found, Reference(size, _seconds_of_forward(report))
+
+
+def _seconds_of_forward(report: PlanReport) -> float:
+    """Seconds of a run that goes forward through all layers, in the stages of the training."""
+    groups = [*report.plan.fwd_plan, report.plan.bwd_plan[0]]
+    stages = [Stage(number, "forward", range(group[0], group[-1] + 1)) for number, group in enumerate(groups)]
+    loads = [
+        StageLoad(
+            compute=report.step.seconds(stage, report.hardware),
+            upload=sum(report.layers[index].param_bytes for index in stage.layers),
+            inputs=report.layers[stage.layers[0]].inputs,
+            outputs=report.layers[stage.layers[-1]].outputs,
+        )
+        for stage in stages
+    ]
+    return simulate_schedule(loads, machine_of(report.hardware, linked=True), report.num_microbatch).time

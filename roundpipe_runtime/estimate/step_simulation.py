@@ -24,8 +24,7 @@ from ..schedule.simulation import Machine, Simulation, StageLoad
 from ..schedule.simulation import simulate as simulate_schedule
 from .disk_step import DiskUse, disk_use, on_disk, optimizer_seconds
 from .hardware import Hardware
-from .kept_bytes import room_to_keep
-from .memory_estimate import DeviceMemory, HostMemory, device_memory
+from .memory_estimate import DeviceMemory, HostMemory, device_memory, room_to_keep
 from .step_plan import StepPlan, stage_loads
 
 

@@ -15,15 +15,13 @@
 from __future__ import annotations
 
 from .adapters import Lora, add_lora
-from .curve import check_curve, save_curve, sparkline
 from .data.blocks import Blocks, make_blocks, read_blocks
-from .data.byte_tokenizer import ByteTokenizer
 from .data.chat_rows import ChatRows, make_chat_rows, read_chats
 from .data.chat_tokens import ChatTokens
-from .data.tokenizer import Tokenizer, load_tokenizer
+from .data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from .errors import FineTuneError
 from .job import Job, named_error
-from .model_card import model_card, replace_card
+from .model_card import check_curve, model_card, replace_card, save_curve, sparkline
 from .models import ModelSource, model_source
 from .records import EvalRecord, StepRecord
 from .rows import Rows

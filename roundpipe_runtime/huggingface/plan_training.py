@@ -15,8 +15,8 @@ from yobx_flatten.recipe.aliases import Kwargs
 from ..engine.planner import FOR_PARAMETERS, stage_limit
 from ..errors import ConfigError
 from ..estimate.hardware import Hardware
-from ..estimate.joined_loss import JoinedLoss, joined_loss
 from ..estimate.layer_footprint import LayerFootprint, measure_layers
+from ..estimate.memory_estimate import JoinedLoss, joined_loss
 from ..estimate.meta_kernels import device_kernels
 from ..estimate.report import PlanReport, plan_report
 from ..optim.tables import LargeTables, rule_for

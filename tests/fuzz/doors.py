@@ -344,8 +344,13 @@ def _read_chats(folder: pathlib.Path) -> None:
 
 
 def _write_options(folder: pathlib.Path) -> None:
-    from roundpipe_runtime.cli.train.config_file import format_config
-    from roundpipe_runtime.cli.train.options import FileOptions, LearningOptions, StepOptions, TextOptions
+    from roundpipe_runtime.cli.train.options import (
+        FileOptions,
+        LearningOptions,
+        StepOptions,
+        TextOptions,
+        format_config,
+    )
 
     parts = {"Text": TextOptions(text=["a", "b"]), "A step": StepOptions(), "L": LearningOptions(), "F": FileOptions()}
     (folder / "run.yaml").write_text(format_config(parts.items()))
@@ -356,7 +361,7 @@ def _read_options(folder: pathlib.Path) -> None:
     import typer
 
     from roundpipe_runtime.cli.app import app
-    from roundpipe_runtime.cli.train.config_file import read_config_file
+    from roundpipe_runtime.cli.train.options import read_config_file
 
     command = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined] # it is a group
     read_config_file(typer.Context(command), folder / "run.yaml")

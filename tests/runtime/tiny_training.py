@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime.fine_tune import Blocks, ModelSource, Settings, StepRecord, Training, make_blocks, run
-from roundpipe_runtime.fine_tune.order import Order
+from roundpipe_runtime.fine_tune.trainer import Order
 
 # A chat template, and the same one with marks around answers.
 CHAT = (

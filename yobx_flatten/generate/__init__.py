@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .onnx_generator import OnnxGenerator
-from .program_generator import ProgramGenerator
+from .onnx_generator import OnnxGenerator, ProgramGenerator
 from .sampling import Sampling
 from .settings import GenerationSettings
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+import itertools
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..errors import InvalidArgumentError
+from ..errors import GenerationError, InvalidArgumentError
+from ..errors.dependencies import require
+from ..files.damage import damage_as
+from ..huggingface.cache_names import CACHE
+from ..runners.ports import CacheSlot, Port
 from ..runners.runner import Runner
-from .image_positions import Grids
-from .slots import typed
-from .tiles import Tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,3 +119,197 @@ def _without_padding(pixels: torch.Tensor) -> torch.Tensor:
     every = pixels.flatten(0, 1)
     seen = every.flatten(1).ne(0).any(1)
     return every[seen] if bool(seen.any()) else every[:1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Grids:
+    """The sizes of all pictures of a prompt, or of all its videos."""
+
+    word: str  # `"image"` or `"video"`
+    token_id: int | None  # the token that they replace
+    # patches of each in time, height and width: integers of shape (count, 3), in the order of their tokens
+    sizes: torch.Tensor
+    spacing: Sequence[Any] = ()  # positions from one frame to the next, a number for each; 1 for all by default
+
+
+def image_positions(tokens: torch.Tensor, mask: torch.Tensor, given: Sequence[Grids], merge: int) -> torch.Tensor:
+    """Return the positions of a prompt."""
+    # mask: integers of the same shape, 0 where a row is padded
+    # given: pictures and videos; empty without them
+    positions = torch.zeros(3, *tokens.shape, dtype=torch.int64)
+    left = {grids.token_id: _Left(grids, merge) for grids in given}
+    for row, shown in enumerate(mask.bool()):
+        positions[:, row, shown] = torch.cat(list(_parts(tokens[row][shown].tolist(), left)), dim=1)
+    return positions
+
+
+class _Left:
+    """Pictures or videos whose tokens have not been met yet."""
+
+    def __init__(self, grids: Grids, merge: int) -> None:
+        self.word = grids.word
+        spacing = grids.spacing if len(grids.spacing) else [1] * len(grids.sizes)
+        sizes = ([time, height // merge, width // merge] for time, height, width in grids.sizes.tolist())
+        self.sizes = collections.deque(zip(sizes, spacing, strict=True))
+
+    def next(self, count: int) -> tuple[torch.Tensor, int]:
+        """Return the positions of so many tokens from 0 on, and how far the text is moved by them."""
+        (time, height, width), spacing = self.sizes.popleft() if self.sizes else ([0, 0, 0], 1)
+        if self.word == "video" and count == height * width and time > 1:
+            # Qwen3-VL writes the time of each frame as text
+            self.sizes.appendleft(([time - 1, height, width], spacing))
+            time = 1
+        if count != time * height * width:
+            raise InvalidArgumentError(
+                f"The prompt has {count} {self.word} tokens in a row, and {self.word}_grid_thw states "
+                f"{time * height * width} for that {'picture' if self.word == 'image' else 'video'}. Let the model's "
+                "processor write the prompt."
+            )
+        axes = [(torch.arange(time) * spacing).long(), torch.arange(height), torch.arange(width)]
+        return torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1), max(height, width)
+
+
+def _parts(tokens: list[int], left: Mapping[int | None, _Left]) -> Iterator[torch.Tensor]:
+    at = 0
+    for token, group in itertools.groupby(tokens, lambda token: token if token in left else None):
+        count = len(list(group))
+        if token is None:
+            yield torch.arange(at, at + count).expand(3, -1)
+            at += count
+        else:
+            found, moved = left[token].next(count)
+            yield found + at
+            at += moved
+
+
+TILED: Mapping[str, str] = {
+    "llava_next": "LlavaNext",
+    "llava_next_video": "LlavaNextVideo",
+    "llava_onevision": "LlavaOnevision",
+}
+"""By type of a model, what the names of its classes begin with."""
+
+_OF_THE_CALL = ("self", "image_features", "image_sizes", "image_newline")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How a model cuts pictures and packs their features."""
+
+    config: Mapping[str, Any] = dataclasses.field(repr=False)  # the configuration of the model, as it is written
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> Tiles | None:
+        """Return those of a configuration; ``None`` for a model whose pictures are not cut."""
+        return Tiles(config) if config.get("model_type") in TILED else None
+
+    def split(
+        self, pixels: torch.Tensor, sizes: torch.Tensor | None, together: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """Return the tiles of each picture, without those that pad."""
+        # pixels: tiles of shape (images, tiles, channels, height, width), or (tiles, channels, height, width)
+        # sizes: height and width of each picture before it was cut, integers of shape (images, 2)
+        # together: the number of pictures of each prompt, where that is known: of several none is cut
+        if sizes is None or sizes.ndim != 2 or sizes.shape[1] != 2:
+            raise InvalidArgumentError(
+                "This model cuts pictures into tiles. Pass image_sizes of shape (images, 2), height and width of each, "
+                "as the model's processor returns it."
+            )
+        counts = self._counts(sizes, together)
+        if pixels.ndim == 5 and len(pixels) == len(counts) and max(counts) <= pixels.shape[1]:
+            return [tiles[:count] for tiles, count in zip(pixels, counts, strict=True)]
+        if pixels.ndim == 4 and len(pixels) == sum(counts):
+            return list(pixels.split(counts))
+        raise InvalidArgumentError(
+            f"pixel_values has shape {tuple(pixels.shape)}, and image_sizes states {len(counts)} pictures of "
+            f"{', '.join(map(str, counts))} tiles. Pass what the model's processor returns."
+        )
+
+    def count(self, sizes: torch.Tensor) -> int:
+        """Return the number of tiles of some pictures, each alone in its prompt."""
+        # sizes: height and width of each, integers of shape (images, 2)
+        return sum(self._counts(sizes, None))
+
+    def packed(self, features: Sequence[torch.Tensor], newline: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        """Return features as they stand in prompts, of shape (tokens, hidden size)."""
+        # features: features of each picture, of shape (tiles, tokens, hidden size)
+        # newline: what ends each row, of shape (hidden size,)
+        owner, config, pack = self._classes()
+        names = [name for name in inspect.signature(pack).parameters if name not in _OF_THE_CALL]
+        stated = {name: getattr(config, name) for name in names}
+        with damage_as(GenerationError, "config.json"):
+            found, _ = pack(owner, list(features), sizes, image_newline=newline, **stated)
+        return torch.cat(tuple(found))
+
+    def _counts(self, sizes: torch.Tensor, together: torch.Tensor | None) -> list[int]:
+        """The number of tiles of each picture, the whole one among them."""
+        _, config, pack = self._classes()
+        count_of = vars(sys.modules[pack.__module__])["image_size_to_num_patches"]
+        of_rows = [1] * len(sizes) if together is None else [n for n in together.flatten().tolist() for _ in range(n)]
+        if len(of_rows) != len(sizes):
+            raise InvalidArgumentError(
+                f"batch_num_images states {len(of_rows)} pictures, image_sizes {len(sizes)}. Pass what the model's "
+                "processor returns."
+            )
+        with damage_as(GenerationError, "config.json"):
+            return [
+                int(count_of(size, config.image_grid_pinpoints, config.vision_config.image_size)) if row == 1 else 1
+                for size, row in zip(sizes.tolist(), of_rows, strict=True)
+            ]
+
+    def _classes(self) -> tuple[Any, Any, Any]:
+        """What stands for the model, its configuration, and the method that packs."""
+        require("transformers", purpose="pictures in tiles", extra="transformers")
+        import transformers
+
+        name = TILED[self.config["model_type"]]
+        with damage_as(GenerationError, "config.json"):
+            config = getattr(transformers, f"{name}Config").from_dict(dict(self.config))
+        return types.SimpleNamespace(config=config), config, getattr(transformers, f"{name}Model").pack_image_features
+
+
+# Leaves of which nothing, or zeros, is what a cache holds before the first token. A convolution sees zeros in front of
+# the first token, and a recurrence starts from zero.
+_EMPTY_AT_FIRST = {"key", "value", "length", "position", "conv_states", "recurrent_states"}
+
+
+def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tensor]:
+    """Make the cache that has seen no token, by name of the input."""
+    # returns: zeros by name of the input; axes that vary have size 0, the first one the batch size
+    made = {}
+    for slot in slots:
+        name, shape, dtype = slot.port
+        part = name.rstrip("0123456789").rstrip(".").rpartition(".")[2]  # a layer can have several states
+        if part not in _EMPTY_AT_FIRST:
+            raise GenerationError(
+                f"{name} has no value before the first token: this file continues a text, and cannot begin one. Name a "
+                "file without a cache among its inputs for the first call:\n"
+                "    OnnxGenerator(path, prefill=first_path)"
+            )
+        # axis 0 is the batch, and every other size that varies is a number of tokens
+        sizes = [batch if axis == 0 and size is None else size or 0 for axis, size in enumerate(shape)]
+        if shape and sizes[0] != batch:
+            raise GenerationError(f"{name} was exported for {sizes[0]} rows, found {batch}. Pass {sizes[0]} rows.")
+        made[name] = torch.zeros(sizes, dtype=dtype)
+    return made
+
+
+def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> None:
+    """Check that a generation loop has everything that a file takes."""
+    unknown = [name for name in ports if name not in set(known)]
+    if unknown:
+        raise GenerationError(
+            f"{where} takes {', '.join(unknown)}, which a generation loop does not know. It knows "
+            f"{', '.join(sorted(known))}, and {CACHE}.*."
+        )
+    text = [name for name, port in ports.items() if port.dtype is None]
+    if text:
+        raise GenerationError(
+            f"{where} takes {', '.join(text)}, which are text or sequences. A generation loop feeds tensors of numbers "
+            "only."
+        )
+
+
+def typed(runner: Runner, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what a file takes of what there is, with elements of the type that it takes."""
+    return {name: made[name].to(port.dtype) for name, port in runner.ports.items() if name in made}

@@ -12,8 +12,7 @@ from ..runners.folder_adapters import FolderAdapters
 from ..runners.open import RUNTIMES, check_runtime, open_runner, thread_options
 from .generator import Generator
 from .layout import find_parts, folder_of
-from .onnx_generator import OnnxGenerator
-from .program_generator import ProgramGenerator
+from .onnx_generator import OnnxGenerator, ProgramGenerator
 from .settings import read_settings
 from .steps import Parts
 

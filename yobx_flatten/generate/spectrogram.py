@@ -20,8 +20,8 @@ from ..errors import GenerationError, InvalidArgumentError
 from ..errors.dependencies import require
 from ..huggingface.cache_names import installed_name
 from ..runners.ports import present_of
+from .pictures import empty_cache, typed
 from .settings import GenerationSettings
-from .slots import empty_cache, typed
 from .steps import Parts
 
 

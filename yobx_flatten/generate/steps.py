@@ -15,10 +15,8 @@ from ..runners.folder_adapters import FolderAdapters
 from ..runners.ports import check_cache_outputs, present_of
 from ..runners.rewind import cache_tensors
 from ..runners.runner import Runner
-from .image_positions import image_positions
-from .pictures import Pictures, Seen
+from .pictures import Pictures, Seen, check_ports, empty_cache, image_positions, typed
 from .settings import GenerationSettings
-from .slots import check_ports, empty_cache, typed
 
 _LOOP = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "deepstack_embeds")
 _FROM_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")

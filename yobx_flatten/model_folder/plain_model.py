@@ -16,7 +16,7 @@ from ..errors import GenerationError, InvalidArgumentError
 from ..files.document import read_configuration
 from ..generate.generator import Generator
 from ..generate.own_class import ModelWithoutWeights, config_from, named_class
-from ..generate.slots import typed
+from ..generate.pictures import typed
 from ..runners.folder_adapters import FolderAdapters
 from ..runners.runner import Runner
 

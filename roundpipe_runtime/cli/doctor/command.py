@@ -14,12 +14,12 @@ from yobx_flatten.terminal.failures import CHECK_FAILED
 from yobx_flatten.terminal.output import console, progress, say, say_json
 
 from ...errors import ConfigError
-from ...estimate.call_cost import call_seconds
+from ...estimate.device_rates import call_seconds
 from ...estimate.disk_rates import measure_disk
 from ...estimate.hardware import describe_hardware
 from ...estimate.machine_file import save_machine
-from .check import Check
 from .checks import HERE, examine
+from .devices import Check
 
 
 def doctor(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Literal
+
 import torch
 
 from yobx_flatten.errors.messages import format_bytes
@@ -9,7 +12,6 @@ from yobx_flatten.errors.messages import format_bytes
 from ...device.accelerator import AcceleratorDevice
 from ...engine.planner import FOR_PARAMETERS
 from ...estimate.device_rates import DeviceRates, measure_device
-from .check import Check
 
 # A link below this keeps any device waiting: PCIe 3 with 8 lanes.
 _SLOW_LINK = 6e9
@@ -63,3 +65,16 @@ def _plan(device: torch.device, rates: DeviceRates, memory: int | None) -> Check
     if memory is not None:  # parameters and gradients of 16 bits
         found += f"; models of up to {FOR_PARAMETERS * memory / 4e9:.1f} billion parameters of 16 bits stay there"
     return Check(f"plan for {device}", "ok", found)
+
+
+Status = Literal["ok", "warning", "fail"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Check:
+    """Result of one check of the installation."""
+
+    name: str  # what was looked at
+    status: Status  # `"ok"`; `"warning"`, something is missing or slow; `"fail"`, it does not work
+    found: str  # the finding, in words
+    remedy: str = ""  # what to do about it; empty where there is nothing to do

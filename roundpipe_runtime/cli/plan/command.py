@@ -21,8 +21,7 @@ from .output import as_dict, write_plan
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ...estimate.reference import Reference
-    from ...estimate.report import PlanReport
+    from ...estimate.report import PlanReport, Reference
     from ...fine_tune import ModelSource
     from ...huggingface.plan_training import PlannedTraining, SettingsChange
 
@@ -96,7 +95,7 @@ def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, s
 
 def _reference(training: PlannedTraining, report: PlanReport) -> tuple[PlanReport, Reference]:
     """The plan with a reference of the same size; under adapters, the model without them is one."""
-    from ...estimate.reference import with_reference
+    from ...estimate.report import with_reference
     from ...huggingface.adapters import is_adapted
 
     tensors = [*training.model.parameters(), *training.model.buffers()]

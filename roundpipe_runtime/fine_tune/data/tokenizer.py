@@ -13,7 +13,6 @@ from yobx_flatten.model_folder.source.tokenizer_files import TOKENIZER_FILES, op
 
 from ..errors import FineTuneError
 from ..models import ModelSource
-from .byte_tokenizer import ByteTokenizer
 
 
 class Tokenizer(Protocol):
@@ -105,3 +104,55 @@ def _from_folder(folder: pathlib.Path) -> Tokenizer:
         raise FineTuneError(f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES[:3])}.")
     found = open_tokenizer(folder, failure=FineTuneError)
     return ByteTokenizer() if type(found).__name__ == "ByT5Tokenizer" else FolderTokenizer(found, str(folder))
+
+
+_FIRST_BYTE = 3
+
+
+class ByteTokenizer:
+    """A tokenizer without a vocabulary: one token per byte of UTF-8.
+
+    Attributes:
+        vocab_size: number of tokens; every token is below it.
+        eos_token_id: token after each document.
+        pad_token_id: token of padding, not used here but stored for tools that batch.
+
+    >>> tokenizer = ByteTokenizer()
+    >>> tokenizer.encode(["né"])
+    [tensor([113, 198, 172], dtype=torch.int32)]
+    >>> tokenizer.decode([113, 198, 172, 1])
+    'né'
+    """
+
+    vocab_size = _FIRST_BYTE + 256
+    eos_token_id: int | None = 1
+    pad_token_id = 0
+    name = "bytes"
+
+    def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
+        """Return the tokens of each text: of shape (bytes,), int32, without the end of text."""
+        return [self._encoded(text.encode("utf-8")) for text in texts]
+
+    def _encoded(self, data: bytes) -> torch.Tensor:
+        if not data:  # of which torch makes no tensor
+            return torch.empty(0, dtype=torch.int32)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(torch.int32) + _FIRST_BYTE
+
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Return the text of tokens; those that are not bytes are left out, incomplete characters become U+FFFD.
+
+        Args:
+            ids: tokens in order.
+            special: for the signature of other tokenizers; special tokens are left out in either case.
+
+        Returns:
+            The text.
+        """
+        data = bytes(number - _FIRST_BYTE for number in map(int, ids) if 0 <= number - _FIRST_BYTE < 256)
+        return data.decode("utf-8", "replace")
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the files from which transformers loads its byte tokenizer."""
+        from transformers import ByT5Tokenizer
+
+        ByT5Tokenizer(extra_ids=0).save_pretrained(folder)

@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import InvalidArgumentError
-from yobx_flatten.generate.image_positions import Grids, image_positions
+from yobx_flatten.generate.pictures import Grids, image_positions
 from yobx_flatten.generate.settings import settings_of
 from yobx_flatten.model_folder.pieces.grid_images import GridVisionEncoder, grid_image
 from yobx_flatten.model_folder.source.tiny_models import small_model

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from yobx_flatten import GenerationError
-from yobx_flatten.generate.slots import check_ports, empty_cache
+from yobx_flatten.generate.pictures import check_ports, empty_cache
 from yobx_flatten.runners.ports import Port, cache_slots, present_of
 
 KEY = Port("past_key_values.0.key", (None, 2, None, 8), torch.float16)

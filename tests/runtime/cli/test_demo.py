@@ -7,7 +7,7 @@ import torch
 
 from roundpipe_runtime.__main__ import main
 from roundpipe_runtime.cli.demo import command as demo
-from roundpipe_runtime.cli.demo.memory import Needs
+from roundpipe_runtime.cli.demo.command import Needs
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")

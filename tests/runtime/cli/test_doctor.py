@@ -7,7 +7,7 @@ import pytest
 
 from roundpipe_runtime.cli.app import run
 from roundpipe_runtime.cli.doctor import command as doctor_command
-from roundpipe_runtime.cli.doctor.check import Check
+from roundpipe_runtime.cli.doctor.devices import Check
 from roundpipe_runtime.estimate import Hardware, load_machine
 from roundpipe_runtime.estimate.disk_rates import DiskRates
 

@@ -10,7 +10,7 @@ from roundpipe_runtime.fine_tune.data.chat_rows import check_packing
 from roundpipe_runtime.fine_tune.data.chat_tokens import Encoder
 from roundpipe_runtime.fine_tune.data.conversations import conversation_of
 from roundpipe_runtime.fine_tune.data.tokenizer import FolderTokenizer
-from roundpipe_runtime.fine_tune.order import Order
+from roundpipe_runtime.fine_tune.trainer import Order
 from tests.runtime import tiny_training as tiny
 from yobx_flatten.files import limited
 

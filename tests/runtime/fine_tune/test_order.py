@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundpipe_runtime.fine_tune.order import Order
+from roundpipe_runtime.fine_tune.trainer import Order
 
 
 def taken(order, start, count):

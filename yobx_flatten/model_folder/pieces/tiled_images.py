@@ -12,7 +12,7 @@ import torch
 
 from ...core.compare import compare
 from ...errors import GenerationError
-from ...generate.tiles import TILED, Tiles
+from ...generate.pictures import TILED, Tiles
 from ...recipe.aliases import TransformersModel
 
 

@@ -29,7 +29,7 @@ from ...estimate.disk_rates import measure_disk
 from ...estimate.hardware import cores, host_memory_available, host_memory_rate
 from ...optim.step import OptimizerCtx
 from ...pipeline import RoundPipe
-from .devices import device_checks
+from .devices import Check, Status, device_checks
 
 _PACKAGE = "yobx-flatten"
 
@@ -46,7 +46,6 @@ HERE = pathlib.Path()
 _LITTLE_MEMORY, _LITTLE_DISK, _NO_DISK = 4e9, 20e9, 500e6
 # Sums in another order: float32, of one device and of another.
 _ROUNDING = 1e-4
-from .devices import Check, Status
 
 
 def examine(folder: pathlib.Path = HERE) -> list[Check]:

@@ -29,7 +29,7 @@ ALLOWED = {
     "roundpipe_runtime/checkpoint/tensor_files.py": HIDDEN,
     "roundpipe_runtime/checkpoint/training_state.py": HIDDEN,
     "roundpipe_runtime/cli/app.py": "nothing is kept: os.devnull",
-    "roundpipe_runtime/fine_tune/curve.py": "the picture is a file of `whole_file`",
+    "roundpipe_runtime/fine_tune/model_card.py": "the picture is a file of `whole_file`",
     "roundpipe_runtime/fine_tune/records.py": "lines are added to a file that was written whole",
     "roundpipe_runtime/fine_tune/saved_model.py": HIDDEN,
     "roundpipe_runtime/fine_tune/trainer.py": HIDDEN,

@@ -50,7 +50,9 @@ def load_machine(path: str | os.PathLike[str]) -> Hardware:
         OSError: the file cannot be read.
     """
     name = os.fspath(path)
-    content = read_document(pathlib.Path(path), dict[str, Any], failure=ConfigError, remedy=_remedy(name))
+    content = read_document(
+        pathlib.Path(path), dict[str, Any], failure=ConfigError, remedy=_remedy(name), kind="machine profile"
+    )
     missing = [key for key in _REQUIRED if key not in content]
     unknown = sorted(set(content) - {field.name for field in dataclasses.fields(Hardware)})
     if missing or unknown:

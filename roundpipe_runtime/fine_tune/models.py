@@ -111,7 +111,8 @@ class ModelSource:
         if self.gguf is not None:
             kind, size = _causal_class(self.config), 4 * self.gguf.stat().st_size
             with bounded_weights(self.name, failure=FineTuneError, stored=size):
-                return _module(gguf_weights(kind, self.config, self.gguf, self._dtype_of_weights(dtype)))
+                wanted = self._dtype_of_weights(dtype)
+                return _module(gguf_weights(kind, self.config, self.gguf, wanted, choice=self.unmatched_weights)[0])
         home = disk_folder(host)
         # without a dtype in the configuration, the weights decide, all of them
         if home is not None and (dtype or getattr(self.config, "dtype", None)):

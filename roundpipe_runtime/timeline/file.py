@@ -59,10 +59,12 @@ def merge_timelines(paths: Sequence[str | os.PathLike[str]]) -> Timeline:
 def _read(path: str | os.PathLike[str]) -> tuple[Timeline, float | None]:
     """The timeline, and the time of day of its first record, if the file has it."""
     name = os.fspath(path)
-    content = read_document(pathlib.Path(path), dict[str, Any], failure=TimelineFileError, remedy=_FIX)
+    content = read_document(
+        pathlib.Path(path), dict[str, Any], failure=TimelineFileError, remedy=_FIX, kind="timeline file"
+    )
     events = content.get("traceEvents")
     if not isinstance(events, list):
-        raise TimelineFileError(f"{name} is not a timeline: it is JSON, but not a trace. {_FIX}")
+        raise TimelineFileError(f"{name} is not a timeline file: it is JSON, but not a trace. {_FIX}")
     devices = _devices(events)
     timeline = Timeline()
     timeline.records = [

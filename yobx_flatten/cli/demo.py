@@ -298,7 +298,9 @@ class _Stages(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "step", False):  # registrations are also logged
             # one plain line for all cases: "replaying llama with onnxruntime"
-            self._show(f"{self.model}: {record.getMessage()}", str(record.msg).replace("%s", self.model))
+            names = record.args if isinstance(record.args, tuple) else ()
+            plain = str(record.msg) % (self.model, *names[1:]) if names else str(record.msg)
+            self._show(f"{self.model}: {record.getMessage()}", plain)
 
     def _show(self, detailed: str, plain: str) -> None:
         self.bar.update(self.task, description=detailed, advance=1)

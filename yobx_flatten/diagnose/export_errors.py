@@ -60,6 +60,7 @@ def explain_error(
     batch was to vary, but the code works for size 2 only. Either take out what fixes it, or let it be fixed:
         batch = 2
     """
+    is_text = isinstance(error, str)
     if isinstance(error, str):
         error = RuntimeError(error)
     if isinstance(error, FlattenError):
@@ -73,9 +74,16 @@ def explain_error(
         return explanation
     if misfit := misfit_in_our_words(failure):
         return explain_misfit(failure, misfit, ())
-    first = failure.message.strip().split("\n")[0]
-    text = f"This error is not known here. torch reports: {type(error).__name__}{f': {first}' if first else ''}"
+    message = failure.message if is_text else f"{type(error).__name__}: {failure.message}"
+    text = f"This error is not known here. torch reports: {_first_line_of(message)}"
     return Explanation("\n".join(filter(None, (text, possible_cause()))), known=False)
+
+
+def _first_line_of(message: str) -> str:
+    """The first line of a message; of a traceback that of the last error, which stands after its frames."""
+    last = message.rpartition("Traceback (most recent call last):\n")[2]
+    lines = [line for line in last.strip("\n").split("\n") if line.strip() and not line.startswith("  ")]
+    return (lines or [""])[0].strip().removesuffix(":")
 
 
 # -- classes that are not registered ----------------------------------------------------------------------------------

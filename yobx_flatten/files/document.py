@@ -44,12 +44,21 @@ def read_text(path: pathlib.Path, *, failure: type[Exception], most: int = _LARG
 
 
 def read_document(
-    path: pathlib.Path, form: type[T], *, failure: type[Exception], remedy: str = "", finite: bool = True
+    path: pathlib.Path,
+    form: type[T],
+    *,
+    failure: type[Exception],
+    remedy: str = "",
+    finite: bool = True,
+    kind: str = "",
 ) -> T:
     """Read a file of JSON."""
     # form: what it holds: a dataclass, whose fields have types, or a type such as `dict[str, float]`
     # finite: whether `Infinity` and `NaN` are refused, which configurations of transformers may hold
+    # kind: what a file is that a user names; one that does not begin as JSON is another kind, and not damaged
     text = read_bytes(path, failure=failure)
+    if kind and text.strip() and text.lstrip()[:1] not in b"{[":
+        raise failure(f"{path} is not a {kind}.{remedy and ' '}{remedy}")
     return parse_document(text, form, str(path), failure=failure, remedy=remedy, finite=finite)
 
 

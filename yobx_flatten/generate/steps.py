@@ -95,6 +95,9 @@ class TextState:
             self.types = torch.cat([self.types, generated], dim=1)
 
 
+_ONE_CALL = "Call an encoder once:\n    open_model(folder)(input_ids=..., attention_mask=...)"
+
+
 class Steps:
     """The files of one model, called step by step."""
 
@@ -111,13 +114,17 @@ class Steps:
                 )
                 check_cache_outputs(part.ports, part.outputs, part.name)
                 if "logits" not in part.outputs:
-                    raise GenerationError(f"{part.name} returns {', '.join(part.outputs)}, and no logits.")
+                    raise GenerationError(
+                        f"{part.name} returns {', '.join(part.outputs)}, and no logits: it does not generate. "
+                        f"{_ONE_CALL}"
+                    )
         if parts.prefill is not None:
             check_cache_outputs(parts.decoder.ports, parts.prefill.outputs, parts.prefill.name, of=parts.decoder.name)
         if not parts.decoder.slots:
             raise GenerationError(
-                f"{parts.decoder.name} takes no {CACHE}.*: it would read the whole text for every token. "
-                "Export it with a cache:\n    export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=...)"
+                f"{parts.decoder.name} takes no {CACHE}.*, so it is an encoder or a decoder without its cache. "
+                f"{_ONE_CALL}\nExport a decoder with its cache:\n"
+                "    export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=...)"
             )
 
     @functools.cached_property

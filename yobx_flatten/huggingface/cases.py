@@ -59,8 +59,16 @@ class DecodeSizes:
                 )
 
     def __str__(self) -> str:
+        return self._named(f"past {self.past}, new {self.new}")
+
+    @property
+    def without_cache(self) -> str:
+        """The sizes of a call in which all tokens are new, in words."""
+        return self._named(f"length {self.past + self.new}")
+
+    def _named(self, tokens: str) -> str:
         padding = f", {self.padding} padded" if self.padding else ""
-        return f"batch {self.batch}, past {self.past}, new {self.new}{padding}"
+        return f"batch {self.batch}, {tokens}{padding}"
 
 
 def why_not_resizable(model: TransformersModel, kwargs: Mapping[str, Any]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 
+from ..errors import GenerationError
 from ..files.scratch import is_folder
 from ..generate.generator import Generator
 from ..generate.layout import MANIFEST
@@ -12,6 +13,7 @@ from ..generate.runtime_generator import generator_for
 from ..runners.devices import Providers
 from ..runners.open import check_runtime
 from .manifest import check_digests, read_manifest
+from .pieces.tasks import GENERATES, SPEAKS
 
 
 def open_generator(
@@ -43,8 +45,8 @@ def open_generator(
 
     Raises:
         InvalidArgumentError: when there is no such runtime.
-        GenerationError: when there is no such folder, it has no files for the runtime, or files of ExecuTorch are open
-            in another number of threads.
+        GenerationError: when there is no such folder, it is for a task that generates nothing, it has no files for the
+            runtime, or files of ExecuTorch are open in another number of threads.
         MissingDependencyError: when the runtime is not installed.
         DamagedFileError: when a file is not the one that was exported.
         UntrustedFileError: when a file runs code on loading, and ``trust`` is ``False``.
@@ -68,7 +70,13 @@ def open_generator(
     path = pathlib.Path(folder)
     chosen = runtime_of_folder(path) if runtime is None else runtime
     if is_folder(path) and (path / MANIFEST).is_file():
-        check_digests(path, read_manifest(path).sha256)
+        manifest = read_manifest(path)
+        if manifest.task not in (*GENERATES, *SPEAKS):
+            raise GenerationError(
+                f"{path} is for {manifest.task}: it does not generate. Call it:\n"
+                f"    open_model({os.fspath(folder)!r})(...)"
+            )
+        check_digests(path, manifest.sha256)
     return generator_for(path, chosen, threads=threads, trust=trust, device=device, providers=providers)
 
 

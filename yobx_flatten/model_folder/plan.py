@@ -182,15 +182,18 @@ def _cut(
 def _check_class(model: TransformersModel, task: str) -> None:
     """Refuse a task that the model's own class is not of, where one call does both: scores are no embeddings."""
     found, kind = task_of(model), type(model)
-    if task not in TASKS or task == found or TASKS[task] is not TASKS[found]:
+    of_head = f"is for {found}, not for {task}. Leave the task out, or ask for {found}."
+    if task == found == "feature-extraction" and kind.__module__.startswith("transformers."):
+        if class_of_task(model.config, task, kind) is kind:
+            return
+        of_head = "returns the scores of its head."  # such as ForPreTraining, which no task is for
+    elif task not in TASKS or task == found or TASKS[task] is not TASKS[found]:
         return
     if found == "feature-extraction" and class_of_task(model.config, task, kind) is kind:
         return
     has_base = task == "feature-extraction" and model.base_model is not model
     base = f"\n    export_folder(model.base_model, ..., task={task!r})" if has_base else ""
-    raise InvalidArgumentError(
-        f"A {kind.__qualname__} is for {found}, not for {task}. Leave the task out, or ask for {found}.{base}"
-    )
+    raise InvalidArgumentError(f"A {kind.__qualname__} {of_head}{base}")
 
 
 def _check_model(model: TransformersModel, form: FolderFormat, dtype: str, proof: Proof) -> None:

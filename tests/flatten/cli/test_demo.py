@@ -1,9 +1,13 @@
 """The demo as a user meets it: one run of it, and every way to ask for what is not there."""
 
 import importlib.util
+import io
 import json
+import logging
+import types
 
 import pytest
+import rich.console
 import torch
 
 from tests.cache_words import cache_of
@@ -156,3 +160,28 @@ def test_tokens_of_another_shape_are_refused():
     """The message holds both shapes."""
     with pytest.raises(FlattenError, match=r"tokens has shape \(2, 4\), but batch 2, past 3, new 2 needs \(2, 5\)"):
         decode_inputs(make_model("mistral"), DecodeSizes(batch=2, past=3, new=2), tokens=torch.zeros(2, 4))
+
+
+def test_a_line_of_progress_states_what_runs_and_where():
+    """It replaced each name by that of the model: "replaying llama with llama"."""
+    shown = io.StringIO()
+    bar = types.SimpleNamespace(add_task=lambda *a, **k: 0, update=lambda *a, **k: None, disable=True)
+    stages = demo._Stages(rich.console.Console(file=shown, width=80), bar, 3)
+    stages.begin("llama")
+    for message, *names in [
+        ("replaying %s with %s", "past the window", "onnxruntime"),
+        ("replaying %s with %s", "a padded row", "onnxruntime"),
+        ("replaying %s with %s", "a padded row", "torch.export"),
+        ("writing %s for %s", "Model", "openvino"),
+        ("tracing",),
+    ]:
+        record = logging.LogRecord("yobx_flatten", logging.INFO, "", 0, message, tuple(names), None)
+        record.step = True
+        stages.emit(record)
+    assert [line.strip() for line in shown.getvalue().splitlines()] == [
+        "building llama",
+        "replaying llama with onnxruntime",
+        "replaying llama with torch.export",
+        "writing llama for openvino",
+        "tracing",
+    ]

@@ -431,3 +431,31 @@ def test_what_is_not_known_is_called_unknown(error):
     first = str(error).split("\n")[0]
     assert explained.text.endswith(f"torch reports: {type(error).__name__}" + (f": {first}" if first else ""))
     assert (explained.paths, explained.remedy) == ((), "")
+
+
+FRAMES = 'Traceback (most recent call last):\n  File "a.py", line 3, in <module>\n    run(x)\n    ^^^^^^\n'
+
+
+@pytest.mark.parametrize(
+    ("log", "first"),
+    [
+        (FRAMES + "ValueError: the lamp is broken\nbuy another", "ValueError: the lamp is broken"),
+        (
+            FRAMES + "KeyError: 'a'\n\nDuring handling, another:\n\n" + FRAMES + "lamp.Broken: no light\n",
+            "lamp.Broken: no light",
+        ),
+        ("INFO: started\n" + FRAMES + "KeyboardInterrupt", "KeyboardInterrupt"),
+        ("the lamp is broken\nbuy another", "the lamp is broken"),
+    ],
+)
+def test_a_log_that_is_not_known_is_named_by_its_error(log, first):
+    """Not by the line that begins each traceback."""
+    explained = explain_error(log)
+    assert not explained.known
+    assert explained.text.split("\n")[0] == f"This error is not known here. torch reports: {first}"
+
+
+def test_a_log_with_a_known_error_is_explained():
+    """The frames before it are no matter."""
+    error, _ = raised_by(CASES["a Dim that the code fixes"], strict=False)
+    assert str(explain_error(f"{FRAMES}{type(error).__name__}: {error}")) == str(explain_error(error))

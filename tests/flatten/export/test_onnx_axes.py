@@ -68,6 +68,34 @@ def test_without_a_cache_the_mask_is_as_long_as_the_tokens(tmp_path):
     assert axes["input_ids"] == axes["attention_mask"] == ["batch_size", "sequence_length"]
 
 
+class _Compares(torch.nn.Module):
+    def forward(self, input_ids, pixel_values):
+        return input_ids.float().mean(1)[:, None] - pixel_values.mean((1, 2, 3))[None]
+
+
+class _Sees(torch.nn.Module):
+    def forward(self, pixel_values):
+        return pixel_values.mean((1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("module", "kwargs", "wanted"),
+    [
+        (_Compares(), {"input_ids": torch.ones(2, 5).long(), "pixel_values": torch.rand(3, 3, 8, 8)}, "images"),
+        (_Sees(), {"pixel_values": torch.rand(3, 3, 8, 8)}, "batch_size"),
+    ],
+    ids=["texts and pictures", "pictures alone"],
+)
+def test_pictures_have_a_name_of_their_own_where_there_are_texts(tmp_path, module, kwargs, wanted):
+    """As in CLIP, where each text is compared with each picture; their axis was `s99`."""
+    export_onnx(module, kwargs=kwargs, path=tmp_path / "a.onnx", cases=[])
+    axes = _axes(tmp_path / "a.onnx")
+    assert axes["pixel_values"][0] == wanted
+    (output,) = [names for name, names in axes.items() if name not in kwargs]
+    assert output[-1] == wanted
+    assert axes.get("input_ids", ["batch_size"])[0] == "batch_size"
+
+
 class _Prompted(torch.nn.Module):
     """Reads a prompt whose mask also covers what was read before, and a canvas: as DiffusionGemma does."""
 

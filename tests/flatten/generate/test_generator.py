@@ -274,8 +274,11 @@ def test_what_cannot_generate_is_refused(tmp_path):
         ProgramGenerator(scale)
     tokens = {"input_ids": torch.ones(2, 3, dtype=torch.int64)}
     for module, words in (
-        (Answers("logits"), r"takes no past_key_values\.\*: it would read the whole text for every token"),
-        (Answers("hidden"), "returns hidden, and no logits"),
+        (Answers("logits"), r"takes no past_key_values\.\*, so it is an encoder or a decoder without its cache"),
+        (
+            Answers("hidden"),
+            r"returns hidden, and no logits: it does not generate\. Call an encoder once:\n    open_model",
+        ),
     ):
         with pytest.raises(GenerationError, match=words):
             ProgramGenerator(export_program(module, kwargs=tokens, cases=[]))

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from tests.cache_words import WORD, cache_of
 from tests.flatten.huggingface.tracing.one_graph import small_model
-from yobx_flatten import DecodeSizes, decode_inputs, register_flattening_functions
+from yobx_flatten import DecodeSizes, decode_inputs, export_program, register_flattening_functions
 from yobx_flatten.huggingface.builders import make_dynamic_cache
 from yobx_flatten.huggingface.cases import contiguous, next_inputs
 
@@ -109,3 +109,18 @@ def test_a_model_that_is_ambiguous_without_token_types_says_so():
     with pytest.raises(ReplayError, match=r"PaliGemma\w+ was given no token_type_ids.*Pass token_type_ids"):
         export_program(model, (), kwargs, cases=[])
     assert export_program(model, (), {**kwargs, "token_type_ids": torch.zeros_like(ids)}, cases=[]).report.ok
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Electra"])
+def test_cases_of_an_encoder_are_named_by_their_length(kind):
+    """Nothing is past in a call without a cache; a decoder's names are of its cache."""
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(vocab_size=40, **sizes)).eval()
+    ids = torch.randint(0, 40, (2, 5))
+    done = export_program(model, kwargs={"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    names = {case.case for case in done.report.cases}
+    assert {"batch 3, length 7", "batch 1, length 12", "batch 2, length 19, 3 padded"} <= names
+    assert not any("past" in name for name in names)
+    assert str(DecodeSizes(2, 17, 2, padding=3)) == "batch 2, past 17, new 2, 3 padded"

@@ -1,5 +1,6 @@
 """A GGUF file becomes a folder with the integers it holds; a damaged one is an error of one line."""
 
+import dataclasses
 import json
 
 import numpy
@@ -15,6 +16,7 @@ from tests.tiny_gguf import LAYERS, WORDS, write  # noqa: E402 # after what skip
 from yobx_flatten import export_folder  # noqa: E402 # after what skips
 from yobx_flatten.__main__ import main  # noqa: E402 # after what skips
 from yobx_flatten.errors import ModelSourceError  # noqa: E402 # after what skips
+from yobx_flatten.model_folder.source.find import find_model  # noqa: E402 # after what skips
 from yobx_flatten.model_folder.source.gguf_file import gguf_config, gguf_tokenizer  # noqa: E402 # after what skips
 
 
@@ -27,6 +29,22 @@ def held(tmp_path_factory):
 def folder(held, tmp_path_factory):
     place = tmp_path_factory.mktemp("exported") / "out"
     return export_folder(held, place), place
+
+
+@pytest.mark.parametrize("task", ["text-classification", "token-classification"])
+def test_weights_that_the_file_lacks_are_random_on_purpose_only(held, task):
+    """`--unmatched-weights` was ignored for a GGUF file."""
+    found = find_model(str(held)).for_task(task)
+    with pytest.raises(
+        ModelSourceError, match=r"^\S*small\.gguf lacks .*score\.weight of Llama.*--unmatched-weights random"
+    ):
+        found.load()
+    model, remarks = dataclasses.replace(found, unmatched_weights="random").load_with_remarks()
+    assert type(model).__name__.startswith("LlamaFor")
+    assert remarks[0].startswith("random, since")
+    again = dataclasses.replace(found, unmatched_weights="random").load()
+    assert torch.equal(model.score.weight, again.score.weight)
+    assert torch.equal(model.model.embed_tokens.weight, find_model(str(held)).load().model.embed_tokens.weight)
 
 
 def test_the_file_holds_the_integers_of_the_checkpoint(folder, held):

@@ -8,8 +8,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 ort = pytest.importorskip("onnxruntime")
 
-from yobx_flatten import export_folder  # noqa: E402
-from yobx_flatten.errors import InvalidArgumentError, ModelSourceError  # noqa: E402
+from yobx_flatten import export_folder, open_generator  # noqa: E402
+from yobx_flatten.errors import GenerationError, InvalidArgumentError, ModelSourceError  # noqa: E402
 
 SIZES = {
     "vocab_size": 99,
@@ -63,8 +63,6 @@ def test_a_base_with_tied_scores_writes_text_where_the_task_asks_for_it(tmp_path
     folder = stored(tmp_path, "GPT2Model", transformers.GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=4))
     wanted = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     export_folder(folder, tmp_path / "out", task="text-generation", to="program", proof="sample")
-    from yobx_flatten import open_generator
-
     found = open_generator(tmp_path / "out", trust=True).generate(IDS, max_new_tokens=4)
     assert torch.equal(torch.as_tensor(found), wanted.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0))
 
@@ -98,5 +96,25 @@ def test_a_loaded_model_of_another_class_names_the_base_which_exports(tmp_path):
     with pytest.raises(InvalidArgumentError, match="is for feature-extraction, not for text-classification"):
         export_folder(model.base_model, tmp_path / "out", task="text-classification")
     export_folder(model.base_model, tmp_path / "out", task="feature-extraction", to="program", proof="sample")
+    with pytest.raises(
+        GenerationError, match=r"out is for feature-extraction: it does not generate\. Call it:\n +open_m"
+    ):
+        open_generator(tmp_path / "out", trust=True)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["BertModel"]
     assert list(model.config.architectures or []) == stated
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("BertForPreTraining", "BertConfig"),
+        ("ElectraForPreTraining", "ElectraConfig"),
+        ("BertForNextSentencePrediction", "BertConfig"),
+    ],
+)
+def test_a_loaded_model_with_a_head_of_no_task_is_refused_for_embeddings(tmp_path, kind, config):
+    """Its class is not one of the task's names, and its scores were exported as features."""
+    model = getattr(transformers, kind)(getattr(transformers, config)(**SIZES)).eval()
+    with pytest.raises(InvalidArgumentError, match=rf"A {kind} returns the scores of its head.*\n.*model\.base_model"):
+        export_folder(model, tmp_path / "out", task="feature-extraction")
+    assert not (tmp_path / "out").exists()

@@ -56,7 +56,8 @@ def written(tmp_path, content):
         ('{"traceEvents": [', "it is not JSON"),
         ("[" * 100_000, "nested too deeply"),
         ("[1, 2]", "Expected `object`, got `array`"),
-        ("3", "Expected `object`, got `int`"),
+        ("3", "run.json is not a timeline file. To write one: roundpipe train"),
+        ("a log of a training\n", "run.json is not a timeline file. To write one: roundpipe train"),
         ({"weights": []}, "but not a trace"),
         ({"traceEvents": {}}, "but not a trace"),
         ({"traceEvents": []}, "no record"),
@@ -86,7 +87,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
     """A picture, say."""
     path = tmp_path / "run.png"
     path.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
-    with pytest.raises(TimelineFileError, match="is not a JSON file"):
+    with pytest.raises(TimelineFileError, match=r"run\.png is not a timeline file"):
         load_timeline(path)
 
 

@@ -86,6 +86,10 @@ class Example:
             return True
         return self.bounds.holds(self.of_case(case), self.shapes, steps)
 
+    def named(self, sizes: DecodeSizes) -> str:
+        """Return the sizes of a call in words: an encoder has no cache, and nothing is past."""
+        return sizes.without_cache if self.kwargs.get(self.cache_is) is None else str(sizes)
+
     def other_cases(self, steps: int, *, only_largest: bool = False) -> tuple[list[Case], list[str]]:
         """Make cases of other sizes."""
         # only_largest: whether to make the one of most tokens only; `False` by default
@@ -101,7 +105,7 @@ class Example:
             kwargs = {name: value for name, value in kwargs.items() if name != self.cache_is}
             sizes = [dataclasses.replace(s, past=0, new=s.past + s.new) for s in sizes]
         made = [{**self.kwargs, **resized(self.module, kwargs, s, seed)} for seed, s in enumerate(sizes)]
-        cases = [Case(str(s), (), inputs, steps) for s, inputs in zip(sizes, made, strict=True)]
+        cases = [Case(self.named(s), (), inputs, steps) for s, inputs in zip(sizes, made, strict=True)]
         return cases, [remark] if remark else []
 
 

@@ -351,6 +351,8 @@ def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[A
             grown = outputs.get(f"{PRESENT}.{layer}.{side + '.' if side else ''}{part}")
             slides = grown is not None and "Min(" in str(grown[2])
             parts[name, 2] = past + ("window_length" if slides else "sequence_length")
+    if len(inputs.get("pixel_values", ())) == 4:  # after the texts, as there may be as many pictures by the same symbol
+        parts["pixel_values", 0] = "images" if "input_ids" in inputs else "batch_size"
     return _told_apart(parts, inputs)
 
 

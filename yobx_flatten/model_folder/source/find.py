@@ -104,8 +104,9 @@ class FoundModel:
         if self.gguf is not None:
             gguf_tokenizer(self.gguf)  # which an export needs in its end
             with bounded_weights(self.name, failure=ModelSourceError, stored=4 * self.stored_bytes()):
-                model = gguf_weights(class_for(self.config), self.config, self.gguf, getattr(torch, dtype))
-                return self._with_adapter(model, ())
+                kind, wanted = class_for(self.config), getattr(torch, dtype)
+                made = gguf_weights(kind, self.config, self.gguf, wanted, choice=self.unmatched_weights)
+                return self._with_adapter(*made)
         wanted, code = getattr(torch, dtype), {"trust_remote_code": True} if self.runs_code else {}
         kind = own_auto_class(self.config) if self.runs_code else class_for(self.config)
         with bounded_weights(self.name, failure=ModelSourceError, stored=self.stored_bytes()):

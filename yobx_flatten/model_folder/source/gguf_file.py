@@ -18,6 +18,7 @@ from ...errors.failures import raised_as
 from ...errors.messages import first_line
 from ...files.document import open_regular
 from .configuration import FILES_ONLY
+from .stored_weights import UnmatchedWeights, load_stored
 
 GGUF = ".gguf"
 
@@ -58,19 +59,22 @@ def gguf_config(path: pathlib.Path) -> Any:
     return config
 
 
-def gguf_weights(kind: Any, config: Any, path: pathlib.Path, dtype: Any) -> Any:
-    """Return the model of a GGUF file, with its weights in full."""
+def gguf_weights(
+    kind: Any, config: Any, path: pathlib.Path, dtype: Any, *, choice: UnmatchedWeights = "refuse"
+) -> tuple[Any, tuple[str, ...]]:
+    """Return the model of a GGUF file, with its weights in full, and notes on weights that its class does not have."""
+    # choice: what is done where the weights are not those of the class; what it does not have is left out and noted
     with _alone(path) as given:
-        loaded, found = kind.from_pretrained(**given, dtype=dtype, output_loading_info=True)
-    wrong = sorted(map(str, (*found["missing_keys"], *found["mismatched_keys"])))
-    if wrong:
-        raise ModelSourceError(f"{path} lacks {len(wrong)} weights of {kind.__qualname__}: {', '.join(wrong[:5])}.")
+        folder = given.pop("pretrained_model_name_or_path")
+        how: dict[str, Any] = {"choice": "unused" if choice == "refuse" else choice, "dtype": dtype}
+        loaded, differences = load_stored(kind, folder, str(path), failure=ModelSourceError, **how, **given)
     # without what transformers keeps for a quantised model
     model = kind(config).to(dtype)
     model.load_state_dict(loaded.state_dict(), assign=True)
     model.tie_weights()
-    model.generation_config = loaded.generation_config
-    return model
+    if hasattr(loaded, "generation_config"):
+        model.generation_config = loaded.generation_config
+    return model, differences.remarks()
 
 
 def gguf_tokenizer(path: pathlib.Path) -> Any:
@@ -136,6 +140,8 @@ def _alone(path: pathlib.Path) -> Iterator[dict[str, Any]]:
     """
 
     def failure(error: BaseException) -> ModelSourceError:
+        if isinstance(error, ModelSourceError):
+            return ModelSourceError(str(error))
         if isinstance(error, (OSError, MemoryError)):
             return ModelSourceError(f"{path} cannot be read: {first_line(error)}")
         return ModelSourceError(

@@ -38,7 +38,7 @@ MAY_IMPORT_AT_THE_TOP: dict[str, set[str]] = {
     "yobx_flatten.model_folder.plain_model": {"transformers"},
     "roundpipe_runtime.fine_tune.callbacks": {"transformers"},
     "roundpipe_runtime.fine_tune.trainer": {"transformers"},
-    "roundpipe_runtime.huggingface.trainer.arguments": {"transformers"},
+    "roundpipe_runtime.huggingface.trainer.pipeline_trainer": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.classes": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.checkpoints": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.group_trainer": {"transformers"},

@@ -13,7 +13,7 @@ from torch import nn
 from ..device.composite import is_composite, parts_of, plain_numbers, states_of
 from ..device.disk import HOST_IN_MEMORY, disk_of, leave
 from ..device.pages import page_out
-from ..engine.progress import PipelineProgress
+from ..engine.compiled import PipelineProgress
 from ..errors import ConfigError
 from ..pipeline import RoundPipe, wrapped_model
 from .codec import encode

@@ -8,6 +8,7 @@ for the whole process that it compiles, and models read that: a batch would get 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -89,3 +90,21 @@ def check_compile_options(given: object) -> Mapping[str, Any] | None:
             "code than it ran with. Write dynamic=True, which is the default, or dynamic=False for batches of one size."
         )
     return dict(given)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PipelineProgress:
+    """How far a pipeline has come, in addition to its parameters and buffers.
+
+    Attributes:
+        runs: Number of completed runs, from which the seeds of random layers follow.
+        masters: Master weights: copies of parameters in the dtype of the optimizer, by the name of the parameter.
+            Default: none.
+        gradients: Gradients of an optimizer step that is still to come, by the name of the parameter. Default: none.
+        replicas: Number of groups that batches were cut into. Default: not known.
+    """
+
+    runs: int
+    masters: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    gradients: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    replicas: int | None = None

@@ -26,17 +26,14 @@ from ..device.transfer import HostValue
 from ..errors import ConfigError, SplitError
 from ..optim.tables import LargeTables
 from .autograd import call
-from .call import Call, Cutting
 from .compiled import NOT_COMPILED, CompiledLayers
 from .config import RoundPipeRunConfig
-from .inputs import host_value
 from .lifecycle import RunLifecycle
 from .loss_check import LossChecks, Sample, sample_of
 from .one_group import OneGroup
-from .outputs import merge_outputs, outputs_of
+from .outputs import Call, Cutting, host_value, merge_outputs, outputs_of
 from .rows import RowCheck, RowTrial, few_rows, set_apart
-from .run import Run
-from .run_spec import Trial
+from .run import Run, Trial
 
 # Microbatches of one row that are enough to compare some of them with all.
 _FEW = 3

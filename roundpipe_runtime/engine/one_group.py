@@ -23,9 +23,8 @@ from ..batch.loss import LossContract
 from ..optim.parameters import LayerContents, ParameterStore
 from ..optim.readiness import ReadinessTable
 from ..optim.step import StepRunner
-from .call import Call, Cutting
 from .config import RoundPipeRunConfig
-from .inputs import feed_inputs
+from .outputs import Call, Cutting, feed_inputs
 from .run import Run
 
 

@@ -37,7 +37,7 @@ from ..errors import RoundPipeWarning, SplitError, warn
 from .config import RoundPipeRunConfig
 from .recompute.attributes import LayerAttributes
 from .repeats import Repeats, state_of
-from .run_spec import Trial
+from .run import Trial
 
 # Rows that are enough for two parts with different numbers of rows, and for two with several rows each.
 _FEW, _SEVERAL = 3, 4

@@ -7,8 +7,8 @@ from .cutting.cut import Cut, cut
 from .cutting.report import CutReport, Equivalence
 from .errors import BatchStructureError, CutError, CutRefusedWarning
 from .long_rows import LongRows
-from .loss.chunked import chunked_cross_entropy
 from .loss.label_smoothing import SmoothedLoss
+from .loss.sliced import chunked_cross_entropy
 from .quantize import quantize_frozen
 from .wrap import wrap_model_to_roundpipe
 from .wrapped_model import WrappedModel

@@ -37,3 +37,10 @@ def check_adapters(kwargs: Mapping[str, Any]) -> None:
             '    model.set_adapter("name")\n'
             "    model(**rows_of_that_adapter)"
         )
+
+
+def text_config(model: nn.Module) -> Any:
+    """Return the configuration of the part of a model that reads or writes text; ``None`` if there is none."""
+    config = getattr(model, "config", None)
+    find = getattr(config, "get_text_config", None)
+    return config if find is None else find(decoder=True)

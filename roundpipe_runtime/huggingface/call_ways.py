@@ -29,8 +29,7 @@ from .loss.weights import UnprovenLossError, has_labels, rows_of_call
 from .loss_proof import LossProof, Way
 from .loss_ways import LossWays
 from .merge_outputs import merge_as_asked, merge_as_tuple, merge_with_cache, merge_with_loss
-from .packed_rows import is_packed, keeps_texts_apart
-from .row_lists import split_lists
+from .row_lists import is_packed, keeps_texts_apart, split_lists
 
 
 class CutModel(RoundPipe):

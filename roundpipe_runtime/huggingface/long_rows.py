@@ -31,8 +31,7 @@ from ..distributed.ranks.token_exchange import TokenExchange
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError
 from ..schedule.plan import ModelExecutePlan
-from .adapters import model_inside
-from .configuration import text_config
+from .adapters import model_inside, text_config
 from .cutting.check import evaluating
 from .loss.call_options import CALL_OPTIONS, CallOptions
 from .wrap import wrap_model_to_roundpipe

@@ -26,7 +26,7 @@ from ..batch.loss_proof import prove as prove_weights
 from ..batch.same_rows import rows_of
 from ..batch.steady_draws import NoDropout
 from ..device.generator import generator_alone
-from .cutting.cut_state import CutState
+from .cutting.cut_plan import CutState
 from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share
 from .loss.moe_aux_loss import has_auxiliary_loss, without_auxiliary_loss
 from .loss.weights import WeightBy, counting, label_names, loss_of, with_loss_weight

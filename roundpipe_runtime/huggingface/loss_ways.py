@@ -26,7 +26,7 @@ from .batches import split_pictures
 from .cutting.capture import asked_for
 from .cutting.check import checking, engine_on_host
 from .cutting.cut import Cut
-from .cutting.cut_state import CutState, drops_layers
+from .cutting.cut_plan import CutState, drops_layers
 from .cutting.joined_state import CannotJoinError, RowAxes, join_states, split_state, state_leaves
 from .cutting.pieces import LayerCall
 from .errors import BatchStructureError

@@ -17,8 +17,13 @@ from ..device.transfer import Static
 from .batches import join_outputs
 from .cutting.caches import is_held, join_held, swapped
 from .loss.call_options import gives_share, is_proven
-from .loss.moe_aux_loss import batch_auxiliary_loss, has_auxiliary_loss, has_router_logits, without_auxiliary_loss
-from .loss.own_terms import OwnTerms
+from .loss.moe_aux_loss import (
+    OwnTerms,
+    batch_auxiliary_loss,
+    has_auxiliary_loss,
+    has_router_logits,
+    without_auxiliary_loss,
+)
 from .loss.weights import check_weights, has_labels, loss_of, shares_of, with_loss
 
 

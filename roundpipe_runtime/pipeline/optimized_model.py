@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..engine.progress import PipelineProgress
+from ..engine.compiled import PipelineProgress
 from ..errors import ConfigError, RoundPipeWarning, warn
 from ..optim.bound_step import bound_now
 from ..optim.step import in_optimizer_ctx

@@ -26,11 +26,10 @@ from ...device.events import NOW
 from ...device.interrupts import Uninterrupted
 from ...device.outcome import Outcome, on_error
 from ...device.worker import Worker
-from ...engine.call import Call, Cutting
 from ...engine.config import RoundPipeRunConfig
 from ...engine.driver import Engine
-from ...engine.inputs import feed_inputs
 from ...engine.one_group import OneGroup
+from ...engine.outputs import Call, Cutting, feed_inputs
 from ...engine.recompute.draws import move_generator, run_base
 from ...engine.run import Run
 from ...errors import ConfigError, LossError, RoundPipeWarning, warn

@@ -24,11 +24,10 @@ from ...device.interrupts import Uninterrupted
 from ...device.outcome import Outcome, noting
 from ...device.transfer import HostValue
 from ...engine.autograd import arrived, return_outputs
-from ...engine.call import Cutting
 from ...engine.config import RoundPipeRunConfig
 from ...engine.driver import Engine
 from ...engine.layer_graph import other_leaves
-from ...engine.outputs import merge_outputs
+from ...engine.outputs import Cutting, merge_outputs
 from ...engine.parameters.on_device import Gradients
 from ...engine.run import Run
 from ...errors import DistributedError, StageError

@@ -11,17 +11,21 @@ import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from yobx_flatten.private_names.of_torch import DisableTorchFunctionSubclass, make_wrapper_subclass, pytree
 
-from ...device.events import Event
+from ...device.events import NOW, Event
+from ...device.protocol import Device
 from ...errors import StageError
-from ...optim.parameters import Table
+from ...optim.parameters import LayerContents, Table
 from .host_sum import HostSum
+from .kept import GradientMemory
 
 # Questions about the form of a tensor, by the names of methods.
 _FORM = {
@@ -221,3 +225,193 @@ class TableAccess:
             self.device.release([self._copy])
         self._whole = self._copy = None
         self.sum = self._new_sum()
+
+
+def rows_of_table(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """Look up rows, of which only those that occur travel. The numbers are those of the whole table."""
+    if not isinstance(weight, HostTable) or max_norm is not None or scale_grad_by_freq or sparse:
+        return NotImplemented  # these write the table, count in it, or make another kind of gradient
+    return _Rows.apply(weight, input, padding_idx, weight.access)  # type: ignore[no-untyped-call] # torch's
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a table by their numbers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, table: HostTable, numbers: torch.Tensor, padding_idx: int | None, access: TableAccess
+    ) -> torch.Tensor:
+        found, places = _distinct(access, numbers)
+        rows = access.rows(found)
+        ctx.access, ctx.found, ctx.padding = access, found, -1
+        if padding_idx is not None and not found.is_meta:
+            padding = padding_idx % access.size
+            at = int(torch.searchsorted(found, padding))
+            ctx.padding = at if at < len(found) and int(found[at]) == padding else -1
+        ctx.save_for_backward(places)
+        result = functional.embedding(places, rows)
+        access.device.release([rows])
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        (places,) = ctx.saved_tensors
+        of_rows = torch.ops.aten.embedding_dense_backward(gradient, places, len(ctx.found), ctx.padding, False)
+        ctx.access.add(ctx.found, of_rows)
+        return None, None, None, None
+
+
+def _distinct(access: TableAccess, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distinct numbers, ascending, on the host, and on the device the place of each number among them."""
+    if numbers.is_meta:  # as many as there can be
+        return numbers.new_empty(min(numbers.numel(), access.size)), torch.empty_like(numbers)
+    found, places = torch.unique(access.down(numbers), return_inverse=True)
+    if len(found) and not (int(found[0]) >= 0 and int(found[-1]) < access.size):
+        raise IndexError(f"index out of range: {int(found[0])} to {int(found[-1])}, of a table of {access.size} rows")
+    return found, access.up(places.to(numbers.dtype))
+
+
+def linear_of_table(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    """Multiply with all slices of a table and concatenate the products, if products with it are computed so."""
+    if not isinstance(weight, HostTable) or weight.access.table.slice_rows is None:
+        return NotImplemented
+    return _Product.apply(  # type: ignore[no-untyped-call] # torch does not annotate it
+        input, weight, bias, weight.access, weight.access.table.slice_rows
+    )
+
+
+class _Product(torch.autograd.Function):
+    """The product of rows with a table, with the bias of each column."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        table: HostTable,
+        bias: torch.Tensor | None,
+        access: TableAccess,
+        rows: int,
+    ) -> torch.Tensor:
+        ctx.access, ctx.rows = access, rows
+        ctx.save_for_backward(hidden, bias)
+        if not hidden.numel():  # the form alone; under autocast, the dtype is another than that of the table
+            probe = functional.linear(hidden, hidden.new_empty(1, hidden.shape[-1], dtype=access.source.dtype))
+            return probe.new_empty(*hidden.shape[:-1], access.size)
+        found: torch.Tensor | None = None
+        for place, part in access.slices(rows):
+            product = functional.linear(hidden, part, None if bias is None else bias[place])
+            found = product.new_empty(*product.shape[:-1], access.size) if found is None else found
+            found[..., place] = product
+        assert found is not None
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        hidden, bias = ctx.saved_tensors
+        access: TableAccess = ctx.access
+        slope, flat = gradient.reshape(-1, gradient.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
+        of_hidden = torch.zeros_like(flat, dtype=wide(flat.dtype)) if ctx.needs_input_grad[0] else None
+        needs_part = of_hidden is not None
+        for place, part in access.slices(ctx.rows) if needs_part or ctx.needs_input_grad[1] else ():
+            columns = slope[:, place]
+            if of_hidden is not None:
+                of_hidden += columns @ part.to(columns.dtype)
+            if ctx.needs_input_grad[1]:
+                access.add(place, (columns.T @ flat.to(columns.dtype)).to(access.source.dtype))
+        of_bias = slope.sum(0).to(bias.dtype) if bias is not None and ctx.needs_input_grad[2] else None
+        result = None if of_hidden is None else of_hidden.to(hidden.dtype).reshape(hidden.shape)
+        return result, None, of_bias, None, None
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums over slices are taken: 32 bits at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+on_tables(functional.embedding)(rows_of_table)
+on_tables(functional.linear)(linear_of_table)
+
+_Sums: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
+
+
+class LayerTables:
+    """The tables of one layer on one device."""
+
+    # memory: memory of the host for sums of gradients; `None`: new memory for each
+    # count: function that is given the bytes of each part that goes up
+
+    def __init__(
+        self, contents: LayerContents, device: Device, memory: GradientMemory | None, count: Callable[[int], None]
+    ) -> None:
+        self._contents, self._device, self._memory, self._count = contents, device, memory, count
+        self._tables: dict[nn.Parameter, TableAccess] = {}
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._contents.tables
+
+    def stand_in(self, parameter: nn.Parameter, source: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
+        """Return what stands for a parameter while the layer runs."""
+        # source: numbers on the host
+        # dtype: dtype in which gradients are summed
+        index, memory = self._contents.index, self._memory
+        form = torch.empty(source.shape, dtype=dtype, device="meta")
+        self._tables[parameter] = access = TableAccess(
+            self._device,
+            source,
+            self._contents.tables[id(parameter)],
+            requires_grad=parameter.requires_grad,
+            new_sum=lambda: HostSum(form, lambda form: None if memory is None else memory.take(index, parameter, form)),
+            count=self._count,
+        )
+        return cast(nn.Parameter, HostTable(access, requires_grad=parameter.requires_grad))
+
+    @property
+    def leaves(self) -> list[nn.Parameter]:
+        """Tables that code of the layer needed whole: gradients end in these."""
+        return [leaf for table in self._tables.values() for leaf in table.leaves]
+
+    def whole_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return the copy of a whole table, ``None`` if no code needed it."""
+        return next(iter(self._tables[parameter].leaves), None)
+
+    def hand_over(self, take: Callable[[nn.Parameter, torch.Tensor], bool]) -> None:
+        """Offer the sum of each gradient to a function; what it takes is forgotten."""
+        for parameter, table in self._tables.items():
+            found = table.pop_sum()
+            if found is not None:
+                found.result()
+                if not take(parameter, found.total):
+                    table.sum = found
+
+    def pop_gradients(self, scale: float, dtype: Callable[[nn.Parameter], torch.dtype] | None) -> _Sums:
+        """Return the sums, and what completes them; they are gone from here."""
+        # dtype: function that returns the dtype in which the host keeps one. Default: that of the sum.
+        gone: _Sums = {}
+        for parameter, table in self._tables.items():
+            found = table.pop_sum()
+            if found is None:
+                continue
+            if scale not in (0.0, 1.0):
+                found.scale(scale)
+            if dtype is None or found.total.dtype == dtype(parameter):
+                gone[parameter] = found.total, found
+            else:
+                found.result()
+                gone[parameter] = found.total.to(dtype(parameter)), NOW
+        return gone
+
+    def release(self) -> None:
+        """Release what is on the device."""
+        for table in self._tables.values():
+            table.release()
+        self._tables.clear()

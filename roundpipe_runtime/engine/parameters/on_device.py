@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
-from yobx_flatten.private_names.of_torch import NormBase
+from yobx_flatten.private_names.of_torch import NormBase, cached_parametrizations, setter_of_parametrizations
+from yobx_flatten.registry.patches import AttributePatch
 
 from ...device.accelerator import PIECE
 from ...device.composite import Rebuilding, is_composite, plain_numbers
@@ -20,14 +21,11 @@ from ...errors import StageError
 from ...optim.copyable import same_numbers, weights_kept
 from ...optim.parameters import LayerContents
 from ..looks import HOST_PARAMETER, is_compared, watch_escaped
-from ..recompute.layer_traits import traits_of
-from .gradient_memory import GradientMemory
-from .kept import KeptParameters
-from .layer_tables import LayerTables
-from .parametrized import forget_parametrized
-from .partial_layer import PartialLayer
+from ..recompute.generators import traits_of
+from .host_table import LayerTables
+from .kept import GradientMemory, KeptParameters
 from .routed import NOTHING_PARTIAL, PartialPlan
-from .rows_on_demand import RowsOnDemand
+from .rows_on_demand import PartialLayer, RowsOnDemand
 
 T = TypeVar("T")
 
@@ -422,3 +420,44 @@ def _addend(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _tracks_statistics(module: nn.Module) -> bool:
     """Whether a norm writes its running statistics: torch's kernels do so without counting a version."""
     return isinstance(module, NormBase) and module.training and module.track_running_stats
+
+
+def _patch() -> AttributePatch | None:
+    module, name = setter_of_parametrizations()
+    original = getattr(module, name, None)
+    if original is None:
+        return None
+
+    def set_other(dest: Any, src: Any) -> None:
+        if dest is not src:
+            original(dest, src)
+
+    return AttributePatch(module, name, set_other)
+
+
+_PATCH = _patch()
+
+
+@contextlib.contextmanager
+def setting_nothing_to_itself() -> Iterator[None]:
+    """A block in which a parametrization that is registered writes no parameter that keeps its numbers."""
+    if _PATCH is None:
+        yield
+        return
+    _PATCH.acquire()
+    try:
+        yield
+    finally:
+        _PATCH.release()
+
+
+def forget_parametrized(module: nn.Module) -> None:
+    """Forget what torch has cached for a module and those in it: it was computed from other copies, in another graph.
+
+    Threads share torch's cache, and its end: while one is in a block of ``cached()``, what others computed stays.
+    """
+    if cached := cached_parametrizations():
+        own = set(map(id, module.modules()))
+        for key in tuple(cached):
+            if key[0] in own:
+                cached.pop(key, None)

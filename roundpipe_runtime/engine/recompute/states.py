@@ -19,10 +19,8 @@ from yobx_flatten.private_names.of_torch import pytree
 
 from ...device.generator import generator_alone, generator_lock
 from ...errors import StageError
-from .draws import CallDraws, Draws
-from .generators import Generator, held_generators, process_generators
-from .layer_traits import LayerTraits, traits_of
-from .process_state import ProcessState
+from .draws import CallDraws, Draws, ProcessState
+from .generators import Generator, LayerTraits, held_generators, process_generators, traits_of
 
 __all__ = [
     "CallState",

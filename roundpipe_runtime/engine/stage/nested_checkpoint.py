@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...device.generator import generator_alone
-from ..recompute.layer_traits import traits_of
+from ..recompute.generators import traits_of
 
 T = TypeVar("T")
 

@@ -25,19 +25,16 @@ from ...device.protocol import Device, HasRoom
 from ...device.transfer import HostCopies, HostValue, TreeStructure, fetch, flatten_value, send
 from ...device.worker import StoppedRun, add_note_once
 from ...schedule.round_robin import Stage
-from ..collected import Copies
+from ..collected import Copies, check_writes, passed_on, shared_views
 from ..layer_graph import LayerGraph, Values, plain
 from ..looks import check_leaves, check_repeated, digest, is_digested, watch_escaped
 from ..parameters.on_device import LayerOnDevice
 from ..recompute.attributes import LayerAttributes
 from ..recompute.states import VisitGenerator
 from ..run import Run
-from ..shared_views import check_writes, passed_on, shared_views
-from .layer_call import CallKind, LayerCall, call_layer
-from .layers import StageLayers
-from .loss_call import MicrobatchLoss
+from .layer_call import CallKind, LayerCall, MicrobatchLoss, call_layer
+from .layers import Place, StageLayers
 from .nested_checkpoint import run_backward
-from .place import Place
 
 _NO_MODES = contextlib.nullcontext()
 

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import nn
 
-from ...huggingface.packed_rows import keeps_texts_apart
+from ...huggingface.row_lists import keeps_texts_apart
 from ..errors import FineTuneError
 from ..rows import split_rows
 from .chat_tokens import ChatTokens, Encoder

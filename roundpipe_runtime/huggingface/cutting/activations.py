@@ -16,8 +16,7 @@ from yobx_flatten.recipe.aliases import Kwargs
 from .call_log import BoxUse, CallLog, CallSpec, Tree
 from .check import evaluating
 from .cut import Cut
-from .cut_plan import CutPlan
-from .cut_state import CutState, begin
+from .cut_plan import CutPlan, CutState, begin
 from .example import example_inputs, without_cache
 from .pieces import LayerCall
 from .placeholder import Key

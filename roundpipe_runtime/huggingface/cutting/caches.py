@@ -30,8 +30,7 @@ from ...batch.spec import Replicate
 from ...batch.splitting import split
 from ...device.transfer import Static
 from ...errors import warn
-from ..adapters import model_inside
-from ..configuration import text_config
+from ..adapters import model_inside, text_config
 
 
 class HeldCache(Static):

@@ -10,13 +10,16 @@ lists. In a pipeline the layers run in other threads, at other times and more th
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
+import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from torch import nn
 
-from .capture_old import COLLECTOR, hook_layers, is_old
+from yobx_flatten.recipe.aliases import PyTree
 
 _MODULE = "transformers.utils.output_capturing"
 _SELECTION = "_hidden_states_layers"
@@ -125,3 +128,125 @@ def asked_for(model: nn.Module, kwargs: Mapping[str, Any]) -> Literal["none", "e
     if asked("output_hidden_states"):
         return "all"
     return "extras" if asked("output_attentions") or asked("output_router_logits") else "none"
+
+
+COLLECTOR: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("roundpipe_outputs", default=None)
+_HOOKED = "_rp_hooked_outputs"
+
+
+def is_old() -> bool:
+    """Report whether the imported version of transformers captures outputs in this way."""
+    generic = sys.modules.get("transformers.utils.generic")
+    return "transformers.utils.output_capturing" not in sys.modules and hasattr(generic, "_CAN_RECORD_REGISTRY")
+
+
+def hook_layers(model: nn.Module) -> None:
+    """Register a hook on each module whose outputs can be returned, unless it has one."""
+    for part in _decorated(model):
+        for key, recorders in _recorders(part).items():
+            for recorder in recorders:
+                for name, module in part.named_modules():
+                    if _is_meant(recorder, name, module) and key not in module.__dict__.setdefault(_HOOKED, set()):
+                        module.__dict__[_HOOKED].add(key)
+                        module.register_forward_hook(functools.partial(_append, key, recorder.index))
+
+
+def collect_on_copy(copied: nn.Module) -> None:
+    """Replace the decorated forwards in a copy by forwards that set a collector."""
+    if is_old():
+        for part in _decorated(copied):
+            part.__dict__["forward"] = functools.partial(_forward, part)
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    plain = type(module).forward
+    recorders = _recorders(module)
+    wanted = [key for key in recorders if _is_asked(module, key, kwargs)]
+    if not wanted:
+        return plain(module, *args, **kwargs)
+    returns_dict = kwargs.pop("return_dict", None)
+    returns_dict = getattr(module.config, "return_dict", True) if returns_dict is None else returns_dict
+    collected: dict[str, list[Any]] = {key: [] for key in wanted}
+    token = COLLECTOR.set(collected)
+    try:
+        none = {f"output_{key}": False for key in wanted}
+        outputs = plain(module, *args, **{**kwargs, **none}, return_dict=True)
+    finally:
+        COLLECTOR.reset(token)
+    for key, found in collected.items():
+        if not found:
+            continue
+        if key == "hidden_states" and _ties_last(plain):
+            found[-1] = getattr(outputs, "vision_hidden_states", getattr(outputs, "last_hidden_state", found[-1]))
+        if key == "attentions" and len(recorders[key]) == 2:
+            outputs[key], outputs[f"cross_{key}"] = tuple(found[0::2]), tuple(found[1::2])
+        else:
+            outputs[key] = tuple(found)
+    return outputs if returns_dict else outputs.to_tuple()
+
+
+def _append(key: str, index: int, module: nn.Module, args: tuple[Any, ...], output: PyTree) -> None:
+    held = COLLECTOR.get()
+    if held is None or key not in held:
+        return
+    if key == "hidden_states" and not held[key]:
+        held[key].append(args[0])
+    value = output[index] if isinstance(output, tuple) else output
+    if value is not None:
+        held[key].append(value)
+
+
+def _decorated(model: nn.Module) -> list[nn.Module]:
+    base = sys.modules["transformers.modeling_utils"].PreTrainedModel
+    return [part for part in model.modules() if isinstance(part, base) and _wrapper(type(part).forward) is not None]
+
+
+def _wrapper(function: Any) -> Callable[..., Any] | None:
+    """The function that ``check_model_inputs`` has made, at or inside of a forward."""
+    while function is not None:
+        if getattr(function, "__code__", None) and function.__code__.co_qualname.startswith("check_model_inputs."):
+            return function  # type: ignore[no-any-return] # a function has a code
+        function = getattr(function, "__wrapped__", None)
+    return None
+
+
+def _ties_last(forward: Any) -> bool:
+    """Whether the last of the hidden states is the output; the decorator has an argument for that since 5.0."""
+    wrapper = _wrapper(forward)
+    assert wrapper is not None
+    return bool(inspect.getclosurevars(wrapper).nonlocals.get("tie_last_hidden_states", True))
+
+
+def _recorders(module: nn.Module) -> dict[str, list[Any]]:
+    """What a module records: the classes or names of the modules inside of it, and which of their outputs."""
+    generic = sys.modules["transformers.utils.generic"]
+    found: Mapping[str, Any] = generic._CAN_RECORD_REGISTRY.get(str(type(module))) or {}
+    made = {}
+    for key, given in found.items():
+        made[key] = [
+            one if isinstance(one, generic.OutputRecorder) else _recorder(generic, key, one)
+            for one in (given if isinstance(given, list) else [given])
+        ]
+    return made
+
+
+def _recorder(generic: Any, key: str, what: Any) -> Any:
+    is_name = isinstance(what, str)
+    return generic.OutputRecorder(
+        target_class=None if is_name else what,
+        class_name=what if is_name else None,
+        index=0 if "hidden_states" in key else 1,
+    )
+
+
+def _is_meant(recorder: Any, name: str, module: nn.Module) -> bool:
+    is_it = (recorder.target_class is not None and isinstance(module, recorder.target_class)) or (
+        recorder.class_name is not None and name.endswith(recorder.class_name)
+    )
+    return is_it and (recorder.layer_name is None or recorder.layer_name in name)
+
+
+def _is_asked(module: nn.Module, key: str, kwargs: Mapping[str, Any]) -> bool:
+    name = "output_attentions" if key == "cross_attentions" else f"output_{key}"
+    attentions = kwargs.get("output_attentions", getattr(module.config, "output_attentions", False))
+    return bool(kwargs.get(name, getattr(module.config, name, attentions)))

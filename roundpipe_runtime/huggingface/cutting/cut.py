@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,20 +13,21 @@ import torch
 from torch import nn
 
 from yobx_flatten.errors.failures import raised_as, result_or
-from yobx_flatten.recipe.aliases import Kwargs
+from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ...device.composite import parts_of, stored_bytes
 from ...errors import StageError
 from ...pipeline.live import ModelReading, changed_layers, read_model
-from ..errors import CutError
+from ..adapters import model_inside
+from ..errors import CutError, MissingEmbeddingError
+from ..loss.weights import label_names, loss_of
 from .capture import asked_for, install_hooks
 from .check import check_equivalence, checking
-from .cut_plan import CutPlan
-from .discover import discover
+from .cut_plan import CutPlan, begin
 from .example import example_inputs, plain_rows, without_cache
-from .example_labels import with_labels
 from .layers import Candidate, candidates, observe
-from .pieces import LayerCall, Phase, Whole
+from .made_caches import Entry, check_apart
+from .pieces import Finished, LayerCall, MissingValueError, Phase, Whole
 from .report import CutReport
 from .stub import copy_with_stubs, sync
 
@@ -303,3 +306,184 @@ def _report(
 
 def _bytes(module: nn.Module) -> int:
     return sum(map(stored_bytes, module.parameters()))
+
+
+# The names that transformers gives to logits, by those of their labels.
+_LOGITS = {
+    "start_positions": "start_logits",
+    "end_positions": "end_logits",
+    "next_sentence_label": "seq_relationship_logits",
+}
+
+
+def with_labels(model: nn.Module, kwargs: Kwargs) -> Kwargs:
+    """Return an example with labels, if the model takes some with which it returns a loss.
+
+    Labels are tried: tokens for logits of tokens, classes or numbers for logits of rows.
+    """
+    # returns: the example with labels; as it was given, if none of those that were tried give a finite loss
+    taken = inspect.signature(model_inside(model).forward).parameters
+    names = sorted(label_names(model) & set(taken))
+    if not names or any(kwargs.get(name) is not None for name in names):
+        return kwargs
+    with torch.no_grad():
+        outputs = model(**kwargs)
+        for labels in _candidates(names, kwargs, outputs):
+            try:
+                loss = loss_of(model(**kwargs, **labels))
+            except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError, AssertionError):
+                continue  # labels of another form
+            if loss is not None and bool(loss.isfinite()):
+                return {**kwargs, **labels}
+    return kwargs
+
+
+def _candidates(names: list[str], kwargs: Kwargs, outputs: PyTree) -> Iterator[dict[str, torch.Tensor]]:
+    """Labels to try, for all names at once and then for "labels" alone."""
+    tokens = [value for name in ("decoder_input_ids", "input_ids", "inputs") if (value := kwargs.get(name)) is not None]
+    if not tokens:
+        return
+    rows = len(tokens[0])
+    places = {name: torch.arange(rows) + 1 for name in names if name in _LOGITS and name != "next_sentence_label"}
+    others = {name: torch.arange(rows) % 2 for name in names if name == "next_sentence_label"}
+    found = _logits(outputs)
+    of_rows = [torch.arange(rows) % 2, torch.linspace(-1, 1, rows)]
+    of_tokens = [value for value in tokens if found is not None and found.shape[:2] == value.shape]
+    if found is not None and found.dim() == 3:
+        of_tokens = [value.remainder(found.shape[-1]) for value in of_tokens]
+    for labels in [*of_tokens, *of_rows]:
+        own = {"labels": labels} if "labels" in names else {}
+        yield {**own, **places, **others}
+        if own and (places or others):
+            yield own
+        if not own:
+            return
+
+
+def _logits(outputs: PyTree) -> torch.Tensor | None:
+    found: Any = getattr(outputs, "logits", None)
+    if found is None:
+        found = getattr(outputs, "prediction_logits", None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+# With more phases than this, a model is better left in one piece: each phase runs the code of all earlier ones again.
+_MOST_PHASES = 300
+
+
+def discover(model: nn.Module, layers: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: Kwargs) -> CutPlan:
+    """Find the plan of a cut for these layers of a model."""
+    with torch.no_grad():
+        calls, _ = observe(dict(layers), lambda: model(*args, **kwargs))
+        if not calls:
+            raise CutError("layers", f"The forward of {type(model).__name__} calls none of {', '.join(layers)}.")
+        program = CutPlan(calls, (), embeddings=frozenset(_embeddings(model, layers)))
+        copies: list[nn.Module] = []
+        tracks: list[_Tracks] = []
+        while True:
+            try:
+                return _run(program, model, layers, args, kwargs, copies, tracks)
+            # a trial shows what a plan lacks: an embedding that later phases compute, or an output that they read
+            except MissingEmbeddingError as missing:
+                program = dataclasses.replace(program, embeddings=program.embeddings - {missing.name}, ends=())
+                copies, tracks = [], []
+            except MissingValueError as missing:
+                if missing.key in program.keep:
+                    raise CutError("structure", f"{missing}") from missing
+                program = dataclasses.replace(program, keep=program.keep | {missing.key}, ends=())
+
+
+def _run(
+    program: CutPlan,
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    args: tuple[Any, ...],
+    kwargs: Kwargs,
+    copies: list[nn.Module],
+    tracks: list[_Tracks],
+) -> CutPlan:
+    ends: list[int] = []
+    keep = set(program.keep)
+    reads: dict[int, frozenset[Entry]] = {}
+    state = begin(args, kwargs, model)
+    while True:
+        number = len(ends)
+        if number == len(copies):
+            # a copy for each phase, as in the pipeline: a module that caches what it computes of a parameter reads it
+            # in its first call only, and each phase makes that call on another device
+            copies.append(copy_with_stubs(model, layers, program.embeddings))
+            tracks.append(_Tracks(copies[-1]))
+        trial = dataclasses.replace(program, ends=[*ends, len(program.calls)], keep=frozenset(keep))
+        result = Phase(trial, number, copies[number]).advance(state)
+        if isinstance(result, Finished):
+            ends.append(len(program.calls))
+            used = [track.used() for track in tracks[: len(ends)]]
+            check_apart([call.layer for call in program.calls], reads)
+            used_names = _completed(used, model, layers)
+            return dataclasses.replace(program, ends=ends, keep=frozenset(keep), used=used_names, cache_reads=reads)
+        state = result.state
+        keep.add(result.needed)  # the next phase reads it
+        start, end = (ends[-1] if ends else 0), max(state.call_log.calls) + 1
+        for place in range(start, end):
+            trial = dataclasses.replace(trial, keep=frozenset(keep))
+            layer = program.calls[place].layer
+            has_caches = bool(state.call_log.calls[place].caches())
+            with raised_as(partial(_fails_alone, layer), CutError) if has_caches else contextlib.nullcontext():
+                state, reads[place] = LayerCall(trial, place, layers[layer]).observe(state)
+        ends.append(end)
+        if len(ends) > _MOST_PHASES:
+            raise CutError(
+                "structure",
+                f"The model runs code of its own between its layers {len(ends)} times or more, and each time would be "
+                "a piece.",
+            )
+
+
+def _fails_alone(layer: str, error: Exception) -> CutError:
+    return CutError(
+        "structure",
+        f"{layer} gets a cache that the model made, and fails without what other layers write into it: "
+        f"{type(error).__name__}: {error}",
+    )
+
+
+def _embeddings(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Names of the embeddings outside of layers."""
+    inside = {id(module) for layer in layers.values() for module in layer.modules()}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and id(module) not in inside:
+            yield name
+
+
+class _Tracks:
+    """Records which parameters of a copy are read."""
+
+    def __init__(self, copied: nn.Module) -> None:
+        self._read: set[str] = set()
+        for path, module in copied.named_modules():
+            prefix = f"{path}." if path else ""
+            module.__dict__["_parameters"] = _Tracked(module._parameters, prefix, self._read)
+
+    def used(self) -> set[str]:
+        """Return the names of the parameters that were read."""
+        return set(self._read)
+
+
+class _Tracked(dict[str, Any]):
+    def __init__(self, held: dict[str, Any], prefix: str, read: set[str]) -> None:
+        super().__init__(held)
+        self._prefix, self._read = prefix, read
+
+    def __getitem__(self, name: str) -> Any:
+        found = super().__getitem__(name)
+        if found is not None:
+            self._read.add(self._prefix + name)
+        return found
+
+
+def _completed(used: list[set[str]], model: nn.Module, layers: Mapping[str, nn.Module]) -> list[frozenset[str]]:
+    """The parameters of each phase. All get those that the example did not reach: other batches may read them."""
+    inside = {id(p) for layer in layers.values() for p in layer.parameters()}
+    names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in inside}
+    unread = names.difference(*used)
+    return [frozenset(found | unread) for found in used]

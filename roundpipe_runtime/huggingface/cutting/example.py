@@ -11,8 +11,7 @@ from torch import nn
 
 from yobx_flatten.recipe.aliases import Kwargs
 
-from ..adapters import model_inside
-from ..configuration import text_config
+from ..adapters import model_inside, text_config
 
 _LENGTH = 12
 _PADDING = 3

@@ -23,7 +23,7 @@ from yobx_flatten.recipe.aliases import Kwargs
 
 from ..loss.call_options import split_options
 from .call_log import CallLog, Embedded
-from .cut_state import CutState
+from .cut_plan import CutState
 
 
 class CannotJoinError(Exception):

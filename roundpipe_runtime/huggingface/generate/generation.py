@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,13 +15,17 @@ from torch import nn
 
 from yobx_flatten.core.compare import relative_difference, tolerance
 from yobx_flatten.errors.failures import result_or
+from yobx_flatten.huggingface.cache_names import cache_of, name_in
+from yobx_flatten.private_names.of_torch import pytree
+from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
-from ...pipeline.live import OtherForward
-from ..adapters import model_inside
-from ..configuration import text_config
+from ...batch.entries import is_cache
+from ...pipeline.live import OtherForward, with_own_forwards
+from ..adapters import model_inside, text_config
 from ..cutting.caches import cache_argument, home
 from ..cutting.check import evaluating
-from ..cutting.cut import Cut
+from ..cutting.cut import Cut, cut
+from ..errors import CutError
 
 _PROMPT, _PADDING = 5, 2
 
@@ -79,3 +85,121 @@ def _difference(model: nn.Module, forward: Callable[..., Any], cache: Any) -> st
         if not difference <= tolerance("gradients", *(p.dtype for p in model.parameters())):
             return f"with a cache, logits through the pipeline differ by {difference:.1e}"
     return None
+
+
+_LOG = logging.getLogger(__name__)
+
+_ROWS = 2
+
+
+class GenerationPath:
+    """A path through an encoder-decoder that only generation takes, as a pipeline that is made at the first call.
+
+    If the pipeline cannot be made, or its output differs from the model's, the model's own forward runs, on the host.
+    """
+
+    def __init__(self, model: nn.Module, wrap: Callable[[Cut], Any]) -> None:
+        self.model = model
+        self._wrap = wrap
+        self._pipeline: Any = None
+        self._tried = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward."""
+        with with_own_forwards(self.model):
+            bound = inspect.signature(self.model.forward).bind_partial(*args)
+            kwargs = {**bound.arguments, **kwargs}
+            if not self._tried:
+                self._tried = True
+                self._make(kwargs)
+            return self.model.forward(**kwargs) if self._pipeline is None else self._pipeline.forward(**kwargs)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the pipeline was tried and is not used."""
+        return self._tried and self._pipeline is None
+
+    def close(self) -> None:
+        """Close the pipeline. Its devices belong to the model's own pipeline, which ends their threads."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+        self._pipeline = None
+
+    def _reason_for_host(self, kwargs: Kwargs) -> str | None:
+        example = _without_cache(_first_rows(kwargs))
+        made = cut(self.model, example, check=False)
+        if made.report.is_whole:
+            raise CutError(*made.report.refused[-1])
+        self._pipeline = self._wrap(made)
+        with torch.no_grad(), evaluating(self.model):
+            return _difference_of_encoder(self.model, self._pipeline.forward, example, kwargs)
+
+    def _make(self, kwargs: Kwargs) -> None:
+        # the code of a model may raise anything
+        reason = result_or(lambda: self._reason_for_host(kwargs), lambda error: f"{type(error).__name__}: {error}")
+        if reason is not None:
+            _LOG.info("%s runs on the host in generate: %s", type(self.model).__name__, reason)
+            self.close()
+
+
+def generation_paths(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[GenerationPath]:
+    """Return the paths on which an encoder-decoder generates: its encoder, then the model itself."""
+    inner = model_inside(model)
+    find = getattr(inner, "get_encoder", None)
+    if find is None or not getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+        return []
+    encoder = find()
+    apart = isinstance(encoder, nn.Module) and encoder is not inner
+    return [GenerationPath(part, wrap) for part in ([encoder] if apart else []) + [inner]]
+
+
+@contextlib.contextmanager
+def use_paths(paths: list[GenerationPath]) -> Iterator[None]:
+    """Let ``generate`` call these paths instead of the forwards of their models, in the block."""
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            stack.enter_context(forward_of(path.model, path))
+        yield
+
+
+def _first_rows(kwargs: Mapping[str, Any]) -> Kwargs:
+    """Arguments of a call for its first two rows, copied because some models write into them."""
+    tensors = [leaf for leaf in pytree.tree_leaves(_without_cache(kwargs)) if isinstance(leaf, torch.Tensor)]
+    rows = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
+
+    def first(leaf: Any) -> Any:
+        is_cut = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+        return leaf[:_ROWS].clone() if is_cut else leaf
+
+    return {name: pytree.tree_map(first, value) for name, value in _without_cache(kwargs).items()}
+
+
+def _without_cache(kwargs: Mapping[str, Any]) -> Kwargs:
+    left_out = {name_in(kwargs), "use_cache", "cache_position"}
+    return {name: value for name, value in kwargs.items() if name not in left_out}
+
+
+def _difference_of_encoder(
+    model: nn.Module, forward: Callable[..., Any], example: dict[str, Any], kwargs: Mapping[str, Any]
+) -> str | None:
+    """Why not to use the pipeline, after a call and one more token with a cache; ``None`` if both outputs agree."""
+    calls: list[dict[str, Any]] = [example]
+    name, cache = name_in(kwargs), cache_of(kwargs)
+    held: list[dict[str, Any]] = [{"use_cache": True} if cache is None and kwargs.get("use_cache") else {}] * 2
+    if name is not None and cache is not None and is_cache(cache) and not cache.get_seq_length():
+        held = [{name: copy.deepcopy(cache), "use_cache": True} for _ in range(2)]
+        calls.append({**example, "decoder_input_ids": example["decoder_input_ids"][:, -1:]})
+    for call in calls:
+        found, expected = (
+            _first_tensor(run(**call, **more)) for run, more in zip((forward, model.forward), held, strict=True)
+        )
+        difference = relative_difference(expected, found)
+        if not difference <= tolerance("gradients", *(p.dtype for p in model.parameters())):
+            return f"through the pipeline, its output differs by {difference:.1e}"
+    return None
+
+
+def _first_tensor(output: PyTree) -> torch.Tensor:
+    logits = output.get("logits") if isinstance(output, dict) else None
+    found: torch.Tensor = output[0] if logits is None else logits
+    return found.double()

@@ -24,8 +24,7 @@ from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ...engine.parameters.host_table import HostTable, on_tables
 from ..adapters import model_inside
-from .chunked import chunked_cross_entropy
-from .sliced import sliced_cross_entropy
+from .sliced import chunked_cross_entropy, sliced_cross_entropy
 
 on_tables(chunked_cross_entropy)(sliced_cross_entropy)
 

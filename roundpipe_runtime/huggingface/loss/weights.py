@@ -22,7 +22,7 @@ from yobx_flatten.recipe.aliases import PyTree
 
 from ...batch.averages import Items, count_items
 from ...errors import LossError
-from .chunked import chunked_cross_entropy
+from .sliced import chunked_cross_entropy
 
 # How losses of microbatches add up to that of the batch: weighted by the items that were counted, by rows, or summed.
 WeightBy: TypeAlias = Literal["items", "rows", "sum"]

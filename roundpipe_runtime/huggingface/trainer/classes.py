@@ -28,9 +28,9 @@ from ...errors import ConfigError
 from ..loss.label_smoothing import SmoothedLoss, is_causal
 from ..loss.weights import has_labels, own_loss
 from ..wrapped_model import WrappedModel
-from .arguments import check_overrides
 from .frozen_models import FrozenModelTrainer
 from .group_trainer import GroupTrainer
+from .pipeline_trainer import check_overrides
 from .saving_trainer import SavingTrainer
 
 

@@ -1,11 +1,11 @@
-"""Tests of roundpipe_runtime.engine.parameters.gradient_memory: the same pinned memory in every run."""
+"""Tests of roundpipe_runtime.engine.parameters.kept: the same pinned memory in every run."""
 
 import pytest
 import torch
 from torch import nn
 
 from roundpipe_runtime.device import pinning
-from roundpipe_runtime.engine.parameters.gradient_memory import GradientMemory
+from roundpipe_runtime.engine.parameters.kept import GradientMemory
 from roundpipe_runtime.optim.parameters import scan
 
 

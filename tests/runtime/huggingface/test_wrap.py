@@ -13,7 +13,7 @@ from matrix.models import make_config, make_model
 from roundpipe_runtime import Replicate, RoundPipe, RoundPipeRunConfig, Timeline
 from roundpipe_runtime.errors import ConfigError, LossError
 from roundpipe_runtime.huggingface import CutError, CutRefusedWarning, wrap_model_to_roundpipe
-from roundpipe_runtime.huggingface.cutting.capture_old import is_old
+from roundpipe_runtime.huggingface.cutting.capture import is_old
 from tests import fresh_process
 from tests.runtime.huggingface.hf_small import Toy, hf_batch, hf_model, tokens, worst_gradient, wrapped
 

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import torch
 
 from ...errors import CacheStructureError, UnsupportedLayerError, describe_class
 from ...private_names.of_torch import MappingKey
 from ...recipe.aliases import CacheLayer, TransformersCache
 from .layers import kind_of, letter_of
 from .layouts import flatten_layers, holds_full_only, is_leaf_name, unflatten_layers
-from .sizes_from_keys import with_sizes
 
 
 def flatten_dynamic_cache(cache: TransformersCache) -> tuple[list[Any], list[str]]:
@@ -324,3 +325,28 @@ def _shown_updates(cross: TransformersCache | None) -> dict[int, bool]:
 def _is_filled(layer: CacheLayer, index: int) -> bool:
     kind = kind_of(type(layer))
     return getattr(layer, "keys", None) is not None if kind is None else kind.is_filled(layer, index)
+
+
+# of layers that slide, or have their full length from the start
+_WITHOUT = re.compile(r"(.+)_([WSX])_(\d+)")
+
+
+def with_sizes(values: Sequence[Any], names: list[str]) -> list[str]:
+    """Return names in which every layer states its size: the number of tokens of its keys, as yobx reads it.
+
+    >>> with_sizes([torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4)], ["key_W_0", "value_W_0"])
+    ['key_W5_0', 'value_W5_0']
+    """
+    # names: their names; those that state a size, or whose keys are no tensor, stay as they are
+    found = {name: _WITHOUT.fullmatch(name) for name in names}
+    sizes = {
+        match[3]: value.shape[2]
+        for name, value in zip(names, values, strict=False)
+        if (match := found[name]) is not None and match[1] == "key" and isinstance(value, torch.Tensor)
+    }
+    return [
+        f"{match[1]}_{match[2]}{sizes[match[3]]}_{match[3]}"
+        if (match := found[name]) is not None and match[3] in sizes
+        else name
+        for name in names
+    ]

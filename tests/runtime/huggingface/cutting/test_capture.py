@@ -5,7 +5,7 @@ import torch
 
 from matrix.cut_cases import batch_of
 from roundpipe_runtime.huggingface import cut
-from roundpipe_runtime.huggingface.cutting.capture_old import is_old
+from roundpipe_runtime.huggingface.cutting.capture import is_old
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, known_model, wrapped
 
 FLAGS = [{"output_hidden_states": True}, {"output_attentions": True}, {"output_router_logits": True}]

@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.huggingface.cutting.capture_old: versions that capture outputs by replacing methods.
+"""Tests of roundpipe_runtime.huggingface.cutting.capture: versions that capture outputs by replacing methods.
 
 What is captured is compared in ``test_huggingface_capture``, which `make compat` runs with these versions.
 """
@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 import torch
 
-from roundpipe_runtime.huggingface.cutting.capture_old import COLLECTOR, collect_on_copy, is_old
+from roundpipe_runtime.huggingface.cutting.capture import COLLECTOR, collect_on_copy, is_old
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, wrapped
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime.huggingface import CutError, cut
-from roundpipe_runtime.huggingface.cutting import gradients
+from roundpipe_runtime.huggingface.cutting import check
 from roundpipe_runtime.huggingface.cutting.check import check_equivalence, objective
 from tests.runtime.huggingface.hf_small import Block, Toy, tokens
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 def size(request, monkeypatch):
     """Each test sees every gradient kept whole, and digested as that of a large model."""
     if request.param == "large":
-        monkeypatch.setattr(gradients, "_SMALL", 0)
-        monkeypatch.setattr(gradients, "_WHOLE", 0)
+        monkeypatch.setattr(check, "_SMALL", 0)
+        monkeypatch.setattr(check, "_WHOLE", 0)
     return request.param
 
 
@@ -260,13 +260,13 @@ def test_no_two_large_gradients_are_there_at_once(size, monkeypatch):
     """Each is forgotten before the next layer goes back, and no parameter is copied."""
     model = Toy().double()
     held = []
-    plain = gradients.digest
+    plain = check.digest
 
     def watched(gradient, **options):
         held.append(sum(p.grad is not None for p in model.parameters()))
         return plain(gradient, **options)
 
-    monkeypatch.setattr(gradients, "digest", watched)
+    monkeypatch.setattr(check, "digest", watched)
     check_equivalence(model, pieces_of(model), (tokens(2),), {})
     assert len(held) == 18
     assert max(held) == 1

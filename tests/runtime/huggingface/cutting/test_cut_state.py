@@ -7,9 +7,9 @@ from torch.utils import _pytree as pytree
 
 from roundpipe_runtime.device.transfer import flatten_value
 from roundpipe_runtime.huggingface import SmoothedLoss, cut
-from roundpipe_runtime.huggingface.cutting import cut_state
+from roundpipe_runtime.huggingface.cutting import cut_plan
 from roundpipe_runtime.huggingface.cutting.call_log import CallLog
-from roundpipe_runtime.huggingface.cutting.cut_state import CutState, begin, device_of
+from roundpipe_runtime.huggingface.cutting.cut_plan import CutState, begin, device_of
 from roundpipe_runtime.huggingface.cutting.placeholder import Key
 from roundpipe_runtime.huggingface.loss.call_options import CALL_OPTIONS, CallOptions
 
@@ -81,7 +81,7 @@ def test_later_phases_draw_the_same_numbers_on_the_device_and_on_the_host(monkey
     """transformers draws on the CPU which layers it drops, wherever the batch is."""
     seeds = []
     generator = types.SimpleNamespace(manual_seed=seeds.append, initial_seed=lambda: 7)
-    monkeypatch.setattr(cut_state, "_generator", lambda call: generator)
+    monkeypatch.setattr(cut_plan, "_generator", lambda call: generator)
     outside = torch.get_rng_state()
     try:
         state = begin((torch.ones(1),), {}, torch.nn.Identity())

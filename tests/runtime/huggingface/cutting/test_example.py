@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from roundpipe_runtime.huggingface.configuration import text_config
+from roundpipe_runtime.huggingface.adapters import text_config
 from roundpipe_runtime.huggingface.cutting.example import example_inputs, without_cache
 from tests.runtime.huggingface.hf_small import Toy, hf_model
 

@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.huggingface.cutting.placeholder."""
+"""Tests of roundpipe_runtime.huggingface.cutting.call_log."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.huggingface.cutting.replaced_functions: models with a forward of the user."""
+"""Tests of roundpipe_runtime.huggingface.cutting.stub: models with a forward of the user."""
 
 import functools
 import types
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from roundpipe_runtime.huggingface import cut
-from roundpipe_runtime.huggingface.cutting.replaced_functions import rebind_functions
+from roundpipe_runtime.huggingface.cutting.stub import rebind_functions
 from tests.runtime.huggingface.hf_small import Toy, hf_batch, hf_model, tokens, worst_gradient, wrapped
 
 

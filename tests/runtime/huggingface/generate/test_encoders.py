@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 
 from matrix.models import make_model
 from roundpipe_runtime.huggingface.cutting.caches import HeldCache, home
-from roundpipe_runtime.huggingface.generate import encoders
-from roundpipe_runtime.huggingface.generate.encoders import GenerationPath, generation_paths
+from roundpipe_runtime.huggingface.generate import generation
+from roundpipe_runtime.huggingface.generate.generation import GenerationPath, generation_paths
 from tests.runtime.huggingface.generate.test_generation import prompt
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, wrapped
 from yobx_flatten.huggingface.cache_names import argument_of, cache_of
@@ -155,7 +155,7 @@ def test_weights_of_the_last_step_generate():
 
 def test_a_route_that_differs_is_not_taken(monkeypatch, caplog):
     """The host runs what the trial refuses, and the logger says why; other paths and the training go on."""
-    monkeypatch.setattr(encoders, "_first_tensor", lambda output: torch.rand(()).double())
+    monkeypatch.setattr(generation, "_first_tensor", lambda output: torch.rand(()).double())
     pipeline, plain, inputs = pair("seq2seq:t5")
     with caplog.at_level(logging.INFO, logger="roundpipe_runtime"):
         found = pipeline.generate(**inputs, **OPTIONS)

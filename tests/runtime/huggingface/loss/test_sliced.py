@@ -10,8 +10,8 @@ from roundpipe_runtime import VirtualDevice
 from roundpipe_runtime.engine.parameters.host_sum import HostSum
 from roundpipe_runtime.engine.parameters.host_table import HostTable, TableAccess
 from roundpipe_runtime.huggingface.loss import sliced
-from roundpipe_runtime.huggingface.loss.chunked import chunked_cross_entropy
 from roundpipe_runtime.huggingface.loss.lazy_logits import LazyLogits
+from roundpipe_runtime.huggingface.loss.sliced import chunked_cross_entropy
 from roundpipe_runtime.optim.parameters import Table
 
 VOCABULARY, WIDTH = 23, 6

@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.huggingface.trainer.arguments: what a pipeline cannot do is said before anything runs."""
+"""Tests of the arguments of the Trainer: what a pipeline cannot do is refused before anything runs."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from roundpipe_runtime import ConfigError
-from roundpipe_runtime.huggingface.trainer.arguments import check_arguments, check_kernels
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
+from roundpipe_runtime.huggingface.trainer.pipeline_trainer import check_arguments, check_kernels
 from tests.runtime.huggingface.trainer.trainer_runs import TOLERANCE, arguments, history, make_model, make_trainer
 
 

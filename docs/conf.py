@@ -92,7 +92,7 @@ nitpick_ignore_regex = [
     ("py:class", r"yobx_flatten\.(declare\.scopes\.Block|generate\.score_rules\.GenerationCall)"),  # internal
     ("py:class", r"yobx_flatten\.generate\.(beams\.BeamSettings|settings\.(Switch|Documents)|pictures\.Tiles)"),
     ("py:class", r"roundpipe_runtime\.pipeline\.live\.ModelReading"),
-    ("py:class", r"yobx_flatten\.(export\.proof\.yardstick\.Yardstick|model_folder\.verify_tokens\.TokenCount)"),
+    ("py:class", r"yobx_flatten\.(export\.proof\.yardstick\.Yardstick|model_folder\.verify\.TokenCount)"),
     ("py:class", r"yobx_flatten\.export\.(room\.Adapter|onnx\.compare_nodes\.Compared)"),
     ("py:class", r"yobx_flatten\.model_folder\.manifest\.StoredAdapter"),
     ("py:class", r"yobx_flatten\.record\.snapshot\.Fact"),

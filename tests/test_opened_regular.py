@@ -23,7 +23,7 @@ ALLOWED = {
     "yobx_flatten/export/proof/memory.py": SYSTEM,
     "yobx_flatten/export/proof/replay.py": OWN,
     "yobx_flatten/huggingface/tracing/support.py": "sources of the installed transformers",
-    "yobx_flatten/model_folder/merged_decoder.py": OWN,
+    "yobx_flatten/model_folder/client_layout.py": OWN,
     "yobx_flatten/runners/onnx_session.py": SYSTEM,
     "yobx_flatten/runners/program_runner.py": "a program, which only a caller that trusts it may load",
     "yobx_flatten/terminal/running.py": SYSTEM,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from typing import Annotated, Literal
+
+import typer
 
 from ..export.quantization.options import Quantization
-from ..model_folder.source.find import FoundModel, find_model
+from ..model_folder.pieces.tasks import TASKS
+from ..model_folder.source.find import MODEL_NAMES, FoundModel, find_model
 from ..model_folder.write import ExportedFolder, check_target, export_folder
 from ..terminal.failures import UserError
 from ..terminal.output import progress, say, say_json
-from . import export_options as option
 from .adapter_command import named_folders
 
 # those whose folders write text after text
@@ -18,33 +21,33 @@ _WRITES = ("text-generation", "text2text-generation", "image-text-to-text")
 
 
 def export(
-    model: option.Model,
-    output: option.Output,
-    target: option.Target = None,
-    task: option.Task = "auto",
-    to: option.To = "onnx",
-    dtype: option.Dtype = "float32",
-    opset: option.Opset = None,
-    dynamic: option.Dynamic = "all",
-    batch: option.Batch = 1,
-    max_batch: option.MaxBatch = 4,
-    max_length: option.MaxLength = None,
-    proof: option.Proof = "auto",
-    quantize: option.Quantize = None,
-    perplexity_ratio: option.PerplexityRatio = None,
-    activations: option.Activations = "auto",
-    calibration: option.Calibration = None,
-    optimize: option.Optimize = None,
-    logits: option.Logits = "all",
-    weights: option.Weights = "auto",
-    unmatched_weights: option.UnmatchedWeights = "refuse",
-    trust_remote_code: option.TrustRemoteCode = False,
-    word_times: option.WordTimes = False,
-    layout: option.Layout = "flat",
-    adapter: option.Adapters = None,
-    room_for_adapters: option.RoomForAdapters = False,
-    overwrite: option.Overwrite = False,
-    json: option.AsJson = False,
+    model: Model,
+    output: Output,
+    target: Target = None,
+    task: Task = "auto",
+    to: To = "onnx",
+    dtype: Dtype = "float32",
+    opset: Opset = None,
+    dynamic: Dynamic = "all",
+    batch: Batch = 1,
+    max_batch: MaxBatch = 4,
+    max_length: MaxLength = None,
+    proof: Proof = "auto",
+    quantize: Quantize = None,
+    perplexity_ratio: PerplexityRatio = None,
+    activations: Activations = "auto",
+    calibration: Calibration = None,
+    optimize: Optimize = None,
+    logits: Logits = "all",
+    weights: Weights = "auto",
+    unmatched_weights: UnmatchedWeights = "refuse",
+    trust_remote_code: TrustRemoteCode = False,
+    word_times: WordTimes = False,
+    layout: Layout = "flat",
+    adapter: Adapters = None,
+    room_for_adapters: RoomForAdapters = False,
+    overwrite: Overwrite = False,
+    json: AsJson = False,
 ) -> int:
     """Export a transformers model to a folder that generates text, and check it against the model.
 
@@ -86,7 +89,7 @@ def export(
 
 
 def _quantization(
-    quantize: option.Quantize, perplexity_ratio: option.PerplexityRatio, activations: option.Activations
+    quantize: Quantize, perplexity_ratio: PerplexityRatio, activations: Activations
 ) -> Quantization | None:
     if quantize is not None:
         return Quantization(quantize, perplexity_ratio=perplexity_ratio, activations=activations)
@@ -130,3 +133,103 @@ def _as_dict(done: ExportedFolder, found: FoundModel) -> dict[str, object]:
         },
         "checks": [dataclasses.asdict(check) for check in done.verified.checks],
     }
+
+
+_TASKS = ", ".join(("auto", *TASKS))
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help=MODEL_NAMES,
+    ),
+]
+Output = Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")]
+Target = Annotated[
+    Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
+    typer.Option(help="Target runtime (default: the runtime of --to)."),
+]
+Task = Annotated[str, typer.Option(metavar="TASK", help=f"One of {_TASKS}.")]
+To = Annotated[Literal["onnx", "program"], typer.Option(help="Write ONNX files or torch.export programs.")]
+Dtype = Annotated[
+    Literal["float32", "float16", "bfloat16"],
+    typer.Option(help="Data type of the weights; bfloat16 only for programs, or with --proof none."),
+]
+Opset = Annotated[int | None, typer.Option(min=18, help="ONNX opset (default: the fastest that passes the proof).")]
+Dynamic = Annotated[Literal["all", "length"], typer.Option(help="Dynamic sizes: batch and lengths, or lengths only.")]
+Batch = Annotated[int, typer.Option(min=1, help="Batch size, with --dynamic length.")]
+MaxBatch = Annotated[int, typer.Option(min=1, help="Largest batch size, with --max-length.")]
+MaxLength = Annotated[
+    int | None, typer.Option(min=1, help="Largest number of tokens in the cache; ExecuTorch plans memory for it.")
+]
+Proof = Annotated[
+    Literal["auto", "full", "sample", "none"],
+    typer.Option(help="How much is checked against the model; auto: full below 1 GB of weights, sample above."),
+]
+Quantize = Annotated[
+    Literal["int8", "int4", "keep"] | None,
+    typer.Option(
+        help="Weights of projections in 8 or 4 bits, compared with the model in scores, greedy tokens and perplexity "
+        "on a text of Python; keep: the integers that they were made of."
+    ),
+]
+PerplexityRatio = Annotated[
+    float | None,
+    typer.Option(help="With --quantize: largest allowed perplexity relative to the model (int8: 1.01, int4: 1.1)."),
+]
+Activations = Annotated[
+    Literal["auto", "float", "int8", "token"],
+    typer.Option(
+        help="With --quantize: what is multiplied with the weights. int8 is faster, token fastest for encoders."
+    ),
+]
+Calibration = Annotated[
+    pathlib.Path | None,
+    typer.Option(metavar="FILE", help="With --quantize: your prompts, one in each line, to measure it by."),
+]
+Optimize = Annotated[
+    Literal["onnxruntime"] | None,
+    typer.Option(help="Use onnxruntime's own attention, which writes the cache in place."),
+]
+Logits = Annotated[
+    Literal["all", "last"],
+    typer.Option(help="Return the scores of all tokens, or of the last one, which generation needs."),
+]
+Weights = Annotated[
+    Literal["auto", "memory", "stream"],
+    typer.Option(help="Load all weights, or read them layer by layer; auto: by free memory."),
+]
+UnmatchedWeights = Annotated[
+    Literal["refuse", "unused", "random"],
+    typer.Option(help="Weights that do not match the model class: refuse, drop unused ones, or use random ones."),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run the Python files of MODEL (auto_map). Only if you trust their author."
+    ),
+]
+WordTimes = Annotated[
+    bool,
+    typer.Option("--word-times", help="Let the files of a Whisper return what times of words are read off."),
+]
+Layout = Annotated[
+    Literal["flat", "transformers.js", "genai"],
+    typer.Option(
+        help="How the files are laid out: flat, as transformers.js looks for them (onnx/model_q4.onnx), or split as "
+        "onnxruntime-genai runs them (Whisper)."
+    ),
+]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME=FOLDER",
+        help="A LoRA adapter that generate --adapter NAME switches on; several for several.",
+    ),
+]
+RoomForAdapters = Annotated[
+    bool,
+    typer.Option("--room-for-adapters", help="Leave room in all linear layers for adapters that are added later."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the contents of DIR.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -7,7 +7,7 @@ import dis
 import enum
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.export import Dim
@@ -26,12 +26,11 @@ from ..trees.arguments import (
     shapes_by_name,
 )
 from ..trees.dynamic_specs import by_parameter, without_specs
-from ..trees.shapes import check_dynamic_shapes
+from ..trees.shapes import check_dynamic_shapes, shapes_of_leaves
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
-from ..trees.walk import class_name, find_cycle, format_cycle, torch_leaves
+from ..trees.walk import class_name, find_cycle, format_cycle, format_path, leaf_places, own_children, torch_leaves
 from .opaque import find_unregistered
 from .remedies import remedy_for
-from .varying import Axis, varying_axes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -349,3 +348,24 @@ def _equal_sizes(axes: list[Axis]) -> Iterator[Finding]:
             f"{where} may vary and have the same size, {size}: a branch of the module on whether they are equal goes "
             "one way for good. Pass an example in which they differ.",
         )
+
+
+class Axis(NamedTuple):
+    """One axis of one tensor."""
+
+    path: str
+    number: int
+    size: int
+    dim: Any
+
+
+def varying_axes(inputs: Mapping[str, Any], shapes: Mapping[str, Any]) -> Iterator[Axis]:
+    """Yield the axes that may vary, in the order of the leaves."""
+    for name, value in inputs.items():
+        places = leaf_places(value, own_children, name)
+        for place, entries in zip(places, shapes_of_leaves(value, shapes[name]), strict=True):
+            if not isinstance(place.obj, torch.Tensor) or place.obj.is_nested:
+                continue
+            for number, dim in (entries or {}).items():
+                if dim is not None and type(dim) is not int and dim is not Dim.STATIC:
+                    yield Axis(format_path(name, place.keys), number, int(place.obj.shape[number]), dim)

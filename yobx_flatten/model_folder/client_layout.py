@@ -13,19 +13,27 @@
 from __future__ import annotations
 
 import collections
+import hashlib
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ..errors import DamagedFileError, InvalidArgumentError, ModelSourceError
+import torch
+
+from ..errors import DamagedFileError, InvalidArgumentError, ModelSourceError, ReplayError
 from ..files.document import read_document, read_text
 from ..files.onnx_data import read_onnx
 from ..generate.layout import SUBFOLDER
-from .merged_decoder import MERGED, merge_decoders
+from ..huggingface.cache_names import CACHE, PRESENT
 from .pieces.spoken import spoken_pieces
 from .pieces.tasks import TASKS
+
+if TYPE_CHECKING:
+    import onnx
+    import onnx_ir as ir
+    import onnxruntime
 
 Layout = Literal["flat", "transformers.js", "genai"]
 LAYOUTS: tuple[Layout, ...] = ("flat", "transformers.js", "genai")
@@ -137,3 +145,205 @@ def _tensors(graph: Any) -> Iterator[Any]:
             yield from (attribute.t, *attribute.tensors)
             for below in (attribute.g, *attribute.graphs):
                 yield from _tensors(below)
+
+
+MERGED = "decoder_model_merged"
+"""Name of the joined file, without its suffix."""
+
+Feed: TypeAlias = Mapping[str, Any]  # arrays of NumPy by the names of inputs
+
+_BRANCHES = ("first", "later")
+
+
+def merge_decoders(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> bool:
+    """Write the joined file, whose weights the two others read; return whether these are in a file of their own."""
+    import onnx_ir as ir
+
+    models = dict(zip(_BRANCHES, (ir.load(first), ir.load(later)), strict=True))
+    weights = _Weights()
+    renamed = {branch: weights.take(model.graph) for branch, model in models.items()}
+    merged = _merged(models, weights)
+    has_data = any(isinstance(tensor, ir.ExternalTensor) for tensor in weights.tensors.values())
+    data = f"{target.name}_data"
+    ir.save(merged, target, external_data=data if has_data else None)
+    if has_data:
+        stored = {one.name: one for one in read_onnx(target, failure=DamagedFileError).graph.initializer}
+        for path, names in zip((first, later), renamed.values(), strict=True):
+            own = _data_of(path)
+            _share(path, {name: stored[new] for name, new in names.items()})
+            if own is not None:  # the smaller file may hold its weights itself
+                (path.parent / own).unlink()
+    _check(first, later, target)
+    return has_data
+
+
+class _Weights:
+    """The weights of both files, each once."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, ir.Value] = {}
+        self.tensors: dict[str, Any] = {}
+        self._names: dict[tuple[object, ...], str] = {}
+
+    def take(self, graph: ir.Graph) -> dict[str, str]:
+        """Put the shared weights in place of those of a graph; return their new names by their old ones."""
+        import onnx_ir as ir
+
+        renamed = {}
+        for name, value in [*graph.initializers.items()]:
+            tensor = value.const_value
+            assert tensor is not None
+            key = (tensor.dtype, tuple(tensor.shape), hashlib.blake2b(tensor.tobytes()).digest())
+            if key not in self._names:
+                new = name if name not in self.values else f"{name}.{len(self.values)}"
+                self._names[key], self.tensors[new] = new, tensor
+                shared = ir.Value(name=new, shape=value.shape, type=value.type, const_value=tensor)
+                self.values[new] = shared
+            renamed[name] = self._names[key]
+            value.replace_all_uses_with(self.values[renamed[name]], replace_graph_outputs=True)
+            graph.initializers.pop(name)
+        return renamed
+
+
+def _merged(models: Mapping[str, ir.Model], weights: _Weights) -> ir.Model:
+    import onnx_ir as ir
+
+    first, later = (models[branch].graph for branch in _BRANCHES)
+    outputs = [value.name for value in first.outputs]
+    inputs: dict[str, ir.Value] = {}
+    for graph in (first, later):
+        for value in [*graph.inputs]:
+            assert value.name is not None
+            if value.name not in inputs:
+                inputs[value.name] = ir.Value(name=value.name, shape=_free(value), type=value.type)
+            value.replace_all_uses_with(inputs[value.name], replace_graph_outputs=True)
+        graph.inputs.clear()
+    made = {value.name: value for value in later.outputs}
+    # what the second file does not return has not changed: the past of the encoder
+    for name in outputs:
+        if name not in made:
+            assert name is not None
+            kept = ir.node("Identity", [inputs[name.replace(PRESENT, CACHE, 1)]])
+            later.append(kept)
+            made[name] = kept.outputs[0]
+    results = [ir.Value(name=value.name, shape=_free(value), type=value.type) for value in first.outputs]
+    branches = {"first": first.outputs[:], "later": [made[name] for name in outputs]}
+    for branch, graph in zip(_BRANCHES, (first, later), strict=True):
+        graph.outputs.clear()
+        graph.outputs.extend(branches[branch])
+        graph.name = branch
+        for node in graph.all_nodes():
+            for value in node.outputs:  # names of a branch must not be those of the file
+                value.name = f"{branch}.{value.name}"
+    past = next(value for name, value in inputs.items() if name.startswith(f"{CACHE}."))
+    length = ir.node("Shape", [past], {"start": 2, "end": 3}, name="length of the past")
+    zero = ir.node("Constant", [], {"value_ints": [0]})
+    empty = ir.node("Equal", [length.outputs[0], zero.outputs[0]])
+    axes = ir.node("Constant", [], {"value_ints": [0]})
+    is_empty = ir.node("Squeeze", [empty.outputs[0], axes.outputs[0]])
+    graphs = {"then_branch": ir.AttrGraph("then_branch", first), "else_branch": ir.AttrGraph("else_branch", later)}
+    chosen = ir.Node("", "If", [is_empty.outputs[0]], attributes=[*graphs.values()], outputs=results)
+    graph = ir.Graph(
+        [*inputs.values()],
+        results,
+        nodes=[length, zero, empty, axes, is_empty, chosen],
+        initializers=[*weights.values.values()],
+        opset_imports={**first.opset_imports, **later.opset_imports},
+        name="decoder",
+    )
+    functions = [*models["first"].functions.values(), *models["later"].functions.values()]
+    return ir.Model(graph, ir_version=models["first"].ir_version, functions=functions)
+
+
+def _free(value: ir.Value) -> ir.Shape | None:
+    """The shape of an input or output of both branches, whose sizes have names of their own in each."""
+    import onnx_ir as ir
+
+    if value.shape is None:
+        return None
+    sizes = enumerate(value.shape)
+    return ir.Shape([dim if isinstance(dim, int) and dim > 1 else f"{value.name}_{axis}" for axis, dim in sizes])
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+def _data_of(path: pathlib.Path) -> str | None:
+    """The name of the file with the weights of a file; ``None`` where it holds them itself."""
+    graph = read_onnx(path, failure=DamagedFileError).graph
+    entries = (entry for tensor in graph.initializer for entry in tensor.external_data)
+    return next((str(entry.value) for entry in entries if entry.key == "location"), None)
+
+
+def _share(path: pathlib.Path, stored: Mapping[str, onnx.TensorProto]) -> None:
+    """Let a file read its weights from the data of another."""
+    model = read_onnx(path, failure=DamagedFileError)
+    for tensor in model.graph.initializer:
+        name = tensor.name
+        tensor.CopyFrom(stored[name])
+        tensor.name = name
+    path.write_bytes(model.SerializeToString())
+
+
+# -- proof -----------------------------------------------------------------------------------------------------------
+
+
+def _check(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> None:
+    """Compare the joined file with the two: a first call of two rows, and the next one."""
+    import onnxruntime
+
+    begin, go_on, merged = (
+        onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]) for path in (first, later, target)
+    )
+    given = dict(_some_inputs(begin))
+    empty = {name: value[:, :, :0] for name, value in _past(begin, given).items()}
+    _compare(begin, merged, given, {**given, **empty}, target)
+    past = _past(begin, given)
+    following = {**given, "input_ids": given["input_ids"][:, :1], **past}
+    _compare(go_on, merged, following, following, target)
+
+
+def _past(session: onnxruntime.InferenceSession, given: Feed) -> dict[str, Any]:
+    names = [output.name for output in session.get_outputs()]
+    made = dict(zip(names, session.run(None, dict(given)), strict=True))
+    return {name.replace(PRESENT, CACHE, 1): value for name, value in made.items() if name.startswith(PRESENT)}
+
+
+def _some_inputs(session: onnxruntime.InferenceSession) -> Iterator[tuple[str, Any]]:
+    """Yield inputs of two rows: tokens, a mask of ones, and features."""
+    import numpy
+
+    drawn = torch.Generator().manual_seed(0)
+    for one in session.get_inputs():
+        shape = [2 if axis == 0 else size if isinstance(size, int) else 4 for axis, size in enumerate(one.shape)]
+        if one.type == "tensor(int64)":
+            high = 2 if "mask" in one.name else 8
+            low = 1 if "mask" in one.name else 4
+            yield one.name, torch.randint(low, high, shape, generator=drawn).numpy()
+        else:
+            kind = numpy.float16 if one.type == "tensor(float16)" else numpy.float32
+            yield one.name, torch.randn(shape, generator=drawn).numpy().astype(kind)
+
+
+def _compare(
+    own: onnxruntime.InferenceSession,
+    merged: onnxruntime.InferenceSession,
+    given: Feed,
+    of_both: Feed,
+    target: pathlib.Path,
+) -> None:
+    import numpy
+
+    names = [output.name for output in own.get_outputs()]
+    taken = {one.name for one in own.get_inputs()}
+    expected = own.run(names, {name: value for name, value in given.items() if name in taken})
+    known = {one.name for one in merged.get_inputs()}
+    found = merged.run(names, {name: value for name, value in of_both.items() if name in known})
+    for name, one, other in zip(names, expected, found, strict=True):
+        # the same operators on the same weights; the runtime joins them in another way within a branch
+        scale = float(numpy.abs(one.astype(numpy.float64)).max(initial=1e-6))
+        far = float(numpy.abs(one.astype(numpy.float64) - other.astype(numpy.float64)).max(initial=0.0))
+        if one.shape != other.shape or not far <= (1e-2 if one.dtype == numpy.float16 else 1e-4) * scale:
+            raise ReplayError(
+                f"{target.name} computes something else than the two files that it joins: {name} differs by {far:.1e}."
+            )

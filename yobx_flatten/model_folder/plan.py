@@ -35,8 +35,7 @@ from .source.open import OpenedModel
 from .source.switched import read_adapters, rooms_of
 from .targets import FolderFormat, fitting_text
 from .texts.chat_prompts import chat_prompts
-from .texts.encoder_text import encoder_rows, sentence_case
-from .texts.quality_text import python_text, read_prompts
+from .texts.quality_text import encoder_rows, python_text, read_prompts, sentence_case
 from .texts.rounding_text import answered, in_rows, unanswered
 
 Adapters: TypeAlias = Mapping[str, str | os.PathLike[str]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,16 +16,17 @@ from ..declare.scopes import register_flattening_functions
 from ..export.proof.case import Case, clone
 from ..export.proof.quality import SCORES, text_losses
 from ..export.quantization.text_cases import text_cases
+from ..generate.generator import Generator
 from ..generate.settings import settings_of
+from ..generate.spectrogram import drawn_masks, speak
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import TransformersModel
-from ..storage.cases import save_case
+from ..storage.cases import StoredCase, save_case
 from ..trees.naming import leaf_names, output_names
 from .pieces.blockwise_decoder import BlockwiseDecoder
-from .pieces.grid_images import GridVisionEncoder, grid_image
+from .pieces.grid_images import GridVisionEncoder, TiledVisionEncoder, grid_image, tiled_image
+from .pieces.spoken import spoken_input
 from .pieces.text import Piece, encoder_input
-from .pieces.tiled_images import TiledVisionEncoder, tiled_image
-from .spoken_case import spoken_case
 from .texts.chat_prompts import CHAT_TOKENS, CHATS
 from .texts.rounding_text import in_own_cache
 
@@ -141,7 +143,7 @@ def _prompts(model: TransformersModel, text: Any, rows: int, length: int) -> dic
 
 def _with_images(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """One image for every row, before its text and after its padding."""
-    from .pieces.nested_images import NestedVisionEncoder
+    from .pieces.grid_images import NestedVisionEncoder
     from .pieces.vision_language import images_for, vision_encoder
 
     count = len(inputs["input_ids"])
@@ -232,3 +234,54 @@ def store_chats(model: TransformersModel, task: str, prompts: dict[str, torch.Te
     name = f"{len(case.sequences)} chats, {case.new_tokens} tokens, greedily"
     save_case(work / CHATS, case.inputs, outputs, name=name)
     return CHATS
+
+
+FRAMES = 12
+"""How many calls of its decoder the case of a folder has."""
+
+SAMPLED_FRAMES = 3
+"""How many it has in a sample."""
+
+_LENGTH = 9  # tokens of the text
+_NEVER = math.inf  # a threshold that no frame reaches: the number of calls decides
+
+
+@dataclasses.dataclass(frozen=True)
+class SpokenCase:
+    """A text, a speaker, masks of dropout, and the spectrogram that the model makes of them."""
+
+    inputs: dict[str, torch.Tensor]  # `dropout_masks` has shape (calls, layers, width)
+    outputs: dict[str, Any]
+
+
+@torch.no_grad()
+def spoken_case(model: TransformersModel, rows: int, calls: int) -> SpokenCase:
+    """Let the eager model speak; one of several rows is padded."""
+    config = model.config
+    read = spoken_input(model, rows, _LENGTH)
+    speaker = torch.randn(rows, config.speaker_embedding_dim, generator=torch.Generator().manual_seed(rows))
+    speaker = speaker.to(model.dtype)
+    first = read.get("input_ids", read.get("input_values"))
+    with undisturbed(model=model):
+        length = model.speecht5.encoder(first, attention_mask=read["attention_mask"])[0].shape[1]
+        ratio = (calls + 0.5) * config.reduction_factor / length
+        asked = {"threshold": _NEVER, "maxlenratio": ratio, "return_output_lengths": True}
+        with undisturbed(seed=0):
+            found = model.generate_speech(first, speaker, read["attention_mask"], **asked)[0]
+    with undisturbed(seed=0):
+        masks = torch.stack([drawn_masks(config, count, model.dtype) for count in range(1, calls + 1)])
+    inputs = {**read, "speaker_embeddings": speaker, "dropout_masks": masks}
+    return SpokenCase(inputs, {"spectrogram": found, "maxlenratio": ratio})
+
+
+def difference_of_speech(generator: Generator, case: StoredCase) -> float:
+    """Return the largest difference of a spectrogram to the stored one."""
+    given, wanted = dict(case.inputs), case.outputs["spectrogram"]
+    read = given.pop("input_ids", None)
+    read = given.pop("input_values") if read is None else read
+    masks = iter(given.pop("dropout_masks"))
+    asked = {**given, "threshold": _NEVER, "maxlenratio": case.outputs["maxlenratio"], "return_output_lengths": True}
+    found = speak(generator.parts, generator.settings, read, asked, masks)[0]
+    if found.shape != wanted.shape:
+        return math.inf
+    return float((found.float() - wanted.float()).abs().max())

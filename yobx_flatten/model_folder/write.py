@@ -23,21 +23,20 @@ from ..errors.log import STEP
 from ..export.model_facts import ModelFacts
 from ..export.onnx.rewrite.group_query_attention import shared_inputs
 from ..export.proof.case import Proof, sampled
+from ..export.proof.quality import Quality
 from ..export.proof.report import ExportReport
 from ..export.quantization.options import Quantization, WeightBits
 from ..export.room import leave_room
 from ..files.scratch import check_writable, publish_folder, scratch_for, settle
 from ..recipe.aliases import TransformersModel
 from ..runners.adapters import ADAPTERS
-from .adapters.write import write_matrices
-from .card import write_card
+from .adapters.add import write_matrices
 from .client_layout import Layout, apply_layout
 from .export_piece import export_piece
 from .genai_files import decoder_config, picture_config, sound_config, write_genai_config, write_sound_files
 from .manifest import FolderManifest, StoredAdapter, digests, write_manifest
-from .pieces.positions import positions_of
 from .pieces.tasks import GENERATES, SPEAKS
-from .pieces.text import keeps_more
+from .pieces.text import keeps_more, positions_of
 from .plan import Accuracy, Adapters, FolderPlan, plan_folder
 from .sidecar_files import (
     TOKENIZER_INPUTS,
@@ -49,9 +48,10 @@ from .source.find import FoundModel, find_model, require_transformers
 from .source.open import OpenedModel, WeightsIn, open_model
 from .source.origin import origin_of, reader_of
 from .source.stored_weights import UnmatchedWeights, check_unmatched
-from .spoken_case import FRAMES, SAMPLED_FRAMES
 from .stored_cases import (
     CASES,
+    FRAMES,
+    SAMPLED_FRAMES,
     SAMPLED_TOKENS,
     TOKENS,
     store_calls,
@@ -61,7 +61,7 @@ from .stored_cases import (
     store_text,
 )
 from .targets import FolderFormat, Target, fitting_cases, room_for_tokens
-from .verify import FolderReport, verify_folder
+from .verify import FolderReport, TokenCount, verify_folder
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -390,3 +390,37 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
             f"{folder} holds something already. Name another folder, or pass overwrite=True (--overwrite)."
         )
     check_writable(folder)
+
+
+_CARD = "README.md"
+
+
+def write_card(
+    folder: pathlib.Path, name: str, text: str, qualities: Mapping[str, Quality], tokens: Mapping[str, TokenCount]
+) -> None:
+    """Write ``README.md``; a file of that name is left as it is."""
+    # qualities: how far each file is from the model, by its name
+    if (folder / _CARD).exists():
+        return
+    rows = []
+    for file, quality in qualities.items():
+        rows.append((f"size of {file}", f"{_bytes(folder, file) / 1e6:.1f} MB, {quality.weights}"))
+        ratio, divergence = quality.perplexity_ratio, quality.text_divergence
+        if ratio is not None and quality.text_tokens:
+            rows.append((f"perplexity on {quality.text_tokens} tokens of {text}", f"{ratio:.4f} of the model's"))
+        divergence = quality.divergence if divergence is None else divergence
+        if divergence is not None:
+            rows.append(("Kullback-Leibler divergence of its scores", f"{divergence:.4f} nats"))
+        if ratio is None:
+            rows.append(("difference of its outputs", f"{quality.relative_difference:.1%} of their size"))
+    for case, count in tokens.items():
+        if count.agreed is not None:
+            rows.append((f"the same greedy token, {case}", f"{count.agreed:.1%} after the model's own text"))
+    lines = [f"# {name}, quantised", "", "Exported with yobx-flatten, and measured next to the model:", ""]
+    lines += ["| | |", "|---|---|", *(f"| {what} | {found} |" for what, found in rows), ""]
+    lines += ["`yobx-flatten verify FOLDER` measures it again, without the model.", ""]
+    (folder / _CARD).write_text("\n".join(lines), encoding="utf-8")
+
+
+def _bytes(folder: pathlib.Path, file: str) -> int:
+    return sum(path.stat().st_size for path in (folder / file, folder / f"{file}.data") if path.exists())

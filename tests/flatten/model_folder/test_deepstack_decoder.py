@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("transformers")
 
 from tests.transformers_versions import needs_transformers
-from yobx_flatten.model_folder.pieces.deepstack_decoder import DeepstackDecoder
+from yobx_flatten.model_folder.pieces.blockwise_decoder import DeepstackDecoder
 from yobx_flatten.model_folder.pieces.grid_images import GridVisionEncoder, grid_image
 from yobx_flatten.model_folder.source.tiny_models import small_model
 

@@ -9,7 +9,7 @@ pytest.importorskip("onnxscript")
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from yobx_flatten import InvalidArgumentError, export_folder, open_generator
-from yobx_flatten.model_folder.pieces.positions import positions_of
+from yobx_flatten.model_folder.pieces.text import positions_of
 from yobx_flatten.model_folder.source.tiny_models import small_model
 
 

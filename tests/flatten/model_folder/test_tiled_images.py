@@ -10,7 +10,7 @@ pytest.importorskip("onnxscript")
 import transformers
 
 from yobx_flatten import GenerationError, InvalidArgumentError, export_folder, open_generator
-from yobx_flatten.model_folder.pieces.tiled_images import TiledVisionEncoder
+from yobx_flatten.model_folder.pieces.grid_images import TiledVisionEncoder
 from yobx_flatten.model_folder.source.tiny_models import small_model
 
 pytestmark = pytest.mark.slow

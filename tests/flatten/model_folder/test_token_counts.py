@@ -15,7 +15,7 @@ from yobx_flatten import OnnxGenerator, export_folder, verify_folder
 from yobx_flatten.generate.settings import GenerationSettings
 from yobx_flatten.model_folder.source.tiny_models import small_model
 from yobx_flatten.model_folder.texts.chat_prompts import CHATS, chat_prompts
-from yobx_flatten.model_folder.verify_tokens import count_tokens
+from yobx_flatten.model_folder.verify import count_tokens
 from yobx_flatten.storage.cases import StoredCase, load_case
 
 MODEL = torch.tensor([[7, 1, 2, 3, 0, 9], [7, 4, 5, 6, 4, 5]])  # a prompt of one token; 0 ends a row, 9 fills it

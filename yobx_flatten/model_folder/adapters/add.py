@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pathlib
 import shutil
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -14,18 +15,20 @@ from ...errors.messages import table
 from ...export.proof.case import sampled
 from ...export.room import Adapter
 from ...files.scratch import check_writable, copy_links, is_folder, publish_folder, scratch_for
+from ...files.tensors import write_tensor_file
 from ...generate.layout import MANIFEST
 from ...recipe.aliases import TransformersModel
 from ...runners.adapters import ADAPTERS, adapter_names, check_matrices
+from ...runners.elements import ELEMENTS
 from ...runners.folder_adapters import rooms_of_files
+from ...runners.ports import Port
 from ...storage.cases import load_case
 from ..manifest import FolderManifest, StoredAdapter, read_manifest, write_manifest
 from ..pieces.tasks import GENERATES
 from ..source.switched import read_adapters
 from ..stored_cases import CASES, SAMPLED_TOKENS, store_calls, store_generation, store_text
 from ..verify import FolderCheck, check_adapter
-from ..with_model.pieces import load_model, pieces_of_folder
-from .write import write_matrices
+from ..with_model.explain import load_model, pieces_of_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,3 +133,33 @@ def _stored(
         if manifest.task in GENERATES:
             cases[""] = [store_generation(model, manifest.task, rows, SAMPLED_TOKENS, work, below=".")]
     return StoredAdapter({name: [pathlib.PurePosixPath(one).name for one in paths] for name, paths in cases.items()})
+
+
+def write_matrices(folder: pathlib.Path, adapters: Iterable[Adapter]) -> None:
+    """Write adapters next to the files that take them."""
+    rooms: Mapping[str, Port] | None = None
+    for adapter in adapters:
+        rooms = rooms_of_files(folder) if rooms is None else rooms
+        check_matrices(adapter.matrices, rooms, f"The adapter {adapter.name!r}")
+        place = folder / ADAPTERS
+        place.mkdir(exist_ok=True)
+        write_tensor_file(place / f"{adapter.name}.safetensors", adapter.matrices)
+        if (folder / "genai_config.json").is_file():
+            _write_for_genai(place / f"{adapter.name}.onnx_adapter", adapter.matrices)
+
+
+def _write_for_genai(path: pathlib.Path, matrices: Mapping[str, torch.Tensor]) -> None:
+    """Write the form of onnxruntime, which the clients of onnxruntime-genai load."""
+    import onnxruntime
+
+    def value(matrix: torch.Tensor) -> onnxruntime.OrtValue:
+        if matrix.dtype == torch.bfloat16:
+            bits = matrix.view(torch.uint16).numpy()
+            return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, ELEMENTS["bfloat16"].code)
+        return onnxruntime.OrtValue.ortvalue_from_numpy(matrix.numpy())
+
+    form = onnxruntime.AdapterFormat()
+    form.set_adapter_version(1)
+    form.set_model_version(1)
+    form.set_parameters({name: value(matrix) for name, matrix in matrices.items()})
+    form.export_adapter(str(path))

@@ -19,12 +19,9 @@ from torch.export import Dim
 
 from ...export.proof.case import Case
 from ...recipe.aliases import TransformersModel
-from .blockwise_decoder import BlockwiseDecoder
-from .deepstack_decoder import DeepstackDecoder
-from .grid_images import GridVisionEncoder
-from .nested_images import NestedVisionEncoder
+from .blockwise_decoder import BlockwiseDecoder, DeepstackDecoder
+from .grid_images import GridVisionEncoder, NestedVisionEncoder, TiledVisionEncoder
 from .text import Piece, random_tokens
-from .tiled_images import TiledVisionEncoder
 from .vision_language import vision_language_pieces
 
 EMBEDDING = "embedding"

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
+from ...core.compare import compare
+from ...errors import GenerationError
+from ...generate.pictures import TILED, Tiles
 from ...recipe.aliases import TransformersModel
-from .deepstack_decoder import DeepstackDecoder
+from .blockwise_decoder import DeepstackDecoder
 
 # what makes positions of any grid out of a table of learned ones
 _INTERPOLATES = "get_vision_interpolation_indices_and_weights"
@@ -109,3 +112,90 @@ def grid_image(model: TransformersModel, height: int, width: int) -> dict[str, t
     generator = torch.Generator().manual_seed(height)
     pixels = torch.randn(int(grid.prod()), values, generator=generator)
     return {"pixel_values": pixels.to(model.dtype), "image_grid_thw": grid}
+
+
+class NestedVisionEncoder(torch.nn.Module):
+    """One picture to the features that stand in the place of its tokens."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        super().__init__()
+        self.vision_model, self.connector = model.model.vision_model, model.model.connector
+        self.patch_size = model.config.vision_config.patch_size
+
+    @staticmethod
+    def fits(model: TransformersModel) -> bool:
+        """Return whether a model takes its pictures so."""
+        inner = getattr(model, "model", None)
+        return all(hasattr(inner, name) for name in ("vision_model", "connector", "text_model"))
+
+    def forward(self, pixel_values: Any) -> dict[str, Any]:
+        """Return features of shape (1, tokens per image, hidden size)."""
+        high, wide = (size // self.patch_size for size in pixel_values.shape[-2:])
+        mask = torch.ones(len(pixel_values), high, wide, dtype=torch.bool)
+        seen = self.vision_model(pixel_values=pixel_values, patch_attention_mask=mask).last_hidden_state
+        return {"image_features": self.connector(seen)}
+
+    @torch.no_grad()
+    def check(self, model: TransformersModel, picture: torch.Tensor) -> None:
+        """Compare with what the model itself makes of a picture."""
+        # picture: pixels of shape (1, channels, height, width)
+        found = model.get_image_features(picture[None])
+        features = torch.cat(tuple(getattr(found, "pooler_output", found))).flatten(0, -2)
+        if not compare(features, self(picture)["image_features"].flatten(0, -2), "sums"):
+            raise GenerationError(
+                f"{type(model).__qualname__} does more with a picture than its vision_model and its connector. Export "
+                "the calls of a run: with record_calls(model) as calls: model.generate(...)"
+            )
+
+
+class TiledVisionEncoder(torch.nn.Module):
+    """Tiles to features, and to what ends a row of them."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        super().__init__()
+        inner = model.model
+        self.vision_tower, self.projector = inner.vision_tower, inner.multi_modal_projector
+        self.newline = inner.image_newline
+        layers = model.config.vision_feature_layer
+        self.layers = [layers] if isinstance(layers, int) else list(layers)
+        self.has_class_token = model.config.vision_feature_select_strategy == "default"
+
+    @staticmethod
+    def fits(model: TransformersModel) -> bool:
+        """Return whether a model takes its pictures so."""
+        return getattr(model.config, "model_type", None) in TILED and hasattr(model, "model")
+
+    def forward(self, pixel_values: Any) -> dict[str, Any]:
+        """Return features of shape (tiles, tokens, hidden size), and the end of a row, (tiles, hidden size)."""
+        seen = self.vision_tower(pixel_values, output_hidden_states=True, return_dict=True).hidden_states
+        found = torch.cat([seen[layer] for layer in self.layers], dim=-1)
+        features = self.projector(found[:, 1:] if self.has_class_token else found)
+        return {"image_features": features, "image_newline": self.newline.expand(pixel_values.shape[0], -1)}
+
+    @torch.no_grad()
+    def check(self, model: TransformersModel) -> None:
+        """Compare with what the model itself makes of two pictures."""
+        tiles = Tiles(model.config.to_dict())
+        for number in range(2):
+            given = tiled_image(model, number)
+            features = torch.cat(tuple(model.get_image_features(**given, return_dict=True).pooler_output))
+            (picture,) = tiles.split(given["pixel_values"], given["image_sizes"], None)
+            found = self(picture)
+            packed = tiles.packed([found["image_features"]], found["image_newline"][0], given["image_sizes"])
+            if not compare(features, packed, "sums"):
+                raise GenerationError(
+                    f"{type(model).__qualname__} does more with a picture than its vision tower, its projector and "
+                    "its packing. Export the calls of a run: with record_calls(model) as calls: model.generate(...)"
+                )
+
+
+def tiled_image(model: TransformersModel, number: int = 0) -> dict[str, torch.Tensor]:
+    """Make a random picture, cut as the model cuts it: wide ones for even numbers, and high ones."""
+    # returns: `pixel_values` of shape (1, tiles, channels, height, width), and `image_sizes` of shape (1, 2)
+    config = model.config
+    side, tiles = config.vision_config.image_size, Tiles(config.to_dict())
+    # padded along its shorter side, which is left out of the features
+    size = torch.tensor([[side // 2 + 1, 2 * side - 1] if number % 2 == 0 else [2 * side - 1, side // 2 + 1]])
+    shape = (1, tiles.count(size), config.vision_config.num_channels, side, side)
+    pixels = torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(model.dtype)
+    return {"pixel_values": pixels, "image_sizes": size}

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.export import Dim
 
+from ...core.effects import undisturbed
 from ...errors import GenerationError
 from ...export.proof.case import Case
 from ...huggingface.cache_names import argument_of
+from ...private_names.of_torch import pytree
 from ...recipe.aliases import TransformersModel
 from ...trees.shapes import dynamic_shapes
-from .drawn import check_nothing_is_drawn
 from .other_inputs import note_on_other_inputs
 from .text import Piece, image_size, random_tokens
-from .token_types import TYPES, has_types, pair_types
 
 
 def plain_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
@@ -133,3 +133,85 @@ _INPUTS: dict[str, tuple[Callable[[Any, int, int], dict[str, torch.Tensor]], str
     "pixel_values": (_image, "", (0, 0, 0)),
     "spectrogram": (_frames, "frames", (7, 5, 11)),
 }
+
+
+@torch.no_grad()
+def check_nothing_is_drawn(model: TransformersModel, example: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a model whose outputs follow torch's seed; one that draws and drops what it drew is taken."""
+    with undisturbed(seed=0, model=model):
+        before = torch.get_rng_state()
+        first = _tensors(model(**example))
+        if torch.equal(before, torch.get_rng_state()):
+            return
+    with undisturbed(seed=1, model=model):
+        second = _tensors(model(**example))
+    same = [one.shape == two.shape and torch.equal(one, two) for one, two in zip(first, second, strict=True)]
+    if all(same):
+        return
+    if model.training:
+        raise GenerationError(
+            f"{type(model).__qualname__} is in training mode, and its dropout draws. Before the export:\n"
+            "    model.eval()"
+        )
+    given = "; it takes noise=, which a file can take" if "noise" in inspect.signature(model.forward).parameters else ""
+    raise GenerationError(
+        f"{type(model).__qualname__} draws random numbers in evaluation, and two calls of it differ: nothing "
+        f"proves a file of it{given}. Set what draws to 0 in its configuration, or export what it draws as an input: "
+        "export_onnx(model, kwargs=inputs, path=...)"
+    )
+
+
+def _tensors(outputs: Any) -> list[torch.Tensor]:
+    """The tensors of an output, which is not registered here."""
+    found = pytree.tree_leaves(dict(outputs) if isinstance(outputs, dict) else outputs)
+    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+
+
+TYPES = "token_type_ids"
+
+
+def pair_types(model: TransformersModel, batch: int, length: int) -> torch.Tensor:
+    """Make the types of pairs of texts, of which the second begins later in each row: int64 of (batch, length)."""
+    # model: a model that `has_types` holds for; one whose types have several columns (TAPAS) gets as many
+    begins = 1 + torch.arange(batch)[:, None] % (length - 1)
+    types = (torch.arange(length) >= begins).long()
+    columns = getattr(model.config, "type_vocab_sizes", None)
+    return types if columns is None else types[..., None] * (torch.tensor(columns) > 1).long()
+
+
+@torch.no_grad()
+def has_types(model: TransformersModel, tokens: torch.Tensor) -> bool:
+    """Return whether the scores of a model depend on types of tokens that its tokenizer may return."""
+    # tokens: tokens to call it with, int64 of shape (batch, length)
+    if TYPES not in inspect.signature(model.forward).parameters:
+        return False
+    pairs = pair_types(model, *tokens.shape)
+    without, alike = _leaves(model, tokens, None), _leaves(model, tokens, torch.zeros_like(pairs))
+    try:
+        differing = _leaves(model, tokens, pairs)
+    except IndexError:  # it has one type: the embedding has one row
+        return False
+    # without types, some read the tokens as of one text; others have no types then, and their tokenizers decide
+    return not _equal(alike, differing) and (_equal(without, alike) or _tokenizer_has_types(model))
+
+
+def _leaves(model: TransformersModel, tokens: torch.Tensor, types: torch.Tensor | None) -> list[Any]:
+    given = {} if types is None else {TYPES: types}
+    found = model(input_ids=tokens, **given)
+    return pytree.tree_leaves(found.to_tuple() if hasattr(found, "to_tuple") else found)
+
+
+def _equal(some: list[Any], others: list[Any]) -> bool:
+    pairs = zip(some, others, strict=True)
+    return all(torch.equal(one, other) for one, other in pairs if isinstance(one, torch.Tensor))
+
+
+def _tokenizer_has_types(model: TransformersModel) -> bool:
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+
+    try:
+        kinds = TOKENIZER_MAPPING[type(model.config)]
+    except KeyError:
+        return False
+    found = kinds if isinstance(kinds, tuple) else (kinds,)  # slow and fast ones before transformers 5
+    return any(TYPES in getattr(kind, "model_input_names", ()) for kind in found if kind is not None)

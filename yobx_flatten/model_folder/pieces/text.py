@@ -9,9 +9,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.export import Dim
 
 from ...core.effects import undisturbed
 from ...errors import GenerationError, InvalidArgumentError
+from ...errors.failures import result_or
 from ...export.proof.case import Case
 from ...huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
 from ...huggingface.cache_names import CACHE, argument_of, cache_of, installed_name
@@ -29,7 +32,6 @@ from ...private_names.of_torch import pytree
 from ...recipe.aliases import PlainCache, TransformersCache, TransformersModel
 from ...trees.shapes import dynamic_shapes
 from .other_inputs import note_on_other_inputs
-from .word_times import Head, HeadRecorder, heads_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,3 +349,111 @@ def random_tokens(model: TransformersModel, shape: tuple[int, int]) -> torch.Ten
     # CANINE reads characters, and states no number of them
     vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", None) or 256
     return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+Head = tuple[int, int]
+"""A layer, and a head of its attention to what the encoder read."""
+
+
+def heads_of(model: TransformersModel) -> list[Head]:
+    """Return the heads that a model's configuration of generation names."""
+    stated = getattr(getattr(model, "generation_config", None), "alignment_heads", None)
+    if not stated or not hasattr(model, "_extract_token_timestamps"):
+        raise InvalidArgumentError(
+            f"word_times=True is for a Whisper whose generation_config names alignment_heads, and this "
+            f"{type(model).__qualname__} names none. Set model.generation_config.alignment_heads, a list of [layer, "
+            "head], or leave word_times= out."
+        )
+    layers, heads = model.config.decoder_layers, model.config.decoder_attention_heads
+    for layer, head in stated:
+        if not (0 <= layer < layers and 0 <= head < heads):
+            raise InvalidArgumentError(
+                f"generation_config.alignment_heads has [{layer}, {head}], and the decoder has {layers} layers of "
+                f"{heads} heads. Set the heads of this model."
+            )
+    return sorted({(int(layer), int(head)) for layer, head in stated})
+
+
+class HeadRecorder:
+    """Takes the weights of some heads out of a call of the decoder."""
+
+    def __init__(self, model: TransformersModel, heads: Sequence[Head]) -> None:
+        self.model, self.heads = model, heads
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[dict[int, torch.Tensor]]:
+        """Return the weights of each layer with such a head, after the block."""
+        # fused attention computes no weights: in these layers it is written out meanwhile
+        found: dict[int, torch.Tensor] = {}
+        layers = {index for index, _ in self.heads}
+        with contextlib.ExitStack() as undone:
+            for index in layers:
+                attention = self.model.model.decoder.layers[index].encoder_attn
+                before, written_out = attention.config, copy.copy(attention.config)
+                written_out._attn_implementation = "eager"
+
+                def keep(_module: Any, _given: Any, returned: Any, index: int = index) -> None:
+                    found[index] = returned[1]
+
+                undone.callback(setattr, attention, "config", before)
+                attention.config = written_out
+                undone.callback(attention.register_forward_hook(keep).remove)
+            yield found
+
+    def outputs(self, found: dict[int, torch.Tensor]) -> dict[str, Any]:
+        """Return what a file returns of them: ``cross_attentions.LAYER.HEAD``, of shape (batch, tokens, source)."""
+        if not self.heads:
+            return {}
+        made: dict[str, dict[str, torch.Tensor]] = {}
+        for layer, head in self.heads:
+            made.setdefault(str(layer), {})[str(head)] = found[layer][:, head]
+        return {"cross_attentions": made}
+
+
+_NAMES = ("max_position_embeddings", "max_target_positions", "n_positions", "n_ctx")
+_MOST = 2048  # tokens of a call that has to be made as long as the table
+
+
+@torch.no_grad()
+def positions_of(model: TransformersModel, *, is_large: bool) -> int | None:
+    """Return the number of tokens that a model reads at most; ``None`` where none is known."""
+    # is_large: whether a call of many tokens takes too long, so that only models that take positions are asked
+    config = model.config.get_text_config(decoder=True)
+    stated = next((getattr(config, name) for name in _NAMES if type(getattr(config, name, None)) is int), 0)
+    takes = inspect.signature(model.forward).parameters
+    is_decoder = not getattr(model.config, "is_encoder_decoder", False)
+    if stated < 2 or (is_decoder and model.main_input_name != "input_ids"):
+        return None
+    if is_decoder and "position_ids" in takes:
+        return stated if _ends_at(lambda last: {"position_ids": torch.tensor([[last]])}, 1, model, stated) else None
+    if is_large or stated > _MOST:
+        return None
+    return stated if _ends_at(lambda last: {}, None, model, stated) else None
+
+
+def _ends_at(more: Any, length: int | None, model: TransformersModel, stated: int) -> bool:
+    """Whether a call with the last position is made, and one with the position after it fails."""
+
+    def is_read(last: int) -> bool:
+        tokens = torch.zeros(1, length or last + 1, dtype=torch.int64)
+
+        def called() -> bool:
+            with undisturbed(model=model):  # rotations may be made anew for positions that are far away
+                _call(model, tokens, more(last))
+            return True
+
+        return result_or(called, lambda error: False)  # the model's own code refuses, in its own way
+
+    return is_read(stated - 1) and not is_read(stated)
+
+
+def _call(model: TransformersModel, tokens: torch.Tensor, more: dict[str, torch.Tensor]) -> None:
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        of_encoder = getattr(config, "encoder", config)  # a model of two configurations
+        size = getattr(of_encoder, "d_model", None) or of_encoder.hidden_size
+        hidden = torch.zeros(1, 2, size, dtype=model.dtype)
+        read = encoder_output_class(model)(last_hidden_state=hidden)
+        model(decoder_input_ids=tokens, encoder_outputs=read, use_cache=False)
+    else:
+        model(input_ids=tokens, use_cache=False, **more)

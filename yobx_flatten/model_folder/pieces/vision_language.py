@@ -19,12 +19,9 @@ from ...export.proof.case import Case
 from ...huggingface.cache_names import argument_of, cache_of, installed_name
 from ...recipe.aliases import TransformersCache, TransformersModel
 from ...trees.shapes import dynamic_shapes
-from .blockwise_decoder import BlockwiseDecoder
-from .deepstack_decoder import DeepstackDecoder
-from .grid_images import GridVisionEncoder, grid_image
-from .nested_images import NestedVisionEncoder
+from .blockwise_decoder import BlockwiseDecoder, DeepstackDecoder
+from .grid_images import GridVisionEncoder, NestedVisionEncoder, TiledVisionEncoder, grid_image, tiled_image
 from .text import Piece, random_tokens
-from .tiled_images import TiledVisionEncoder, tiled_image
 
 _OTHER_WAYS = (
     "Export what it takes, with export_onnx(model, kwargs=inputs, path=...), or the calls of a run: with "

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import pathlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -16,7 +16,6 @@ from ...errors.messages import first_line, format_bytes
 from ...export.proof.memory import memory_available
 from ...files.document import check_regular, inside, read_configuration, read_document
 from ...recipe.static_codec import objection_to
-from .own_code import own_code
 
 FILES_ONLY: Final[dict[str, Any]] = {"local_files_only": True, "trust_remote_code": False}
 """What every ``from_pretrained`` gets: without ``False``, transformers asks on the terminal whether code is to run."""
@@ -108,3 +107,36 @@ def bounded_weights(name: str, *, failure: type[Exception], stored: int = 0) -> 
             yield
     finally:
         hook.remove()
+
+
+ON_PURPOSE = "Where you trust its author: trust_remote_code=True (--trust-remote-code)."
+"""What to type, in Python and on the command line of an export."""
+
+
+def own_code(stated: Mapping[str, Any]) -> str:
+    """Return the class that a configuration needs code of its own for; ``""`` where transformers has the classes."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    named = stated.get("auto_map")
+    if not isinstance(named, Mapping):
+        return ""
+    classes = [str(named[key]) for key in ("AutoConfig", *sorted(named)) if key in named and _is_of_model(key)]
+    wanted = [name for name in stated.get("architectures") or () if isinstance(name, str)]
+    is_known = stated.get("model_type") in CONFIG_MAPPING and all(hasattr(transformers, name) for name in wanted)
+    return "" if is_known or not classes else classes[0]
+
+
+def _is_of_model(key: str) -> bool:
+    return key == "AutoConfig" or key.startswith("AutoModel")  # and not of a tokenizer or a processor
+
+
+def own_auto_class(config: Any) -> Any:
+    """Return the class of transformers that loads a model by the code of its folder."""
+    import transformers
+
+    named: Mapping[str, str] = getattr(config, "auto_map", None) or {}
+    kinds = [key for key in named if key.startswith("AutoModel") and hasattr(transformers, key)]
+    wanted = set(getattr(config, "architectures", None) or ())
+    fitting = [key for key in kinds if str(named[key]).rpartition(".")[2] in wanted]
+    return getattr(transformers, (fitting or kinds)[0]) if kinds else None

@@ -16,10 +16,9 @@ from ...files.document import check_own
 from ..sentence import pools
 from .adapter import base_of, holds_adapter, merged, not_found
 from .classes import architecture_of_task, base_class_for, class_for
-from .configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
+from .configuration import FILES_ONLY, ON_PURPOSE, bounded_weights, bytes_of_weights, own_auto_class, read_config
 from .gguf_file import GGUF, gguf_config, gguf_tokenizer, gguf_weights, is_gguf
 from .origin import reader_of
-from .own_code import ON_PURPOSE, own_auto_class
 from .packed_weights import Packing, packing_of, unpacked_weights
 from .stored_weights import UnmatchedWeights, load_stored
 from .tiny_models import small_config

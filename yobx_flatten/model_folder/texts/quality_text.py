@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...errors import ModelSourceError
 from ...errors.failures import result_or
+from ...export.proof.case import Case
 from ...files.document import read_text
 from ...recipe.aliases import TransformersModel
 from ..source.tokenizer_files import open_tokenizer
@@ -77,3 +79,70 @@ def python_source() -> str:
         loader: Any = None if found is None else found.loader
         texts.append((loader.get_source(name) or "") if hasattr(loader, "get_source") else "")
     return "".join(texts)
+
+
+_ROWS, _LENGTH = 128, 64
+"""Of the text that matrices are rounded by. Sentences are shorter than texts, and more rows begin."""
+
+_LETTERS = 12
+"""Letters of a piece of the text, for each token of a row: it has more tokens, and its end is cut."""
+
+_SENTENCES = (
+    "The ferry leaves the island every morning at seven, unless there is fog.",
+    "How much does it cost to send a parcel to Norway?",
+    "They studied the history of trade between China and Venice.",
+    "Add the flour slowly, and stir until there are no lumps left.",
+    "The patient was given antibiotics and recovered within a week.",
+    "Interest rates rose by a quarter of a percentage point.",
+    "A hash table finds a value by its key in constant time.",
+    "My bicycle was stolen in front of the library yesterday.",
+    "Photosynthesis turns light, water and carbon dioxide into sugar.",
+    "The orchestra played the second symphony without a conductor.",
+    "Is there a train to the airport after midnight?",
+    "The court decided that the contract was not valid.",
+    "Penguins keep their eggs warm on their feet.",
+    "The striker scored twice in the last ten minutes of the match.",
+    "The update fixes a bug that closed the application when a file was empty.",
+    "The phone rang twice, and then the line was dead.",
+)
+
+
+def encoder_rows(model: TransformersModel, source: pathlib.Path | None, multiple: int) -> torch.Tensor | None:
+    """Return a text with the tokens that begin and end one in each row, int64 of shape (rows, length)."""
+    # source: the folder of its tokenizer; `None` where it is not known
+    # multiple: what the number of rows is a multiple of
+    # returns: `None` where there is no tokenizer, its tokens are not the model's, or the model has no room for 16
+    room = getattr(model.config, "max_position_embeddings", None) or _LENGTH
+    length, text = min(_LENGTH, room - 2), python_source()  # some begin to count positions at 2
+    size = _LETTERS * length
+    pieces = [text[start : start + size] for start in range(0, len(text) - size, size)][:_ROWS]
+    if source is None or length < 16:
+        return None
+    read = tokens_of(source, pieces, truncation=True, max_length=length)
+    rows = [row for row in read if len(row) == length]
+    rows = rows[: len(rows) // multiple * multiple]
+    return torch.tensor(rows) if rows and _are_known(model, rows) else None
+
+
+def sentence_case(
+    model: TransformersModel, source: pathlib.Path | None, like: Mapping[str, torch.Tensor], rows: int | None
+) -> Case | None:
+    """Return a call with sentences, padded on the right; ``None`` where there is no tokenizer of the model."""
+    # like: an example, whose inputs are the names of those of the call
+    # rows: number of sentences; `None` for all
+    room = getattr(model.config, "max_position_embeddings", None) or _LENGTH
+    texts = itertools.islice(itertools.cycle(_SENTENCES), rows or len(_SENTENCES))
+    if source is None:
+        return None
+    read = tokens_of(source, list(texts), truncation=True, max_length=min(_LENGTH, room - 2))
+    if not read or not _are_known(model, read):
+        return None
+    found = [torch.tensor(row) for row in read]
+    ids = torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=model.config.pad_token_id or 0)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in found], batch_first=True)
+    inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
+    return Case(f"{len(ids)} sentences", (), {name: inputs[name] for name in like})
+
+
+def _are_known(model: TransformersModel, rows: Sequence[Sequence[int]]) -> bool:
+    return all(rows) and max(map(max, rows)) < model.config.vocab_size

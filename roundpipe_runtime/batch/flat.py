@@ -79,6 +79,9 @@ def _hold(leaf: Leaf) -> Leaf:
     return leaf._replace(value=HeldMask(leaf.value))
 
 
+# Check the arguments of ``forward_backward`` before anything runs.
+
+
 def check_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Check the arguments of ``forward_backward`` and return them as positional and keyword arguments of the model.
 

@@ -325,6 +325,9 @@ def _checked_labels(made: Any) -> list[Any]:
     return list(made)
 
 
+# Find the batch axis of each leaf and the batch size, from all inputs.
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchAxes:
     """The batch size and the batch axis of each leaf."""

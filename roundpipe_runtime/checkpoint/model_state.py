@@ -259,6 +259,9 @@ def _format_names(what: str, names: list[str]) -> str:
     return f"{what} {', '.join(names[:3])}{more}. "
 
 
+# Leave frozen weights in few bits out of a checkpoint, and know them again by a digest.
+
+
 def names_left_out(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
     """Return the names in a state dict that stand for frozen weights in few bits, with their scales."""
     # state: `model.state_dict(keep_vars=True)`

@@ -231,6 +231,9 @@ def config_files(model: nn.Module) -> dict[str, str]:
     return files
 
 
+# Save and restore random states: torch's on the CPU and on accelerators, Python's and NumPy's.
+
+
 def random_state() -> dict[str, Any]:
     """Return the states of all generators that are in use. torch's also holds the seed from which dropout counts."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}

@@ -377,6 +377,9 @@ def _rounded(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
+# Open the scratch file of a training on a disk: ``host="disk:DIR"`` names the folder.
+
+
 HOST_IN_MEMORY = "memory"
 _PREFIX = "disk:"
 

@@ -33,6 +33,9 @@ class _Passed:
 NOW = _Passed()
 
 
+# Measure the work of a device: by the host's clock, or by events in an accelerator's streams.
+
+
 class Clock(Protocol):
     """A clock of one device, for one run."""
 

@@ -158,6 +158,9 @@ def _page_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
+# Pinned memory for many tensors of known sizes, in slabs that torch's allocator does not round up.
+
+
 # Bytes at which a tensor begins, for the instructions of the host and the transfers of a device.
 _ALIGNMENT = 64
 

@@ -155,6 +155,9 @@ class WrittenBuffers:
         self._trail.clear()
 
 
+# Refuse a write to an output of a layer that shares its memory with another output.
+
+
 class _Place(NamedTuple):
     """A tensor in its memory."""
 

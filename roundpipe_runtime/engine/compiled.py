@@ -92,6 +92,9 @@ def check_compile_options(given: object) -> Mapping[str, Any] | None:
     return dict(given)
 
 
+# The training state of a pipeline that its state dict does not hold.
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PipelineProgress:
     """How far a pipeline has come, in addition to its parameters and buffers.

@@ -390,6 +390,9 @@ def _size_of(microbatches: Sequence[FlatMicrobatch]) -> int:
     return sum(tensor.numel() for tensor in tensors).bit_length()
 
 
+# Hand the stages of runs to the devices of a pipeline, round-robin, and wait until all have ended.
+
+
 # Pipelines may share devices. All stages of a run are handed out in one go: then every device has them in the same
 # order, and no two runs can wait for each other.
 _DISPATCH = free_after_fork(threading.Lock())

@@ -50,6 +50,9 @@ def _pack(outputs: Sequence[Any], rows: Sequence[int | None]) -> Any:
     return pytree.tree_unflatten([RoundPipePackedData(column, rows=rows) for column in columns], spec)
 
 
+# One call of ``forward_backward``: what it runs, and what its runs have found so far.
+
+
 class Cutting(NamedTuple):
     """A batch in microbatches."""
 
@@ -78,6 +81,9 @@ class Call:
         """Take the run of a group that has succeeded."""
         run.collected.buffers.check()
         self.runs.append((run, inputs))
+
+
+# Move the inputs of a run to the host, and pass the gradients of inputs back.
 
 
 # Tensors of a batch and their copies in pinned memory, by the identity of the tensor.

@@ -143,6 +143,9 @@ class Run:
         )
 
 
+# What a run is asked to do. It is fixed before the run starts.
+
+
 Trial: TypeAlias = Literal["parts", "others"]
 
 

@@ -20,6 +20,10 @@ _BYTES_OF_PARAMETER = 2
 _COPIED = 256 * 2**20
 _ROWS = 8192
 
+
+# Measure the interpreter's cost of calling a layer.
+
+
 # How often everything is measured; the fastest counts.
 _REPEATS = 3
 

@@ -232,6 +232,9 @@ def _give_sums(
     return [parameter.grad for parameter in trained if parameter.grad is not None]
 
 
+# Stand in for large tables while layers are measured on ``meta``, and count the bytes of the parts that travel.
+
+
 class Parts:
     """The bytes of parts of tables that were copied, and what copies them: nothing is."""
 

@@ -229,6 +229,9 @@ def host_memory(
     )
 
 
+# Choose the bytes of each layer that stay on a device between steps (``keep_parameters``).
+
+
 class KeptBytes(NamedTuple):
     """Bytes of a layer that stay on each device."""
 
@@ -283,6 +286,9 @@ def _filled(sizes: Sequence[int], room: float) -> tuple[list[int], float]:
         found.append(here)
         room -= here
     return found, room
+
+
+# Estimate the memory of a loss that is computed once for the whole batch, with the last layer.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

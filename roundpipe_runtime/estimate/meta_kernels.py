@@ -110,6 +110,9 @@ def _grouped(
     return first.new_empty(*groups, rows, columns, dtype=out_dtype or first.dtype)
 
 
+# Compute what operations on ``meta`` return once for each form of their arguments.
+
+
 class MetaResults:
     """Results by operation, and by sizes, strides and dtypes of its tensors and all other arguments.
 

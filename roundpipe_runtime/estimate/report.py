@@ -270,6 +270,9 @@ def _tokens_to_hide(loads: Sequence[StageLoad], tokens: float, machine: Hardware
     return tokens * copies / compute if compute else 0.0
 
 
+# Estimate what a frozen reference model adds to a training step: weights on the host, and a forward before it.
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reference:
     """What a reference model adds to a step, whose stages run after its own: devices need no more memory for it."""

@@ -91,6 +91,9 @@ def replace_card(folder: pathlib.Path, text: str) -> None:
     write_text(folder.absolute() / CARD, text)
 
 
+# The losses of a training as a picture: a line of block characters, or an image file.
+
+
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 

@@ -226,6 +226,9 @@ class _StepCallback(TrainerCallback):  # type: ignore[misc] # transformers count
         self.trainer.seconds = time.perf_counter() - self.begin
 
 
+# The order of training rows: new in each epoch and made from the seed, so that any batch can be found again.
+
+
 # Batches among whose rows neighbours are chosen: so many that lengths are close, and rows still meet others.
 _BUCKET = 50
 

@@ -39,6 +39,9 @@ def check_adapters(kwargs: Mapping[str, Any]) -> None:
         )
 
 
+# The text part of a configuration, which models of images and sounds keep in a separate part.
+
+
 def text_config(model: nn.Module) -> Any:
     """Return the configuration of the part of a model that reads or writes text; ``None`` if there is none."""
     config = getattr(model, "config", None)

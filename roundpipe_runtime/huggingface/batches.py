@@ -156,6 +156,9 @@ def _axis(values: Sequence[Any], rows: Sequence[int]) -> int | None:
     return axes[0] if len(axes) == 1 and len({(*s[: axes[0]], *s[axes[0] + 1 :]) for s in shapes}) == 1 else None
 
 
+# Join encoder outputs of pictures, videos and sounds, of which a row may have several or none.
+
+
 _NAMES = tuple(f"{kind}_{what}" for kind in ("image", "video", "audio") for what in ("hidden_states", "outputs"))
 # lists there have an item for each picture; others, for each layer
 _BY_PICTURE = ("last_hidden_state", "pooler_output")

@@ -102,6 +102,9 @@ def _takes_list(model: nn.Module, name: str) -> bool:
     return any(typing.get_origin(kind) is list for kind in (stated, *typing.get_args(stated)))
 
 
+# Packed rows: several texts in one row, whose positions begin again. Some models let a text see the one before it.
+
+
 # What a text may differ by next to another one, relative to its numbers.
 _ROUNDING, _ROUNDING_16 = 1e-4, 2e-2
 

@@ -351,6 +351,9 @@ def _check_merge(config: RoundPipeRunConfig) -> None:
         )
 
 
+# Compute the loss of a mixture of experts for a whole batch, of which each process has some groups of rows.
+
+
 class WholeBatchLoss:
     """The loss of a batch with its auxiliary loss."""
 

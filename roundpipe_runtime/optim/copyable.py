@@ -178,6 +178,9 @@ def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         return ((copy == source) | (copy.isnan() & source.isnan())).all()
 
 
+# Keep frozen weights in few bits as they are, whatever a library writes into them when a layer is called.
+
+
 def has_few_bits(module: nn.Module) -> bool:
     """Report whether a module itself holds a frozen weight in few bits."""
     return any(p is not None and is_composite(p) for p in module._parameters.values()) or bool(states_of(module))

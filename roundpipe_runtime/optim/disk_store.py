@@ -345,6 +345,9 @@ def _paged(nbytes: int) -> int:
     return -(-nbytes // 4096) * 4096
 
 
+# Clip gradients that live on a disk some at a time, with the bits of torch's functions, which touch all at once.
+
+
 @functools.cache
 def clip_by_parts() -> None:
     """Let torch's ``clip_grad_norm_`` go through gradients on a disk in parts. Once per process."""
@@ -403,6 +406,9 @@ def _scaling_by_parts(whole: Callable[..., None]) -> Callable[..., None]:
             whole([owners[id(one)] for one in groups[number]], max_norm, total_norm, *rest, **options)
 
     return scale
+
+
+# Keep the layers that are used now in memory, in the order in which a run or a step comes to them.
 
 
 class LayersAtHand:

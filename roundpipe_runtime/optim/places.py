@@ -68,6 +68,9 @@ def _in_memory(layer: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+# A mark of a tensor shows later whether it was written, also by way of ``tensor.data``, which torch does not count.
+
+
 # Numbers of a tensor that are compared.
 _SAMPLE = 32
 

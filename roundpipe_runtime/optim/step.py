@@ -325,6 +325,9 @@ def wait_for_updates(which: Callable[[StepRunner], bool] = lambda runner: True) 
                 wait_for(update)
 
 
+# One step of optimizers, layer by layer in the order of the forward, next to the run that waits for each layer.
+
+
 class LayerSteps:
     """Runs the function of a step, and makes each layer readable as soon as its parameters are what the step makes."""
 

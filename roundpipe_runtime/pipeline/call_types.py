@@ -88,6 +88,9 @@ def forward_backward_method(method: Callable[..., object]) -> ForwardBackward:
     return cast(ForwardBackward, method)
 
 
+# Compute the loss of a whole batch once, from joined outputs, and run its backward.
+
+
 def back_from(outputs: PyTree, label: Any, loss_fn: Callable[[Any, Any], Any], return_outputs: bool) -> PyTree:
     """Compute a loss of the outputs of a whole batch, and go back from it."""
     found = shapes_of([leaf for leaf in pytree.tree_leaves((outputs, label)) if isinstance(leaf, torch.Tensor)])

@@ -113,6 +113,9 @@ class EngineHandle(ModelProxy):
         return f"RoundPipe on {devices}:\n{self._rp_model!r}"
 
 
+# The options of a pipeline.
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PipelineOptions:
     """The arguments of :class:`RoundPipe`, which describes them, without the model."""

@@ -88,6 +88,9 @@ def wrapped_model(module: nn.Module) -> nn.Module:
     return module._rp_model if isinstance(module, ModelProxy) else module
 
 
+# Find the layers of the model that a user wraps.
+
+
 def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     """Return a model as one module; layers in a list become an ``nn.Sequential``."""
     if isinstance(model, ModelProxy):

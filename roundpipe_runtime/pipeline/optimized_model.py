@@ -156,6 +156,9 @@ class _Holder(nn.Module):
         self.__dict__["_parameters"] = parameters
 
 
+# Save and load a pipeline: its state dict, and the progress that a state dict does not hold.
+
+
 class SavedModel(EngineHandle):
     """A pipeline whose state is saved and loaded."""
 

@@ -22,6 +22,10 @@ Cause: TypeAlias = Literal["transfer", "optimizer", "dependency", "interpreter"]
 
 CAUSES: tuple[Cause, ...] = ("transfer", "optimizer", "dependency", "interpreter")
 
+
+# Totals of a timeline: how long each device computed, copied and waited, and which stages took longest.
+
+
 _COPIES = ("upload", "download")
 
 _RANK = re.compile(r"rank +\d+ ")

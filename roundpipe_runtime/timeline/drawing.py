@@ -53,6 +53,9 @@ def draw_on(console: Any, timeline: Timeline, shown: Callable[[str], str] = str)
     console.print(legend)
 
 
+# Draw a timeline into an image file: a row per device, a bar per piece of work, a colour per kind.
+
+
 _COLOURS = {
     "upload": "#bbbbbb",
     "forward": "#3b75af",
@@ -97,6 +100,9 @@ def save_picture(records: Sequence[Record], path: str | os.PathLike[str]) -> Non
         raise TimelineFileError(f"{os.fspath(path)}: a picture is written into a file that ends in {known}.")
     with whole_file(path) as file:
         figure.savefig(file)
+
+
+# Write a timeline as one self-contained HTML page: lanes of devices and links, and bubbles by cause.
 
 
 _LINKS = {"upload": "in", "download": "back"}

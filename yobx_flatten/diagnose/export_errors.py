@@ -27,6 +27,8 @@ from .program_errors import PROGRAM_ROWS, explain_guards
 from .remedies import Remedy, remedy_for
 from .size_errors import SIZE_ROWS, explain_misfit, misfit_in_our_words, place_of
 
+# Explain error messages of tools around ``torch.export``: the old tracer, ``vmap``, stored programs.
+
 
 def _leaves(failure: Failure) -> list[tuple[str, Any]]:
     return [item for name, value in failure.inputs().items() for item in torch_leaves(value, name)]

@@ -350,6 +350,9 @@ def _equal_sizes(axes: list[Axis]) -> Iterator[Finding]:
         )
 
 
+# List the axes of nested inputs that a ``dynamic_shapes`` specification lets vary.
+
+
 class Axis(NamedTuple):
     """One axis of one tensor."""
 

@@ -111,6 +111,9 @@ def format_count(tensors: int) -> str:
     return f"{tensors} tensor{'' if tensors == 1 else 's'}"
 
 
+# Count the tensors inside one leaf, and list the objects in it that must be registered.
+
+
 _CONTAINERS = (list, tuple, dict)
 
 

@@ -150,6 +150,9 @@ SIZE_ROWS: list[Row] = [
 ]
 
 
+# Find the line of the user's own code in which an error began.
+
+
 _TORCH = os.path.dirname(torch.__file__)
 _OURS = os.path.dirname(os.path.dirname(__file__))
 

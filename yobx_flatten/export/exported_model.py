@@ -254,6 +254,9 @@ def finish(source: Source, report: ExportReport, path: pathlib.Path | None = Non
     return exported
 
 
+# Return a program as the class that ``transformers.exporters`` returns.
+
+
 def to_hf_exporter(program: ExportedProgram, example: Example) -> Any:
     """Return a program as a ``transformers.exporters.ExportedModel``."""
     if example.args:

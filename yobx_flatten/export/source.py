@@ -316,6 +316,9 @@ def left_out(count: int) -> list[str]:
     return [f"{count} cases were left out: they are larger than the bounds."] if count else []
 
 
+# State sizes that a trace fixed although the model takes others: an LSTM's length, a loop over tokens.
+
+
 _REFUSALS = (RuntimeError, ValueError, LookupError, TypeError, AssertionError, AttributeError, ArithmeticError)
 
 

@@ -395,6 +395,9 @@ def _infinite(base: torch.Tensor, number: int, mildness: int, *, rows: int | Non
     return torch.where(kinds.isinf(), kinds, base)
 
 
+# Find out whether a model itself answers a row differently when another row of its batch is padded.
+
+
 def dependence_on_padding(module: torch.nn.Module, case: Case, written: Collection[str], tolerance: float) -> str:
     """Return a sentence about a module whose rows depend on the padding of others; empty for any other."""
     # case: one that failed; two more calls of the module are made where it takes a mask

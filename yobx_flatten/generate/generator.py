@@ -21,6 +21,8 @@ from .settings import GenerationSettings
 from .spectrogram import speak
 from .steps import Parts, Steps, TextState
 
+# Transcribe with the files of Whisper through transformers' own ``generate``.
+
 
 @dataclasses.dataclass(frozen=True)
 class SpeechCall:

@@ -88,6 +88,9 @@ class OnnxGenerator(Generator):
         super().__init__(Parts(**parts), settings or read_settings(folder), adapters=FolderAdapters(folder))
 
 
+# Generate with programs of ``torch.export``.
+
+
 class ProgramGenerator(Generator):
     """Generates tokens with programs of ``torch.export``.
 

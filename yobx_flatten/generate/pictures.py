@@ -121,6 +121,9 @@ def _without_padding(pixels: torch.Tensor) -> torch.Tensor:
     return every[seen] if bool(seen.any()) else every[:1]
 
 
+# Positions of tokens, pictures and videos in time, height and width (M-RoPE), as Qwen2-VL counts them.
+
+
 @dataclasses.dataclass(frozen=True)
 class Grids:
     """The sizes of all pictures of a prompt, or of all its videos."""
@@ -180,6 +183,9 @@ def _parts(tokens: list[int], left: Mapping[int | None, _Left]) -> Iterator[torc
             found, moved = left[token].next(count)
             yield found + at
             at += moved
+
+
+# Order the features of tiles in a prompt as transformers does (LLaVA-NeXT).
 
 
 TILED: Mapping[str, str] = {
@@ -266,6 +272,9 @@ class Tiles:
         with damage_as(GenerationError, "config.json"):
             config = getattr(transformers, f"{name}Config").from_dict(dict(self.config))
         return types.SimpleNamespace(config=config), config, getattr(transformers, f"{name}Model").pack_image_features
+
+
+# The inputs that a generation loop feeds to a file, and an empty cache for it.
 
 
 # Leaves of which nothing, or zeros, is what a cache holds before the first token. A convolution sees zeros in front of

@@ -274,6 +274,9 @@ def _ids(value: Any) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else () if value is None else (value,)
 
 
+# The entries of a configuration that generation reads, with their types.
+
+
 _Id = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Beams = Annotated[int, msgspec.Meta(ge=0, le=1024)]  # each one is a row with a cache of its own

@@ -368,6 +368,9 @@ def _is_fp8(cache: TransformersCache) -> bool:
     return {type(layer).__name__ for layer in cache.layers} == {"Fp8QuantizedLayer"}
 
 
+# Make all tensors of the inputs contiguous, including those in cache layers.
+
+
 def contiguous(value: PyTree) -> PyTree:
     """Return a tensor contiguous; what holds tensors gets such, in place.
 

@@ -147,6 +147,9 @@ def _tensors(graph: Any) -> Iterator[Any]:
                 yield from _tensors(below)
 
 
+# Join the two decoder files of an encoder-decoder model into the one file that transformers.js reads.
+
+
 MERGED = "decoder_model_merged"
 """Name of the joined file, without its suffix."""
 

@@ -236,6 +236,9 @@ def store_chats(model: TransformersModel, task: str, prompts: dict[str, torch.Te
     return CHATS
 
 
+# Store the spectrogram that a model makes, and compare that of its files.
+
+
 FRAMES = 12
 """How many calls of its decoder the case of a folder has."""
 

@@ -387,6 +387,9 @@ def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenC
     return count_tokens(generator, case, tolerance, min(shares, default=None))
 
 
+# Count how many of the model's greedy tokens the files of a folder choose.
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenCount:
     """How the tokens of a loop compare with those of the model."""

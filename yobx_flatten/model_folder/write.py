@@ -392,6 +392,9 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
     check_writable(folder)
 
 
+# Write the card of a quantised folder: how its answers differ from the model's.
+
+
 _CARD = "README.md"
 
 

@@ -184,6 +184,9 @@ def _with_positions(flatten: Flatten) -> FlattenWithKeys:
     return flatten_with_positions
 
 
+# Refuse an instance with an attribute that its recipe does not name: flatten would drop it.
+
+
 UNSET = object()
 """In place of the value of an attribute that is not set."""
 
@@ -275,6 +278,9 @@ def lost_attribute(cls: type, name: str, declared: Collection[str] | Iterator[st
         f"    f, k, u = functions_from_fields({cls.__qualname__}, {[*declared, name]})\n"
         f"    register_class_flattening({cls.__qualname__}, f, u, k)"
     )
+
+
+# Make static data hashable and comparable: JAX does both at every call of a compiled function.
 
 
 class HeldStatic:

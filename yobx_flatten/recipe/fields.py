@@ -180,6 +180,9 @@ _READERS: tuple[tuple[Callable[[type], bool], Callable[[type], FlattenFunctions]
 )
 
 
+# Convert keys of children between libraries. Recipes use torch's classes.
+
+
 _TORCH = (GetAttrKey, MappingKey, SequenceKey)
 
 

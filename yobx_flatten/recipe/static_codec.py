@@ -307,6 +307,9 @@ _KINDS: dict[str, _Kind] = {
 }
 
 
+# Check untrusted tree specs before torch reads them: it imports the modules that they name.
+
+
 _BUILT_IN = {cls.__name__ for cls in (list, dict, set, tuple, int, float, str, bool)}
 
 
@@ -343,6 +346,9 @@ def _dicts(tree: object) -> Iterator[dict[str, Any]]:
             waiting.extend(one.values())
         elif isinstance(one, list):
             waiting.extend(one)
+
+
+# Check a transformers configuration before transformers makes an object of it.
 
 
 _COUNTS = re.compile(r"(layers?|experts?|depths?|blocks|stages|heads|num_labels)$")

@@ -255,6 +255,9 @@ def _format(sizes: Iterable[int]) -> str:
     return "/".join(map(str, sorted(set(sizes))))
 
 
+# Choose an example among recorded calls of a phase, and the dynamic shapes for it.
+
+
 _GROWING = ("batch", "past", "total", "kept", "source")  # sizes that a call with 1 of them is an example of any of
 
 

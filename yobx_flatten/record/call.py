@@ -108,6 +108,9 @@ def about_call(call: Call) -> About:
     return About(call.index, call.kind, call.past, call.new, call._callee.label, dump_static(names), call.error)
 
 
+# The recorded method: its arguments by name, and a module that takes only the varying ones.
+
+
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 

@@ -254,6 +254,9 @@ def _stored_callee(path: pathlib.Path, about: About) -> Callee:
         return Callee(about.label, None, about.label.rpartition(".")[2], inspect.Signature(parameters))
 
 
+# Show recorded calls as a table: each argument, and what varies together.
+
+
 def table_of(label: str, phases: Mapping[str, Sequence[Call]], axes: Axes) -> str:
     """Write the table."""
     total = sum(map(len, phases.values()))
@@ -341,6 +344,9 @@ def _values(values: Sequence[Any]) -> str:
     return ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")
 
 
+# Separate prefill from decode, and group calls of one structure: one program serves each group.
+
+
 def cache_of(values: Mapping[str, Any]) -> TransformersCache | None:
     """The cache among arguments or outputs, ``None`` if there is none."""
     named = values.get(name_in(values) or "")
@@ -399,6 +405,9 @@ def _name(call: Call, taken: Mapping[str, list[Call]]) -> str:
     while unique in taken:
         unique, number = f"{name}#{number}", number + 1
     return unique
+
+
+# Run a program over recorded calls, and compare its outputs with the recorded ones.
 
 
 def _arguments(call: Call) -> Iterable[str]:

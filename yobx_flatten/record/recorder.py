@@ -181,6 +181,9 @@ def _top_level(result: PyTree) -> dict[str, Any]:
     return {key_name(key): child for key, child in zip(node.keys, node.children, strict=True)}
 
 
+# Watch a method of one object: pass every call to observers, and restore the object afterwards.
+
+
 class Watcher(Protocol):
     """What is passed on of each call."""
 

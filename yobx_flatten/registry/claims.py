@@ -235,6 +235,9 @@ def _function_name(function: object) -> str:
 REGISTRY = Registry({"torch": (TorchPython(), TorchCpp(), TorchFx()), "optree": (Optree(),), "jax": (Jax(),)})
 
 
+# The interface of a library's table: read a class's entry, write a recipe, restore what was found.
+
+
 class Backend(Protocol):
     """One library's table of classes.
 

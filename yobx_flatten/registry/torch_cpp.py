@@ -114,6 +114,9 @@ def _drop_pending(cls: type, recipe: Recipe | None) -> int | None:
     return place
 
 
+# Read and restore entries of optree's table of classes, one namespace at a time.
+
+
 def registered(namespace: str, cls: type) -> Any:
     """Return optree's entry for a class in one namespace, or ``None``; optree must be imported."""
     # there is no public way to ask for one namespace without the global one

@@ -52,6 +52,9 @@ def new_tokens(feeds: Mapping[str, torch.Tensor]) -> int:
     return int(feeds["input_ids" if "input_ids" in feeds else "inputs_embeds"].shape[1])
 
 
+# A cache in tensors that are longer than the text, in which compiled code writes the new tokens.
+
+
 _LEAST = 256  # tokens
 
 

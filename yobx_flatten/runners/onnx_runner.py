@@ -28,6 +28,9 @@ from .one_by_one import is_refused, one_by_one, row_by_row
 from .ports import KEPT_SCORES, CacheSlot, Port, cache_slots, is_present, split_cache, with_rows
 from .signature import KEY, Signature
 
+# Pass tensors of all types to onnxruntime and back; types unknown to NumPy as bytes.
+
+
 # what onnxruntime calls types of elements, where torch has another name
 _TORCH_NAMES = {"float": "float32", "double": "float64", "string": "str"}
 # what NumPy does not have, by its number in ONNX
@@ -251,6 +254,9 @@ class OnnxRunner:
 
 def _size(size: Any) -> int | None:
     return size if isinstance(size, int) else None
+
+
+# Bind the cache of a loop once, so that onnxruntime writes keys and values in place.
 
 
 SHARED_CACHE = "yobx_flatten.shared_cache"

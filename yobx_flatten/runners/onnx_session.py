@@ -103,6 +103,9 @@ def open_session(
     return session
 
 
+# Put weights that a library allocates into huge pages, where Linux gives them on request.
+
+
 _MAPS = pathlib.Path("/proc/self/maps")
 _LEAST = 32 * 2**20  # bytes; less fits into caches
 _ON_REQUEST, _NOW = 14, 25  # of Linux's `madvise`: MADV_HUGEPAGE, and MADV_COLLAPSE of Linux 6.1

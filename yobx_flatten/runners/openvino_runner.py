@@ -131,6 +131,9 @@ def _signature(model: Any, path: pathlib.Path) -> Signature:
     return Signature(inputs, [port.get_any_name() for port in model.outputs])
 
 
+# A cache that is the state of an OpenVINO model, which the model writes in place.
+
+
 BEAMS = "beam_idx"
 """The input that states which row of the state each row continues, as OpenVINO's own tools name it."""
 

@@ -224,6 +224,9 @@ def randomized(structure: Structure) -> Structure:
     return structure._replace(payloads=payloads)
 
 
+# Read leaves from the outputs of a run in onnxruntime or ``onnx.reference``.
+
+
 _ENGINES = ("onnx", "onnxruntime", "ReferenceEvaluator")
 
 

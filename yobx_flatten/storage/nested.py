@@ -119,6 +119,9 @@ def read(
         return unflatten_tree(structure, Initializers(model, folder, name), device)
 
 
+# Read initializers from an untrusted ONNX file or model.
+
+
 _PIECE = 16 * 2**20  # bytes read at once
 _LARGEST = 2**31  # bytes; protobuf reads no more
 _KNOWN_VERSION = 1

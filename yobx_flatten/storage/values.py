@@ -292,6 +292,9 @@ _SCALARS: dict[type, tuple[Element, str, tuple[int, ...]]] = {
 }
 
 
+# Check whether a tensor has plain data in one piece of memory, and choose what to store if not.
+
+
 class Obstacle(NamedTuple):
     """Why a tensor is not stored as it is."""
 
@@ -339,6 +342,9 @@ def obstacle_of(tensor: torch.Tensor) -> Obstacle | None:
 
 
 _NO_DATA = "which has no plain data to store"
+
+
+# Read static data from an untrusted file, and refuse anything else as damage.
 
 
 def load_trusted(data: Static) -> Static:

@@ -125,6 +125,9 @@ def _run(
     return status if isinstance(status, int) else 0
 
 
+# Survive an output stream that closes early or lacks characters.
+
+
 class _LastingStream:
     """A text stream that takes every character, also after its reader has ended, as of ``yobx-flatten list | head``."""
 

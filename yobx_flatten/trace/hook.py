@@ -56,6 +56,8 @@ from .stored_programs import (
 )
 from .trace_settings import PLAIN_ATTENTION, duck_shapes_off, fake_tensor_cache_off, sizes_differ
 
+# Trace ``torch.nn.TransformerEncoder`` as it computes: zeros where its input is padded on the right.
+
 
 def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return ``TransformerEncoder.forward`` for traces: what the original does outside of one."""
@@ -80,6 +82,9 @@ def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tens
         return output if self.norm is None else self.norm(output)
 
     return forward
+
+
+# Insert casts where types differ, without computing every value again as the exporter does.
 
 
 def without_running(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -297,6 +302,9 @@ def _drops_padding(encoder: Any, src: Tensor) -> bool:
         and src.dim() == 3
         and not torch.is_autocast_enabled()
     )
+
+
+# Refuse nested values in ``**kwargs``: torch exports them, and the program cannot be called.
 
 
 def check_nested_kwargs(

@@ -169,6 +169,9 @@ TRANSLATIONS = (
 )
 
 
+# Read the ONNX exporter's tables once per process instead of at each conversion.
+
+
 # what was asked for -> what a table depends on, and the table
 _TABLES: dict[Any, tuple[Any, Any]] = {}
 
@@ -226,6 +229,9 @@ def _known() -> tuple[Any, ...]:
         operator_names(),
         [(name, *entry.overloads, *entry.complex) for name, entry in functions],
     )
+
+
+# Interface of a model library that adapts traces, and the list of those that open blocks use.
 
 
 class TraceSupport(Protocol):

@@ -28,6 +28,12 @@ def traced_inputs(program: ExportedProgram) -> list[Any]:
     return [None if isinstance(arg, ConstantArgument) else values[arg.name] for arg in arguments_of(program)]
 
 
+# Call older programs that take an integer where a tensor is flattened now.
+
+
+# Numbers, texts, enums and ``None`` among the inputs of a program: the program holds those of its example.
+
+
 _Hook = Callable[[torch.nn.Module, tuple[Any, ...], Mapping[str, Any]], Any]
 _Members = dict[int, enum.Enum]
 

@@ -132,6 +132,9 @@ def require_registered(classes: tuple[type, ...], subject: str) -> None:
         )
 
 
+# Remove assertions that hold for all sizes, and the sizes computed only for them.
+
+
 def without_needless_assertions(program: ExportedProgram) -> ExportedProgram:
     """Take assertions out of a new program that hold for all sizes."""
     graph = program.graph_module.graph

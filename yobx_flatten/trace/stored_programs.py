@@ -90,6 +90,9 @@ def remembering_expressions(parse: Callable[..., Any]) -> Callable[..., Any]:
     return _parse_sym_expr
 
 
+# Make the inputs of AOTInductor packages contiguous where the compiled code expects it.
+
+
 _KEY = "yobx_flatten.contiguous"  # in the metadata of a package: 1 or 0 for each tensor among its inputs
 _METADATA = "aot_inductor.metadata"
 

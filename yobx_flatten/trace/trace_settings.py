@@ -17,6 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..private_names.of_torch import DispatchKey, FakeTensor, fx_config, pytree
 from ..registry.locking import LOCK
 
+# The size of what the attention returns in a trace, read off its arguments.
+
+
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 

@@ -132,6 +132,9 @@ def check_no_modules(inputs: Mapping[str, Any]) -> None:
                 )
 
 
+# Find where the weights of a module are: device, ``meta``, or offloaded.
+
+
 def has_no_data(module: torch.nn.Module, leaves: Iterable[Any], brought: Collection[str] = ()) -> str:
     """Return why a module cannot be run: it, or an input, has shapes and no data. Empty where it can."""
     # brought: names of weights that are brought when a layer is called; none by default

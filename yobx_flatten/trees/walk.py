@@ -121,6 +121,9 @@ def class_name(cls: type) -> str:
     return name if module == "builtins" else f"{module}.{name}"
 
 
+# List the leaves of a nested object with their key paths, and the meaning of their axes where known.
+
+
 class Leaf(NamedTuple):
     """One leaf of a nested object.
 
@@ -161,6 +164,9 @@ def _meaning(place: Place) -> dict[int, str] | None:
     """What the axes of a leaf mean, by the class that holds it."""
     recipe = REGISTRY.recipe_in_force(type(place.parent)) if place.keys else None
     return None if recipe is None or recipe.axes is None else recipe.axes(key_name(place.keys[-1]))
+
+
+# Flatten one level of a nested object, as torch does it or would inside the context manager.
 
 
 class Node(NamedTuple):

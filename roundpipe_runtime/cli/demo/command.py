@@ -261,6 +261,9 @@ def _conclude(console: Any, largest: float, seconds: list[tuple[float, float]], 
     draw_on(console, timeline)
 
 
+# Count the memory that a device needs for training, with and without a pipeline.
+
+
 _Batch = tuple[torch.Tensor, torch.Tensor]
 _LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

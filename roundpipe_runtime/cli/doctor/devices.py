@@ -67,6 +67,9 @@ def _plan(device: torch.device, rates: DeviceRates, memory: int | None) -> Check
     return Check(f"plan for {device}", "ok", found)
 
 
+# Result of one check of the doctor.
+
+
 Status = Literal["ok", "warning", "fail"]
 
 

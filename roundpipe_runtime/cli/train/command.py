@@ -340,6 +340,9 @@ def _to_go_on(argv: Any, job: tuning.Job) -> str:
     return shlex.join(["torchrun", f"--nproc-per-node={job.size}", "-m", "roundpipe_runtime", *words, "--resume"])
 
 
+# What ``roundpipe train`` shows: before it begins, a bar on a terminal or plain lines elsewhere.
+
+
 # Between two lines of an evaluation, where there is no terminal.
 _SECONDS = 30
 

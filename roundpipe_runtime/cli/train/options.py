@@ -430,6 +430,9 @@ def dtype_named(name: str) -> torch.dtype | None:
     return None if name in ("auto", "same") else getattr(torch, name)
 
 
+# All options of a command in a YAML file: ``--config FILE`` reads one, ``--print-config`` writes one.
+
+
 # Options that are about the file itself.
 _OWN = ("config", "print_config")
 _LARGEST = 2**20  # bytes

@@ -77,6 +77,9 @@ class RankCall(Call):
         Call.add(self, run, inputs)  # a class with slots is made anew, so that super() has another one
 
 
+# Combine the losses of a batch of which each rank computes a part.
+
+
 class GroupLosses(LossContract):
     """The contract of a batch, as the microbatches of one group see it.
 

@@ -386,6 +386,9 @@ def with_rows(parts: list[list[FlatMicrobatch]]) -> list[list[FlatMicrobatch]]:
     return [[] if all(microbatch.rows == 0 for microbatch in part) else part for part in parts]
 
 
+# Check that all ranks agree on the model and on each call, and start them from the weights of rank 0.
+
+
 def describe_model(model: nn.Module, **options: Any) -> dict[str, object]:
     """Return what makes a model and its pipeline, by name, for :func:`ranks_disagree`."""
     stated: dict[str, object] = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in _tensors(model)}
@@ -449,6 +452,9 @@ def _digest(tensor: torch.Tensor) -> int:
         return 0
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return zlib.crc32(flat.numpy().data)
+
+
+# Accumulate gradients locally until a call sends them with its own.
 
 
 class KeptSums:

@@ -239,6 +239,9 @@ def _gradients(losses: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[t
     return [tensor.grad for tensor in tensors]
 
 
+# Run the groups of one rank forward now and backward later.
+
+
 @dataclasses.dataclass(slots=True)
 class GroupPasses:
     """The forward of the groups of a rank, and what its backward needs."""

@@ -363,6 +363,9 @@ def _rows(outputs: Sequence[Any], calls: Sequence[Microbatch]) -> list[int | Non
     return [count.pop() if len(count) == 1 else None for count in counts]
 
 
+# Send data between stages in several processes, and wake waiting stages when one fails.
+
+
 class StageLine:
     """The group of a pipeline's stages, in one process; all of them make it."""
 
@@ -447,6 +450,9 @@ def _release_frames(error: BaseException | None) -> None:
 
 def _is_network(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+# Wrap a module for ``torch.distributed.pipelining``, whose stages pass tensors only.
 
 
 class StageModule(nn.Module):

@@ -270,6 +270,9 @@ class Target:
         return id(parameter), parameter.data_ptr(), parameter._version
 
 
+# Cut parameters into the shards that ranks own. No process is involved here.
+
+
 def is_cut(tensor: torch.Tensor) -> bool:
     """Report whether a parameter is cut into shards: matrices and tensors of more axes are."""
     return tensor.dim() > 1

@@ -99,6 +99,9 @@ class SharedStore(ShardedStore):
                 place.copy_(rows)
 
 
+# Share one copy of the weights between all processes of a machine, in unnamed memory.
+
+
 # Bytes at which a tensor begins; the first of them hold the token by which the memory is known.
 _ALIGNMENT = 64
 

@@ -227,6 +227,9 @@ class TableAccess:
         self.sum = self._new_sum()
 
 
+# Look up rows of a table, and multiply with it slice by slice.
+
+
 def rows_of_table(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -340,6 +343,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 on_tables(functional.embedding)(rows_of_table)
 on_tables(functional.linear)(linear_of_table)
+
+
+# Hold the tables of a layer on a device, of which parts travel while the layer computes.
+
 
 _Sums: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
 

@@ -171,6 +171,9 @@ class KeptParameters:
             copies.clear()
 
 
+# Pinned memory for the gradients that come down from accelerators, the same in every run.
+
+
 class GradientMemory:
     """Pinned memory with a place for the gradient of each parameter of each layer.
 

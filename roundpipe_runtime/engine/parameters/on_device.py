@@ -422,6 +422,9 @@ def _tracks_statistics(module: nn.Module) -> bool:
     return isinstance(module, NormBase) and module.training and module.track_running_stats
 
 
+# Let layers parametrize their parameters in the forward, as PEFT does to add adapters to stacked experts.
+
+
 def _patch() -> AttributePatch | None:
     module, name = setter_of_parametrizations()
     original = getattr(module, name, None)

@@ -231,6 +231,9 @@ def _product_alone(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> lis
     return [found.detach(), *torch.autograd.grad(found, given[0], torch.ones_like(found))]
 
 
+# The parameters of a layer on a device that are copied when they are read, and what stands in the module for them.
+
+
 class PartialLayer:
     """The parameters of one layer on a device that are copied when they are read."""
 
@@ -328,6 +331,9 @@ class PartialLayer:
             skip(table.bytes_missing)
         self._tables.clear()
         self._stands.clear()
+
+
+# Copy a parameter of a module to the device when it is read: an expert that is not called is not copied.
 
 
 class ParametersOnDemand(dict[str, nn.Parameter | None]):

@@ -163,6 +163,9 @@ def _mixed(number: int, layer: int, microbatch: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
 
+# The state of the process's random generators, to detect what code has drawn.
+
+
 # Bytes of a state of the generator of the CPU that are compared, at its begin and at its end.
 _HEAD, _TAIL = 128, 64
 

@@ -254,6 +254,9 @@ def generators_kept(code: object = None) -> Iterator[None]:
                 one.set(state)
 
 
+# Traits of layers and loss functions that the engine observes, one record each.
+
+
 @dataclasses.dataclass(slots=True)
 class LayerTraits:
     """Observed behaviour of the code of a layer; each entry is missing until a call has shown it."""

@@ -212,6 +212,9 @@ class LayerCall(CallState):
         return self.module(value)
 
 
+# Compute the loss of one microbatch, and its backward to the outputs of the last layer.
+
+
 class MicrobatchLoss:
     """The loss of one microbatch: :meth:`compute` it, then go :meth:`back`."""
 

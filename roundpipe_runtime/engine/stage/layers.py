@@ -140,6 +140,9 @@ class StageLayers:
         self.here.clear()
 
 
+# Describe where a stage was when an error occurred.
+
+
 @dataclasses.dataclass(slots=True)
 class Place:
     """What a stage is doing now; set again at each step, as an error may come from any of them."""

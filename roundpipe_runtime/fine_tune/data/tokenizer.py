@@ -106,6 +106,9 @@ def _from_folder(folder: pathlib.Path) -> Tokenizer:
     return ByteTokenizer() if type(found).__name__ == "ByT5Tokenizer" else FolderTokenizer(found, str(folder))
 
 
+# A tokenizer without a vocabulary: a token per byte of UTF-8.
+
+
 _FIRST_BYTE = 3
 
 

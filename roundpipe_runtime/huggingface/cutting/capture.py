@@ -130,6 +130,9 @@ def asked_for(model: nn.Module, kwargs: Mapping[str, Any]) -> Literal["none", "e
     return "extras" if asked("output_attentions") or asked("output_router_logits") else "none"
 
 
+# The collector of :mod:`.capture` for versions of transformers without one, such as 4.56 and 5.0.
+
+
 COLLECTOR: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("roundpipe_outputs", default=None)
 _HOOKED = "_rp_hooked_outputs"
 

@@ -141,6 +141,9 @@ def _distance(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
     return distance(digest(one), digest(other))
 
 
+# Digest the gradients of a model as they are computed, so that no two parameters have one at the same time.
+
+
 # Gradients of a model of at most so many bytes are kept whole; of a larger one, those of at most so many numbers.
 _SMALL = 2**26
 _WHOLE = 2**10

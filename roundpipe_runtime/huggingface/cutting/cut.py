@@ -308,6 +308,9 @@ def _bytes(module: nn.Module) -> int:
     return sum(map(stored_bytes, module.parameters()))
 
 
+# Add labels to an example, so that a cut is checked as it will be trained.
+
+
 # The names that transformers gives to logits, by those of their labels.
 _LOGITS = {
     "start_positions": "start_logits",
@@ -365,6 +368,9 @@ def _logits(outputs: PyTree) -> torch.Tensor | None:
     if found is None:
         found = getattr(outputs, "prediction_logits", None)
     return found if isinstance(found, torch.Tensor) else None
+
+
+# Find the plan of a cut: run the model's forward on an example, and observe where it needs the output of a layer.
 
 
 # With more phases than this, a model is better left in one piece: each phase runs the code of all earlier ones again.

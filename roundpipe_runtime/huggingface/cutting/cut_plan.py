@@ -71,6 +71,9 @@ class CutPlan:
         return found
 
 
+# The state of one microbatch, which each piece of a cut model takes and returns.
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CutState:
     """What a piece of a cut model hands to the next one, for one microbatch.

@@ -278,6 +278,9 @@ def _flattened(out: PyTree, place: int, first: int, program: CutPlan) -> tuple[T
     return Tree(spec, tuple(named)), found
 
 
+# Run a model's forward with stubs for its layers: completed calls are replayed, new ones are recorded.
+
+
 # classes whose objects hold no tensors that a flattening would have to find
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, HeldCache)
 

@@ -164,6 +164,9 @@ def _is_plain(value: Any) -> bool:
     return _is_simple(value)
 
 
+# Let functions that were set on modules, such as a replaced ``forward``, call the copy of a copied module.
+
+
 def rebind_functions(copied: nn.Module, copies: Mapping[int, Any]) -> None:
     """Let functions that were set on the modules of a copy hold its modules, where they held those of the model."""
     made: dict[int, Any] = {}

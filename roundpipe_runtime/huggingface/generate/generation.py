@@ -66,6 +66,9 @@ def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
         )
 
 
+# Generate with encoder-decoders: the encoder runs once, then the decoder alone, each as a separate pipeline.
+
+
 def _difference(model: nn.Module, forward: Callable[..., Any], cache: Any) -> str | None:
     vocabulary = getattr(text_config(model), "vocab_size", None) or 100
     generator = torch.Generator().manual_seed(0)

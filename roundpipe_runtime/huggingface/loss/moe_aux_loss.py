@@ -100,6 +100,9 @@ def _setting(model: nn.Module, names: Sequence[str]) -> Any:
     return None
 
 
+# Prove that a loss function returns the model's loss, or a multiple of it, whose weights are proven.
+
+
 class OwnTerms:
     """What a loss function of a call adds to the model's loss; threads that run copies of the last stage share it."""
 

@@ -201,6 +201,9 @@ def _chunks(count: int, size: int) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
+# Chunked cross-entropy for large vocabularies: the logits of all tokens never exist at once.
+
+
 # Numbers in the logits of a chunk: 256 MB in float32.
 _CHUNK = 2**26
 # Fewer rows than this would read the weight too often for what they compute with it.

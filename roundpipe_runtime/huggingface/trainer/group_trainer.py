@@ -110,6 +110,9 @@ def _is_of_trainer(name: str, method: Any) -> bool:
     return function is getattr(Trainer, name) and function.__module__.startswith("transformers.")
 
 
+# Cut the batches of a Trainer into groups of rows, which do not depend on the number of processes.
+
+
 _KEPT = (
     "num_workers",
     "pin_memory",

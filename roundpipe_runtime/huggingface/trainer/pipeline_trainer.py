@@ -176,6 +176,9 @@ class PipelineTrainer(CheckpointingTrainer):
         return result
 
 
+# Check training arguments for those that a pipeline does not support, before anything runs.
+
+
 # Smaller parameters than 4,096 numbers have moments in 32 bits, also with optimizers of 8 bits.
 _WITH_8_BITS = 8192
 

@@ -238,6 +238,9 @@ def _notes(refused: Sequence[str]) -> list[str]:
     return [f"the model's code fixes sizes, and the file stops at others: {', '.join(found)}."] * bool(found)
 
 
+# Replay cases with an ONNX file in onnxruntime, and report sizes that the file cannot run.
+
+
 def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> None:
     """Replay the cases with a file, and note what it cannot do. The block must be open."""
     example, traced = source.example, source.traced

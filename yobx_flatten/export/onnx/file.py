@@ -258,6 +258,9 @@ def _without_noise() -> Iterator[None]:
             log.removeFilter(is_news)
 
 
+# Name the axes of an ONNX file as optimum does; equal axes share one name.
+
+
 _SUM = re.compile(r"(\w+) \+ (past_\w+)")
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 _CACHE = re.compile(rf"{CACHE}\.(\d+)\.(?:(decoder|encoder)\.)?(key|value)")
@@ -400,6 +403,9 @@ def _format(dim: int | ir.SymbolicDim, names: Mapping[str, str], whole: Mapping[
     # torch orders a sum by its symbols, whose numbers follow the names of the arguments
     text = _SUM.sub(r"\2 + \1", text)
     return whole.get(text, text)
+
+
+# Make matrices of adapters optional inputs of a graph, with a rank of 0 where they are not given.
 
 
 def open_rooms(model: ir.Model, rooms: Mapping[str, str]) -> None:

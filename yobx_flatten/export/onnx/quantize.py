@@ -330,6 +330,9 @@ def _rounded(
     return StoredMatrix(bits, size, rows, columns, values, nbytes)
 
 
+# Put products with matrices of few bits into a graph, in the place of products in float.
+
+
 _FLOATS, _INTEGERS = 1, 4
 """The ``accuracy_level`` of onnxruntime. At the second it also rounds the inputs to 8 bits, and multiplies integers. At
 the first, a token takes a third longer in 4 bits, and 15 times as long in 8 bits, which have no kernel there."""
@@ -390,6 +393,9 @@ def _takes_floats(x: Any, stored: StoredMatrix) -> bool:
     """Whether inputs in float32 come in whole blocks; those in half precision are rounded."""
     is_float = stored.parts[1].const_value.dtype.name == "FLOAT"
     return is_float and x.shape is not None and len(x.shape) > 1 and stored.rows % stored.block_size == 0
+
+
+# Let the embedding read the quantised table of the tied head, so that the file stores it once.
 
 
 def share_table(value: Any, stored: StoredMatrix) -> bool:
@@ -461,6 +467,9 @@ def gathers_blocks(bits: int, block_size: int) -> bool:
         return float(numpy.abs(found - table[rows]).max())
 
     return result_or(difference, lambda error: math.inf) < 0.1  # onnxruntime has no base class for its errors
+
+
+# Round matrices to 8 bits: whole steps from -127 to 127 of a scale for each block, and no zero points.
 
 
 _MOST = 127

@@ -162,6 +162,9 @@ _COMPARISONS = {"==": "Equal", "!=": "Equal", "<=": "LessOrEqual", "<": "Less"}
 _OPERATORS = {"+": "Add", "*": "Mul", "%": "Mod", "max": "Max", "min": "Min"}
 
 
+# Find out whether a program that is called with sizes which it refuses computes what the model does.
+
+
 _TRIES = 3
 _REFUSALS = (RuntimeError, ValueError, LookupError, TypeError, AssertionError, AttributeError, ArithmeticError)
 

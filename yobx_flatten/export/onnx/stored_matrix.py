@@ -84,6 +84,9 @@ def plus(value: Any, offset: Any, stored: StoredMatrix) -> list[Any]:
     return [*cast, ir.node("Add", [value, cast[0].outputs[0] if cast else offset])]
 
 
+# Keep the integers and scales that weights of a graph were made of, instead of rounding them again.
+
+
 _ROWS = 16
 """Rows of a matrix that are looked at to know whether a model has such weights at all."""
 

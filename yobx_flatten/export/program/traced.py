@@ -350,6 +350,9 @@ def _types(program: ExportedProgram, specs: Sequence[Any]) -> list[torch.dtype |
     return [getattr(values.get(name), "dtype", None) for name in names]
 
 
+# Trace a module with other weights in place of those that a trace cannot take as they are.
+
+
 @contextlib.contextmanager
 def stand_ins(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:
     """Put other weights in the place of some while a module is traced; afterwards it has its own again."""
@@ -401,6 +404,9 @@ def _is_of_integers(tensor: torch.Tensor) -> bool:
     return wraps and all(getattr(tensor, name, None) is None for name in rounds)
 
 
+# Name lines of code in a program relative to their package: a file is published, and its author's folders are not.
+
+
 _FILE = re.compile(r'(?<=File ")[^"]+(?=", line )')
 _ORIGIN = "stack_trace"
 
@@ -424,6 +430,9 @@ def _relative(name: str) -> str:
     while (root / "__init__.py").is_file() and root.parent != root:
         root = root.parent
     return path.relative_to(root).as_posix()
+
+
+# Keep ``int(size)`` symbolic in a trace, where Python would fix it to the size of the example.
 
 
 class _OfSizes(type):

@@ -54,6 +54,9 @@ def check_cases(cases: Iterable[Any]) -> list[Case]:
     return found
 
 
+# Choose how much of an export is replayed: ``"full"``, ``"sampled"`` or ``"none"``.
+
+
 Proof = Literal["auto", "full", "sample", "none"]
 """``"full"`` replays all cases, ``"sample"`` the example and the largest one, ``"none"`` nothing."""
 

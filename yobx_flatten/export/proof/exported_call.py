@@ -176,6 +176,9 @@ def _like(given: object, found: Any) -> Any:
     return int(found) if type(given) is int else found
 
 
+# Replay a file with a cache buffer that is longer than the text, as a generation loop passes it.
+
+
 class InSharedMemory(OnnxRunner):
     """A file whose calls are run as a generation loop runs them, with memory for more tokens than there are."""
 

@@ -190,6 +190,9 @@ def replay(
     return CaseResult(case.name, side.runtime, len(expected), differences, seconds, **how)
 
 
+# Check that a file asked for the scores of the last token returns those that it returns of all tokens.
+
+
 _FAR = 1e-3
 """Of the largest score: a product of one row is summed in another order than one of many, nothing more."""
 
@@ -217,6 +220,9 @@ def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[
                 f"{runner.name} returns other scores of the last token where only those are asked for: {wrong:.1e}."
             )
         return
+
+
+# Find the first node of a file whose value differs from the program's.
 
 
 _LARGEST = 2**28

@@ -29,6 +29,10 @@ Texts: TypeAlias = tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor], 
 _SCORES = 2**25
 """Numbers of scores that are kept for the divergence."""
 
+
+# Let a file read a text from its first token, with an empty cache, where a call has that token in its cache.
+
+
 logger = logging.getLogger("yobx_flatten")
 
 

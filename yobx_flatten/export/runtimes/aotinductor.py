@@ -88,6 +88,12 @@ def _compile(program: ExportedProgram, signature: Signature, path: pathlib.Path,
         )
 
 
+# Let a program write the cache in place: buffers that are longer than the text, and how much of them is filled.
+
+
+# Store the weights of products as a product of one row reads them.
+
+
 aten = torch.ops.aten
 
 
@@ -217,6 +223,9 @@ def _exchange(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     node.meta["val"] = value.new_empty(*reversed(value.shape))
 
 
+# Pass a scan the sizes of its results, which AOTInductor allocates before the loop starts.
+
+
 def lift_sizes(module: GraphModule) -> None:
     """Hand every scan of a graph the sizes of its outputs."""
     # module: the graph; its scans and their bodies are changed
@@ -262,6 +271,9 @@ def _sizes(tensors: tuple[Node, ...]) -> list[tuple[Node, int, torch.SymInt]]:
 def _after_placeholders(module: GraphModule) -> Node:
     nodes: Iterable[Node] = module.graph.nodes
     return next(node for node in nodes if node.op != "placeholder")
+
+
+# Find the dynamic sizes that may not be 0 in an AOTInductor package.
 
 
 _Shapes = Mapping[str, tuple[int, ...]]
@@ -332,6 +344,9 @@ def _runs(program: ExportedProgram, shapes: _Shapes) -> bool:
 def _takes(program: ExportedProgram, given: list[torch.Tensor]) -> bool:
     torch.fx.Interpreter(program.graph_module).run(*given)
     return True
+
+
+# Keep the last block of a tiled reduction within its output.
 
 
 def _storing_tails(aggregate: Callable[..., None]) -> Callable[..., None]:

@@ -146,6 +146,9 @@ def _without_kernel(operators: str) -> str:
     )
 
 
+# Let loops in ExecuTorch files run over the sizes of the call instead of the largest sizes.
+
+
 @contextlib.contextmanager
 def states_of_the_call() -> Iterator[None]:
     """Let ExecuTorch emit loops whose state has the size of the call."""
@@ -169,6 +172,9 @@ def _patch() -> AttributePatch:
         return found
 
     return AttributePatch(managers, "emit_program", emitted)
+
+
+# Read leaf names without sizes: newer versions of yobx write ``key_W_1`` instead of ``key_W8_1``.
 
 
 def with_sizes(plan: Any) -> None:
@@ -224,6 +230,9 @@ def _size_stacks(plan: Any, chain: Any, stack: int) -> None:
     for jump in jumps:
         jump.destination_instruction = places[jump.destination_instruction]
     chain.instructions[:] = made
+
+
+# Rewrite operators that ExecuTorch has no kernel for into operators that it has.
 
 
 _ATEN = torch.ops.aten

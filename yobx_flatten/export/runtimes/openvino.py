@@ -72,6 +72,9 @@ def _save(model: Any, traced: Traced, path: pathlib.Path) -> None:
     import_openvino().save_model(model, str(path), compress_to_fp16=False)
 
 
+# Let the attention of an OpenVINO model add its mask in float32.
+
+
 def with_added_masks(model: Any) -> None:
     """Give each attention of a model a mask of numbers in place of one of booleans; the model is changed."""
     import numpy
@@ -90,6 +93,9 @@ def with_added_masks(model: Any) -> None:
             added[mask] = operators.select(mask, none, lowest).output(0)
         node.input(3).replace_source_output(added[mask])
     model.validate_nodes_and_infer_types()
+
+
+# Make the cache of an OpenVINO model its state, which OpenVINO writes in place.
 
 
 _FUSED = "ScaledDotProductAttention"

@@ -295,6 +295,9 @@ _WRITERS: Mapping[str, Callable[[_Job], None]] = {
 }
 
 
+# Remove the counter input of a model whose layers all slide, since no tool feeds it.
+
+
 def without_counter(source: Source, report: ExportReport) -> Source:
     """Return a source without the counter that no tool feeds, for a model whose layers all slide."""
     left = source.traced.left  # the decoder that is fed otherwise leaves nothing in its arguments

@@ -34,6 +34,9 @@ def model_replacements() -> Iterator[Replacement]:
                 yield target, name, make
 
 
+# Trace mixtures of experts without the loop over the experts that were hit.
+
+
 def _gates(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, experts: int) -> torch.Tensor:
     """What every token gives to every expert, (experts, tokens, 1): zero where it was not routed to."""
     gates = top_k_weights.new_zeros(top_k_index.shape[0], experts)
@@ -82,6 +85,9 @@ EXPERTS = [
 ]
 
 
+# Trace models that call their layers in a loop, where only the last call writes the cache.
+
+
 @replacement
 def _past_of_the_window(original: Function) -> Function:
     # Upstream joins the past and the new keys, and cuts what is before the window from the front. Such a slice asks
@@ -112,6 +118,9 @@ def _past_of_the_window(original: Function) -> Function:
 
 # models, class, method, version to trace
 LOOPS = ((("dory",), "DoryAttention", "forward", _past_of_the_window),)
+
+
+# Trace positions that a model computes with Python integers.
 
 
 @replacement
@@ -194,6 +203,9 @@ POSITIONS = (
 # Models of the first mamba have two ways: one new token goes on from the state, several start again from zero ("initial
 # hidden state is not supported by the kernel path"). Both are one scan, from the state or from zero. torch assumes that
 # a size that varies is 2 or more and drops what compares it with 1, so the number of tokens is asked of a tensor.
+
+
+# Trace models that go from token to token with a state as one graph, for any number of new tokens.
 
 
 def _caches_answer(*questions: str) -> bool:

@@ -184,6 +184,9 @@ def _replacements() -> Iterator[Replacement]:
 TRANSFORMERS_TRACING = TransformersTracing()
 
 
+# Trace attention as one operator, with as many key heads as the cache has.
+
+
 def attention_replacements() -> Iterator[Replacement]:
     """Yield module, function and replacement for the attention of the installed transformers, if it is imported."""
     sdpa = sys.modules.get("transformers.integrations.sdpa_attention")
@@ -196,6 +199,9 @@ def _always(original: Function) -> Function:
         return True
 
     return use_gqa_in_sdpa
+
+
+# Trace ``torch.arange`` that starts at a tensor: positions before transformers 5.1.
 
 
 _SUMS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}
@@ -229,6 +235,9 @@ class TensorRanges(TorchFunctionMode):
 
 def _is_count(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+# Trace rotary embeddings whose frequencies depend on the length (``"dynamic"``, ``"longrope"``).
 
 
 _DECORATOR = "dynamic_rope_update."
@@ -287,6 +296,9 @@ def _by_length(original: Function) -> Function:
         return plain(self, x, position_ids, **of_layer)
 
     return forward
+
+
+# Trace attention masks with one code path for every length.
 
 
 def mask_replacements() -> Iterator[Replacement]:
@@ -370,6 +382,9 @@ def _broadcast_for_bhqkv(original: Function) -> Function:
 
 def _nothing_to_transform(original: Function) -> Function:
     return contextlib.nullcontext
+
+
+# Apply the reversible patches of transformers' own exporters to the imported models.
 
 
 _MODULE = "transformers.exporters.exporter_dynamo"

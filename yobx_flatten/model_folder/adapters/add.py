@@ -135,6 +135,9 @@ def _stored(
     return StoredAdapter({name: [pathlib.PurePosixPath(one).name for one in paths] for name, paths in cases.items()})
 
 
+# Write the matrices of adapters into an exported folder, for this package and for onnxruntime-genai.
+
+
 def write_matrices(folder: pathlib.Path, adapters: Iterable[Adapter]) -> None:
     """Write adapters next to the files that take them."""
     rooms: Mapping[str, Port] | None = None

@@ -101,6 +101,9 @@ class BlockwiseDecoder(torch.nn.Module):
         return torch.where(inside, begins.long().cumsum(1) - 1, -1)
 
 
+# Export a language model whose first layers also get features of pictures (Qwen3-VL).
+
+
 class DeepstackDecoder(torch.nn.Module):
     """From embeddings and features of layers in between to scores.
 

@@ -114,6 +114,9 @@ def grid_image(model: TransformersModel, height: int, width: int) -> dict[str, t
     return {"pixel_values": pixels.to(model.dtype), "image_grid_thw": grid}
 
 
+# Export encoders of nested pictures (SmolVLM, Idefics3): (rows, pictures, channels, height, width).
+
+
 class NestedVisionEncoder(torch.nn.Module):
     """One picture to the features that stand in the place of its tokens."""
 
@@ -146,6 +149,9 @@ class NestedVisionEncoder(torch.nn.Module):
                 f"{type(model).__qualname__} does more with a picture than its vision_model and its connector. Export "
                 "the calls of a run: with record_calls(model) as calls: model.generate(...)"
             )
+
+
+# Export vision encoders of models that cut pictures into tiles (LLaVA-NeXT, LLaVA-OneVision).
 
 
 class TiledVisionEncoder(torch.nn.Module):

@@ -135,6 +135,9 @@ _INPUTS: dict[str, tuple[Callable[[Any, int, int], dict[str, torch.Tensor]], str
 }
 
 
+# Refuse a model that draws random numbers in evaluation: no file could be compared with it.
+
+
 @torch.no_grad()
 def check_nothing_is_drawn(model: TransformersModel, example: Mapping[str, torch.Tensor]) -> None:
     """Refuse a model whose outputs follow torch's seed; one that draws and drops what it drew is taken."""
@@ -165,6 +168,9 @@ def _tensors(outputs: Any) -> list[torch.Tensor]:
     """The tensors of an output, which is not registered here."""
     found = pytree.tree_leaves(dict(outputs) if isinstance(outputs, dict) else outputs)
     return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+
+
+# Add ``token_type_ids`` to a model's file: which of two texts a token belongs to.
 
 
 TYPES = "token_type_ids"

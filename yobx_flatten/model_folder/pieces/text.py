@@ -351,6 +351,9 @@ def random_tokens(model: TransformersModel, shape: tuple[int, int]) -> torch.Ten
     return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+# Return the weights of attention by which Whisper finds out when a word was said.
+
+
 Head = tuple[int, int]
 """A layer, and a head of its attention to what the encoder read."""
 
@@ -408,6 +411,9 @@ class HeadRecorder:
         for layer, head in self.heads:
             made.setdefault(str(layer), {})[str(head)] = found[layer][:, head]
         return {"cross_attentions": made}
+
+
+# Find the number of positions of a model with a position table: longer texts are refused.
 
 
 _NAMES = ("max_position_embeddings", "max_target_positions", "n_positions", "n_ctx")

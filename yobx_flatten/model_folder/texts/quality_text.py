@@ -81,6 +81,9 @@ def python_source() -> str:
     return "".join(texts)
 
 
+# Provide what an encoder reads, present on every machine: rows that its matrices are rounded by, and sentences.
+
+
 _ROWS, _LENGTH = 128, 64
 """Of the text that matrices are rounded by. Sentences are shorter than texts, and more rows begin."""
 

@@ -141,6 +141,9 @@ def _with_rooms(model: torch.nn.Module, folder: pathlib.Path) -> Iterator[None]:
         yield
 
 
+# Find the modules that the files of a folder were exported from, by the model and the folder.
+
+
 def load_model(given: TransformersModel | str | os.PathLike[str], manifest: FolderManifest) -> TransformersModel:
     """Return the model of a folder without adapters, in the type of the files."""
     if not isinstance(given, (str, os.PathLike)):

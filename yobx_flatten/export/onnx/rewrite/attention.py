@@ -253,6 +253,9 @@ def _uncast(value: ir.Value) -> ir.Value:
     return value if cast is None else input_of(cast, 0)
 
 
+# Copy the last keys of a sliding layer in one piece.
+
+
 def slice_windows(graph: ir.Graph) -> None:
     """Replace each ``Gather`` of the last places of an axis by a ``Slice``, in place."""
     import onnx_ir as ir

@@ -201,6 +201,9 @@ def _axes(shape: ir.Node) -> tuple[int, int]:
     return attribute(shape, "start", 0), attribute(shape, "end", 4)
 
 
+# Replace attention with sinks (gpt-oss) by one operator. A sink takes weight and adds no value.
+
+
 def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
     """Replace spelled-out attention with sinks, whose keys and values are those of the file's cache, in place."""
     # returns: the nodes: `Attention` whose seventh input, which ONNX's operator does not have, is the sinks, of shape
@@ -272,6 +275,9 @@ def _is_cache(value: ir.Value) -> bool:
 def _numbers(value: ir.Value | None) -> list[int] | None:
     constant = None if value is None else value.const_value
     return None if constant is None else constant.numpy().reshape(-1).tolist()
+
+
+# Compute the attention mask of a file with a shared cache in fewer operators.
 
 
 def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:

@@ -135,6 +135,9 @@ def heads_first(old: ir.Value, new: ir.Value, width: int) -> bool:
     return False
 
 
+# Replace the rotation of queries and keys by one ``RotaryEmbedding`` operator.
+
+
 def rotate_together(model: ir.Model) -> None:
     """Rotate what one product made for a ``GroupQueryAttention`` in one piece, in place."""
     import onnx_ir.passes.common as passes

@@ -90,6 +90,12 @@ def _passes(rules: list[_RuleOfOperator]) -> Sequential | None:
         return None
 
 
+# Let a caller ask a decoder for the scores of its last tokens, by an input that has a value of its own.
+
+
+# Merge the three projections of an attention into one product, which is faster for one token.
+
+
 # what may be between a product and the attention, with the product's rows as its first input
 _BETWEEN = ("RotaryEmbedding", "RMSNormalization", "Reshape", "Transpose", "Add")
 
@@ -152,6 +158,9 @@ def _join(graph: ir.Graph, products: list[ir.Node]) -> None:
     # the matrices are in the joint one: a file would hold them twice
     for value in unused:
         graph.initializers.pop(str(value.name), None)
+
+
+# Merge a residual sum and its normalisation into one operator of onnxruntime.
 
 
 def fuse_skip_norms(model: ir.Model) -> None:

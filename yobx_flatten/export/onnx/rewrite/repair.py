@@ -148,6 +148,9 @@ def _as_many_rows(graph: ir.Graph) -> None:
             node.replace_input_with(place, expanded)
 
 
+# Match parts of a graph: the node that makes a value, the only one that reads it, the number that it is.
+
+
 def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
     """Return the node that makes a value, where it is this operator of ONNX."""
     node = None if value is None else value.producer()

@@ -182,6 +182,9 @@ def _grid(form: _Form, numbers: torch.Tensor, parts: list[tuple[torch.Tensor, to
     return WeightGrid(form.bits, held, steps, zeros=None if form.is_even else offsets.to(torch.uint8).numpy())
 
 
+# Round the matrices of a file by what they are multiplied with on a text.
+
+
 logger = logging.getLogger("yobx_flatten")
 
 RoundedMatrices: TypeAlias = dict[tuple[str, bool], WeightGrid]

@@ -126,6 +126,9 @@ def _showing(file: UnprovenFile, names: Collection[str]) -> Iterator[OnnxRunner]
         path.unlink(missing_ok=True)
 
 
+# Find for each input of products how it is split in two parts, by a text: see `split_inputs`.
+
+
 logger = logging.getLogger("yobx_flatten")
 
 _TEXTS, _LENGTH = 4, 64

@@ -45,7 +45,7 @@ NEEDS_dev := --editable '.[all]' --group dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch quantized compat newest kills fuzz ranks lint format types doctest docs site notebooks bench bench-gpu gpu-dry-run matrix operators cut-matrix trainings genai real runtimes clients browser clean distclean
+.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch quantized compat newest kills fuzz ranks house lint format types doctest docs site notebooks bench bench-gpu gpu-dry-run matrix operators cut-matrix trainings genai real runtimes clients browser clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -133,6 +133,9 @@ lint: $(VENV)/.has-lint  ## check style, formatting, spelling, and which folder 
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell
+
+house:  ## print how many lines and files the packages have, by folder, next to what pyproject.toml allows
+	@$(PYTHON) tests/house.py
 
 kills: $(VENV)/.has-test  ## kill a training and everything that writes files 30 times each: the training goes on to the same bits, files are old or new
 	ROUNDPIPE_KILLS=30 $(BIN)/python -m pytest tests/killed tests/runtime/checkpoint/test_killed.py \

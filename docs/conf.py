@@ -204,8 +204,12 @@ def is_run_of(ran: Path, source: Path) -> bool:
 _copy_notebooks()
 
 
+# A reader who searches for a word finds the guide, and neither a table of hundreds of models nor how the code is built.
+NOT_SEARCHED = r"(dev/|changelog$|(matrix|cut_matrix|trainings|runtimes|genai|operators)$)"
+
+
 def setup(app):
-    """Add the tags that need the public address."""
+    """Add the tags that need the public address, and leave pages out of the search."""
 
     def add_tags(app, page, template, context, doctree):
         if app.config.html_baseurl:
@@ -213,4 +217,9 @@ def setup(app):
             tags = head_tags(app.config.html_baseurl, page, html.unescape(title), myst_html_meta["description"])
             context["metatags"] = context.get("metatags", "") + tags
 
+    def leave_out_of_the_search(app, doctree):
+        if re.match(NOT_SEARCHED, app.env.docname):
+            app.env.metadata[app.env.docname]["nosearch"] = True
+
     app.connect("html-page-context", add_tags)
+    app.connect("doctree-read", leave_out_of_the_search)

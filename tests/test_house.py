@@ -8,6 +8,8 @@ import re
 
 import pytest
 
+from tests import house
+
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = ("yobx_flatten", "roundpipe_runtime")
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
@@ -20,6 +22,17 @@ def test_no_folder_has_more_files_than_a_reader_takes_in(package):
     folders = [folder for folder in (ROOT / package).rglob("*") if folder.is_dir()]
     files = {str(folder.relative_to(ROOT)): len(list(folder.glob("*.py"))) for folder in folders}
     assert {name: count for name, count in files.items() if count > MOST_FILES_IN_A_FOLDER} == {}
+
+
+def test_no_folder_is_larger_than_its_budget():
+    """The numbers of `[tool.house]` can only go down; `make house` prints the table."""
+    found, allowed = house.measured(), house.budgets()
+    assert set(found.lines) | {"files", "longest_file", "longest_function"} == set(allowed)
+    larger = {name: count for name, count in found.lines.items() if count > allowed[name]}
+    assert larger == {}, "take lines away in the same folder"
+    assert found.files <= allowed["files"]
+    assert found.longest_file <= allowed["longest_file"]
+    assert found.longest_function <= allowed["longest_function"]
 
 
 def resolve(name):

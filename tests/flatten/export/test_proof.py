@@ -10,7 +10,7 @@ import torch
 
 from yobx_flatten import export_onnx, export_program
 from yobx_flatten.errors import InvalidArgumentError, NoRoomError
-from yobx_flatten.export import model_facts
+from yobx_flatten.export import free_space
 from yobx_flatten.export.model_facts import ModelFacts
 from yobx_flatten.export.proof import case
 from yobx_flatten.export.proof.case import Case
@@ -110,7 +110,7 @@ def test_tied_weights_are_counted_once():
 
 def test_a_full_disk_is_found_before_anything_is_traced(tmp_path, monkeypatch):
     """The message names the folder, what is needed and what is free."""
-    monkeypatch.setattr(model_facts.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 10}))
+    monkeypatch.setattr(free_space.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 10}))
     module = torch.nn.Linear(3, 2)
     monkeypatch.setattr(module, "forward", lambda *args: pytest.fail("the module was called"))
     with pytest.raises(NoRoomError, match=r"the weights take 32 bytes, and 10 bytes are free in "):
@@ -121,11 +121,11 @@ def test_a_full_disk_is_found_before_anything_is_traced(tmp_path, monkeypatch):
 def test_too_little_memory_is_found_before_anything_is_traced(monkeypatch):
     """The message names what is needed, what there is, and the argument that needs less."""
     facts = dataclasses.replace(ModelFacts.of(torch.nn.Linear(3, 2)), weight_bytes=2**31)
-    monkeypatch.setattr(model_facts, "memory_available", lambda: 2**30)
-    monkeypatch.setattr(model_facts.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 2**40}))
+    monkeypatch.setattr(free_space, "memory_available", lambda: 2**30)
+    monkeypatch.setattr(free_space.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 2**40}))
     with pytest.raises(NoRoomError, match=r"needs 2\.68 GB .* 1\.07 GB are available(?s:.*)proof=\"none\""):
-        model_facts.check_room(facts, pathlib.Path("a.onnx"))
-    model_facts.check_room(facts, pathlib.Path("a.onnx"), in_memory=0)
+        free_space.check_room(facts, pathlib.Path("a.onnx"))
+    free_space.check_room(facts, pathlib.Path("a.onnx"), in_memory=0)
 
 
 def test_an_opset_that_onnxruntime_lacks_is_found_before_anything_is_traced(tmp_path, monkeypatch):

@@ -160,7 +160,7 @@ def test_some_of_the_steps_record_nothing(few, capsys):
 def test_the_programs_of_the_readme_are_all_that_it_shows():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     found = list(newest_programs.blocks(text))
-    assert len(found) == text.count("```python\n") > 2
+    assert len(found) == text.count("```python\n") > 1
     assert found[0][0] == "Export a model and generate with it"
     assert found[0][1].startswith("import torch\n")
 

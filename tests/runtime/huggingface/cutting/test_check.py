@@ -263,10 +263,13 @@ def test_no_two_large_gradients_are_there_at_once(size, monkeypatch):
     plain = check.digest
 
     def watched(gradient, **options):
-        held.append(sum(p.grad is not None for p in model.parameters()))
+        if gradients := sum(
+            p.grad is not None for p in model.parameters()
+        ):  # there are none yet where outputs are read
+            held.append(gradients)
         return plain(gradient, **options)
 
     monkeypatch.setattr(check, "digest", watched)
     check_equivalence(model, pieces_of(model), (tokens(2),), {})
-    assert len(held) == 18
+    assert len(held) == 18 + 4  # gradients, and outputs, of model and pieces
     assert max(held) == 1

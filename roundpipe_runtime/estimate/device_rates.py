@@ -20,10 +20,6 @@ _BYTES_OF_PARAMETER = 2
 _COPIED = 256 * 2**20
 _ROWS = 8192
 
-
-# Measure the interpreter's cost of calling a layer.
-
-
 # How often everything is measured; the fastest counts.
 _REPEATS = 3
 
@@ -118,6 +114,9 @@ def _clock(device: torch.device, work: Work) -> float:
     start = time.perf_counter()
     found = _once(device, (work,))
     return found / (time.perf_counter() - start)
+
+
+# Measure the interpreter's cost of calling a layer.
 
 
 _LAYERS, _MICROBATCHES, _WIDTH = 16, 4, 8

@@ -90,9 +90,6 @@ def _passes(rules: list[_RuleOfOperator]) -> Sequential | None:
         return None
 
 
-# Let a caller ask a decoder for the scores of its last tokens, by an input that has a value of its own.
-
-
 # Merge the three projections of an attention into one product, which is faster for one token.
 
 
@@ -206,6 +203,9 @@ def _fits(add: ir.Node, norm: ir.Node) -> bool:
         return False
     # it does not broadcast: a bias that is added is not a residual
     return list(left.shape) == list(right.shape) == list(total.shape)
+
+
+# Let a caller ask a decoder for the scores of its last tokens, by an input that has a value of its own.
 
 
 # what may be between the head and the scores: works on each score by itself, with numbers or weights of the file

@@ -68,8 +68,10 @@ def test_its_numbers_are_those_of_the_last_measurements():
     peer = re.search(row, matrix, re.MULTILINE)
     ours, theirs = [tuple(map(int, peer.groups()[at : at + 2])) for at in (0, 2)]
     assert numbers == [(sum(kind[-1] for kind in kinds), sum(kind[0] for kind in kinds)), ours, theirs]
-    steps = json.loads((ROOT / "docs" / "data" / "bench-pipeline.json").read_text(encoding="utf-8"))
-    assert f"| **{steps['ratios']['pipeline / 1F1B']:.2f}x** |" in README
+    measured = json.loads((ROOT / "docs" / "data" / "bench-export.json").read_text(encoding="utf-8"))
+    calls = {call["work"]: call["milliseconds"] for call in measured["models"]["llama"]["calls"]}
+    spent = [calls["decode, 4096 cached"][side] for side in ("yobx_flatten", "optimum", "eager")]
+    assert [int(ms) for ms in re.findall(r"(\d+) ms", README)] == [round(ms) for ms in spent]
 
 
 def test_the_changelog_has_a_section_for_the_version_with_highlights():

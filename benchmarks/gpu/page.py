@@ -121,14 +121,15 @@ def write_page() -> None:
     (_ROOT / "docs" / "gpu.md").write_text(page(day), encoding="utf-8")
     for path, link in ((_ROOT / "README.md", "docs/gpu.md"), (_ROOT / "docs" / "guide" / "install.md", "../gpu.md")):
         text = path.read_text(encoding="utf-8")
-        lines = f"{_BEGIN}\n{state(day)}\n[What runs on the day that one is there]({link}).\n{_END}"
+        shown = f"[the rows]({link})" if _is_gpu(day) else f"[what is ready for that day]({link})"
+        lines = f"{_BEGIN}\n**Status:** {state(day)} See {shown}.\n{_END}"
         path.write_text(re.sub(f"{_BEGIN}.*?{_END}", lambda _, new=lines: new, text, flags=re.DOTALL), encoding="utf-8")
 
 
 def state(day: Day) -> str:
     """What has run on a GPU, in a sentence or two; the rows of other devices do not count."""
     if not _is_gpu(day):
-        return "**No GPU has run it yet.** Trainings ran on virtual devices and on an accelerator made of the CPU."
+        return "`roundpipe_runtime` runs on GPUs and on simulated devices on the CPU. **It has not run on a GPU yet.**"
     profile = next(iter(day["profile"].values()))
     sentences = [f"It ran on {profile['machine'].partition(';')[0]}."]
     if tests := day.get("test"):

@@ -183,6 +183,7 @@ def test_a_day_that_is_killed_keeps_its_rows_and_goes_on(made, monkeypatch, tmp_
     first = made.records.of("row")
     assert [one["program"] for one in first.values()] == list(row.programs[:2])
     assert list(made.records.of("plan")) == [row.name]
+    assert made.records.of("begun")[f"{row.name} | {row.programs[2]}"]["times"] == 1
     assert all(has_ended(int(process)) for process in started.read_text().split())
     with made.records.path.open("a", encoding="utf-8") as file:
         file.write('{"kind": "row", "key"')  # a line that was cut
@@ -261,6 +262,26 @@ def test_a_profile_that_takes_too_long_is_ended(made, monkeypatch, capfd):
         made.run("profile")
 
 
+def test_a_profile_that_breaks_keeps_what_it_found(made, monkeypatch, capfd):
+    """The page shows it, with the reason; the next call measures again."""
+    begun = {"machine": "NVIDIA H100; AMD", "device": "cuda", "driver": None, "versions": {"CUDA": "13.0"}}
+    error = "RuntimeError: no memory can be pinned"
+    calls = []
+
+    def run(command, environment, limit):
+        calls.append(command)
+        return Done(json.dumps(begun) + "\n", error, 1)
+
+    monkeypatch.setattr(gpu_day, "run_apart", run)
+    assert not made.run("profile")
+    assert not made.run("profile")
+    assert len(calls) == 2
+    assert error in capfd.readouterr().out
+    text = page.page({kind: made.records.of(kind) for kind in ("profile", "plan", "row", "test")})
+    assert f"- it ended early: {error}" in text
+    assert "It ran on NVIDIA H100." in text
+
+
 def has_ended(process):
     """Whether a process ends within ten seconds; one that does not is killed."""
     for _ in range(100):  # whoever inherits it takes note of its end a moment later
@@ -297,6 +318,105 @@ def test_output_goes_to_a_log_and_a_status_comes_back(tmp_path):
     command = [sys.executable, "-S", "-c", "import sys; print('out'); sys.stdout.flush(); sys.exit('error')"]
     assert run_apart(command, dict(os.environ), 60.0, log=log).status == 1
     assert log.read_text() == "before\nout\nerror\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [(137, "signal 9 ended it: the host, or its container, had no memory left"), (139, "signal 11 ended it"),
+     (-9, "signal 9 ended it: the host, or its container, had no memory left"), (1, "ValueError: no")],
+)  # fmt: skip
+def test_what_ended_a_process_is_named(made, status, expected):
+    """A signal, which leaves no error in the output but what was there before."""
+    assert (
+        made._ended(Done("", "a warning\nValueError: no\n", status), 150.0, 150.0, "it was not done")["error"]
+        == expected
+    )
+
+
+def test_a_kernel_that_has_no_memory_ends_what_was_started_first():
+    """And not the process that writes the records."""
+    program = "print(open('/proc/self/oom_score_adj').read())"
+    done = run_apart([sys.executable, "-S", "-c", program], dict(os.environ), 60.0)
+    assert done.out.strip() == "1000"
+    assert Path("/proc/self/oom_score_adj").read_text().strip() != "1000"
+
+
+def test_a_program_that_ends_two_calls_is_left_out(made, monkeypatch):
+    """Where a container ends as a whole there is no row, and each call would end at the same place."""
+    row = rows_of("1.7B", tiny=True)[0]
+    first, second = (f"{row.name} | {program}" for program in OURS[:2])
+    seen = []
+
+    def run(command, environment, limit):
+        seen.append(made.records.of("begun")[f"{row.name} | {command[4]}"])
+        return Done('{"losses": [1.0], "seconds": [2.0], "tokens per second": 5.0}', "", 0)
+
+    monkeypatch.setattr(gpu_day, "run_apart", run)
+    made.records.add("begun", first, {"times": 2})
+    for program in OURS[:2]:
+        made._program(program, row)
+    assert made.records.of("row")[first]["error"].startswith("2 calls ended while it ran")
+    assert "error" not in made.records.of("row")[second]
+    assert [one["times"] for one in seen] == [1]
+    assert made.records.of("begun")[second]["times"] == 0
+
+
+_TESTS = """
+import os, pytest
+pytestmark = pytest.mark.gpu
+
+def test_a():
+    pass
+
+def test_ends_the_process():
+    os._exit(7)
+
+def test_breaks_the_device():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+def test_skips():
+    pytest.skip("no such thing")
+
+def test_b():
+    pass
+"""
+
+
+def test_a_test_that_ends_its_process_hides_no_other(made, monkeypatch, tmp_path, capfd):
+    """Nor does one that breaks the device, on which all further tests of the process would fail."""
+    (tmp_path / "test_some.py").write_text(_TESTS)
+    calls = []
+
+    def run(command, environment, limit, log):
+        calls.append(command)
+        options = ["-c", os.devnull, "--rootdir", str(tmp_path)]
+        line = [str(tmp_path / "test_some.py") if one == "tests/gpu" else one for one in command]
+        return run_apart([*line, *options], environment, limit, log=log)
+
+    monkeypatch.setattr(gpu_day, "run_apart", run)
+    assert not made.run("tests")
+    outcomes = {name.partition("::")[2]: one["outcome"] for name, one in made.records.of("test").items()}
+    assert outcomes == {
+        "test_a": "passed",
+        "test_ends_the_process": "unfinished",
+        "test_breaks_the_device": "failed",
+        "test_skips": "skipped",
+        "test_b": "passed",
+    }
+    assert 3 <= len(calls) <= 4
+    assert "2 passed, 1 failed, 1 skipped, 1 unfinished" in capfd.readouterr().out
+
+
+def test_of_several_parts_the_programs_that_decide_run_first(tmp_path, monkeypatch):
+    """A day that is over after half of them has a table of every row."""
+    seen = []
+    monkeypatch.setattr(gpu_day.Day, "run", lambda self, part, programs=None: seen.append((part, programs)) or True)
+    for parts in (["8B"], ["tests", "8B", "long"]):
+        options = ["--shapes", "tiny", "--device", "cpu", "--out", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", ["gpu_day.py", *parts, *options])
+        assert gpu_day.main() == 0
+    several = [("tests", 2), ("8B", 2), ("long", 2), ("8B", None), ("long", None)]
+    assert seen == [("8B", None), *several]
 
 
 def test_operators_are_compiled_once_and_before_a_program_has_its_time(made, monkeypatch, tmp_path):

@@ -44,6 +44,23 @@ def test_an_import_brings_nothing_but_the_package_and_torch(package):
     }
 
 
+# A machine without a network may lack it: everything that reads no file is there.
+WITHOUT_MSGSPEC = """
+import sys
+sys.modules["msgspec"] = None
+import {package} as package
+print([name for name in package.__all__ if not hasattr(package, name)])
+"""
+
+
+@pytest.mark.parametrize("package", ["yobx_flatten", "roundpipe_runtime"])
+def test_every_name_is_there_without_the_library_that_checks_files(package):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MSGSPEC.format(package=package)], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
 @pytest.mark.parametrize("package", ["yobx_flatten", "roundpipe_runtime"])
 def test_names_are_imported_when_they_are_asked_for(package):
     """The package itself is there at once; every name, every folder and `dir` find what there is."""

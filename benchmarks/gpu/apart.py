@@ -20,7 +20,11 @@ ROOT = Path(__file__).parents[2]
 # Runs the command, and ends its group when the pipe from the parent ends. So a parent that was killed leaves no GPU
 # taken, and no compiler that writes what the next call compiles again.
 _ENDS_WITH_PARENT = """
-import os, signal, subprocess, sys, threading
+import contextlib, os, signal, subprocess, sys, threading
+
+# where memory runs out the kernel ends this process and those below, and not the one that writes the records
+with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+    file.write("1000")
 
 def end_with_parent():
     os.read(0, 1)

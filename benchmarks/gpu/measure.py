@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.gpu.programs import PROGRAMS, Program
 from benchmarks.gpu.rows import Row, named_row
+from roundpipe_runtime.estimate.hardware import host_memory_available
 
 __all__ = ["copied_bytes", "measured"]
 
@@ -42,7 +43,7 @@ class HostMemory:
     """
 
     def __enter__(self) -> HostMemory:
-        self._free = psutil.virtual_memory().available
+        self._free = host_memory_available()
         self._process = psutil.Process()
         self.begin()
         self._ended = threading.Event()
@@ -60,7 +61,7 @@ class HostMemory:
 
     def _watch(self) -> None:
         while not self._ended.wait(0.1):
-            self.taken = max(self.taken, self._free - psutil.virtual_memory().available)
+            self.taken = max(self.taken, self._free - host_memory_available())
             self.resident = max(self.resident, self._process.memory_info().rss)
 
 
@@ -182,7 +183,8 @@ def link_bytes(step: Callable[[], object], device: torch.device) -> dict[str, in
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return copied_bytes(json.loads(path.read_text())["traceEvents"])
+        found = copied_bytes(json.loads(path.read_text())["traceEvents"])
+        return found if any(found.values()) else None  # a container may forbid the counters of the driver
 
 
 def copied_bytes(events: list[dict[str, Any]]) -> dict[str, int]:

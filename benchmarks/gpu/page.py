@@ -96,8 +96,9 @@ _HEAD = """# On a GPU
 `python benchmarks/gpu_day.py --out DIR` measures it, from a checkout, without pip and without a network. It ends within
 nine minutes, and the same line again goes on where it stopped. Parts may be named: `profile`, the speed of the machine;
 `tests`, which is `pytest -m gpu`; `1.7B`, `8B`, `lora` and `long`, trainings next to what else trains with help of the
-host. Where wheels are missing, `python benchmarks/gpu_day.py --wheels DIR` fetches them on a machine with a network,
-below 40 MB, and the same option names them afterwards. `--page --out DIR` writes this page.
+host. Of several parts, the first two programs of each row run before the others. Where wheels are missing,
+`python benchmarks/gpu_day.py --wheels DIR` fetches them on a machine with a network, below 40 MB, and the same option
+names them afterwards. `--page --out DIR` writes this page.
 
 ## How the rows are measured
 
@@ -149,9 +150,8 @@ def _is_gpu(day: Day) -> bool:
 
 
 def _counted(counts: Mapping[str, int]) -> str:
-    return ", ".join(
-        f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped") if counts.get(outcome)
-    )
+    outcomes = ("passed", "failed", "skipped", "unfinished")
+    return ", ".join(f"{counts[outcome]} {outcome}" for outcome in outcomes if counts.get(outcome))
 
 
 def _fastest(found: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -183,20 +183,21 @@ def _described(row: Row) -> str:
 
 def _machine(day: Day) -> list[str]:
     profile = next(iter(day["profile"].values()))
-    rates = profile["rates"]
-    adam = ", ".join(
-        f"{format_bytes(rate)}/s with {threads}" for threads, rate in profile["Adam bytes per second"].items()
-    )
-    versions = ", ".join(f"{name} {version}" for name, version in profile["versions"].items())
-    speeds = [
-        f"link: {format_bytes(rates['up'])}/s up, {format_bytes(rates['down'])}/s down, "
-        f"{format_bytes(rates['both'])}/s both at once; from and to memory that is not pinned "
-        f"{format_bytes(rates['pageable_up'])}/s and {format_bytes(rates['pageable_down'])}/s",
-        f"products of matrices in bfloat16: {rates['flops'] / 1e12:.0f} TFLOP/s; {rates['overlap']:.0%} of a copy is "
-        "hidden next to them",
-        f"AdamW in float32 on the host: {adam}",
-    ]
-    lines = [profile["machine"], f"driver, card, link and clocks: {profile['driver']}", *speeds, versions]
+    lines = [profile["machine"], f"driver, card, link and clocks: {profile['driver']}"]
+    if rates := profile.get("rates"):
+        lines += [
+            f"link: {format_bytes(rates['up'])}/s up, {format_bytes(rates['down'])}/s down, "
+            f"{format_bytes(rates['both'])}/s both at once; from and to memory that is not pinned "
+            f"{format_bytes(rates['pageable_up'])}/s and {format_bytes(rates['pageable_down'])}/s",
+            f"products of matrices in bfloat16: {rates['flops'] / 1e12:.0f} TFLOP/s; {rates['overlap']:.0%} of a copy "
+            "is hidden next to them",
+        ]
+    if adam := profile.get("Adam bytes per second"):
+        speeds = (f"{format_bytes(rate)}/s with {threads}" for threads, rate in adam.items())
+        lines.append(f"AdamW in float32 on the host: {', '.join(speeds)}")
+    if "error" in profile:
+        lines.append(f"it ended early: {profile['error']}")
+    lines.append(", ".join(f"{name} {version}" for name, version in profile["versions"].items()))
     return ["## The machine\n", "\n".join(f"- {line}" for line in lines) + "\n"]
 
 

@@ -1,6 +1,7 @@
 """What the machine is and how fast: driver, link, Adam on the host, products of matrices; and the file for a plan.
 
-``python -m benchmarks.gpu.profile DEVICE MACHINE`` prints it as a line of JSON, and writes the file.
+``python -m benchmarks.gpu.profile DEVICE MACHINE`` prints lines of JSON, each longer than the one before, and writes
+the file: what breaks in the middle leaves what was found.
 """
 
 from __future__ import annotations
@@ -39,10 +40,13 @@ _ADAM_PARAMETERS = 64 * 2**20
 _THREADS = (1, 8, 16)
 
 
-def profile(device: torch.device, path: Path, *, tiny: bool) -> dict[str, Any]:
-    """Measure the machine, write the profile of ``roundpipe plan`` to ``path``, and return everything for a record."""
-    found: dict[str, Any] = {"machine": machine(device), "versions": versions(), "driver": _driver()}
+def profile(device: torch.device, path: Path, report: Callable[[dict[str, Any]], None], *, tiny: bool) -> None:
+    """Measure the machine, write the profile of ``roundpipe plan`` to ``path``, and report what is found so far."""
+    found: dict[str, Any] = {"machine": machine(device), "versions": versions(), "device": device.type}
+    found["driver"] = _driver()
+    report(found)
     found["Adam bytes per second"] = _adam(2**16 if tiny else _ADAM_PARAMETERS)
+    report(found)
     if device.type == "cpu":
         hardware = describe_hardware("virtual:1")
     else:
@@ -54,7 +58,9 @@ def profile(device: torch.device, path: Path, *, tiny: bool) -> dict[str, Any]:
             hardware, down=rates.down, origin={**hardware.origin, "link": "measured", "flops": "measured"}
         )
     save_machine(_with_adam(hardware, found["Adam bytes per second"]), path)
-    return found
+    report(found)
+    found["difference"] = train_difference("virtual:1" if device.type == "cpu" else [device])
+    report(found)
 
 
 def _with_adam(hardware: Hardware, adam: dict[str, float]) -> Hardware:
@@ -120,9 +126,12 @@ def _driver() -> str | None:
     if program is None:
         return None
     fields = "name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max,clocks.max.sm,power.limit"
-    done = subprocess.run([program, f"--query-gpu={fields}", "--format=csv,noheader"], capture_output=True, text=True,
-                          timeout=30)  # fmt: skip
-    return done.stdout.strip() or None
+    command = [program, f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return (done.stdout or done.stderr).strip() or None
 
 
 def main() -> None:
@@ -134,9 +143,7 @@ def main() -> None:
     if options.device.startswith("late"):  # the reference accelerator, made of the CPU
         importlib.import_module("tests.accelerator.late")
     device = torch.device(options.device)
-    difference = train_difference("virtual:1" if device.type == "cpu" else [device])
-    found = profile(device, options.machine, tiny=options.tiny)
-    print(json.dumps({**found, "difference": difference, "device": device.type}), flush=True)
+    profile(device, options.machine, lambda found: print(json.dumps(found), flush=True), tiny=options.tiny)
     sys.stdout.flush()
     os._exit(0)  # a thread of autograd for a device may abort a process that ends after a backward
 

@@ -14,9 +14,9 @@ from tests.gpu.models import CASES, Case
 from tests.gpu.place import Place
 from tests.runtime.conftest import folder_on_disk  # noqa: F401  a fixture
 
-# Transformers imports it with the first model, and it registers nodes of pytrees for good: not within a test.
-if importlib.util.find_spec("torchao") is not None:
-    importlib.import_module("torchao")
+# Transformers imports parts of torchao with the first model, and they register nodes of pytrees for good.
+if None not in map(importlib.util.find_spec, ("torchao", "transformers")):
+    importlib.import_module("transformers.modeling_utils")
 
 
 @pytest.fixture

@@ -79,6 +79,11 @@ def test_a_package_of_aotinductor_computes_what_the_model_does(place, tmp_path):
         pytest.skip("there is no C++ compiler")
     if place.torch_device.type not in ("cpu", "cuda"):
         pytest.skip(f"torch does not compile for {place.torch_device.type}")
+    if place.torch_device.type == "cuda":
+        from torch.utils.cpp_extension import CUDA_HOME
+
+        if CUDA_HOME is None:
+            pytest.skip("there are no headers of CUDA: gpu_day.py names those that came with torch")
     from yobx_flatten import export_program
 
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).eval()

@@ -9,7 +9,7 @@ from ..errors import GenerationError
 from ..files.scratch import is_folder
 from ..generate.generator import Generator
 from ..generate.layout import MANIFEST
-from ..generate.runtime_generator import generator_for
+from ..generate.onnx_generator import generator_for
 from ..runners.devices import Providers
 from ..runners.open import check_runtime
 from .manifest import check_digests, read_manifest

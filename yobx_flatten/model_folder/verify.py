@@ -24,7 +24,7 @@ from ..files.scratch import is_folder
 from ..generate.beams import BeamSettings
 from ..generate.generator import Generator
 from ..generate.layout import SUBFOLDER, located
-from ..generate.runtime_generator import generator_for
+from ..generate.onnx_generator import generator_for
 from ..generate.sampling import Sampling
 from ..runners.adapters import ADAPTERS, read_adapter
 from ..runners.devices import Providers, choose_providers, is_on_cpu, only_for_onnxruntime

@@ -85,7 +85,7 @@ def test_handlers_are_back_whatever_line_was_interrupted(first):
 
     for number in itertools.count(first, 12):
         try:
-            pressed = interrupt_at_line(number, block, files=("uninterrupted.py",))
+            pressed = interrupt_at_line(number, block, files=("registry/interrupts.py",))
         except KeyboardInterrupt:
             pressed = True
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -118,7 +118,7 @@ def enter_and_leave():
 
 
 @pytest.mark.parametrize(
-    "files", [("scopes.py", "uninterrupted.py"), ("",)], ids=["the block's own lines", "all lines"]
+    "files", [("scopes.py", "registry/interrupts.py"), ("",)], ids=["the block's own lines", "all lines"]
 )
 def test_an_interruption_before_any_line_leaves_everything_as_found(files):
     """Before every line of the block's own; of those that it calls, before one in many."""

@@ -146,7 +146,6 @@ def test_packages_depend_in_one_direction(module):
     inner = (*inner, *(f".model_folder.source.{name}" for name in ("classes", "find", "gguf_file", "streamed")))
     inner = (
         *inner,
-        ".files.damage",
         ".files.document",
         ".files.flush",
         ".files.limited",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten.files.damage import damage_as
+from yobx_flatten.files.document import damage_as
 
 from ..device.outcome import noting
 from ..errors import RoundPipeError, warn

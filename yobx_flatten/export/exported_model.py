@@ -14,8 +14,8 @@ from torch.export import ExportedProgram
 
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..errors import InvalidArgumentError, MissingDependencyError, ReplayError
-from ..files.native import file_for_torch
 from ..files.scratch import publish_files, scratch_for
+from ..files.tensors import file_for_torch
 from ..runners.program_runner import ProgramRunner
 from .example.example import Example
 from .proof.report import ExportReport

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
 import os
 import pathlib
 import stat
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
+from ..errors import FlattenError
 from ..errors.dependencies import require
-from ..errors.failures import undone_on_failure
+from ..errors.failures import raised_as, undone_on_failure
+from ..errors.messages import first_line
 
 T = TypeVar("T")
 
-_LARGEST = 2**30  # bytes; a timeline of days has less
+# everything that stands next to weights, is read as text or by a tokenizer, and may be copied
+TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")
+_LARGEST = 2**30  # bytes; a timeline of days has less, and a tokenizer of 260,000 words 35 million
 # how transformers 5 writes numbers that JSON does not have: {"__float__": "Infinity"}
 _TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def damage_as(failure: type[Exception], where: str, *own: type[Exception]) -> contextlib.AbstractContextManager[None]:
+    """Turn what readers of other libraries raise, and wrong types, into one error.
+
+    Documents are checked by their form first. This is for the rest: safetensors, protobuf and torch raise
+    errors of many classes for data that do not fit together.
+    """
+
+    def damaged(error: BaseException) -> Exception:
+        return failure(f"{where} is damaged ({type(error).__name__}: {first_line(error)}).")
+
+    # too little memory is not the fault of a file
+    return raised_as(damaged, FlattenError, OSError, MemoryError, *own)
 
 
 def open_regular(path: pathlib.Path, *, failure: type[Exception], most: int | None = None) -> io.BufferedReader:
@@ -131,10 +151,19 @@ def inside(folder: pathlib.Path, name: object, failure: type[Exception]) -> path
     return path
 
 
-def check_own(path: pathlib.Path, folder: pathlib.Path, failure: type[Exception], most: int | None = None) -> None:
+def own_files(folder: pathlib.Path, patterns: Iterable[str], failure: type[Exception]) -> list[pathlib.Path]:
+    """Return the files of an untrusted folder that fit patterns, when each may be read and copied."""
+    found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    for path in found:
+        check_own(path, folder, failure)
+    return found
+
+
+def check_own(path: pathlib.Path, folder: pathlib.Path, failure: type[Exception]) -> None:
     """Refuse a file of an untrusted folder that is a link to a file elsewhere: a private one would be published."""
-    # most: the largest number of bytes; any by default
-    check_regular(path, failure, most)
+    if path.is_symlink() and not path.exists():
+        raise failure(f"{path} is a link that leads to no file. Remove it.")
+    check_regular(path, failure, _LARGEST)
     real, root = path.resolve(), folder.resolve()
     # the caches of hubs have `models--owner--name/snapshots/REVISION/file -> ../../blobs/DIGEST`
     if not real.is_relative_to(root) and real.parent != root.parent.parent / "blobs":

@@ -6,8 +6,7 @@ import pathlib
 from typing import TYPE_CHECKING
 
 from ..errors import DamagedFileError
-from .damage import damage_as
-from .document import read_bytes
+from .document import damage_as, read_bytes
 from .scratch import is_data_of
 
 if TYPE_CHECKING:

@@ -62,11 +62,17 @@ def check_writable(target: str | os.PathLike[str], *, in_parent: bool = True) ->
     alone state nothing of a disk that is read-only.
     """
     # in_parent: check the folder that holds it, where it is made under another name first
+    import psutil
+
     path = pathlib.Path(target)
     wanted = path.absolute().parent if in_parent else path.absolute()
     there = next(place for place in (wanted, *wanted.parents) if os.path.lexists(place))
     if not there.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, f"it cannot be written: {there.name} is not a folder", str(path))
+    if in_parent and os.fspath(path.resolve()) in {part.mountpoint for part in psutil.disk_partitions(all=True)}:
+        raise OSError(
+            errno.EBUSY, "it is a mount point, which no other folder can replace. Name a folder in it", str(path)
+        )
     try:
         pathlib.Path(tempfile.mkdtemp(prefix=".trial-", dir=there)).rmdir()
     except OSError as error:

@@ -1,19 +1,19 @@
-"""Write a file of safetensors, with errors of the system, and read one of a stranger."""
+"""Write a file of tensors, with errors of the system, and read one of a stranger."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from ..errors.messages import first_line
-from .damage import damage_as
-from .document import open_regular
+from .document import damage_as, open_regular
 
 
 @contextlib.contextmanager
@@ -51,3 +51,30 @@ def write_tensor_file(
         if found is None:
             raise OSError(f"{path} could not be written: {error}") from error
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+
+
+@contextlib.contextmanager
+def file_for_torch(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Yield a new file whose writes never fail; what failed is raised at the end."""
+    # torch's writer of archives would end the process: its destructor writes too, and an error there is one too many
+    with _Lenient(path, "wb") as file:
+        try:
+            yield file
+        finally:
+            if file.failure is not None:
+                raise file.failure
+
+
+class _Lenient(io.FileIO):
+    """Notes the first error of a write, and drops what comes after it."""
+
+    failure: BaseException | None = None
+
+    def write(self, data: bytes | memoryview) -> int:  # type: ignore[override] # what torch passes
+        left = memoryview(data)
+        try:
+            while self.failure is None and len(left):
+                left = left[super().write(left) :]
+        except BaseException as error:  # Ctrl-C in here would also end the process
+            self.failure = error
+        return len(data)

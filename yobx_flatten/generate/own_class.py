@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig, Pre
 from transformers.utils import ModelOutput, find_labels
 
 from ..errors import GenerationError, InvalidArgumentError
-from ..files.damage import damage_as
+from ..files.document import damage_as
 from ..huggingface.cache_names import named_as
 from ..runners.folder_adapters import FolderAdapters
 from .settings import Documents, GenerationSettings, settings_of

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import GenerationError, InvalidArgumentError
 from ..errors.dependencies import require
-from ..files.damage import damage_as
+from ..files.document import damage_as
 from ..huggingface.cache_names import CACHE
 from ..runners.ports import CacheSlot, Port
 from ..runners.runner import Runner

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..errors import GenerationError
-from ..files.damage import damage_as
+from ..files.document import damage_as
 
 # what changes the tokens, and is not done here, with the values that mean that it does nothing
 _UNKNOWN: dict[str, tuple[Any, ...]] = {

@@ -11,8 +11,7 @@ import torch
 
 from ..errors import GenerationError, InvalidArgumentError
 from ..errors.dependencies import require
-from ..files.damage import damage_as
-from ..files.document import read_configuration, read_document
+from ..files.document import damage_as, read_configuration, read_document
 from ..huggingface.position_switch import switch_of
 from .beams import BeamSettings, beams_of
 from .layout import MANIFEST

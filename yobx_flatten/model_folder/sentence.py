@@ -13,6 +13,7 @@ Source: ``sentence_transformers.models`` of sentence-transformers 6.2, whose fol
 from __future__ import annotations
 
 import dataclasses
+import glob
 import inspect
 import pathlib
 import shutil
@@ -23,7 +24,7 @@ import torch
 
 from ..errors import ModelSourceError
 from ..export.proof.quality import EMBEDDING
-from ..files.document import check_own, inside, read_document
+from ..files.document import check_own, inside, own_files, read_document
 from ..files.tensors import read_tensors
 from ..recipe.aliases import TransformersModel
 from .pieces.text import Piece
@@ -31,7 +32,6 @@ from .pieces.text import Piece
 T = TypeVar("T")
 
 MODULES = "modules.json"
-_LARGEST = 2**30  # bytes of one file
 _LEAST = 1e-9  # tokens of a row, as sentence-transformers has it
 _PATTERNS = ("*.json", "*.txt", "*.safetensors")
 _ACTIVATIONS = {"Identity": torch.nn.Identity, "Tanh": torch.nn.Tanh, "ReLU": torch.nn.ReLU, "GELU": torch.nn.GELU}
@@ -160,13 +160,11 @@ def copy_modules(source: pathlib.Path, folder: pathlib.Path) -> None:
     for module in _listed(source)[1:]:
         if module.path in ("", "."):
             continue
-        for pattern in _PATTERNS:
-            for path in sorted((source / module.path).glob(pattern)):
-                name = f"{module.path}/{path.name}"
-                inside(source, name, ModelSourceError)
-                check_own(path, source, ModelSourceError, _LARGEST)
-                (folder / module.path).mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, folder / name)
+        place = glob.escape(module.path)
+        for path in own_files(source, [f"{place}/{pattern}" for pattern in _PATTERNS], ModelSourceError):
+            copied = folder / inside(source, str(path.relative_to(source)), ModelSourceError).relative_to(source)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copied)
 
 
 def _listed(folder: pathlib.Path) -> list[_Module]:
@@ -208,14 +206,10 @@ def _dense(folder: pathlib.Path, path: str) -> torch.nn.Module | str:
     return torch.nn.Sequential(linear, activation()).eval()
 
 
-def _normalize(folder: pathlib.Path, path: str) -> torch.nn.Module:
-    return Normalize()
-
-
 _READERS: dict[str, Callable[[pathlib.Path, str], torch.nn.Module | str]] = {
     "Pooling": _pooling,
     "Dense": _dense,
-    "Normalize": _normalize,
+    "Normalize": lambda folder, path: Normalize(),
 }
 
 

@@ -10,18 +10,15 @@ from collections.abc import Collection
 from typing import Any
 
 from ..errors import ModelSourceError
-from ..files.document import check_own, read_document
+from ..files.document import TEXTS, own_files, read_document
 from ..recipe.aliases import TransformersModel
 from .sentence import copy_modules
 from .source.adapter import ADAPTER
 from .source.gguf_file import gguf_tokenizer
 
-# Everything that is next to weights and is text, but for what is written anew.
-_LARGEST = 2**30  # bytes
 TOKENIZER_INPUTS = ("input_ids", "token_type_ids", "attention_mask")
 """What a tokenizer may return of a text, or of a pair."""
 _OF_CACHES = ("cache_implementation", "cache_config", "max_cache_len")
-_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 # an adapter is merged: next to the file it would be read as one that is not
 _WRITTEN_ANEW = {"config.json", "generation_config.json", ADAPTER}
 
@@ -52,11 +49,11 @@ def write_companions(
         return
     if source.is_file():
         gguf_tokenizer(source).save_pretrained(folder)
-    for pattern in _PATTERNS:
-        for path in source.glob(pattern):
-            if path.name not in _WRITTEN_ANEW and not path.name.endswith(".index.json"):
-                check_own(path, source, ModelSourceError, _LARGEST)
-                shutil.copyfile(path, folder / path.name)
+    for path in own_files(source, TEXTS, ModelSourceError):
+        if path.name not in _WRITTEN_ANEW and not path.name.endswith(".index.json"):
+            copied = folder / path.relative_to(source)
+            copied.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copied)
     copy_modules(source, folder)
 
 

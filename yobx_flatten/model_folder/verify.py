@@ -330,15 +330,13 @@ class _Opened:
             if name:
                 found = located(self.folder, name).relative_to(self.folder).as_posix()
                 path = inside(self.folder, found, DamagedFileError)
-                options = {"options": mapped_options(path)} if self._maps(name) else {}
+                # weights in few bits that stay where they are would be computed with in another order
+                maps = name not in self.manifest.quality and has_mapped_weights(path)
+                options = {"options": mapped_options(path)} if maps else {}
                 self._runner = open_runner(path, **self._how, **options)
         if self.adapter and isinstance(self._runner, OnnxRunner):
             return self._runner.with_adapter(self.matrices)
         return self._runner
-
-    def _maps(self, name: str) -> bool:
-        """Whether its weights stay where they are; those in few bits are computed with in another order only."""
-        return has_mapped_weights(located(self.folder, name)) and name not in self.manifest.quality
 
 
 def _is_close(found: OutputDifference, case: StoredCase, manifest: FolderManifest, file: str) -> bool:

@@ -22,7 +22,7 @@ from ..errors import RecordError, SpecMismatchError
 from ..errors.failures import result_or
 from ..errors.messages import table
 from ..export.proof.replay import CaseResult
-from ..files.damage import damage_as
+from ..files.document import damage_as
 from ..huggingface.cache_names import has_read, is_cache, name_in
 from ..recipe.aliases import TransformersCache
 from ..recipe.static_codec import load_static

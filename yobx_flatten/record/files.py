@@ -21,8 +21,7 @@ import torch
 
 from ..errors import RecordError
 from ..errors.dependencies import require
-from ..files.damage import damage_as
-from ..files.document import parse_document
+from ..files.document import damage_as, parse_document
 from ..files.scratch import publish_files, scratch_for
 from ..files.tensors import opened_tensors, write_tensor_file
 from ..private_names.of_torch import pytree

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import DamagedFileError, InvalidArgumentError, StoredFileError, describe_class
-from ..files.damage import damage_as
+from ..files.document import damage_as
 from ..recipe.static_codec import is_array
 from ..runners.elements import ELEMENTS, STRING, Element, pack
 from ..runners.onnx_session import open_session

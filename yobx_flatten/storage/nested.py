@@ -11,8 +11,7 @@ import zlib
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, overload
 
 from ..errors import DamagedFileError, ForeignFileError, InvalidArgumentError, describe_class
-from ..files.damage import damage_as
-from ..files.document import open_regular, read_bytes
+from ..files.document import damage_as, open_regular, read_bytes
 from ..recipe.aliases import Device, PyTree
 from ..runners.elements import Element, require_onnx
 from .onnx_write import CHECKSUM, CONTENT, FORMAT, STRUCTURE, VERSION, crc_of_strings, save

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from yobx_flatten.errors import DamagedFileError, NotRegisteredError
-from yobx_flatten.files.damage import damage_as
 from yobx_flatten.files.document import (
     check_regular,
+    damage_as,
     inside,
     open_regular,
     parse_document,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import fresh_process
-from yobx_flatten.files.native import file_for_torch
+from yobx_flatten.files.tensors import file_for_torch
 
 FULL = """
 import resource, sys, torch

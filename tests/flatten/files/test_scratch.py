@@ -4,8 +4,11 @@ import errno
 import os
 import pathlib
 import shutil
+import sys
 import threading
+import types
 
+import psutil
 import pytest
 import torch
 
@@ -374,6 +377,27 @@ def test_a_place_that_cannot_be_written_is_found_before_and_nothing_stays(tmp_pa
     for target in ("file", "a", "a/b/c"):
         check_writable(tmp_path / target)
     assert names(tmp_path) == ["file"]
+
+
+def test_a_folder_that_is_a_mount_point_is_refused_before_it_would_be_replaced(tmp_path, monkeypatch):
+    """What is renamed into its place would leave it as it is; what is in it can be written."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    found = [types.SimpleNamespace(mountpoint="/"), types.SimpleNamespace(mountpoint=str(tmp_path.resolve() / "disk"))]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: found)  # a name of psutil's
+    for name in ("disk", "link"):
+        with pytest.raises(OSError, match="it is a mount point") as refused:
+            check_writable(tmp_path / name)
+        assert refused.value.errno == errno.EBUSY
+        check_writable(tmp_path / name, in_parent=False)
+        check_writable(tmp_path / name / "inside")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where a disk is mounted that is sure to be there")
+def test_the_mount_points_of_the_system_are_known(tmp_path):
+    check_writable(tmp_path)
+    with pytest.raises(OSError, match="it is a mount point"):
+        check_writable("/proc")
 
 
 @pytest.mark.parametrize("has_links", [True, False])

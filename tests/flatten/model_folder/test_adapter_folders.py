@@ -205,6 +205,25 @@ def test_a_rank_that_the_weights_do_not_have_is_refused(entries, is_switched, ba
         read()
 
 
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"init_lora_weights": "pissa_niter_1000000000"},
+        {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4, "loftq_iter": 10**9}},
+        {"peft_type": "XLORA", "hidden_size": 8, "adapters": {"a": "owner/name"}},
+    ],
+    ids=["PiSSA", "LoftQ", "X-LoRA"],
+)
+def test_first_weights_of_many_steps_and_other_adapters_are_refused(entries, base):
+    """PEFT would compute for hours what the file replaces, or load what the file names."""
+    adapter = _adapter(base)
+    _state(adapter, **entries)
+    with pytest.raises(
+        ModelSourceError, match=r"adapter_config\.json (asks for 1,000 steps|names other adap)"
+    ):
+        find_model(str(adapter)).load()
+
+
 def test_an_adapter_of_itself_is_refused(base):
     """And not followed for ever."""
     adapter = _adapter(base)

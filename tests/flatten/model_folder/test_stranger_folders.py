@@ -87,6 +87,9 @@ WEIGHTS = {
     "an index of files that are not there": lambda folder: restate(
         folder / "model.safetensors.index.json", weight_map={"a": "model-00001-of-00001.safetensors"}
     ),
+    "an index of pickles elsewhere": lambda folder: restate(
+        folder / "pytorch_model.bin.index.json", metadata={}, weight_map={"a": "/dev/zero"}
+    ),
     "an index of something else": lambda folder: restate(folder / "model.safetensors.index.json", weight_map=[1]),
     "a pipe": lambda folder: os.mkfifo(folder / "model.safetensors"),
     "a device": lambda folder: os.symlink("/dev/zero", folder / "model.safetensors"),
@@ -103,6 +106,7 @@ def test_weights_that_are_no_files_of_the_folder_are_refused(folder, case):
         find_model(str(folder))
 
 
+DOUBLED = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 WORDS = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none"}
 TOKENIZERS = {
     "code next to it": {
@@ -118,6 +122,11 @@ TOKENIZERS = {
             "normalizer": {"type": "Precompiled", "precompiled_charsmap": "////"},
         }
     },
+    "a text that doubles 40 times": {"tokenizer.json": {"normalizer": {"normalizers": [DOUBLED] * 40}}},
+    "a text that doubles 40 times, in parts": {
+        "tokenizer.json": {"normalizer": {"normalizers": [{"type": "Sequence", "normalizers": [DOUBLED] * 8}] * 5}}
+    },
+    "tokens that double 40 times": {"tokenizer.json": {"decoder": {"decoders": [DOUBLED] * 40}}},
     "a pipe": None,
 }
 
@@ -172,17 +181,34 @@ def test_the_values_of_a_good_configuration_come_back(tmp_path):
     assert load_nested(tmp_path / "values.onnx")["config"].to_dict() == config.to_dict()
 
 
-@pytest.mark.skipif(os.name != "posix", reason="links")
-def test_a_configuration_or_tokenizer_that_is_a_link_out_of_the_folder_is_not_read(folder, tmp_path):
-    """Unknown entries of the file behind the link, such as a key, would reach what is exported."""
-    private = tmp_path / "private.json"
+# what transformers reads of a folder, or an export copies
+READ = [
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "tokenizer.json",
+    "chat_template.jinja",
+    "additional_chat_templates/short.jinja",
+]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links and pipes")
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("kind", ["a private file", "no file", "itself", "a pipe", "a folder of links"])
+def test_what_is_no_file_of_the_folder_is_not_read(folder, tmp_path, name, kind):
+    """Unknown entries of the file behind a link, such as a key, would reach what is exported."""
+    private, path = tmp_path / "outside" / pathlib.Path(name).name, folder / name
+    private.parent.mkdir()
     private.write_text(json.dumps({**json.loads((folder / "config.json").read_text()), "api_key": "mine"}))
-    (folder / "config.json").unlink()
-    (folder / "config.json").symlink_to(private)
-    with pytest.raises(ModelSourceError, match=r"config\.json is a link"):
+    path.unlink(missing_ok=True)
+    if kind == "a folder of links" and path.parent != folder:
+        path.parent.symlink_to(private.parent)
+    else:
+        path.parent.mkdir(exist_ok=True)
+        aims = {"no file": "gone", "itself": path.name}
+        os.mkfifo(path) if kind == "a pipe" else path.symlink_to(aims.get(kind, private))
+    with pytest.raises(ModelSourceError, match=r"is a link|not a regular file|holds no config\.json"):
         find_model(str(folder))
-    (folder / "config.json").unlink()
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "chat_template.jinja").symlink_to(private)
-    with pytest.raises(DamagedFileError, match=r"chat_template\.jinja is a link"):
-        open_tokenizer(folder, failure=DamagedFileError)
+    if name != "config.json":
+        with pytest.raises(DamagedFileError, match=r"is a link|not a regular file"):
+            open_tokenizer(folder, failure=DamagedFileError)

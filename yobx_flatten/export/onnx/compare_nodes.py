@@ -20,7 +20,7 @@ import torch
 
 from ...core.compare import compare
 from ...errors import DamagedFileError
-from ...files.damage import damage_as
+from ...files.document import damage_as
 from ...files.onnx_data import read_onnx
 from ...runners.one_by_one import row_by_row
 from ...runners.onnx_runner import OnnxRunner

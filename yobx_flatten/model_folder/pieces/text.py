@@ -304,11 +304,7 @@ def encoder_output_class(model: TransformersModel) -> Callable[..., Any]:
     else:
         given = {model.main_input_name: encoder_input(model, 1, 4000)}
     found = model.get_encoder()(**given)
-    return _in_a_tuple if isinstance(found, tuple) else type(found)
-
-
-def _in_a_tuple(last_hidden_state: torch.Tensor) -> tuple[torch.Tensor]:
-    return (last_hidden_state,)
+    return (lambda last_hidden_state: (last_hidden_state,)) if isinstance(found, tuple) else type(found)
 
 
 def encoder_input(model: TransformersModel, batch: int, samples: int) -> torch.Tensor:

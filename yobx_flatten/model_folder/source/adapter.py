@@ -51,6 +51,8 @@ def config_of(folder: pathlib.Path, name: str) -> tuple[Any, dict[str, Any]]:
             f"{folder / ADAPTER} names a module to import (megatron_core): files do not choose what is imported. "
             "Remove megatron_config from it."
         )
+    if stated.get("peft_type") == "XLORA":
+        raise ModelSourceError(f"{folder / ADAPTER} names other adapters to load (X-LoRA). Merge them with PEFT first.")
     import peft
 
     if stated.get("peft_type") not in list(peft.PeftType):
@@ -130,6 +132,9 @@ def _check_stated(model: Any, folder: pathlib.Path, stored: Mapping[str, torch.T
             raise ModelSourceError(
                 f"{folder / ADAPTER} states a rank of {str(rank)[:40]}, and its weights have at most {largest:,}."
             )
+    # in which PEFT makes the first weights of PiSSA and LoftQ, before it reads those of the file
+    if any(len(steps) > 3 for steps in re.findall(r"(?:pissa_niter_|'loftq_iter': )(\d+)", str(stated))):
+        raise ModelSourceError(f"{folder / ADAPTER} asks for 1,000 steps or more of its first weights.")
     # each text that may be a pattern is tried on the names of all layers, as PEFT does, with limits
     held = {key: value for key, value in stated.items() if key.endswith(("_modules", "_pattern", "_to_save"))}
     texts: list[Any] = []

@@ -58,7 +58,7 @@ def read_config(
 
 def bytes_of_weights(folder: pathlib.Path, *, failure: type[Exception]) -> int:
     """Return how many bytes the files of weights in a folder of transformers have; 0 without weights."""
-    for index in folder.glob("*.safetensors.index.json"):
+    for index in (index for pattern in _WEIGHTS for index in folder.glob(f"{pattern}.index.json")):
         stated_weights(index, failure=failure)
     files = [file for pattern in _WEIGHTS for file in folder.glob(pattern)]
     for file in files:
@@ -124,14 +124,11 @@ def own_code(stated: Mapping[str, Any]) -> str:
     named = stated.get("auto_map")
     if not isinstance(named, Mapping):
         return ""
-    classes = [str(named[key]) for key in ("AutoConfig", *sorted(named)) if key in named and _is_of_model(key)]
+    # and not those of a tokenizer or a processor
+    classes = [str(named[key]) for key in sorted(named) if key.startswith(("AutoConfig", "AutoModel"))]
     wanted = [name for name in stated.get("architectures") or () if isinstance(name, str)]
     is_known = stated.get("model_type") in CONFIG_MAPPING and all(hasattr(transformers, name) for name in wanted)
     return "" if is_known or not classes else classes[0]
-
-
-def _is_of_model(key: str) -> bool:
-    return key == "AutoConfig" or key.startswith("AutoModel")  # and not of a tokenizer or a processor
 
 
 def own_auto_class(config: Any) -> Any:

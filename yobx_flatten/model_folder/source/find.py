@@ -12,7 +12,7 @@ from ...errors import InvalidArgumentError, ModelSourceError
 from ...errors.dependencies import require
 from ...errors.failures import raised_as
 from ...errors.messages import first_line
-from ...files.document import check_own
+from ...files.document import TEXTS, own_files
 from ..sentence import pools
 from .adapter import base_of, holds_adapter, merged, not_found
 from .classes import architecture_of_task, base_class_for, class_for
@@ -230,7 +230,7 @@ def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> F
         raise ModelSourceError(f"{source} holds no config.json: it is not a folder that save_pretrained wrote.")
     has_weights = folder is not None and bytes_of_weights(folder, failure=ModelSourceError) > 0
     if folder is not None:
-        check_own(file, folder, ModelSourceError)
+        own_files(folder, TEXTS, ModelSourceError)  # transformers reads more of them than config.json
     config = read_config(file, source, failure=ModelSourceError, runs_code=trust, of_code=ON_PURPOSE)
     runs_code = trust and own_auto_class(config) is not None
     found = FoundModel(source, config, folder, has_weights, runs_code=runs_code)

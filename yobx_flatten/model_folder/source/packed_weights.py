@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import ModelSourceError
-from ...files.damage import damage_as
+from ...files.document import damage_as
 from ...files.tensors import read_tensors
 from .configuration import stated_weights
 

@@ -14,7 +14,7 @@ import torch
 from ...errors import FlattenError, InvalidArgumentError, ModelSourceError
 from ...errors.failures import raised_as
 from ...export.room import Adapter
-from ...files.damage import damage_as
+from ...files.document import damage_as
 from ...recipe.aliases import TransformersModel
 from ...runners.adapters import FIRST, SECOND
 from .adapter import ADAPTER, config_of, injected

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import pathlib
 from typing import Any
 
 from ...errors.failures import raised_as
 from ...errors.messages import first_line
-from ...files.document import check_own, read_document
+from ...files.document import TEXTS, own_files, read_bytes, read_document
 from .configuration import FILES_ONLY
 from .gguf_file import gguf_tokenizer
 
@@ -24,9 +25,8 @@ TOKENIZER_FILES = (
 )
 """Files of which a folder with a tokenizer holds at least one."""
 
-_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
-_CONFIG = "tokenizer_config.json"
-_LARGEST = 2**30  # bytes; a tokenizer of 260,000 words has 35 million
+_CONFIG, _FAST = "tokenizer_config.json", "tokenizer.json"
+_MOST_GROWTH = 1000  # times as long as a text may be after all replacements in it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,15 @@ class _Stated:
     model_input_names: list[str] | None = None
 
 
+def _growth(part: Any) -> float:
+    """The largest factor by which a part of a tokenizer can lengthen a text."""
+    inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    found = math.prod(map(_growth, inner))
+    if isinstance(part, dict) and part.get("type") == "Replace":  # a pattern may be an expression for one letter
+        found *= max(1.0, len(part["content"]) / len(part["pattern"].get("String", "a")))
+    return found
+
+
 def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options: Any) -> Any:
     """Return the tokenizer of a folder; no code in the folder runs."""
     # options: further arguments of `from_pretrained`
@@ -47,10 +56,14 @@ def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options:
 
     if folder.is_file():
         return gguf_tokenizer(folder)
-    for path in (path for pattern in _PATTERNS for path in folder.glob(pattern)):
-        check_own(path, folder, failure, _LARGEST)  # a pipe would be waited for
+    own_files(folder, TEXTS, failure)
     config = folder / _CONFIG
     stated = read_document(config, _Stated, failure=failure, finite=False) if config.exists() else _Stated()
+    with readable(folder, failure):
+        if (folder / _FAST).exists() and b'"Replace"' in read_bytes(folder / _FAST, failure=failure):
+            parts = read_document(folder / _FAST, dict[str, Any], failure=failure, finite=False)
+            if max(_growth(parts.get("normalizer")), _growth(parts.get("decoder"))) > _MOST_GROWTH:
+                raise failure(f"it replaces parts of a text until it is {_MOST_GROWTH:,} times as long")
     # for some models transformers looks for their own class where the folder names that of bytes
     is_bytes = stated.tokenizer_class == "ByT5Tokenizer"
     kind: Any = transformers.ByT5Tokenizer if is_bytes else transformers.AutoTokenizer

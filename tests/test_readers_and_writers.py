@@ -1,0 +1,170 @@
+"""Files that a user or another file names are opened and written by `yobx_flatten.files`, with no way around it.
+
+It refuses pipes and devices, and writes whole or not at all.
+"""
+
+import ast
+import pathlib
+
+import pytest
+
+import roundpipe_runtime
+import yobx_flatten
+
+SYSTEM = "files of the system, whose names are in the source"
+OWN = "files that this process has just written in a hidden folder"
+# Files of both packages that open files by themselves, and why they may
+READERS = {
+    "yobx_flatten/files/document.py": "the way to a file",
+    "yobx_flatten/files/flush.py": OWN,
+    "yobx_flatten/files/limited.py": SYSTEM,
+    "yobx_flatten/files/scratch.py": "the list in a hidden folder, which is read under its lock",
+    "yobx_flatten/files/tensors.py": "safetensors opens what `open_regular` has opened before",
+    "yobx_flatten/export/onnx/compare_nodes.py": "onnx_ir opens what `read_onnx` has read before",
+    "yobx_flatten/export/onnx/quantized.py": OWN,
+    "yobx_flatten/export/onnx/rounding/input_moments.py": OWN,
+    "yobx_flatten/export/proof/memory.py": SYSTEM,
+    "yobx_flatten/export/proof/replay.py": OWN,
+    "yobx_flatten/huggingface/tracing/support.py": "sources of the installed transformers",
+    "yobx_flatten/model_folder/client_layout.py": OWN,
+    "yobx_flatten/runners/onnx_session.py": SYSTEM,
+    "yobx_flatten/runners/program_runner.py": "a program, which only a caller that trusts it may load",
+    "yobx_flatten/terminal/running.py": SYSTEM,
+    "roundpipe_runtime/device/disk.py": SYSTEM,
+    "roundpipe_runtime/distributed/ranks/machine.py": SYSTEM,
+    "roundpipe_runtime/distributed/weights/shared_store.py": SYSTEM,
+    "roundpipe_runtime/estimate/hardware.py": SYSTEM,
+    "roundpipe_runtime/huggingface/trainer/saving_trainer.py": "files of a Trainer, which are pickles",
+    "roundpipe_runtime/timeline/drawing.py": "a page of this package",
+}
+HIDDEN = "it is given a place in a hidden folder, which its caller publishes"
+# Files of both packages that write, rename or save by themselves, and why they may
+WRITERS = {
+    "yobx_flatten/files/scratch.py": "the way to the disk",
+    "yobx_flatten/files/tensors.py": HIDDEN,
+    "yobx_flatten/export/onnx/file.py": HIDDEN,
+    "yobx_flatten/export/onnx/rounding/input_moments.py": "a temporary file that is read at once",
+    "yobx_flatten/export/onnx/weights.py": HIDDEN,
+    "yobx_flatten/export/runtimes/executorch.py": HIDDEN,
+    "yobx_flatten/model_folder/write.py": HIDDEN,
+    "yobx_flatten/model_folder/client_layout.py": HIDDEN,
+    "yobx_flatten/model_folder/genai_files.py": HIDDEN,
+    "yobx_flatten/model_folder/manifest.py": HIDDEN,
+    "yobx_flatten/model_folder/sidecar_files.py": HIDDEN,
+    "yobx_flatten/storage/onnx_write.py": HIDDEN,
+    "roundpipe_runtime/checkpoint/folder.py": "checkpoints, which several processes write together",
+    "roundpipe_runtime/checkpoint/manifest.py": HIDDEN,
+    "roundpipe_runtime/checkpoint/tensor_files.py": HIDDEN,
+    "roundpipe_runtime/checkpoint/training_state.py": HIDDEN,
+    "roundpipe_runtime/cli/app.py": "nothing is kept: os.devnull",
+    "roundpipe_runtime/fine_tune/model_card.py": "the picture is a file of `whole_file`",
+    "roundpipe_runtime/fine_tune/records.py": "lines are added to a file that was written whole",
+    "roundpipe_runtime/fine_tune/saved_model.py": HIDDEN,
+    "roundpipe_runtime/fine_tune/trainer.py": HIDDEN,
+    "roundpipe_runtime/huggingface/trainer/checkpoints.py": "a checkpoint that is complete gets its name",
+    "roundpipe_runtime/huggingface/trainer/saving_trainer.py": HIDDEN,
+    "roundpipe_runtime/timeline/drawing.py": "the picture is a file of `whole_file`",
+    "yobx_flatten/export/exported_model.py": "a program of another library, which is opened in a hidden folder",
+}
+LOADERS = {"torch", "torch.export", "onnx", "ir", "onnx_ir", "numpy", "np", "json"}
+SAVERS = {"torch", "torch.export", "onnx", "ir", "onnx_ir", "numpy", "np"}
+READING = {"read_text", "read_bytes"}
+WRITING = {"write_text", "write_bytes", "savefig", "print_figure", "rename"}
+
+
+def reads(name, owner, call):
+    """Whether a call opens a file to read it."""
+    modes = modes_of(call)
+    if name == "open" and not any(mode & set("wax") for mode in modes):
+        # a method of another object takes no mode
+        is_file = owner in ("", "os", "io") or any(mode <= set("rbt") for mode in modes)
+        return is_file or any(keyword.arg == "encoding" for keyword in call.keywords)
+    return (
+        (name == "load" and owner in LOADERS) or name in ("safe_open", "load_file") or bool(name in READING and owner)
+    )
+
+
+def writes(name, owner, call):
+    """Whether a call writes a file, or gives one its name."""
+    if name == "open":
+        return any(mode & set("wax+") for mode in modes_of(call))
+    if name in ("replace", "save"):
+        return owner in ({"os"} if name == "replace" else SAVERS)
+    return name == "save_file" or bool(name in WRITING and owner)  # `write_text` alone is that of scratch
+
+
+def modes_of(call):
+    """The arguments of a call that can be modes of `open`."""
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    texts = [one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    return [set(text) for text in texts if set(text) <= set("rwaxbt+")]
+
+
+def finds(rule, source):
+    """Whether a rule finds a call in a source."""
+    for call in ast.walk(ast.parse(source)):
+        if isinstance(call, ast.Call):
+            function = call.func
+            if isinstance(function, ast.Name) and rule(function.id, "", call):
+                return True
+            if isinstance(function, ast.Attribute) and rule(function.attr, ast.unparse(function.value), call):
+                return True
+    return False
+
+
+@pytest.mark.parametrize(("rule", "allowed"), [(reads, READERS), (writes, WRITERS)], ids=["reads", "writes"])
+@pytest.mark.parametrize("package", [yobx_flatten, roundpipe_runtime], ids=lambda package: package.__name__)
+def test_no_code_goes_around_it(package, rule, allowed):
+    """A new reader or writer uses `yobx_flatten.files`, or states here why it need not."""
+    root = pathlib.Path(package.__file__).parent
+    paths = sorted(root.rglob("*.py"))
+    found = {
+        path.relative_to(root.parent).as_posix() for path in paths if finds(rule, path.read_text(encoding="utf-8"))
+    }
+    assert found == {name for name in allowed if name.startswith(f"{package.__name__}/")}
+
+
+@pytest.mark.parametrize(
+    ("source", "is_found"),
+    [
+        ("open(path)", True),
+        ("open(path, 'rb')", True),
+        ("open(path, encoding='utf-8')", True),
+        ("path.open('rb')", True),
+        ("with path.open(encoding='utf-8') as file: pass", True),
+        ("os.open(path, os.O_RDONLY)", True),
+        ("path.read_text(encoding='utf-8')", True),
+        ("json.load(file)", True),
+        ("onnx.load(str(path), load_external_data=False)", True),
+        ("load_file(path)", True),
+        ("safe_open(path, framework='pt')", True),
+        ("open(path, 'w')", False),
+        ("path.open('ab')", False),
+        ("self._line.open()", False),
+        ("open_regular(path, failure=DamagedFileError)", False),
+        ("read_text(path, failure=DamagedFileError)", False),
+        ("json.loads(text)", False),
+    ],
+)
+def test_the_rule_sees_what_reads(source, is_found):
+    assert finds(reads, source) == is_found
+
+
+@pytest.mark.parametrize(
+    ("source", "is_found"),
+    [
+        ("path.write_text('x')", True),
+        ("open(path, 'w')", True),
+        ("with path.open(mode='ab') as file: pass", True),
+        ("save_file(tensors, path)", True),
+        ("figure.savefig(path)", True),
+        ("os.replace(one, other)", True),
+        ("torch.save(state, path)", True),
+        ("open(path, 'rb')", False),
+        ("open(path, encoding='utf-8')", False),
+        ("text.replace('a', 'b')", False),
+        ("write_text(path, 'x')", False),
+    ],
+)
+def test_the_rule_sees_what_writes(source, is_found):
+    assert finds(writes, source) == is_found

@@ -56,7 +56,7 @@ def write_tensor_file(
 @contextlib.contextmanager
 def file_for_torch(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Yield a new file whose writes never fail; what failed is raised at the end."""
-    # torch's writer of archives would end the process: its destructor writes too, and an error there is one too many
+    # torch's writer of archives would end the process: its destructor also writes, where C++ allows no error
     with _Lenient(path, "wb") as file:
         try:
             yield file

@@ -4,33 +4,31 @@ A collective would not do: the others call it when they have something to send, 
 looks into the store a few times a second, and whether the processes of its machine are there: one that was killed
 cannot notify the others.
 
-One that is stopped keeps its connections, and gloo waits for it until the job's timeout, which no other thread can cut
-short. So a second thread, which never waits for a store that the stopped process may have, ends it after a while.
+One that is stopped keeps its connections, and gloo waits for it until the job's timeout. So a second thread, which
+never waits for a store that the stopped process may have, gives it up after a while. On this machine the kernel knows
+that it is stopped, and it is ended; of another one its beats in the store are missing, and all connections are cut.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from .machine import Process
+from .machine import Process, cut_connections
 
-# Seconds between two looks: an exception on one rank is to be raised on all within a second.
-_PERIOD = 0.1
-
-# Seconds between two looks at whether a process is stopped.
-_LOOK = 0.5
-
-# Seconds in which the end of a process follows from its stop: it runs again while it ends.
-_RECENT = 10.0
-
-# Seconds in which a rank of another machine answers if it is alive.
-_PATIENCE = 3.0
+_PERIOD = 0.1  # seconds between two looks: an exception on one rank is to be raised on all within a second
+_LOOK = 0.5  # seconds between two looks at whether a process is stopped
+_BEAT = 5.0  # seconds between two beats, at most: a part of the patience
+_RECENT = 10.0  # seconds in which the end of a process follows from its stop: it runs again while it ends
+_PATIENCE = 3.0  # seconds in which a rank of another machine answers if it is alive
+_LEFT = "left"  # in place of the last beat of a process that stops listening
 
 
 class Alarm:
@@ -39,7 +37,7 @@ class Alarm:
     # store: store of the job, `None` for a process alone
 
     patience = 120.0
-    """Seconds that a process of this machine may be stopped before the others end it."""
+    """Seconds that a process may be stopped before the others end it, or cut their connections with it."""
 
     def __init__(self, store: Any, rank: int, size: int, prefix: str = "") -> None:
         self._store, self._rank, self._size = store, rank, size
@@ -53,6 +51,9 @@ class Alarm:
         self._processes: dict[int, Process] = {}
         self._stopped: dict[int, float] = {}  # for how many seconds others are stopped now, by rank
         self._last_stop: dict[int, tuple[float, float]] = {}  # the same of the last stop, and when it was seen
+        self._heard = self._known = (rank, "")  # a process of another machine and its last beat; a tuple per answer
+        self._waited = self._silent = 0.0  # seconds since the store has answered, and since that beat was another one
+        self._next_beat = 0.0
         if store is not None and size > 1:
             store.set(f"{self._prefix}/process/{rank}", json.dumps(self._here))
             self._thread = threading.Thread(
@@ -109,14 +110,18 @@ class Alarm:
         return sorted(missing) if self._gone is None else self._gone
 
     def seconds_stopped(self, rank: int) -> float:
-        """Return for how long a rank was stopped that was ended just now."""
+        """Return for how long a rank was stopped that was given up just now."""
         seconds, seen = self._last_stop.get(rank, (0.0, 0.0))
         return seconds if time.monotonic() - seen < _RECENT else 0.0
 
     def _neighbours(self) -> list[tuple[int, Process]]:
         """The other ranks whose processes are on this machine."""
-        known = list(self._processes.items())
-        return sorted((rank, one) for rank, one in known if one.machine == self._here.machine and rank != self._rank)
+        known = sorted(self._processes.items())
+        return [(rank, one) for rank, one in known if rank != self._rank and not self._is_far(rank)]
+
+    def _is_far(self, rank: int) -> bool:
+        """Report whether the process of a rank is known, and on another machine."""
+        return rank in self._processes and self._processes[rank].machine != self._here.machine
 
     def _ended(self) -> list[int]:
         """The ranks whose processes are on this machine and have ended."""
@@ -133,6 +138,35 @@ class Alarm:
                     one.end()
             else:
                 self._stopped.pop(rank, None)
+
+    def _beat(self) -> None:
+        """Show that this process runs, and look whether the next one of another machine does."""
+        if time.monotonic() < self._next_beat:
+            return
+        self._next_beat = time.monotonic() + min(_BEAT, self.patience / 8)
+        self._store.set(f"{self._prefix}/beat/{self._rank}", str(time.monotonic()))
+        far = next(filter(self._is_far, [*range(self._rank, self._size), *range(self._rank)]), self._rank)
+        if self._store.check([f"{self._prefix}/beat/{far}"]):
+            self._heard = far, self._store.get(f"{self._prefix}/beat/{far}").decode()
+
+    def _give_up_silent(self) -> None:
+        """Cut the connections with a process of another machine that has been silent for too long."""
+        self._waited += _LOOK
+        known, self._known = self._known, self._heard
+        if self._known is not known:  # the store has answered
+            is_silent = self._known == known and known[1] != _LEFT
+            self._silent, self._waited = self._silent + self._waited if is_silent else 0.0, 0.0
+        # a store that does not answer is in the process of rank 0, or in torchrun on its machine
+        rank, seconds = (known[0], self._silent) if self._silent > self._waited else (0, self._waited)
+        if self._gone is None and seconds > self.patience and self._is_far(rank):
+            if not self._waited:  # otherwise others would take this process, which ends now, for the cause
+                self._send({"gone": [rank], "seconds": seconds})
+            self._gone, self._last_stop[rank] = [rank], (seconds, time.monotonic())
+            self._hear(None)
+        if any(self._is_far(rank) and self.seconds_stopped(rank) for rank in self._gone or ()):
+            self.close()
+            time.sleep(3 * _PERIOD)  # until others know, and the listener has left the store, which may be cut
+            cut_connections()
 
     def _meet(self) -> None:
         """Ask for the processes of the other ranks, as far as they are here by now."""
@@ -169,7 +203,7 @@ class Alarm:
         self._closed.set()
 
     def _send(self, news: dict[str, Any]) -> None:
-        if self._store is not None and self._size > 1:
+        if self._store is not None and self._size > 1 and not self._closed.is_set():
             number = self._store.add(f"{self._prefix}/count", 1)
             self._store.set(f"{self._prefix}/news/{number}", json.dumps({**news, "rank": self._rank}))
 
@@ -189,6 +223,8 @@ class Alarm:
             return True
         if "gone" in news and self._gone is None:
             self._gone = news["gone"]
+            if "seconds" in news:
+                self._last_stop |= {rank: (news["seconds"], time.monotonic()) for rank in self._gone}
         self._hear(news.get("call"))
         return True
 
@@ -196,6 +232,7 @@ class Alarm:
 def _watch(alarm: weakref.ref[Alarm]) -> None:
     while (found := alarm()) is not None and not found._closed.is_set():
         found._end_stopped()
+        found._give_up_silent()
         closed = found._closed
         del found
         closed.wait(_LOOK)
@@ -214,16 +251,20 @@ def _close_all() -> None:
 
 def _listen(alarm: weakref.ref[Alarm]) -> None:
     number, found = 1, alarm()
-    while found is not None and not found._closed.is_set():
-        closed = found._closed
+    assert found is not None
+    leave = partial(found._store.set, f"{found._prefix}/beat/{found._rank}", _LEFT)
+    closed = found._closed
+    while found is not None and not closed.is_set():
         try:
             while found._take(number):
                 number += 1
             found._look()
+            found._beat()
         except (RuntimeError, ValueError):  # the next collective fails, and is reported
             found._lose_store()
             return
         del found
-        if closed.wait(_PERIOD):
-            return
+        closed.wait(_PERIOD)
         found = alarm()
+    with contextlib.suppress(RuntimeError, ValueError):
+        leave()

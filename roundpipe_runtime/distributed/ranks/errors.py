@@ -31,7 +31,6 @@ def rank_failed(rank: int, failure: str) -> DistributedError:
 
 def raise_first(own: BaseException | None, said: Sequence[str | None]) -> None:
     """Raise the error of this rank, or else the first one of another rank."""
-    # own: error of this rank; `None` if it is well
     # said: what `format_failure` returned on each rank; `None` for one that is well
     if own is not None:
         raise own
@@ -51,10 +50,9 @@ def rank_failed_in_step(rank: int, failure: str) -> RankStepError:
 
 def ranks_gone(ranks: Sequence[int], cause: object, stopped: float = 0.0) -> DistributedError:
     """Return the error of a rank whose peers do not answer any more."""
-    # ranks: ranks that are gone; empty where that is not known
     # stopped: for how many seconds they were stopped before
     who = f"Rank {', '.join(map(str, ranks))} is" if ranks else "A rank is"
-    what = f"it was stopped (SIGSTOP) for {stopped:.0f} s and then ended" if stopped else "the process ended"
+    what = f"it was stopped (SIGSTOP) or silent for {stopped:.0f} s and then given up" if stopped else "the process ended"
     return DistributedError(
         f"{who} gone: {what}, or its network did ({cause}). Nothing can be exchanged any more. Start again "
         "from the newest checkpoint; torchrun does so by itself:\n"
@@ -65,7 +63,6 @@ def ranks_gone(ranks: Sequence[int], cause: object, stopped: float = 0.0) -> Dis
 
 def ranks_disagree(values: Sequence[Mapping[str, object]]) -> DistributedError | None:
     """Return the error for ranks of which one states something else than rank 0; ``None`` if all state the same."""
-    # values: what each rank states, by the name of the thing
     for rank, stated in enumerate(values):
         for name in {**values[0], **stated}:
             first, other = values[0].get(name, "nothing"), stated.get(name, "nothing")

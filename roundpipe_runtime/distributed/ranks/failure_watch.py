@@ -16,10 +16,6 @@ from .errors import StoppedByRankError
 class _CallNews:
     """What is known of one call: its run, and why it stops."""
 
-    # run: run that is under way, `None` between two runs
-    # reason: why the call stops, `None` while it goes on
-    # arrived: reasons to stop, and the sums when they are complete
-
     def __init__(self) -> None:
         self.run: Run | None = None
         self.reason: BaseException | None = None

@@ -39,8 +39,6 @@ _CHANNELS: tuple[Channel, ...] = ("control", "data", "weights", "step")
 class Ranks:
     """The ranks of a model: here one process alone, which exchanges nothing."""
 
-    # sent: bytes that this rank has sent, by channel
-
     mesh: DeviceMesh | None = None  # mesh of the ranks; `None` for a process alone
 
     def __init__(self, rank: int = 0, num_shards: int = 1, num_copies: int = 1) -> None:
@@ -48,7 +46,7 @@ class Ranks:
         self.num_shards, self.num_copies = num_shards, num_copies
         self.size = num_shards * num_copies
         self.alarm = Alarm(None, rank, 1)
-        self.sent: dict[Channel, int] = dict.fromkeys(_CHANNELS, 0)
+        self.sent: dict[Channel, int] = dict.fromkeys(_CHANNELS, 0)  # bytes
         self.calls: dict[Channel, int] = dict.fromkeys(_CHANNELS, 0)
 
     def exchange(self, value: Any, channel: Channel = "control") -> list[Any]:
@@ -180,7 +178,9 @@ class MeshRanks(Ranks):
         self.calls[channel] += 1
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, ValueError) and channel in self._groups:
+                raise  # not of a group that another thread has closed
             error.__traceback__ = None  # its frames hold the group, which could not be closed
             if channel == "step" and (failure := self.alarm.take_step_failure()):
                 self._close("step")

@@ -23,15 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .ranks import job_timeout
 
-# Seconds between two looks at an exchange that has not ended.
-_PERIOD = 0.0002
+_PERIOD = 0.0002  # seconds between two looks at an exchange that has not ended
 
 
 class TokenExchange:
     """The exchanges of one model among the ranks of a mesh."""
 
     # reason: returns why the call under way is to be given up, as another rank has failed; `None` while it goes on
-    # sent: bytes that this rank has sent
 
     def __init__(self, mesh: DeviceMesh, reason: Callable[[], BaseException | None]) -> None:
         self._members: list[int] = mesh.mesh.flatten().tolist()

@@ -24,8 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...errors import ConfigError
 
-# Seconds between two looks into the store.
-_PERIOD = 0.02
+_PERIOD = 0.02  # seconds between two looks into the store
 
 
 def is_one_of_many() -> bool:

@@ -87,8 +87,6 @@ class GroupLosses(LossContract):
     to the sum over the groups.
     """
 
-    # first: index of the group's first microbatch in the batch
-
     def __init__(self, whole: LossContract, first: int, count: int) -> None:
         super().__init__(whole.reduction, whole.rows[first : first + count])
         self._whole, self._first = whole, first

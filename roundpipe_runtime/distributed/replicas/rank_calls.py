@@ -197,7 +197,6 @@ class RankCalls(OneGroup[Engine]):
         config: RoundPipeRunConfig,
     ) -> RankCall:
         """Cut this rank's rows into its groups, and agree with all ranks on the call."""
-        # cut: function that returns the microbatches of each group of this rank
         parts: list[list[FlatMicrobatch]] = []
         reduction: LossReduction | None = None
         stated: dict[str, object] = {}
@@ -235,7 +234,6 @@ class RankCalls(OneGroup[Engine]):
 
     def summed(self, engine: Engine, call: RankCall, work: Callable[[], None]) -> Any:
         """Do the work of this rank, and commit when all ranks have succeeded; return the loss."""
-        # call: call that all ranks have agreed on, which notes where gradients land
         # Within `no_sync()` nothing travels. The call after it adds to sums that are here already, so its own gradients
         # are not sent as they land either.
         is_late = self._is_deferred or bool(self._kept)
@@ -472,7 +470,6 @@ class KeptSums:
 
     def add(self, call: Call, scale: float) -> None:
         """Add the gradients of each group of a call."""
-        # call: call that has succeeded on all ranks; its gradients are taken
         turns = [turn for turn, part in enumerate(call.parts) if part]
         for turn, (run, _) in zip(turns, call.runs, strict=True):
             for layer, gradients in run.collected.gradients.items():

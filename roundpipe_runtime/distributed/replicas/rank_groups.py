@@ -41,7 +41,6 @@ class BatchLoss(Protocol):
 
     def state(self, group: Sequence[Any]) -> Any:
         """Return what other ranks need to know of a group: plain values and tensors on the host."""
-        # group: outputs of its microbatches, none for a group without rows
 
     def compute(self, groups: Sequence[Sequence[Any]], own: Sequence[int], stated: Sequence[Any]) -> tuple[Any, Any]:
         """Return the loss of the whole batch and the joined output of this rank."""
@@ -123,8 +122,6 @@ class RankGroups(RankCalls):
 
             return self._run_backward(engine, call, passes, compute), found[0]
 
-    # -- forward -----------------------------------------------------------------------------------------------------
-
     def _run_forward(
         self,
         engine: Engine,
@@ -198,8 +195,6 @@ class RankGroups(RankCalls):
                 raise error
         size = self.ranks.size
         return [said[group % size].of_groups[group // size] for group in range(self.replicas)]
-
-    # -- backward ----------------------------------------------------------------------------------------------------
 
     def _run_backward(
         self,
@@ -297,7 +292,6 @@ class GroupPasses:
         stopping: Callable[[Run], contextlib.AbstractContextManager[None]],
     ) -> None:
         """Run the backward of each group."""
-        # gradients: gradients of all tensors of `outputs`, `None` where none flows
         found = iter(gradients)
         runs = iter(self.runs)
         for turn, part in enumerate(self.parts):

@@ -38,8 +38,6 @@ class Bucket:
 class ReductionPlan:
     """The gradients that a call sums, in order, and the dtype in which they travel."""
 
-    # reduce_dtype: dtype in which gradients travel. Default: that of their sums.
-
     def __init__(
         self, contents: Sequence[LayerContents], store: RankStore, replicas: int, reduce_dtype: torch.dtype | None
     ) -> None:
@@ -83,7 +81,6 @@ class Reduction:
 
     def land(self, turn: int, layer: int, gradients: Gradients) -> None:
         """Take the gradients of a layer; they are gone from the mapping when they are sent."""
-        # gradients: gradients on the host, and when their copies are complete
         with self._changed:
             # A layer that was noted as one without gradients does not replace what has landed before.
             self._landed.setdefault((turn, layer), gradients)
@@ -219,7 +216,6 @@ class Reduction:
 
     def results(self, scale: float, had: set[tuple[int, int]]) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
         """Yield the gradients of each layer in the rows of the targets, last layer first."""
-        # scale: factor for them; 0 if no row of the batch had a weight
         for number, bucket in enumerate(self._plan.buckets):
             found = {}
             for index, (parameter, rows) in enumerate(zip(bucket.parameters, self._rows.pop(number), strict=True)):

@@ -153,7 +153,6 @@ def agree(
     group: dist.ProcessGroup | None,
 ) -> list[Boundary]:
     """Find out what crosses from each stage to the next, stage by stage, in all processes."""
-    # mine: stages of this process: what each returns, given what it receives
     found: list[Boundary] = []
     for stage in range(num_stages - 1):
         own: Any = None

@@ -116,8 +116,9 @@ class DistributedPipeline:
 
         boundaries = self._boundaries(stages, count, example, example_outputs or {})
         self._sizes = _sizes(example())
+        around = [None, *boundaries, None]  # nothing crosses before the first stage and after the last
         self._modules = {
-            stage: StageModule(module, stage, *_around(boundaries, stage)) for stage, module in sorted(stages.items())
+            stage: StageModule(module, stage, *around[stage : stage + 2]) for stage, module in sorted(stages.items())
         }
         self._make = functools.partial(self._make_schedule, schedule, count)
         self.stages, self.schedule = self._make()
@@ -331,11 +332,6 @@ def _returned_loss(stage_output: Any, number: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def _around(boundaries: Sequence[Boundary], stage: int) -> tuple[Boundary | None, Boundary | None]:
-    """What a stage receives and what it returns; nothing crosses before the first and after the last."""
-    return boundaries[stage - 1] if stage else None, boundaries[stage] if stage < len(boundaries) else None
-
-
 def _sizes(part: Microbatch) -> dict[str, TensorSizes]:
     named = [*leaves(part.args, name="args"), *leaves(part.kwargs, name="kwargs")]
     return {leaf.path: TensorSizes.of(leaf.value) for leaf in named if isinstance(leaf.value, torch.Tensor)}
@@ -369,7 +365,6 @@ def _rows(outputs: Sequence[Any], calls: Sequence[Microbatch]) -> list[int | Non
 class StageLine:
     """The group of a pipeline's stages, in one process; all of them make it."""
 
-    # group: group of the processes. Default: all of them.
     # is_open: whether messages can be sent; after a failure, `open` must be called
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -414,7 +409,8 @@ class StageLine:
 
     def _error_of_others(self, error: BaseException) -> DistributedError | None:
         """The error to raise if another process has failed; ``None`` if this one has."""
-        if not _is_network(error):
+        is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+        if not is_gloo and not isinstance(error, dist.DistError):
             return None
         if (failure := self._alarm.take_step_failure()) is not None:
             rank, text = failure
@@ -448,17 +444,12 @@ def _release_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _is_network(error: BaseException) -> bool:
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-
-
 # Wrap a module for ``torch.distributed.pipelining``, whose stages pass tensors only.
 
 
 class StageModule(nn.Module):
     """Call a module with objects that are rebuilt from tensors, and return the tensors of its output."""
 
-    # module: module of the stage, a `RoundPipe` for example
     # received: what the stage before returns; `None` for the first stage
     # returned: what this stage returns; `None` for the last stage, whose only result is the loss
     # loss_fn: loss of the last stage's output for a microbatch; `None` where none is asked for
@@ -476,7 +467,6 @@ class StageModule(nn.Module):
 
     def forward(self, *tensors: torch.Tensor, microbatch: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run a microbatch."""
-        # tensors: what arrived from the stage before; nothing for the first stage
         # microbatch: number of the microbatch, as a tensor, which torch hands to each stage in its part
         number = int(microbatch)
         call = self.calls[number]

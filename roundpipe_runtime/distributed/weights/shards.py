@@ -30,8 +30,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 class RankStore(ParameterStore):
     """Parameters and all that the optimizer gets, whole on every rank."""
 
-    # optim_dtype: dtype in which the optimizer works; `None` for the dtype of each parameter
-
     def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None, ranks: Ranks) -> None:
         super().__init__(model, optim_dtype)
         self.ranks = ranks

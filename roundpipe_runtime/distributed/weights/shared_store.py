@@ -102,8 +102,7 @@ class SharedStore(ShardedStore):
 # Share one copy of the weights between all processes of a machine, in unnamed memory.
 
 
-# Bytes at which a tensor begins; the first of them hold the token by which the memory is known.
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes at which a tensor begins; the first of them hold the token by which the memory is known
 
 
 def machines_of(ranks: Ranks) -> list[int]:
@@ -128,7 +127,6 @@ def routes(machines: Sequence[int], num_shards: int) -> list[tuple[int, int, int
     >>> routes([0, 0, 1, 1], 4)
     [(2, 2, 0), (3, 3, 1), (0, 0, 2), (1, 1, 3)]
     """
-    # num_shards: number of shards; rank r has shard r modulo this
     writers = first_of_shards(machines, num_shards)
     found = []
     for machine in dict.fromkeys(machines):

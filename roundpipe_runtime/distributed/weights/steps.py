@@ -30,9 +30,7 @@ from .shards import RankStore
 
 # They take sums over a whole matrix, or over all parameters.
 _NOT_ELEMENTWISE = {"adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap", "sparseadam"}
-
-# They keep moments in fewer bits, with a scale for each block of numbers.
-_IN_BLOCKS = ("4bit", "8bit", "fp8")
+_IN_BLOCKS = ("4bit", "8bit", "fp8")  # moments in fewer bits, with a scale for each block of numbers
 
 
 class RankSteps(StepRunner):
@@ -49,7 +47,7 @@ class RankSteps(StepRunner):
         self._contents: Sequence[LayerContents] = ()
         self._is_inside = False
         self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        _watch(self)
+        _runners().add(self)
 
     def run(self, step: Callable[[], Any]) -> None:
         """Run a step now, in this thread; the next run waits for the weights of each layer."""
@@ -107,10 +105,8 @@ class RankSteps(StepRunner):
 
     def close(self) -> None:
         """Finish, and end the thread."""
-        _RUNNERS.discard(self)
+        _runners().discard(self)
         super().close()
-
-    # -- steps that the caller runs without the pipeline -------------------------------------------------------------
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Report whether an optimizer has parameters of this pipeline, of those that it should have."""
@@ -159,25 +155,18 @@ class RankSteps(StepRunner):
             self._publish_next()
 
 
-_RUNNERS: weakref.WeakSet[RankSteps] = weakref.WeakSet()
-
-
-def _watch(runner: RankSteps) -> None:
-    """Let a runner hear of the steps of all optimizers."""
-    _hear_steps()
-    _RUNNERS.add(runner)
-
-
 @cache
-def _hear_steps() -> None:
-    hear_steps(_before, _after)
+def _runners() -> weakref.WeakSet[RankSteps]:
+    """Return the runners that hear of the steps of all optimizers."""
+    found: weakref.WeakSet[RankSteps] = weakref.WeakSet()
 
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for runner in list(found):
+            runner.before_step(optimizer)
 
-def _before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for runner in list(_RUNNERS):
-        runner.before_step(optimizer)
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for runner in list(found):
+            runner.after_step(optimizer)
 
-
-def _after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for runner in list(_RUNNERS):
-        runner.after_step(optimizer)
+    hear_steps(before, after)
+    return found

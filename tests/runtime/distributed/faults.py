@@ -332,11 +332,14 @@ def killed() -> None:
     os._exit(0)
 
 
-def stopped(patience: float) -> None:
+def stopped(patience: float, is_alone: bool, stopped_rank: int) -> None:
     """A rank is stopped in the middle of a call, and keeps its connections, while the others wait for it."""
+    from roundpipe_runtime.distributed.ranks import machine
     from roundpipe_runtime.distributed.ranks.alarm import Alarm
 
     Alarm.patience = patience
+    if is_alone:
+        machine.this_machine = lambda: str(dist.get_rank() == stopped_rank)
     rank = dist.get_rank()
     training = Training(dist.get_world_size(), rank, dist.init_device_mesh("cpu", (dist.get_world_size(),)))
     training.run(0)
@@ -346,10 +349,17 @@ def stopped(patience: float) -> None:
         Path(sys.argv[3], f"{rank}.json").write_text("null")
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    if rank == dist.get_world_size() - 1:
+    if rank == stopped_rank:
         training.model[1].register_forward_hook(stop)
     error = raised_by(lambda: training.run(1))
     Path(sys.argv[3], f"{rank}.json").write_text(json.dumps([error, time.monotonic() - begin]))
+    if is_alone:  # the test ends what the others cannot
+        parent = os.getppid()
+        Path(sys.argv[3], f"{rank}.done").touch()
+        if len(list(Path(sys.argv[3]).glob("*.done"))) == dist.get_world_size() - 1:
+            for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+                if int(child) != os.getpid():
+                    os.kill(int(child), signal.SIGKILL)
     os._exit(0)
 
 

@@ -160,10 +160,21 @@ def test_a_process_that_ends_in_a_call_ends_it_for_the_others():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked through /proc")
-def test_a_process_that_is_stopped_in_a_call_ends_it_for_the_others():
+@pytest.mark.parametrize(
+    ("is_alone", "stopped"),
+    [
+        pytest.param(False, 2, id="on one machine"),
+        pytest.param(True, 2, id="alone on a machine"),
+        pytest.param(True, 0, id="rank 0 alone on a machine"),
+    ],
+)
+def test_a_process_that_is_stopped_in_a_call_ends_it_for_the_others(is_alone, stopped):
     """Its connections are open, and the timeout of the group is a minute; it is named after two seconds."""
-    for (kind, text), seconds in run_ranks("tests.runtime.distributed.faults:stopped", 3, 2.0)[:2]:
-        assert (kind, "Rank 2 is gone: it was stopped (SIGSTOP) for " in text) == ("DistributedError", True)
+    found = run_ranks("tests.runtime.distributed.faults:stopped", 3, 2.0, is_alone, stopped)
+    assert found.pop(stopped) is None
+    for (kind, text), seconds in found:
+        assert kind == "DistributedError"
+        assert f"Rank {stopped} is gone: it was stopped (SIGSTOP) or silent for " in text
         assert 2.0 <= seconds < 30
 
 

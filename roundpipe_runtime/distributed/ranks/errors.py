@@ -52,7 +52,7 @@ def ranks_gone(ranks: Sequence[int], cause: object, stopped: float = 0.0) -> Dis
     """Return the error of a rank whose peers do not answer any more."""
     # stopped: for how many seconds they were stopped before
     who = f"Rank {', '.join(map(str, ranks))} is" if ranks else "A rank is"
-    what = f"it was stopped (SIGSTOP) or silent for {stopped:.0f} s and then given up" if stopped else "the process ended"
+    what = f"it was stopped (SIGSTOP) or silent for {stopped:.0f} s and given up" if stopped else "the process ended"
     return DistributedError(
         f"{who} gone: {what}, or its network did ({cause}). Nothing can be exchanged any more. Start again "
         "from the newest checkpoint; torchrun does so by itself:\n"

@@ -218,9 +218,7 @@ def test_first_weights_of_many_steps_and_other_adapters_are_refused(entries, bas
     """PEFT would compute for hours what the file replaces, or load what the file names."""
     adapter = _adapter(base)
     _state(adapter, **entries)
-    with pytest.raises(
-        ModelSourceError, match=r"adapter_config\.json (asks for 1,000 steps|names other adap)"
-    ):
+    with pytest.raises(ModelSourceError, match=r"adapter_config\.json (asks for 1,000 steps|names other adap)"):
         find_model(str(adapter)).load()
 
 

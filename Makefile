@@ -45,7 +45,7 @@ NEEDS_dev := --editable '.[all]' --group dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch quantized compat newest kills fuzz ranks house lint format types doctest docs site notebooks bench bench-gpu gpu-dry-run matrix operators cut-matrix trainings genai real runtimes clients browser clean distclean
+.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch quantized compat newest kills fuzz ranks release-check house lint format types doctest docs site notebooks bench bench-gpu gpu-dry-run matrix operators cut-matrix trainings genai real runtimes clients browser clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -127,6 +127,11 @@ newest:  ## run what people run with the newest versions that pip installs, in .
 	$(NEWEST) -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
 		'.[transformers,onnx,cli,train]' --group newest
 	$(NEWEST) -m matrix.newest --cases "$(CASES)" $(NEWEST_ARGS)
+
+# Python alone is needed: the tools and the wheel are installed into environments that are removed afterwards.
+RELEASE_ARGS ?=
+release-check:  ## build wheel and sdist, check their contents, and run the README from the wheel with three Pythons (RELEASE_ARGS="--pythons 3.11")
+	$(PYTHON) tests/release_check.py $(RELEASE_ARGS)
 
 lint: $(VENV)/.has-lint  ## check style, formatting, spelling, and which folder imports which
 	$(BIN)/ruff check .

@@ -44,7 +44,7 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "OptimizerCtx",
     "optim",
     "GradScaler",
-    # save a training and go on with it
+    # save a training and continue with it
     "save_checkpoint",
     "load_checkpoint",
     "list_checkpoints",
@@ -104,7 +104,7 @@ _HOMES = (
     "timeline.record",
 )
 
-# Derived from classes of transformers, which is imported with the first of them; so not among what `*` imports.
+# Derived from transformers classes, which is imported with the first of them; so not among what `*` imports.
 _TRAINERS = ("RoundPipeSeq2SeqTrainer", "RoundPipeTrainer")
 
 
@@ -125,7 +125,7 @@ if TYPE_CHECKING:  # the same names for a type checker, and none that is misspel
     # say how a batch is cut and joined
     from .batch.spec import Replicate, TensorChunkSpec
 
-    # save a training and go on with it
+    # save a training and continue with it
     from .checkpoint import (
         Checkpoint,
         CheckpointError,
@@ -165,7 +165,7 @@ if TYPE_CHECKING:  # the same names for a type checker, and none that is misspel
         UseAfterReleaseError,
     )
 
-    # models of transformers
+    # Hugging Face models
     from .huggingface import (
         BatchStructureError,
         Cut,

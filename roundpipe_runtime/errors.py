@@ -28,7 +28,7 @@ __all__ = [
 
 
 class RoundPipeError(Exception):
-    """Base of all errors that this package raises on purpose."""
+    """Base class of the errors of this package."""
 
 
 class ConfigError(RoundPipeError, ValueError):
@@ -76,7 +76,7 @@ class StageError(RoundPipeError, RuntimeError):
 
 
 class RoundPipeWarning(UserWarning):
-    """Base of all warnings of this package."""
+    """Base class of the warnings of this package."""
 
 
 class UnevenSplitWarning(RoundPipeWarning):

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,9 @@ def texts() -> list[Path]:
     return [ROOT / name for name in listed.split() if name.endswith((".py", ".md", ".ipynb")) and name not in LEFT_OUT]
 
 
+PLAIN = tomllib.loads((ROOT / "tests" / "plain_english.toml").read_text(encoding="utf-8"))
+
+
 def readable(path: Path) -> str:
     """The text of a file; of a notebook that of its cells."""
     text = path.read_text(encoding="utf-8")
@@ -61,14 +65,48 @@ def readable(path: Path) -> str:
 @pytest.mark.parametrize(("phrase", "instead"), PHRASES.items())
 def test_a_phrase_is_avoided(phrase, instead):
     """Also where a line ends inside it."""
+    found = places(phrase, texts())
+    assert not found, f"write {instead!r}:\n" + "\n".join(found)
+
+
+def places(phrase: str, paths: list[Path]) -> list[str]:
+    """The places of a phrase, also where a line of a page or of a comment ends inside it."""
     spaced = re.compile(phrase.replace(" ", r"\s+(?:# )?"), re.IGNORECASE | re.MULTILINE)
-    found = [
+    return [
         f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}: {' '.join(match[0].split())!r}"
-        for path in texts()
+        for path in paths
         for text in [readable(path)]
         for match in spaced.finditer(text)
     ]
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the files are listed by git")
+@pytest.mark.parametrize(("phrase", "instead"), PLAIN["instead"].items())
+def test_an_idiom_of_our_own_is_avoided(phrase, instead):
+    """In both packages, and in the pages that are clean."""
+    packages = [path for path in texts() if path.relative_to(ROOT).parts[0] in ("yobx_flatten", "roundpipe_runtime")]
+    found = places(rf"\b(?:{phrase})", [*packages, *(ROOT / name for name in PLAIN["clean"])])
     assert not found, f"write {instead!r}:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("phrase", "text", "is_found"),
+    [
+        ("models of transformers", "Exports models\n    # of transformers.", True),
+        ("the training goes on", "Then the training goes on with the next step.", True),
+        ("the training goes on", "The light goes on the table.", False),
+        ("a thread of its own", "It runs in a thread of its own.", True),
+        ("its own rows", "The gradients of its own rows.", False),
+        ("unproven", "An unproven file.", True),
+        ("a name in code", "    >>> proven = check(program)", False),
+    ],
+)
+def test_an_idiom_is_found_where_it_is_written(phrase, text, is_found, tmp_path, monkeypatch):
+    """And words that only look like one are not."""
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    (tmp_path / "page.md").write_text(text, encoding="utf-8")
+    found = [place for one in PLAIN["instead"] for place in places(rf"\b(?:{one})", [tmp_path / "page.md"])]
+    assert bool(found) == is_found, (phrase, found)
 
 
 def test_the_pages_name_files_that_are_there():

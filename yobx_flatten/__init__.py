@@ -1,7 +1,7 @@
 """Define once how a class is flattened; export it, run it, store it.
 
 ``torch.export`` flattens what is registered: lists, dicts and little else. Inside this context manager it also
-flattens the caches of transformers, and one program serves all lengths::
+flattens the transformers caches, and one program serves all lengths::
 
     with register_flattening_functions(patch_transformers=True):
         program = torch.export.export(model, (), kwargs, dynamic_shapes=dynamic_shapes(kwargs))
@@ -72,7 +72,7 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "dynamic_shapes",
     "check_dynamic_shapes",
     "make_dynamic_shapes_kv_cache",
-    # caches of transformers
+    # transformers caches
     "make_dynamic_cache",
     "make_static_cache",
     "make_encoder_decoder_cache",

@@ -1,4 +1,4 @@
-"""List the leaves of inputs and labels, with what is known of each before the batch size is known."""
+"""List the leaves of inputs and labels, with the facts about each that are known before the batch size."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Entry:
 
     @property
     def counted(self) -> tuple[int, ...] | None:
-        """The rows of each microbatch of packed data that does not know them: those of its tensors, axis 0 or ruled."""
+        """Count the rows of each microbatch of packed data from its tensors, along axis 0 or the axis of a rule."""
         if not isinstance(self.value, RoundPipePackedData) or self.stated is not None:
             return None
         # a rule that hands it on whole states nothing: entry by entry it goes in any case
@@ -80,7 +80,7 @@ def check_registered(flat: FlatTree, rules: Mapping[str, Rule]) -> None:
         return
     ours = [leaf.path for leaf in flat.leaves if isinstance(leaf.value, RoundPipePackedData | HeldMask)]
     allowed = [*ours, *(path for path, rule in rules.items() if rule.dim is None)]
-    # what is inside of a leaf needs a line of its own only once the leaf is registered, and gets it then
+    # what is inside of a leaf needs its own line only once the leaf is registered, and gets it then
     found = [
         str(one)
         for one in find_unregistered(held(flat.tree), name=flat.name)
@@ -132,8 +132,8 @@ def _axis_of_rule(path: str, value: torch.Tensor, rule: Rule) -> int | None:
 def _axis_of_mask(path: str, rule: Rule | None) -> int | None:
     if rule is not None and rule.dim not in (None, 0):
         raise SplitError(
-            f"{path}: the rule is TensorChunkSpec({rule.dim}), but a BlockMask is cut along its batch, which is axis "
-            "0, or goes whole to every microbatch."
+            f"{path}: the rule is TensorChunkSpec({rule.dim}), but a BlockMask is split along its batch, axis 0, or "
+            "passed whole to every microbatch."
         )
     return 0 if rule is None else rule.dim
 

@@ -107,8 +107,8 @@ def check_loss_fn(loss_fn: Any) -> None:
     """Check that a loss function can be called."""
     if not callable(loss_fn):
         raise ConfigError(
-            f"loss_fn must be a function of the outputs and labels of a microbatch, found {loss_fn!r}. Where the "
-            "outputs of the model are the loss, leave it out."
+            f"loss_fn must be a function of the outputs and labels of a microbatch, found {loss_fn!r}. Leave it out "
+            "if the model returns the loss."
         )
 
 
@@ -122,8 +122,8 @@ def check_labels(label: FlatTree) -> None:
             if is_packed:
                 line = "with torch.no_grad(): label = teacher(x)"
             raise ConfigError(
-                f"{leaf.path} requires a gradient, and labels get none. If none is wanted, as for the outputs of a "
-                "teacher:\n"
+                f"{leaf.path} requires a gradient, and labels never get one. If you do not need it, as for a "
+                "teacher's outputs:\n"
                 f"    {line}\n"
-                "Otherwise pass it to the model as an argument, which gets one, and let the last layer return it."
+                "Otherwise pass it to the model as an argument, and let the last layer return it."
             )

@@ -71,7 +71,7 @@ def join(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Parts:
-    """What is known of the microbatches."""
+    """Facts about the microbatches."""
 
     weights: list[float | None]
     rows: list[float | None]
@@ -130,8 +130,8 @@ def _join_leaf(column: Sequence[Leaf], parts: _Parts, rule: Rule | None) -> Any:
 def _join_by_rows(path: str, tensors: Sequence[torch.Tensor], rows: Sequence[float | None]) -> Any:
     if None in rows and all(_equal(t, tensors[0]) for t in tensors):
         raise JoinError(
-            f"{path} is the same in all microbatches, whose rows are not known: it may be rows that are equal, or what "
-            "is not cut. Say which, one of\n"
+            f"{path} is equal in all microbatches, and their rows are not known: these may be equal rows, or one "
+            "value for the whole batch. Choose one:\n"
             f"    RoundPipeRunConfig(merge_output={{{path!r}: TensorChunkSpec(0)}})\n"
             f"    RoundPipeRunConfig(merge_output={{{path!r}: Replicate}})"
         )
@@ -142,8 +142,8 @@ def _join_by_rows(path: str, tensors: Sequence[torch.Tensor], rows: Sequence[flo
     shapes = [tuple(t.shape) for t in tensors]
     axis = next((axis for axis, size in enumerate(shapes[0]) if size == rows[0]), 0)
     raise JoinError(
-        f"{path}: axis 0 of the shapes {shapes} is not the {list(rows)} rows of the microbatches, and the values "
-        "differ. Say along which axis they are joined, or how:\n"
+        f"{path}: axis 0 of the shapes {shapes} does not match the microbatches' rows {list(rows)}, and the values "
+        "differ. Name the axis to join along, or give a function:\n"
         f"    RoundPipeRunConfig(merge_output={{{path!r}: TensorChunkSpec({axis})}})\n"
         "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
     )
@@ -159,7 +159,7 @@ def _cat(path: str, tensors: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
 
 
 def _mean(path: str, tensors: Sequence[torch.Tensor], given: Sequence[float | None]) -> torch.Tensor:
-    """Average by weight; what has no weight counts nothing, were it NaN."""
+    """Average by weight; values with weight zero are ignored, even NaN."""
     if not (tensors[0].is_floating_point() or tensors[0].is_complex()):
         value: torch.Tensor = _the_same(path, tensors)
         return value
@@ -168,8 +168,8 @@ def _mean(path: str, tensors: Sequence[torch.Tensor], given: Sequence[float | No
         if all(_equal(tensor, tensors[0]) and not tensor.requires_grad for tensor in tensors):
             return tensors[0]
         raise JoinError(
-            f"{path} has no axes, and the rows of the microbatches, by which it would be averaged, are not "
-            "known. Say how it is joined:\n"
+            f"{path} is a scalar, which is averaged by the rows of the microbatches, and these are not known. Give a "
+            "function that joins it:\n"
             "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
         )
     total = math.fsum(weights)
@@ -185,8 +185,8 @@ def _the_same(path: str, values: Sequence[Any]) -> Any:
     for index, value in enumerate(values):
         if not _equal(value, values[0]):
             raise JoinError(
-                f"{path} differs: {_short(values[0])} in microbatch 0, {_short(value)} in microbatch {index}. What "
-                "is not cut must be the same in all microbatches. Say how to join it:\n"
+                f"{path} differs: {_short(values[0])} in microbatch 0, {_short(value)} in microbatch {index}. A "
+                "value that is not split must be the same in all microbatches. Give a function that joins it:\n"
                 "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
             )
     return values[0]

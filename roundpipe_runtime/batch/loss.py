@@ -35,8 +35,8 @@ from ..errors import ConfigError, LossError, UnevenSplitWarning, warn
 __all__ = ["BackwardTerm", "LossContract", "LossValue", "WeightedLoss", "read_loss", "terms_of_batch", "warn_if_uneven"]
 
 
-# A mean over rows that is stated ("mean") is checked in each microbatch; one that was proven ("rows") is not. A mean
-# over items that torch's loss functions count ("items") was proven.
+# A mean over rows that is stated ("mean") is checked in each microbatch; one that a check found ("rows") is not. A mean
+# over items that torch's loss functions count ("items") was found by a check.
 Reduction: TypeAlias = Literal["sum", "mean", "rows", "items"]
 
 
@@ -175,7 +175,7 @@ class LossContract:
         return [BackwardTerm(t, torch.full_like(t, seed)) for t in read.tensors if t.requires_grad]
 
     def _check_items(self, index: int, items: Sequence[float]) -> None:
-        """Refuse means over items of which microbatches have more or fewer than by their rows."""
+        """Refuse means over items whose number is not proportional to the rows of a microbatch."""
         rows = self.rows[index]
         if not rows:
             return
@@ -222,12 +222,12 @@ class LossContract:
 
     @property
     def kind(self) -> str | None:
-        """What the loss function returns; ``None`` before the first loss."""
+        """The kind of value that the loss function returns; ``None`` before the first loss."""
         return next((value.kind for value in self.values().values()), None)
 
     @property
     def weights(self) -> list[float]:
-        """The weight of each microbatch, to average outputs by: what the pairs report, else the rows."""
+        """The weight of each microbatch in averages of outputs: that of a pair, otherwise its rows."""
         return [self._weight(index) for index in range(len(self.rows))]
 
     def gradient_scale(self) -> float:
@@ -350,7 +350,7 @@ def _is_pair(value: Any) -> bool:
     if not isinstance(first, torch.Tensor) or first.requires_grad or not second.is_floating_point():
         return True
     raise LossError(
-        "loss_fn returned a tuple of two tensors, none of which requires grad. It could be two losses or a sum with "
+        "loss_fn returned a tuple of two tensors, none of which requires grad. These may be two losses, or a sum and "
         "its weight. Write one of\n"
         "    return WeightedLoss(total, weight)\n"
         "    return [loss, other_loss]"
@@ -364,7 +364,7 @@ def _read_pair(total: Any, weight: Any) -> LossValue:
     if isinstance(weight, torch.Tensor):
         weight = _scalar(weight, "the weight").item()
     if not isinstance(weight, numbers.Real) or not math.isfinite(weight) or weight < 0:
-        raise LossError(f"the weight of a pair (sum, weight) must be a finite number from 0 on, found {weight!r}.")
+        raise LossError(f"the weight of a pair (sum, weight) must be a finite number of at least 0, found {weight!r}.")
     if not isinstance(total, torch.Tensor):
         total = torch.tensor(float(total))
     return LossValue("pair", (_scalar(total, "the sum"),), float(weight))
@@ -384,8 +384,8 @@ def _with_items(read: LossValue, items: Sequence[float]) -> LossValue:
     """The pair of a mean over items; over none, it is zero."""
     if len(set(items)) != 1:
         raise LossError(
-            f"loss_fn takes {len(items)} means, over {_format_items(items, 1)}, and it was proven to be one mean of "
-            "torch over the items that it counts. Return the sum and the number of items, or compute it once:\n"
+            f"loss_fn takes {len(items)} means, over {_format_items(items, 1)}, but it was checked as a single mean "
+            "over the items that it counts. Return the sum and the number of items, or compute it once:\n"
             "    return WeightedLoss(total, number)\n"
             '    RoundPipeRunConfig(loss_reduction="joined")'
         )

@@ -34,7 +34,7 @@ class NotProvenError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What was computed for some rows."""
+    """Outputs and gradients that were computed for some rows."""
 
     losses: Sequence[torch.Tensor]  # with their graphs
     rows: int
@@ -50,7 +50,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """The weights with which the losses of parts add up, or what contradicts all of them."""
+    """The weights with which the losses of parts add up, or the reason why none do."""
 
     way: Way | None  # `None` if there are no such weights
     compared: int = 0  # number of sets of values that were compared
@@ -104,7 +104,7 @@ def _is_near(expected: torch.Tensor, found: torch.Tensor) -> bool:
 
 
 def _is_comparable(whole: Part, parts: Sequence[Part]) -> bool:
-    """Whether losses are numbers, and a contract can add them: it refuses those of several kinds itself."""
+    """Whether losses are numbers of one kind, so that they can be added."""
     kinds = {(len(one.losses), one.weight is None) for one in (whole, *parts)}
     if len(kinds) > 1 or whole.items == 0 or whole.weight == 0:
         return False
@@ -116,7 +116,7 @@ def _has_other_items(whole: Part, parts: Sequence[Part]) -> bool:
 
 
 class _Difference:
-    """What the loss of rows in one piece differs by from weighted losses of parts, and its gradients.
+    """Differences of loss and gradients between rows in one piece and the weighted losses of their parts.
 
     Gradients of a difference are differences of gradients: so only norms are kept, and a head is not held twice.
     """
@@ -178,7 +178,7 @@ class _Difference:
 
 
 def in_32_bits(value: Any) -> Any:
-    """Return a tensor of 16 bits with 32, as rounding would hide wrong weights, and anything else as it is."""
+    """Convert 16-bit tensors to 32 bits, as rounding would hide wrong weights; other values are returned unchanged."""
     is_short = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if is_short else value
 
@@ -230,7 +230,7 @@ def _scaled(column: Column, size: float, draw: torch.Generator) -> torch.Tensor:
 
 
 def _drawn(column: Column, draw: torch.Generator, extra: Sequence[int] = ()) -> torch.Tensor:
-    """Labels of those that there are, in any row."""
+    """Random labels, drawn from those that occur in any row."""
     value = column.value
     if column.role == "mask" or value.is_complex():
         return value
@@ -242,7 +242,7 @@ def _drawn(column: Column, draw: torch.Generator, extra: Sequence[int] = ()) -> 
 
 
 def _cleared(column: Column, filling: int, keeps: int) -> torch.Tensor:
-    """Values of which the last row holds only what is filled in, but for so many places."""
+    """Values whose last row is padding except for a few places."""
     value = column.value.clone()
     last = value.select(column.axis, value.shape[column.axis] - 1)
     is_whole = value.is_floating_point() or value.dtype == torch.bool

@@ -26,7 +26,7 @@ def check_packed_counts(entries: Sequence[Entry]) -> None:
     counts = {entry.path: len(entry.value) for entry in entries if isinstance(entry.value, RoundPipePackedData)}
     if len(set(counts.values())) > 1:
         counted = ", ".join(f"{path} into {count}" for path, count in counts.items())
-        raise SplitError(f"These were cut into different numbers of microbatches: {counted}.")
+        raise SplitError(f"These were split into different numbers of microbatches: {counted}.")
 
 
 def rows_with_packed(
@@ -53,7 +53,7 @@ def rows_with_packed(
     raise SplitError(
         f"{paths}: it is not known how many rows each of the {count} microbatches has, and "
         f"{', '.join(cut)} must be cut along with them. Say it where the data is made, or cut by a function:\n"
-        f"    RoundPipePackedData(values, rows=[...])\n"
+        "    RoundPipePackedData(values, rows=[...])\n"
         "    RoundPipeRunConfig(split_input=...)"
     )
 
@@ -71,7 +71,7 @@ def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whos
         if own is not None and is_of_batch and None not in rows and own != tuple(rows):
             raise SplitError(
                 f"{entry.path} has microbatches of {list(own)} rows, and {whose} made microbatches of {list(rows)}. "
-                "Both must be cut at the same rows."
+                "Both must be split at the same rows."
             )
 
 

@@ -83,13 +83,13 @@ def sizes(batch: int, num_microbatch: int) -> list[int]:
         mean, and nothing to compute. A batch without rows is one microbatch without rows.
 
     Raises:
-        ConfigError: ``num_microbatch`` is not a number from 1 on.
+        ConfigError: ``num_microbatch`` is not a number of at least 1.
 
     >>> sizes(10, 4), sizes(2, 4), sizes(0, 4)
     ([3, 3, 2, 2], [1, 1], [0])
     """
     if type(num_microbatch) is not int or num_microbatch < 1:
-        raise ConfigError(f"num_microbatch must be a number from 1 on, found {num_microbatch!r}.")
+        raise ConfigError(f"num_microbatch must be a number of at least 1, found {num_microbatch!r}.")
     count = max(1, min(batch, num_microbatch))
     rows, larger = divmod(batch, count)
     return [rows + (index < larger) for index in range(count)]

@@ -165,8 +165,8 @@ def _input_rules(split_input: Any) -> Rules:
     if isinstance(split_input, (tuple, list)) and len(split_input) == 2:
         return read_rules(split_input[0], "args") | read_rules(split_input[1], "kwargs")
     raise SplitError(
-        f"split_input must be (spec of args, spec of kwargs), a mapping from key paths or a function, found "
-        f"{format_value(split_input)}. For one argument, cut along axis 0:\n"
+        "split_input must be (spec of args, spec of kwargs), a mapping from key paths or a function, found "
+        f"{format_value(split_input)}. For one argument, split along axis 0:\n"
         "    RoundPipeRunConfig(split_input=((TensorChunkSpec(0),), None))"
     )
 
@@ -188,12 +188,12 @@ def _rows(
         return list(sizes(decided.batch if decided.batch is not None else 1, num_microbatch))
     for path, size in cut.items():
         if size < len(rows):
-            raise SplitError(f"{path} has only {size} rows for the {len(rows)} microbatches that are given packed.")
+            raise SplitError(f"{path} has only {size} rows for the {len(rows)} packed microbatches.")
     return rows
 
 
 def _cut_leaves(entries: Sequence[Entry], axes: Sequence[int | None], rows: Sequence[int | None]) -> list[list[Any]]:
-    """The leaves of each microbatch: those with an axis are cut along it, the others are the same objects in all."""
+    """The leaves of each microbatch: those with an axis are split along it, and the others are shared."""
     columns = [_parts(entry.value, axis, rows) for entry, axis in zip(entries, axes, strict=True)]
     return [[column[index] for column in columns] for index in range(len(rows))]
 
@@ -288,7 +288,7 @@ def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whos
 def _entry_by_entry(
     part: tuple[tuple[Any, ...], dict[str, Any], Any], index: int, count: int
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """A part of a split function with the entry of this microbatch in the place of packed data that it handed on."""
+    """A part of a split function with the entry of this microbatch instead of packed data that it handed on."""
 
     def entry(value: Any) -> Any:
         if not isinstance(value, RoundPipePackedData):
@@ -296,7 +296,7 @@ def _entry_by_entry(
         if len(value) != count:
             raise SplitError(
                 f"The split function made {count} microbatches, and handed on packed data of {len(value)}. It must "
-                "make as many, or hand on one entry each."
+                "make as many microbatches, or return one entry for each."
             )
         return value[index]
 
@@ -462,7 +462,7 @@ def _axis(entry: Entry, batch: int | None) -> int | None:
         axis = shape.index(batch)
         raise SplitError(
             f"{entry.path} has shape {shape}: the {batch} rows of the batch are not on axis 0, but axis {axis} has "
-            "that size. Say whether it is cut there or goes whole to every microbatch, one of\n"
+            "that size. Split it there, or pass it whole to every microbatch, one of\n"
             f"    RoundPipeRunConfig(split_input={{{entry.path!r}: TensorChunkSpec({axis})}})\n"
             f"    RoundPipeRunConfig(split_input={{{entry.path!r}: Replicate}})"
         )
@@ -475,8 +475,8 @@ def _check_not_array(entry: Entry, batch: int) -> None:
         if entry.rule is not None and entry.rule.dim is None:
             return
         raise SplitError(
-            f"{entry.path} is a {type(entry.value).__module__}.{type(entry.value).__qualname__} with {batch} rows, but "
-            "only tensors are cut. Pass a tensor:\n"
+            f"{entry.path} is a {type(entry.value).__module__}.{type(entry.value).__qualname__} with {batch} rows, "
+            "but only tensors are split. Pass a tensor:\n"
             "    torch.as_tensor(array)"
         )
 
@@ -491,13 +491,13 @@ def _check_paths(entries: Sequence[Entry], rules: Rules) -> None:
             )
         if rule.reduce is not None:
             raise SplitError(
-                f"{path}: found a rule that reduces, which is for outputs. An input takes one of\n"
+                f"{path}: found a reducing rule, which is for outputs only. Use one of these for an input:\n"
                 "    TensorChunkSpec(dim)\n"
                 "    Replicate"
             )
         if rule.dim is not None and below[0].path == path and not _has_rows(below[0]):
             raise SplitError(
-                f"{path}: the rule is TensorChunkSpec({rule.dim}), but there is no axis to cut in "
+                f"{path}: the rule is TensorChunkSpec({rule.dim}), but there is no axis to split in "
                 f"{format_value(below[0].value)}."
             )
 
@@ -505,8 +505,8 @@ def _check_paths(entries: Sequence[Entry], rules: Rules) -> None:
 def _contradicting(found: dict[int, list[str]], entries: Sequence[Entry]) -> SplitError:
     without = [entry.path for entry in entries if _has_rows(entry) and entry.rule is None]
     return SplitError(
-        f"These have a batch axis, but not the same number of rows: {_format_sizes(found)}. Cut or repeat them to "
-        "the same number before the call; or, to cut each for itself, also give a rule to each of the others: "
+        f"These have a batch axis, but not the same number of rows: {_format_sizes(found)}. Slice or repeat them to "
+        "the same number before the call. To split each by itself, also give a rule to each of the others: "
         f"{', '.join(without)}."
     )
 
@@ -515,8 +515,8 @@ def _ambiguous(found: dict[int, list[str]]) -> SplitError:
     largest = max(found)
     other = next(paths[0] for size, paths in found.items() if size != largest)
     return SplitError(
-        f"It is not clear how many rows the batch has: axis 0 has {_format_sizes(found)}. Say which of them go whole "
-        "to every microbatch:\n"
+        f"It is not clear how many rows the batch has: axis 0 has {_format_sizes(found)}. Name those that every "
+        "microbatch gets whole:\n"
         f"    RoundPipeRunConfig(split_input={{{other!r}: Replicate}})"
     )
 
@@ -524,9 +524,9 @@ def _ambiguous(found: dict[int, list[str]]) -> SplitError:
 def _unlike(of_inputs: dict[int, list[str]], of_labels: dict[int, list[str]]) -> SplitError:
     path = next(iter(of_labels.values()))[0]
     return SplitError(
-        f"The labels have other rows than the inputs: axis 0 has {_format_sizes(of_inputs)}; "
-        f"{_format_sizes(of_labels)}. Labels are cut along with the inputs, row by row: give them as many. If they go "
-        "whole to every microbatch:\n"
+        f"Labels and inputs have different numbers of rows: axis 0 has {_format_sizes(of_inputs)}; "
+        f"{_format_sizes(of_labels)}. Labels are split with the inputs, row by row, so both need the same number. To "
+        "pass them whole to every microbatch:\n"
         f"    RoundPipeRunConfig(split_input={{{path!r}: Replicate}})"
     )
 

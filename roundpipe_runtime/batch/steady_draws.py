@@ -21,7 +21,7 @@ class NoDropout(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DROPOUTS:  # called anyway, as what stands in place of a tensor waits for the first operation
+        if func in _DROPOUTS:  # called anyway, as what stands instead of a tensor waits for the first operation
             return func(args[0] if args else kwargs["input"], 0.0, training=False)
         place = _PLACES.get(func)
         if place is not None and len(args) > place:
@@ -43,7 +43,7 @@ class _HasState(Protocol):
 
 
 class SteadyDraws(NoDropout):
-    """Puts one number in place of all that are drawn, and leaves out dropout.
+    """Replaces all random numbers by one constant, and leaves out dropout.
 
     Integers become those of the reversed range, as of a permutation, so that rows that are exchanged stay exchanged.
     """
@@ -55,7 +55,7 @@ class SteadyDraws(NoDropout):
         self._generators = [torch.default_generator, *([] if generator is None else [generator])]
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function, and put what is steady in place of what it drew."""
+        """Call a function, and replace its random numbers by constants."""
         if torch.compiler.is_dynamo_compiling():  # flex attention compiles itself, and states cannot be read in a trace
             return func(*args, **kwargs)
         before = [one.get_state() for one in self._generators]

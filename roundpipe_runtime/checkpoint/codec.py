@@ -112,7 +112,7 @@ def _decode_parts(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind is None or not hasattr(kind, "__tensor_unflatten__"):
         module, _, name = stored["class"].rpartition(".")
         raise CheckpointError(
-            f"The checkpoint holds tensors of class {name}, which torch does not know. Import it before loading:\n"
+            f"The checkpoint contains tensors of class {name}, which torch does not know. Import it before loading:\n"
             f"    import {module}"
         )
     rest = _decode(stored["rest"], tensors)
@@ -127,8 +127,8 @@ def _put(tensor: torch.Tensor, path: str, tensors: MutableMapping[str, torch.Ten
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) or is_sharded(tensor)
     if not is_plain or tensor.layout != torch.strided:
         raise CheckpointError(
-            f"{path} is a {type(tensor).__qualname__} of layout {tensor.layout}, and a checkpoint holds dense tensors. "
-            "Store what it is made of."
+            f"{path} is a {type(tensor).__qualname__} of layout {tensor.layout}, and a checkpoint contains dense "
+            "tensors only. Store its parts."
         )
     name, count = path, 1
     while name in tensors:  # {"a.b": x, "a": {"b": y}}
@@ -163,7 +163,7 @@ def _encode_numpy(value: Any, path: str, tensors: MutableMapping[str, torch.Tens
 
 def _refusal(value: Any, path: str) -> str:
     kind = type(value)
-    message = f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold."
+    message = f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot contain."
     if isinstance(value, torch.Generator):
         return f"{message} Store its state:\n    generator.get_state()"
     if callable(getattr(value, "state_dict", None)):

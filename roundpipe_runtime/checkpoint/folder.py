@@ -97,7 +97,7 @@ def only_writer(folder: pathlib.Path) -> Iterator[None]:
     let_go = hold(folder / _HELD)
     if let_go is None:
         raise CheckpointError(
-            f"Another process is writing a checkpoint into {folder}. Give each training a folder of its own."
+            f"Another process is writing a checkpoint into {folder}. Give each training its own folder."
         )
     try:
         yield

@@ -106,14 +106,14 @@ def _newest(there: list[pathlib.Path], ranks: CheckpointRanks) -> pathlib.Path |
             return path
         errors.append(damage)
         if ranks.rank == 0:
-            warn(f"A checkpoint is damaged, and the one before it is tried. {damage}", CheckpointWarning)
+            warn(f"A checkpoint is damaged, so the previous one is tried. {damage}", CheckpointWarning)
     if errors:
         raise DamagedCheckpointError("All checkpoints are damaged:\n    " + "\n    ".join(errors))
     return None
 
 
 def _damage(path: pathlib.Path, ranks: CheckpointRanks) -> str | None:
-    """What is wrong with the files of a checkpoint; each process reads its part of them."""
+    """Return the damage of a checkpoint's files; each process reads its part of them."""
 
     def check() -> str | None:
         try:
@@ -145,7 +145,7 @@ def _restore(path: pathlib.Path, model: nn.Module, parts: TrainingObjects, ranks
         ranks.together(lambda: _restore_parts(path, stored, model, parts, undo))
         # 3. From here on only tensors are copied whose names and shapes were checked.
         undo.pop_all()
-        with noting("The checkpoint may be loaded in part. Start again, and load it once more."):
+        with noting("The checkpoint may be partly loaded. Restart the program and load it again."):
             ranks.together(lambda: _restore_model(stored, tensors, model))
     # Last: what restores the rest may draw.
     restore_random_state(stored["random"])
@@ -212,7 +212,7 @@ def _check_parts(stored: dict[str, Any], parts: TrainingObjects) -> None:
     left = [kind for kind, given, there in kinds if there and not given]
     if left and any(given for _, given, _ in kinds):
         warn(
-            f"load_checkpoint: the checkpoint holds more than was asked for: {', '.join(left)}. That is not loaded.",
+            f"load_checkpoint: the checkpoint also contains {', '.join(left)}, which is not loaded.",
             CheckpointWarning,
         )
 

@@ -70,7 +70,7 @@ def verify(folder: pathlib.Path, part: int = 0, parts: int = 1) -> None:
         except OSError as error:
             raise DamagedCheckpointError(f"{folder}: {name} cannot be read: {error}") from error
         if found != entry.sha256:
-            raise DamagedCheckpointError(f"{folder}: {name} is not what was written; its SHA-256 is another one.")
+            raise DamagedCheckpointError(f"{folder}: {name} was changed after it was written: its SHA-256 differs.")
 
 
 def _check_sizes(folder: pathlib.Path) -> dict[str, _File]:

@@ -38,7 +38,7 @@ def check_writes_at_once(model: nn.Module) -> None:
 def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tensor]) -> dict[str, Any]:
     """Collect parameters and buffers, each once, under the first of its names."""
     # returns: the other names of tied ones (`"aliases"`), values that are not tensors (`"extra"`), and digests of the
-    # frozen weights in few bits, which are not stored (`"frozen"`)
+    # frozen quantized weights, which are not stored (`"frozen"`)
     first: dict[int, str] = {}
     aliases, extra = {}, {}
     state = model.state_dict(keep_vars=True)
@@ -100,7 +100,7 @@ def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 
 def check_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Check that a stored progress has the form of one, before anything is changed."""
+    """Check the form of a stored progress, before anything is changed."""
     for entry in stored["pipelines"].values():
         counts = [entry["runs"], *([entry["replicas"]] if entry.get("replicas") is not None else [])]
         if not all(type(count) is int and count >= 0 for count in counts):
@@ -152,7 +152,7 @@ def _load_in_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _in_parts(state: Mapping[str, Any]) -> list[list[str]]:
-    """Names of a state dict in parts, of which one is in memory at a time."""
+    """Names of a state dict in parts; one part is in memory at a time."""
     parts: list[list[str]] = [[]]
     nbytes = 0
     for name, value in state.items():
@@ -208,7 +208,7 @@ def restore_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 
 def optimizer_targets(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters for an optimizer of this model by name, with master weights in place of theirs."""
+    """Return the parameters for an optimizer of this model by name, with master weights instead of theirs."""
     found: dict[str, nn.Parameter] = {}
     for prefix, pipeline in _pipelines(model):
         found.update(pipeline.optim_named_parameters(prefix))
@@ -259,11 +259,11 @@ def _format_names(what: str, names: list[str]) -> str:
     return f"{what} {', '.join(names[:3])}{more}. "
 
 
-# Leave frozen weights in few bits out of a checkpoint, and know them again by a digest.
+# Leave frozen quantized weights out of a checkpoint, and know them again by a digest.
 
 
 def names_left_out(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
-    """Return the names in a state dict that stand for frozen weights in few bits, with their scales."""
+    """Return the names in a state dict that stand for frozen quantized weights, with their scales."""
     # state: `model.state_dict(keep_vars=True)`
     frozen = {name for name, value in state.items() if isinstance(value, torch.Tensor) and is_composite(value)}
     if not frozen:
@@ -276,7 +276,7 @@ def names_left_out(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
 
 
 def digests_of_frozen(model: nn.Module) -> dict[str, str]:
-    """Return a digest of each frozen weight in few bits, by its name in the state dict."""
+    """Return a digest of each frozen quantized weight, by its name in the state dict."""
     owners = {id(p): module for module in nn.Module.modules(model) for p in module._parameters.values()}
     return {
         name: _digest([value, *(slot.value for slot in states_of(owners[id(value)]))])
@@ -291,7 +291,7 @@ def check_frozen(model: nn.Module, stored: Mapping[str, str]) -> None:
     changed = [name for name, digest in stored.items() if found.get(name) != digest]
     if changed:
         raise CheckpointError(
-            f"The checkpoint is of another model: {changed[0]} and {len(changed) - 1} more frozen weights in few bits "
+            f"The checkpoint is of another model: {changed[0]} and {len(changed) - 1} more frozen quantized weights "
             "are not stored in it, and those of the model are others. Quantize the same weights in the same way first, "
             "and load the checkpoint then."
         )

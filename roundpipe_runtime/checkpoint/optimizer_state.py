@@ -33,7 +33,7 @@ def check_optimizer(
     found, expected = [group["params"] for group in stored["param_groups"]], _names(optimizer, targets)
     own = type(optimizer).__name__
     if stored["class"] != own:
-        raise CheckpointError(f"The checkpoint holds the state of {stored['class']}, and the optimizer is {own}.")
+        raise CheckpointError(f"The checkpoint contains the state of {stored['class']}, and the optimizer is {own}.")
     if len(found) != len(expected):
         raise CheckpointError(f"The optimizer has {len(expected)} groups, and the stored one had {len(found)}.")
     for number, (there, here) in enumerate(zip(found, expected, strict=True)):

@@ -37,7 +37,7 @@ class CheckpointRanks:
             self.rank, self.size = members.index(dist.get_rank()), len(members)
             world, group = _GROUPS.get(members, (None, None))
             if world is not dist.group.WORLD:  # none yet, or one of a job that has ended
-                # a group of their own: a checkpoint is written next to what the training exchanges
+                # their own group: a checkpoint is written next to what the training exchanges
                 if mesh is not None:
                     meet(mesh)
                 is_part = members != tuple(range(dist.get_world_size()))
@@ -94,6 +94,6 @@ def ranks_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Checkpoin
     if len(members) > 1:
         raise CheckpointError(
             f"Parts of the model are on different ranks, {sorted(members)}, and a checkpoint is written by all ranks "
-            "that have the model. Save each part in a folder of its own."
+            "that have the model. Save each part in its own folder."
         )
     return CheckpointRanks(members.pop(), meshes[0]) if members else CheckpointRanks()

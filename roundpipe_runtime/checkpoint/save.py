@@ -102,7 +102,7 @@ def save_checkpoint(
     """Save a checkpoint of a training: model, optimizer, random states and place in the data.
 
     The folder gets a new checkpoint, which appears when it is complete. It holds the model under its own names, so that
-    ``from_pretrained`` can read a model of transformers. It also holds the optimizer, the states of random generators,
+    ``from_pretrained`` can read a Hugging Face model. It also holds the optimizer, the states of random generators,
     the counter of dropout, and gradients, if there are any.
 
     Args:
@@ -172,7 +172,7 @@ def _start_writing(
 
 def _check_arguments(keep: object, data: object) -> None:
     if keep is not None and (type(keep) is not int or keep < 1):
-        raise ConfigError(f"save_checkpoint: keep must be a number from 1 on, or None for all, found {keep!r}.")
+        raise ConfigError(f"save_checkpoint: keep must be a number of at least 1, or None for all, found {keep!r}.")
     if not isinstance(data, (dict, type(None))):
         raise ConfigError(f"save_checkpoint: data must be a dictionary, found {type(data).__qualname__}.")
 

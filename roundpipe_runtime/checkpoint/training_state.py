@@ -202,7 +202,7 @@ def read_values(
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, torch.Tensor]:
-    """Tensors on the host, each with memory of its own, as files need them."""
+    """Tensors on the host, each with its own memory, as files need them."""
     found, seen = {}, set()
     for name, tensor in tensors.items():
         memory = tensor.untyped_storage().data_ptr()

@@ -75,7 +75,7 @@ def _run_in_job(run: Callable[..., int]) -> int:
     try:
         job = Job()
     except RuntimeError as error:  # of the network, in words of torch
-        sys.stderr.write(f"roundpipe: the other processes are not reached: {str(error).splitlines()[0]}\n")
+        sys.stderr.write(f"roundpipe: the other processes cannot be reached: {str(error).splitlines()[0]}\n")
         return 2
     with contextlib.ExitStack() as stack:
         stack.callback(job.close)

@@ -29,7 +29,7 @@ def parse_bytes(text: str, option: str) -> int:
 
 
 def parse_gigabytes(text: str, option: str) -> float | Literal["auto"]:
-    """Return what stays on devices, as ``keep_parameters`` takes it: a number of GB, or ``"auto"``.
+    """Parse the value of ``keep_parameters``: a number of GB, or ``"auto"``.
 
     >>> parse_gigabytes("1.5", "--keep-parameters"), parse_gigabytes("auto", "--keep-parameters")
     (1.5, 'auto')
@@ -41,7 +41,7 @@ def parse_gigabytes(text: str, option: str) -> float | Literal["auto"]:
     except ValueError:
         found = math.nan
     if not 0 <= found < math.inf:
-        raise UserError(f"{option} is a number of GB from 0 on, or auto, found {text!r}: {option} 2.5")
+        raise UserError(f"{option} is a number of GB of at least 0, or auto, found {text!r}: {option} 2.5")
     return found
 
 

@@ -123,7 +123,7 @@ class AcceleratorDevice:
             raise DeviceMemoryError(f"{self.name} is out of memory: {error}") from error
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
-        """Return a copy on the device; parameters and activations are copied on streams of their own."""
+        """Return a copy on the device; parameters and activations are copied on their own streams."""
         # ready: event after which the host tensor is complete. Default: it is complete.
         # parameter: whether the copy is large and not urgent. Default: `False`.
         stream = self._parameters if parameter else self._activations
@@ -206,7 +206,7 @@ class AcceleratorDevice:
         if tensor.device != self.torch_device:
             raise DeviceError(
                 f"A tensor of shape {tuple(tensor.shape)} is on {tensor.device}, and the layer that returned it runs "
-                f"on {self.name}. Make it where the input of the layer is:\n"
+                f"on {self.name}. Create it on the device of the layer's input:\n"
                 "    torch.zeros(3, device=x.device)"
             )
         if tensor.layout != torch.strided:  # sparse gradients: there is no pinned memory for them
@@ -296,7 +296,7 @@ class AcceleratorDevice:
 
     def synchronize(self) -> None:
         """Wait for all streams."""
-        with noting(f"While the work of {self.name} was waited for."):
+        with noting(f"While the work of {self.name} was awaited."):
             self._end().synchronize()
 
     def clock(self) -> EventClock:

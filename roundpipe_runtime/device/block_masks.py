@@ -2,7 +2,7 @@
 
 A ``BlockMask`` states which blocks count, row by row of the batch, and holds a function that states it for each place:
 ``mask_mod(b, h, q, kv)``. A part of it begins at a later row, so its function is asked for ``b`` rows later. Registered
-with torch or not, a mask is one leaf here: its tensors alone can be cut, the function would go on counting from row 0.
+with torch or not, a mask is one leaf here: its tensors alone can be split, the function would still count from row 0.
 
 The idea is that of ``torch.distributed.pipelining``, whose microbatches get their masks in this way.
 """
@@ -59,7 +59,7 @@ def held(tree: PyTree) -> PyTree:
 
 def cut_mask(mask: Any, start: int, stop: int) -> Any:
     """Return the mask of some rows of the batch."""
-    # mask: a `BlockMask` with a batch of its own
+    # mask: a `BlockMask` with its own batch
     part = mask[start:stop]  # blocks only: torch leaves a function there that raises
     part.mask_mod = _later(mask.mask_mod, start)
     return part

@@ -31,7 +31,7 @@ _Opened: TypeAlias = "tuple[list[Any], Callable[[list[Any]], Any]]"
 
 
 class StateSlot(NamedTuple):
-    """Where a module keeps an object next to a weight in few bits: ``owner.__dict__[name]``."""
+    """Where a module keeps an object next to a quantized weight: ``owner.__dict__[name]``."""
 
     owner: nn.Module
     name: str
@@ -39,14 +39,14 @@ class StateSlot(NamedTuple):
 
 
 def is_composite(parameter: torch.Tensor) -> bool:
-    """Report whether a frozen parameter holds tensors in addition to its numbers, or in place of them."""
+    """Report whether a frozen parameter holds tensors in addition to its numbers, or instead of them."""
     if type(parameter) in (nn.Parameter, torch.Tensor) or parameter.requires_grad:
         return False
     return is_wrapper(parameter) or next(all_tensors(vars(parameter)), None) is not None
 
 
 def states_of(module: nn.Module) -> list[StateSlot]:
-    """Return what a module keeps next to a frozen weight in few bits; nothing for any other module."""
+    """Return what a module keeps next to a frozen quantized weight; nothing for any other module."""
     if not any(_is_in_few_bits(p) for p in module._parameters.values() if p is not None):
         return []
     found = ((name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)

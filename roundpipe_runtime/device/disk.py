@@ -3,7 +3,7 @@
 ::
 
     tensor ──> pages of this process ──> page cache ──> file
-               fetch: read ahead, in a thread of its own
+               fetch: read ahead, in its own thread
                leave: out of the process at once; written and out of the page cache, in another thread
 
 A tensor is an ordinary one of the CPU: whatever reads or writes it gets the right numbers, at any time. What does so
@@ -110,7 +110,7 @@ class DiskMemory:
     # -- places ------------------------------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int) -> None:
-        """Let the file grow by so many bytes, or raise an error while there is nothing in it yet."""
+        """Reserve bytes at the end of the file, or raise an error before anything is written."""
         with self._lock:
             self._grow(nbytes)
 
@@ -310,7 +310,7 @@ def disk_of(tensor: torch.Tensor) -> DiskMemory | None:
 
 
 def leave(tensors: Iterable[torch.Tensor], *, written: bool = False) -> None:
-    """Remove from memory those of some tensors that live on a disk."""
+    """Remove tensors from memory that are stored on a disk."""
     for tensor in tensors:
         memory = disk_of(tensor)
         if memory is not None:

@@ -44,7 +44,7 @@ class Clock(Protocol):
         """Whether moments are known only when the device has ended its work."""
 
     def now(self, kind: str) -> float | torch.Event:
-        """Return the moment at which work of a kind begins or ends that is given to the device here."""
+        """Return an event for the beginning or the end of work on a device."""
         # kind: kind of work, as in a timeline: `"forward"`, `"backward"`, `"upload"` and so on
 
     def seconds(self, moment: float | torch.Event) -> float:

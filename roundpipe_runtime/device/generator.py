@@ -25,11 +25,11 @@ def generator_lock() -> Any:
 
 @contextlib.contextmanager
 def generator_alone(timeout: float = -1) -> Iterator[None]:
-    """Have the generator of the CPU for this thread, and for those of pipelines that it calls, during the block."""
+    """Lock the CPU's random generator for this thread, and the threads of its pipelines, during the block."""
     # timeout: seconds to wait for it. Default: as long as it takes.
     lock = generator_lock()
     if not lock.acquire(timeout=timeout):
-        raise TimeoutError(f"The generator of the CPU was not free for {timeout} s.")
+        raise TimeoutError(f"The CPU's random generator was in use for {timeout} s.")
     try:
         inside = _INSIDE.set(threading.RLock())
         try:
@@ -42,7 +42,7 @@ def generator_alone(timeout: float = -1) -> Iterator[None]:
 
 @contextlib.contextmanager
 def generator_kept(timeout: float = -1) -> Iterator[None]:
-    """Have the generator of the CPU for this thread during the block, and leave it as it was found."""
+    """Lock the CPU's random generator for this thread during the block, and restore its state."""
     # Without the lock, what is put back at the end would be the state of a layer in another thread.
     with generator_alone(timeout), torch.random.fork_rng(devices=[]):
         yield

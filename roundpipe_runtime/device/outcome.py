@@ -11,7 +11,7 @@ from .worker import add_note_once
 
 
 class Outcome:
-    """Keeps the error of a block until other ranks know of it; who made it raises it then.
+    """Keeps the error of a block until other ranks know it; then its owner raises it.
 
     >>> with Outcome() as outcome:
     ...     1 / 0
@@ -36,7 +36,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def on_error(act: Callable[[BaseException], object]) -> Iterator[None]:
-    """Undo a block that has raised, or notify others of its error, before the error goes on.
+    """Undo a block that has raised, or notify others of its error, before the error propagates.
 
     >>> with contextlib.suppress(ZeroDivisionError), on_error(print):
     ...     1 / 0

@@ -37,7 +37,7 @@ class PinnedModel:
         self.update()
 
     def update(self) -> None:
-        """Pin what is not pinned: all of the model, and later what was replaced, by ``load_state_dict`` for example."""
+        """Pin unpinned tensors: all of the model at first, and later replaced ones, as of ``load_state_dict``."""
         if self._how == "off" or not self._devices:
             return
         found = {_key(tensor): tensor for tensor in self._tensors()}
@@ -52,7 +52,7 @@ class PinnedModel:
         self._seen = {_key(tensor) for tensor in self._tensors()}
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """What stages copy to devices, as far as it is on the host and in one piece of memory of its own."""
+        """The host tensors that stages copy to devices, if nothing shares their memory."""
         for parameter in self._model.parameters():
             if not is_composite(parameter) and _is_on_host(parameter):
                 yield parameter
@@ -65,14 +65,14 @@ class PinnedModel:
                 yield buffer
 
     def _composites(self) -> list[Any]:
-        """Weights in few bits, and what their modules keep next to them."""
+        """Quantized weights, and what their modules keep next to them."""
         found: list[Any] = [p for p in self._model.parameters() if is_composite(p)]
         return found + [slot.value for module in self._model.modules() for slot in states_of(module)]
 
 
 @contextlib.contextmanager
 def _together(composites: Sequence[Any]) -> Iterator[None]:
-    """Let tensors of weights in few bits that share memory before the block share it afterwards."""
+    """Let tensors of quantized weights that share memory before the block share it afterwards."""
     sharing: dict[Any, list[torch.Tensor]] = {}
     for value in composites:
         held = [value, vars(value)] if isinstance(value, torch.Tensor) else [value]

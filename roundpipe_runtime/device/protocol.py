@@ -1,4 +1,4 @@
-"""What the scheduler asks of a device: memory, copies, a thread and events.
+"""The interface between the scheduler and a device: memory, copies, a thread and events.
 
 Two classes have it, so that one scheduler drives both:
 

@@ -120,7 +120,7 @@ class HostValue:
 
 
 class HostCopies:
-    """The copies that the host has of tensors of a device, so that what passes layers unchanged goes down once."""
+    """Host copies of device tensors, so that a tensor that layers pass on unchanged is copied once."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor, Event | None]] = {}

@@ -124,7 +124,7 @@ class Mailbox:
             raise StoppedRun
 
     def fail(self, error: BaseException) -> None:
-        """Stop the run. Only the first error counts: later ones are caused by it, or would have been hidden by it."""
+        """Stop the run. Only the first error counts, as it usually causes the later ones."""
         with self._changed:
             if self._error is None and not isinstance(error, StoppedRun):
                 self._error = error

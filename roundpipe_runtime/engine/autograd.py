@@ -23,7 +23,7 @@ from .run import Run
 
 
 class Executor(Protocol):
-    """The interface of an engine that runs stages, and knows of optimizer steps."""
+    """The interface of an engine that runs stages and observes optimizer steps."""
 
     @property
     def lock(self) -> contextlib.AbstractContextManager[Any]:
@@ -60,11 +60,9 @@ def check_not_transformed() -> None:
     """Check that no transform of ``torch.func`` is under way, which would need other rules for the node."""
     if transforms_are_active():
         raise StageError(
-            "A pipeline cannot be transformed by torch.func (grad, vmap, jacrev...): its layers run on devices and "
-            "in threads of their own. Go backward through its output:\n"
-            "    loss = loss_fn(pipeline(x), y)\n"
-            "    gradients = torch.autograd.grad(loss, list(pipeline.parameters()))\n"
-            "or transform the model itself, pipeline.model."
+            "A pipeline cannot be transformed by torch.func (grad, vmap, jacrev...): its layers run on devices and in "
+            "threads of their own. Go backward through its output:\n    loss = loss_fn(pipeline(x), y)\n    gradients "
+            "= torch.autograd.grad(loss, list(pipeline.parameters()))\nor transform the model itself, pipeline.model."
         )
 
 
@@ -104,9 +102,8 @@ class _Pipeline(torch.autograd.Function):
         engine, run = ctx.engine, ctx.run
         if torch.is_grad_enabled():
             raise StageError(
-                "create_graph=True asks for gradients of gradients, and a pipeline goes backward once. Compute them "
-                "with the model itself:\n"
-                "    model = pipeline.model"
+                "create_graph=True asks for second-order gradients, and a pipeline supports one backward. Use the "
+                "model itself:\n    model = pipeline.model"
             )
         if run is None:
             raise StageError(

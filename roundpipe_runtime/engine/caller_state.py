@@ -1,4 +1,4 @@
-"""What the caller's thread sets around a call, for the threads that run layers: autocast, torch modes, thread locals.
+"""Copy settings of the caller's thread to the threads that run layers: autocast, torch modes, thread locals.
 
 A context variable reaches the threads of devices by itself. ``torch.autocast``, a ``TorchFunctionMode``, a
 ``TorchDispatchMode`` and a ``threading.local`` do not: plain layers would see them, so layers in a pipeline do.
@@ -38,7 +38,7 @@ _LIBRARIES = frozenset({"torch", *sys.stdlib_module_names})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallerState:
-    """What the caller of a pipeline has set for its own thread."""
+    """Settings of the thread that calls a pipeline."""
 
     autocast: Sequence[dict[str, Any]] = ()  # arguments for `torch.autocast`
     functions: Sequence[Any] = ()  # torch function modes, the outermost first

@@ -95,7 +95,7 @@ class WrittenBuffers:
         return found
 
     def check(self) -> None:
-        """Check that no buffer was written by two layers, but by those that run the same code again."""
+        """Check that no buffer was written by two layers, unless both run the same code."""
         for layer, number, writer in self._written():
             code = getattr(self._contents[layer].module, RUNS_AGAIN, None)
             if writer != layer and (
@@ -104,8 +104,7 @@ class WrittenBuffers:
                 raise StageError(
                     f"{self._contents[writer].title} and {self._contents[layer].title} are the same module, or "
                     f"share one, and both write its buffer {self._contents[layer].buffers[number].name!r}. Stages run "
-                    "one microbatch apart, so neither would see what the other wrote. Give each layer a module of its "
-                    "own."
+                    "one microbatch apart, so neither would see what the other wrote. Give each layer its own module."
                 )
 
     def _written(self) -> Iterator[tuple[int, int, int]]:
@@ -177,7 +176,7 @@ _MANY = 2**24
 
 
 def shared_views(outputs: Sequence[torch.Tensor], title: str) -> Shared:
-    """Return where outputs are that share memory with others."""
+    """Return the places of outputs that share memory with others."""
     if len(outputs) < 2:
         return {}
     places: dict[int, list[int]] = {}
@@ -194,7 +193,7 @@ def _place(tensor: torch.Tensor, memory: int, title: str) -> _Place:
 
 
 def passed_on(shared: Shared, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Shared:
-    """Return those of the next layer: its inputs that it returns as they are."""
+    """Return the inputs that a layer returns unchanged, for the next layer."""
     numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
     taken = {place: numbers[id(tensor)] for place, tensor in enumerate(outputs) if id(tensor) in numbers}
     return {place: shared[number] for place, number in taken.items() if number in shared}
@@ -207,12 +206,10 @@ def check_writes(shared: Shared, written: Sequence[int], title: str) -> None:
         if other is not None:
             raise StageError(
                 f"{title} writes its input number {number} in place, of shape {tuple(shared[number].shape)}. It shares "
-                f"memory with number {other}, as {shared[number].layer} returned them, and between layers each is a "
-                "tensor of its own: the write would not reach the other one. Return one of them, and take the view in "
-                "the layer that writes:\n"
-                "    first = tokens[:, 0]\n"
-                "Or write to a copy, if that is meant:\n"
-                "    first = first + prompt"
+                f"memory with number {other}, as {shared[number].layer} returned them, and between layers each becomes "
+                "a separate tensor: the write would not reach the other one. Return one of them, and take the view in "
+                "the layer that writes:\n    first = tokens[:, 0]\nOr write to a copy, if that is meant:\n    first = "
+                "first + prompt"
             )
 
 

@@ -81,13 +81,14 @@ def check_compile_options(given: object) -> Mapping[str, Any] | None:
     mode = given.get("mode")
     if mode in _WITH_GRAPHS:
         raise ConfigError(
-            f"compile: mode={mode!r} records the addresses of parameters in CUDA graphs, and the layers of a pipeline "
-            'are elsewhere at each visit. Use mode="max-autotune-no-cudagraphs", or leave it out.'
+            f"compile: mode={mode!r} records the addresses of parameters in CUDA graphs, and a pipeline loads its "
+            "layers to new addresses."
+            ' Use mode="max-autotune-no-cudagraphs", or leave it out.'
         )
     if given.get("dynamic", True) is None:
         raise ConfigError(
-            "compile: dynamic=None compiles a layer again at the second size, so that it would be recomputed by other "
-            "code than it ran with. Write dynamic=True, which is the default, or dynamic=False for batches of one size."
+            "compile: dynamic=None compiles a layer again at the second size, so the recomputation would run different "
+            "code than the forward. Write dynamic=True, which is the default, or dynamic=False for batches of one size."
         )
     return dict(given)
 
@@ -97,7 +98,7 @@ def check_compile_options(given: object) -> Mapping[str, Any] | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PipelineProgress:
-    """How far a pipeline has come, in addition to its parameters and buffers.
+    """The progress of a pipeline, in addition to its parameters and buffers.
 
     Attributes:
         runs: Number of completed runs, from which the seeds of random layers follow.

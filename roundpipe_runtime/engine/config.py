@@ -140,7 +140,7 @@ _CHECKS: dict[str, _Check] = {
     "output_device": (_is_device, 'a torch.device, like "cpu"'),
     "preserve_rng_state": (lambda v: type(v) is bool, "True, False or None"),
     "recompute_grain": (lambda v: v in ("stage", "layer"), '"stage" or "layer"'),
-    "num_microbatch": (lambda v: type(v) is int and v >= 1, "a number from 1 on"),
+    "num_microbatch": (lambda v: type(v) is int and v >= 1, "a number of at least 1"),
     "split_input": (_is_spec, "(spec of args, spec of kwargs), a mapping from key paths or a function"),
     "split_label": (_is_spec, "a tree of TensorChunkSpec and Replicate or a function"),
     "merge_output": (
@@ -148,10 +148,10 @@ _CHECKS: dict[str, _Check] = {
         "True, False, a tree of TensorChunkSpec and Replicate, or a function",
     ),
     "execute_plan": (lambda v: isinstance(v, ModelExecutePlan), "a ModelExecutePlan"),
-    "last_stage_copies": (lambda v: v == "auto" or (type(v) is int and v >= 1), 'a number from 1 on, or "auto"'),
+    "last_stage_copies": (lambda v: v == "auto" or (type(v) is int and v >= 1), 'a number of at least 1, or "auto"'),
     "keep_parameters": (
         lambda v: v == "auto" or (type(v) in (int, float) and v >= 0),
-        'a number of GB from 0 on, or "auto"',
+        'a number of GB of at least 0, or "auto"',
     ),
     "upload_experts": (lambda v: v in ("routed", "all"), '"routed" or "all"'),
     "loss_reduction": (lambda v: v in ("auto", "sum", "mean", "joined"), '"auto", "sum", "mean" or "joined"'),

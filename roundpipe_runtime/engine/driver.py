@@ -109,7 +109,7 @@ class Engine(RunLifecycle):
         config: RoundPipeRunConfig,
         join: Callable[[list[PyTree]], PyTree],
     ) -> PyTree:
-        """Run all layers but the last one by microbatches, and the last one once, on what they return for all rows.
+        """Run all layers but the last one by microbatches, and the last one once, for all rows.
 
         ::
 
@@ -151,7 +151,7 @@ class Engine(RunLifecycle):
     def try_layers(
         self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, span: range, trial: Trial
     ) -> list[PyTree]:
-        """Return what the last layer of a span returns for each microbatch, to be compared."""
+        """Return the outputs of the last layer of a span for each microbatch, for a comparison."""
         # span: indices of the layers, from the first one on
         with warnings.catch_warnings():  # those of single rows, or of no gradients, are not the user's
             warnings.simplefilter("ignore")
@@ -160,7 +160,7 @@ class Engine(RunLifecycle):
     def _outputs_within(
         self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, span: range, **of_spec: Any
     ) -> list[PyTree]:
-        """What layers return in a run that is dropped."""
+        """Outputs of layers in a dry run."""
         self.check_can_run()
         # A trial must not show: no gradient, no buffer, no draw, and not even the devices of the next run.
         config = in_two_passes(dataclasses.replace(config, requires_grad=False))

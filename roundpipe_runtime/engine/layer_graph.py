@@ -23,7 +23,7 @@ class Values:
 
 @dataclasses.dataclass(slots=True)
 class LayerGraph:
-    """A layer call as a part of the autograd graph: what gradients end in, and what they start from."""
+    """A layer call as a part of the autograd graph: its leaf inputs and its outputs."""
 
     layer: int
     entries: list[torch.Tensor | None]
@@ -75,7 +75,7 @@ _enter_leaf = cast(Callable[[torch.Tensor], torch.Tensor], _Enter.apply)
 
 
 def enter(values: Values, *, as_leaves: bool) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
-    """Make the inputs of a layer the leaves of a graph of its own."""
+    """Make the inputs of a layer the leaves of its own graph."""
     # as_leaves: whether the layer gets the leaves themselves. It is quicker, but torch refuses in-place writes to a
     # leaf.
     # returns: the leaves in which gradients end, `None` where none flow, and the tensors for the layer

@@ -1,4 +1,4 @@
-"""Prepare, execute and commit the runs of one model: what every call of a pipeline is made of.
+"""Prepare, execute and commit the runs of one model, for every call of a pipeline.
 
 The results of a run are collected outside of the model and reach it in :meth:`RunLifecycle.commit`, when nothing can
 fail any more. A run that fails changes no gradient, no buffer and no seed.
@@ -193,7 +193,7 @@ class RunLifecycle:
         return self._routed.plan(spec.contents, (spec.kind, size), self.store.source, is_look=spec.looks)
 
     def _timer(self, kind: RunType, *, is_trial: bool) -> Timer:
-        """Return what measures a run; nothing is learned of a trial."""
+        """Return the timer of a run; trials are not measured."""
         if is_trial:
             return Timer(MeasuredCosts(self.planner.measured(kind).costs()), None, with_events=False)
         return Timer(self.planner.measured(kind), current_timeline(), with_events=self.planner.wants_events(kind))
@@ -257,7 +257,7 @@ class RunLifecycle:
         return self._runs[kind] - 1
 
     def _pins(self) -> PinnedCopies | None:
-        """What keeps the pinned copies of a batch; ``None`` where no device copies from the host directly."""
+        """The keeper of a batch's pinned copies; ``None`` if no device copies from the host directly."""
         return {} if self._is_accelerated else None
 
     def execute(self, run: Run, stages: Sequence[Stage]) -> None:
@@ -347,7 +347,7 @@ class RunLifecycle:
         self.store.zero_grad(set_to_none)
 
     def progress(self) -> PipelineProgress:
-        """Return what is to be saved in addition to parameters and buffers, after the last step."""
+        """Return the state to save in addition to parameters and buffers, after the last step."""
         self.synchronize()
         masters = self.store.masters()  # before `named`, which makes those that no optimizer has asked for
         gradients = {name: target.grad for name, target in self.store.named() if target.grad is not None}

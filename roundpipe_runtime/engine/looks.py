@@ -42,7 +42,7 @@ def is_due(count: int) -> bool:
 
 
 def digest(tensors: Sequence[torch.Tensor]) -> Digest:
-    """Return what shows whether a layer has computed the same once more, of the outputs that gradients flow through.
+    """Return a digest of the outputs that gradients flow through, to compare a recomputation.
 
     It is where the outputs are: who reads it there waits for the device.
     """
@@ -84,13 +84,10 @@ def check_repeated(title: str, before: Digest, now: Digest, dtypes: Sequence[tor
         if len(before) == len(now):
             return
     raise StageError(
-        f"{title} computed other numbers in its recomputation than in its forward, so the gradient would not be that "
-        "of the loss. It may draw from a generator that it does not hold: make it an attribute of the layer. Or it may "
-        "count its calls, or read a clock: keep what differs:\n"
-        "    if doing_recompute():\n"
-        "        (mask,) = get_recompute_data()\n"
-        "    else:\n"
-        "        mask = ...; save_for_recompute(mask)"
+        f"{title} computed different values in its recomputation than in its forward, so the gradient would be wrong. "
+        "If it draws from a random generator, make the generator an attribute of the layer. If it counts its calls or "
+        "reads a clock, keep the value that differs:\n    if doing_recompute():\n        (mask,) = "
+        "get_recompute_data()\n    else:\n        mask = ...; save_for_recompute(mask)"
     )
 
 
@@ -133,10 +130,8 @@ def check_leaves(
         what = f"reads {names[0]}, which requires a gradient" if names else "reads a tensor that requires a gradient"
         raise StageError(
             f"{layer.title} {what}, of shape {tuple(leaf.shape)}, and it is neither an input nor a parameter of it. "
-            "Each call has a backward of its own, so this gradient would be wrong. Give it to the model, or make it a "
-            "parameter:\n"
-            "    model(x, delta)\n"
-            "    layer.delta = torch.nn.Parameter(delta)"
+            "Each call has its own backward, so this gradient would be wrong. Give it to the model, or make it a "
+            "parameter:\n    model(x, delta)\n    layer.delta = torch.nn.Parameter(delta)"
         )
 
 
@@ -161,8 +156,7 @@ def watch_escaped(leaves: Sequence[torch.Tensor | None], title: str) -> None:
 def _refuse(title: str, gradient: torch.Tensor) -> NoReturn:
     raise StageError(
         f"A tensor left {title} as an attribute or in a hook, and not as an output. Its gradient would be lost: the "
-        "backward of a layer begins at what it returned. Also return the tensor:\n"
-        "    return outputs, auxiliary_loss"
+        "backward of a layer begins at its outputs. Also return the tensor:\n    return outputs, auxiliary_loss"
     )
 
 

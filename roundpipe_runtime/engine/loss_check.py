@@ -48,7 +48,7 @@ _WAYS: dict[str, tuple[Way, ...]] = {
 
 
 class JoinedLossError(LossError):
-    """The loss does not follow from those of microbatches: it has to be computed once, of the joined outputs."""
+    """The loss cannot be computed from the losses of microbatches, so it is computed once from the joined outputs."""
 
     # is_lasting: whether this holds for the loss function, and not for this batch alone
     # unclear: kind of a loss that failed for a few rows, of which nothing is known if it also fails for all of them
@@ -56,9 +56,10 @@ class JoinedLossError(LossError):
     def __init__(self, reason: str, *, is_lasting: bool = True, unclear: Hashable = None) -> None:
         self.reason, self.is_lasting, self.unclear = reason, is_lasting, unclear
         super().__init__(
-            f"The loss of the batch does not follow from those of microbatches: {reason} In one process, it is "
-            'computed once of the joined outputs:\n    RoundPipeRunConfig(loss_reduction="joined")\n'
-            "If it is a mean over other items than rows, return the sum and the number of items:\n"
+            f"The loss of the batch cannot be computed from the losses of microbatches: {reason} In one process, it "
+            "can be computed once from the joined outputs:"
+            '\n    RoundPipeRunConfig(loss_reduction="joined")\n'
+            "If it is a mean over items other than rows, return the sum and the number of items:\n"
             "    return WeightedLoss(total, number)"
         )
 
@@ -180,7 +181,7 @@ def _cut(outputs: Any, labels: Any, count: int, others: Sequence[Any]) -> Sample
 
 
 def loss_code(function: Any) -> Hashable:
-    """Return what stays the same where a script makes its loss function anew in each step."""
+    """Return a key of a loss function that stays the same if a script creates it in each step."""
     function = inspect.unwrap(function)
     while isinstance(function, partial):
         function = function.func
@@ -232,12 +233,13 @@ class LossChecks:
             self._last = None
 
     def warn(self) -> None:
-        """Warn once a call has succeeded of which nothing was shown: an error of the function comes first."""
+        """Warn, after a successful call, that its loss could not be checked."""
         reason, self._reason = self._reason, None
         if reason is not None:
             warn(
-                f"Whether the loss is the same for any split of a batch was not shown: {reason} If it compares rows "
-                'with each other, or chooses some of them, state it:\n    RoundPipeRunConfig(loss_reduction="joined")',
+                f"It could not be checked that the loss is the same for any split of a batch: {reason} If it "
+                "compares rows with each other, or selects some of them, write:"
+                '\n    RoundPipeRunConfig(loss_reduction="joined")',
                 RoundPipeWarning,
             )
 
@@ -313,8 +315,8 @@ def _not_additive(stated: str, whole: Part, parts: Sequence[Part], *, has_other_
     when = ", where labels or outputs have other values" if has_other_values else ""
     returned = " and ".join(f"{part.value} for {part.rows}" for part in parts)
     return JoinedLossError(
-        f"loss_fn returns {whole.value} for {whole.rows} rows, and {returned} of them{when}. So it is not {what}, and "
-        "would be another loss for each split of a batch. It may compare rows, or choose them by their values."
+        f"loss_fn returns {whole.value} for {whole.rows} rows, and {returned} of them{when}. So it is not {what}: it "
+        "would depend on how the batch is split. It may compare rows, or select them by their values."
     )
 
 

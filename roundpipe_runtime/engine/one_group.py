@@ -64,7 +64,7 @@ class OneGroup(Generic[AnyEngine]):
     def make_steps(
         self, store: ParameterStore, table: ReadinessTable, scan: Callable[[], Sequence[LayerContents]]
     ) -> StepRunner:
-        """Return what runs the optimizer's steps."""
+        """Return the runner of the optimizer's steps."""
         return StepRunner(store, table, scan)
 
     def begin(self, engine: AnyEngine, model: nn.Module) -> None:
@@ -77,7 +77,7 @@ class OneGroup(Generic[AnyEngine]):
         return contextlib.nullcontext()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which sums of gradients stay on this rank; of one process they do anyway."""
+        """Return the context in which sums of gradients stay on this rank; with one process it does nothing."""
         return contextlib.nullcontext()
 
     def stopping(self, run: Run) -> contextlib.AbstractContextManager[None]:
@@ -101,7 +101,7 @@ class OneGroup(Generic[AnyEngine]):
     def forward(
         self, engine: AnyEngine, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig
     ) -> Any:
-        """Run the rows of this process forward, so that the caller's ``backward`` is one of the whole batch."""
+        """Run the rows of this process forward; the caller's ``backward`` then covers the whole batch."""
         return engine.forward_here(args, kwargs, config)
 
     def run_call(

@@ -43,7 +43,7 @@ class Repeats:
 
 
 def state_of(code: object) -> Hashable:
-    """Return what shows that numbers, texts or tensors were set that layers or a loss function read."""
+    """Return marks of the numbers, texts and tensors that layers or a loss function read, to see changes."""
     return tuple(_state(code))
 
 
@@ -73,7 +73,7 @@ def _marks(values: Iterable[object]) -> Iterator[Hashable]:
 
 
 def _held(value: object) -> Iterator[Hashable]:
-    """What an object has as attributes, if it is a number, a text or a tensor."""
+    """The attributes of an object that are numbers, texts or tensors."""
     attributes = getattr(value, "__dict__", None)
     if type(attributes) is dict:
         for name, one in attributes.items():

@@ -1,17 +1,17 @@
 """Prove that layers compute each row by itself, before a batch is cut between rows.
 
 A layer that has its sequence first, normalises over the batch, sorts or rolls rows, or adds them up, would compute
-other numbers for each split. Nothing in the sizes shows it. So three rows run in one piece and in two uneven parts::
+different values for each split. Nothing in the sizes shows it. So three rows run in one piece and in two uneven parts::
 
     layers    [a b c] -> [a' b' c']    [a b] -> [a' b']    [c] -> [c']
 
-Dropout is left out meanwhile, and one number stands in place of all that torch draws. Layers that draw from elsewhere
+Dropout is left out meanwhile, and one number stands instead of all that torch draws. Layers that draw from elsewhere
 differ anyway; of those, rows are looked at next to other rows, where all calls draw alike::
 
     layers    [a b c] -> [a' b' c']    [a b b] -> [a' b' .]    [c b c] -> [. b' c']
 
-Other rows of the batch are tried before anything is refused, as a choice that hangs by a rounding error (the expert of
-a token) may come out otherwise in some.
+Other rows of the batch are tried before anything is refused, as rounding can change a choice near a tie, such
+as the expert of a token.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Rows(Protocol):
     def try_layers(
         self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, span: range, trial: Trial
     ) -> list[Any]:
-        """Return what the last layer of a span returns for each microbatch, to be compared."""
+        """Return the outputs of the last layer of a span for each microbatch, for a comparison."""
 
 
 class RowCheck:
@@ -135,13 +135,13 @@ class RowCheck:
             self._last = None
 
     def _note(self, kind: Hashable, reason: str) -> None:
-        """Warn when a call comes again that cannot be tried: had it failed itself, that would be its own error."""
+        """Warn about a kind of call that could not be checked, when it comes again."""
         self._failures[kind] += kind not in self._shown
         if self._failures[kind] == 2:
             self._shown.add(kind)
             warn(
-                "Whether the layers compute each row by itself was not shown, as they do not run on some rows of the "
-                f"batch: {reason}. If they do not, run a batch in one piece:\n"
+                "It could not be checked that the layers compute each row by itself, as they do not run on part of "
+                f"the batch: {reason}. If they mix rows, run the batch as one microbatch:\n"
                 "    RoundPipeRunConfig(num_microbatch=1)",
                 RoundPipeWarning,
             )
@@ -331,9 +331,9 @@ def _mixes(layer: nn.Module, number: int) -> SplitError:
     inner = next((type(m).__name__ for m in layer.modules() if getattr(m, "batch_first", None) is False), None)
     cause = "" if inner is None else f" ({inner} with batch_first=False)"
     return SplitError(
-        f"The batch is cut along axis 0, and layer {number} ({kind}) mixes what is on it{cause}: for "
-        "some rows in one piece it returns other numbers than for the same rows in two parts. So results would be "
-        "others for each split. If the rows are on another axis, say which; else run a batch in one piece:\n"
+        f"The batch is split along axis 0, and layer {number} ({kind}) mixes rows{cause}: for some rows together it "
+        "returns different values than for the same rows in two parts. Results would depend on the split. If the "
+        "rows are on another axis, name it; otherwise run the batch as one microbatch:\n"
         '    RoundPipeRunConfig(split_input={"args[0]": TensorChunkSpec(1)}, merge_output=TensorChunkSpec(1))\n'
         "    RoundPipeRunConfig(num_microbatch=1)"
     )

@@ -108,7 +108,7 @@ class Run:
             if now != self._versions[contents.index]:
                 raise StageError(
                     f"A parameter of {contents.title} was changed between forward and backward, so the recomputation "
-                    "would not be of the same function. Call backward before the optimizer's step."
+                    "would give different values. Call backward before the optimizer's step."
                 )
 
     def gradient_scale(self) -> float:
@@ -143,7 +143,7 @@ class Run:
         )
 
 
-# What a run is asked to do. It is fixed before the run starts.
+# The specification of a run. It is fixed before the run starts.
 
 
 Trial: TypeAlias = Literal["parts", "others"]
@@ -151,7 +151,7 @@ Trial: TypeAlias = Literal["parts", "others"]
 
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
-    """What a run is asked to do."""
+    """The specification of a run."""
 
     kind: RunType  # `"infer"`, `"train"` (forward now, backward later) or `"fused"`
     stages: Sequence[Stage]  # stages in the order of dispatch
@@ -179,7 +179,7 @@ class RunSpec:
     first_microbatch: int = 0
     # whether to look whether layers repeat themselves, and what gradients end in. Default: `False`.
     looks: bool = False
-    # what is compared in a run that nothing comes of: `"parts"` of rows, without random numbers of torch, or
+    # how a dry run is compared: `"parts"` of rows, without random numbers of torch, or
     # `"others"`, rows next to other ones, where all microbatches draw the same. Default: nothing is compared.
     trial: Trial | None = None
     # function that is given the index of a layer and its gradients on the host, as soon as their copies are under way.

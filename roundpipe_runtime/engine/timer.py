@@ -53,14 +53,14 @@ class Timer:
         return Span(self, kind, stage, device.name, self._clock(device), microbatch, layer)
 
     def add(self, span: Span, end: float | torch.Event) -> None:
-        """Take the time of a block that has ended."""
+        """Record the time of a block that has ended."""
         if span.clock.is_late:
             self._late.append((span, end))
         else:
             self._add(span, end)
 
     def add_parameters(self, uploaded: int, skipped: int) -> None:
-        """Take bytes of parameters that were copied to devices, and of those that were not as no layer read them."""
+        """Count bytes of parameters that were copied to devices, and of those that no layer read."""
         if self._timeline is not None:
             self._timeline.add_parameters(uploaded, skipped)
 

@@ -27,7 +27,7 @@ _AT_HAND = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DiskUse:
-    """What a step has on a disk, and moves there. All sizes are bytes."""
+    """Bytes that a step stores on a disk, and reads and writes there."""
 
     nbytes: int  # parameters, gradients, master weights and optimizer state, which are on the disk
     resident: int  # what is in the memory of the host instead: a few layers, and activations
@@ -39,7 +39,7 @@ class DiskUse:
 
 
 def disk_use(host: HostMemory, layers: Sequence[LayerFootprint], loads: Sequence[StageLoad]) -> DiskUse:
-    """Return what a step has and moves on a disk."""
+    """Return the bytes that a step stores, reads and writes on a disk."""
     shares = _of_layers(host, layers)
     trained = sum(layer.trained_bytes for layer in layers)
     return DiskUse(

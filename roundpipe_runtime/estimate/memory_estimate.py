@@ -146,7 +146,7 @@ def device_memory(
 
 
 class _Here(NamedTuple):
-    """What is on a device besides the stage: layers that stay for their backward, and parameters that stay anyway."""
+    """Contents of a device besides the stage: layers kept for their backward, and parameters that always stay."""
 
     staying: set[int]
     came: set[int]
@@ -244,7 +244,7 @@ class KeptBytes(NamedTuple):
 
 
 def kept_bytes(layers: Sequence[LayerFootprint], room: float) -> list[KeptBytes]:
-    """Return what stays of each layer.
+    """Return the bytes of each layer that stay.
 
     >>> layer = LayerFootprint("", 300, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, frozen_bytes=250, trained_bytes=50)
     >>> [tuple(kept) for kept in kept_bytes([layer, layer], 520)]

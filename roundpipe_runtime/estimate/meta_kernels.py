@@ -131,7 +131,7 @@ class MetaResults:
         self._known: dict[Hashable, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], compute: Callable[..., Any]) -> Any:
-        """Return what an operation returns."""
+        """Run an operation and return its result."""
         # compute: function that runs the operation on these arguments, called where the result is not known
         makes_new = self._makes_new.get(func)
         if makes_new is None:

@@ -144,7 +144,7 @@ def step_plan(
 
 
 def _bytes_of_adam(host: HostMemory, parameters: Sequence[nn.Parameter]) -> int:
-    """What AdamW reads and writes: parameter, gradient and two moments, and three of them again; then the model's."""
+    """Bytes that AdamW reads (parameter, gradient, two moments) and writes (three of them), and the model's copies."""
     rounded = sum(p.nbytes for p in parameters if p.requires_grad) if host.masters else 0
     return 7 * host.gradients + host.masters + rounded
 

@@ -67,7 +67,7 @@ class StepSimulation:
 
     @property
     def bottleneck(self) -> str:
-        """What is busy longest, a key of ``busy``."""
+        """The bottleneck, a key of ``busy``."""
         return max(self.busy, key=lambda name: self.busy[name])
 
     @property
@@ -186,7 +186,7 @@ def _next_to_optimizer(
     is_async: Literal[False, True, "exact"],
     optimizer: float,
 ) -> tuple[Simulation, float]:
-    """The run of a step as the optimizer lets it go on, and the seconds of both."""
+    """The run of a step as the optimizer lets it continue, and the seconds of both."""
     if is_async is False:
         return alone, alone.time + optimizer
     run = alone

@@ -1,4 +1,4 @@
-"""Fine-tune a causal language model of transformers on text: the functions that ``roundpipe train`` calls.
+"""Fine-tune a Hugging Face causal language model on text: the functions that ``roundpipe train`` calls.
 
 ::
 

@@ -56,7 +56,7 @@ def add_lora(model: nn.Module, lora: Lora, *, seed: int = 0) -> nn.Module:
     """Add LoRA adapters to a model, and return PEFT's model around it, whose other weights are frozen.
 
     Args:
-        model: model of transformers.
+        model: Hugging Face model.
         lora: settings of the adapters.
         seed: seed of their initial weights.
 
@@ -93,7 +93,7 @@ def add_lora(model: nn.Module, lora: Lora, *, seed: int = 0) -> nn.Module:
 def quiet_peft() -> Iterator[None]:
     """Hide in a block two warnings of PEFT 0.21.
 
-    It asks models of transformers 5.23 for an attribute by its old name, and cannot merge into weights of torchao.
+    It asks models of version 5.23 for an attribute by its old name, and cannot merge into weights of torchao.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)

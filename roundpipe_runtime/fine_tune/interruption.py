@@ -49,5 +49,5 @@ class Interruption:
             os.write(2, b"\nleft at once; nothing more was saved\n")
             os._exit(128 + number)
         if not self.is_silent:
-            os.write(2, b"\nthis step will be the last; once more leaves at once\n")
+            os.write(2, b"\nstopping after this step; press Ctrl-C again to quit now\n")
         self.status = 128 + number

@@ -97,7 +97,7 @@ class Job:
         return count == 1
 
     def check_alike(self, stated: Mapping[str, object]) -> None:
-        """Check that all processes state the same; all of them call it.
+        """Check that all processes have equal values; all of them call it.
 
         Args:
             stated: what this process is to train, by the name of the thing.

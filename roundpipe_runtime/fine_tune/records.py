@@ -32,7 +32,7 @@ class StepRecord:
     """Metrics of one training step.
 
     Attributes:
-        step: number of the step, from 1 on.
+        step: number of the step, counted from 1.
         loss: mean over the tokens of the step, before the update.
         tokens: number of tokens of the step.
         tokens_per_s: tokens per second of this step, including copies and optimizer.

@@ -56,7 +56,7 @@ def run(
     After an error, the steps before it are saved in a checkpoint, which a note of the error names, unless the optimizer
     failed in the middle of its step. Ctrl-C and SIGTERM finish the step, with its evaluation, and write a checkpoint,
     from which the training continues bitwise identically; a second signal ends the process at once. Of several
-    processes, the first one writes metrics, and each a timeline of its own.
+    processes, the first one writes metrics, and each its own timeline.
 
     Args:
         training: training to run; after :meth:`Training.restore`, it continues.
@@ -151,7 +151,7 @@ def _save_after_error(training: Training, saved: str | None) -> str | None:
     def save() -> str:
         is_saved = saved is not None and saved.endswith(f"checkpoint-{training.step}")
         path = saved if is_saved else trainer.save()
-        return f"The {training.step} steps before are saved in {path}. To go on: --resume"
+        return f"The {training.step} steps before are saved in {path}. To continue: --resume"
 
     return result_or(save, lambda error: f"The {training.step} steps before could not be saved: {error}")
 

@@ -121,7 +121,7 @@ def save_model(
     """Save a trained model with its tokenizer, and check that it loads bitwise identical.
 
     Args:
-        model: model of transformers, or PEFT's model around one, of which only the adapters are saved.
+        model: Hugging Face model, or PEFT's model around one, of which only the adapters are saved.
         tokenizer: tokenizer, saved with the model.
         folder: folder that appears when it is complete and the model loaded from it is bitwise identical.
         source: source of the model, into which adapters are loaded for the check.
@@ -181,5 +181,5 @@ def _verify(model: nn.Module, folder: pathlib.Path, source: ModelSource) -> None
     for name, value in expected.items():
         if name not in found or not torch.equal(found[name].cpu(), value.cpu()):
             raise FineTuneError(
-                f"{name} is not loaded as it was saved. The model was not written; its checkpoint stays."
+                f"{name} differs from what was saved. The model was not written; its checkpoint is kept."
             )

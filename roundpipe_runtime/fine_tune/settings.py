@@ -49,15 +49,15 @@ class BatchSettings:
         groups = self.replicas or 1
         if groups > self.batch:
             raise ConfigError(
-                f"A batch of {self.batch} rows cannot be cut into {groups} groups. Make it larger, or cut it less: "
-                f"--batch {groups}, or --replicas {self.batch}"
+                f"A batch of {self.batch} rows cannot be split into {groups} groups. Use a larger batch, or fewer "
+                f"groups: --batch {groups}, or --replicas {self.batch}"
             )
         rows = self.rows_of_group(groups)
         if self.microbatches is not None and self.microbatches > rows:
             what = f"A batch of {self.batch} rows" if groups == 1 else f"A group of {rows} rows"
             raise ConfigError(
-                f"{what} cannot be cut into {self.microbatches} microbatches. Make it larger, or cut it less: "
-                f"--batch {groups * self.microbatches}, or --microbatches {rows}"
+                f"{what} cannot be split into {self.microbatches} microbatches. Use a larger batch, or fewer "
+                f"microbatches: --batch {groups * self.microbatches}, or --microbatches {rows}"
             )
 
     def rows_of_group(self, replicas: int) -> int:
@@ -82,7 +82,7 @@ class BatchSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearningSettings:
-    """What the optimizer does with gradients, and when.
+    """Settings of the optimizer, and of its schedule.
 
     Attributes:
         lr: peak learning rate.
@@ -110,7 +110,7 @@ class LearningSettings:
             raise ConfigError(f"lr must be a number above 0, like 3e-4, found {self.lr!r}.")
         for name in ("weight_decay", "clip"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be a number from 0 on, found {getattr(self, name)!r}.")
+                raise ConfigError(f"{name} must be a number of at least 0, found {getattr(self, name)!r}.")
         if self.schedule not in ("cosine", "linear", "constant"):
             raise ConfigError(f'schedule must be "cosine", "linear" or "constant", found {self.schedule!r}.')
 
@@ -118,7 +118,7 @@ class LearningSettings:
         """Return the learning rate of a step.
 
         Args:
-            step: number of the step, from 0 on.
+            step: number of the step, counted from 0.
             steps: number of all steps.
         """
         return self.lr * self.rate(step, steps)
@@ -127,7 +127,7 @@ class LearningSettings:
         """Return the learning rate of a step, as a share of ``lr``.
 
         Args:
-            step: number of the step, from 0 on.
+            step: number of the step, counted from 0.
             steps: number of all steps.
 
         >>> settings = LearningSettings(warmup=2, schedule="linear")
@@ -184,4 +184,4 @@ class Settings(BatchSettings, LearningSettings):
 
 def _check_count(name: str, found: object, *, least: int) -> None:
     if type(found) is not int or found < least:
-        raise ConfigError(f"{name} must be a number from {least} on, found {found!r}.")
+        raise ConfigError(f"{name} must be a number of at least {least}, found {found!r}.")

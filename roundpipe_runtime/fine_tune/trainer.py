@@ -124,8 +124,8 @@ class TextTrainer(RoundPipeTrainer):
         if math.isfinite(found):
             return found
         raise FineTuneError(
-            f"Step {self.state.global_step + 1}: the {what} is {found}. Learn more slowly, or longer until the full "
-            f"rate: --lr {self.settings.lr / 10:.2g}, --warmup {max(10, self.args.max_steps // 5)}"
+            f"Step {self.state.global_step + 1}: the {what} is {found}. Use a lower learning rate, or a longer "
+            f"warmup: --lr {self.settings.lr / 10:.2g}, --warmup {max(10, self.args.max_steps // 5)}"
         )
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:

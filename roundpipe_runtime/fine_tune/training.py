@@ -46,7 +46,7 @@ class Training:
     each batch; all of them call the same methods.
 
     Args:
-        model: causal language model of transformers, or PEFT's model around one; it is trained in place.
+        model: Hugging Face causal language model, or PEFT's model around one; it is trained in place.
         blocks: tokenized text from :func:`read_blocks`, or conversations from :func:`read_chats`.
         settings: settings of the training.
 
@@ -136,8 +136,8 @@ class Training:
             return
         if found is None and self.step:
             raise FineTuneError(
-                f"This training was stopped after step {self.step}, and a Trainer begins at the first one. Go on with "
-                "another one, from a checkpoint:\n    training = Training(...)\n    training.restore(folder)"
+                f"This training was stopped after step {self.step}, and a Trainer starts at the first one. Continue "
+                "with a new one, from a checkpoint:\n    training = Training(...)\n    training.restore(folder)"
             )
         self.trainer.train(resume_from_checkpoint=None if found is None else os.fspath(found))
 
@@ -217,7 +217,7 @@ class Training:
         notes = self.job.together(lambda: read_notes(found))
         self._check_same(notes.get("same", {}), os.fspath(folder))
         if _step_of(found) > self.steps:
-            raise FineTuneError(f"{folder} is at step {_step_of(found)}, and --steps is {self.steps}. Ask for more.")
+            raise FineTuneError(f"{folder} is at step {_step_of(found)}, and --steps is {self.steps}. Add steps.")
         self._keep_groups(notes.get("replicas") or 1, os.fspath(folder))
         if self.settings.microbatches is None:
             self.trainer.microbatches = notes["microbatches"]
@@ -230,13 +230,13 @@ class Training:
             return
         if self.job.size == 1:
             raise FineTuneError(
-                f"{folder} was trained in {replicas} groups, which have sums of their own. Go on with as many: "
+                f"{folder} was trained in {replicas} groups, and sums depend on their number. Continue with as many: "
                 f"--replicas {replicas}"
             )
         self.pipeline._rp_keep_replicas(replicas)
 
     def _stated(self) -> dict[str, object]:
-        """What all processes must train alike, by name."""
+        """Values that must be equal on all processes, by name."""
         settings = {field.name: getattr(self.settings, field.name) for field in dataclasses.fields(self.settings)}
         named = {name.replace("_", "-"): str(value) for name, value in settings.items() if name not in _OF_PROCESS}
         rows = f"{len(self.blocks):,} rows of {self.blocks.length} tokens, {self.blocks.digest[:8]}"
@@ -266,7 +266,7 @@ class Training:
                 was = f"--{name} {before.get(name)}" if name in ("length", "batch", "accumulate", "seed") else ""
                 another = "chat" if name == "text" and isinstance(self.blocks, ChatRows) else name
                 raise FineTuneError(
-                    f"{folder} was trained with {was or f'another --{another}'}. Go on with the same, or begin anew in "
+                    f"{folder} was trained with {was or f'another --{another}'}. Continue with the same, or start in "
                     "another folder: --checkpoint DIR"
                 )
 
@@ -306,13 +306,13 @@ def _check_groups(settings: Settings, size: int) -> None:
     replicas = settings.replicas or size
     if replicas < size:
         raise ConfigError(
-            f"A batch is cut into {replicas} groups, and there are {size} processes, of which some would have nothing "
-            f"to do. Start fewer, or cut it more: --replicas {size}"
+            f"A batch is split into {replicas} groups, so some of the {size} processes would have nothing to do. "
+            f"Start fewer processes, or use more groups: --replicas {size}"
         )
     if replicas > settings.batch:
         raise ConfigError(
-            f"A batch of {settings.batch} rows has none for some of {size} processes. Start fewer, or make it larger: "
-            f"--batch {size}"
+            f"A batch of {settings.batch} rows leaves some of the {size} processes without rows. Start fewer "
+            f"processes, or use a larger batch: --batch {size}"
         )
 
 
@@ -344,6 +344,6 @@ def _check_causal(model: nn.Module) -> None:
     rounding = 1e-4 if first.dtype == torch.float32 else 2e-2
     if (first - second).float().norm() > rounding * first.float().norm():
         raise FineTuneError(
-            f"{type(model).__name__} sees the token that it is to predict, so it cannot learn text this way. Is it an "
+            f"{type(model).__name__} sees the token that it should predict, so it cannot learn text this way. Is it an "
             'encoder? Then config.json wants "is_decoder": true'
         )

@@ -207,7 +207,7 @@ class _Pictures:
 
     @classmethod
     def of(cls, outputs: Sequence[Mapping[str, Any]]) -> _Pictures:
-        """Read it off what an encoder returned of each microbatch, which has pictures."""
+        """Read it from the outputs of an encoder for each microbatch with pictures."""
         columns = ([output.get(name) for output in outputs] for name in ("pooler_output", "last_hidden_state"))
         pooled = next((column for column in columns if len(_present(column)) == len(outputs)), [])
         counts = [len(value) for value in pooled if isinstance(value, (list, tuple))]
@@ -244,7 +244,7 @@ def _joined(name: str, column: Sequence[Any], pictures: _Pictures = _Pictures())
 def _concatenated(name: str, tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
     shapes = [tuple(tensor.shape) for tensor in tensors]
     apart = [axis for axis, found in enumerate(zip(*shapes, strict=False)) if len(set(found)) > 1]
-    # of a single picture in each microbatch the shapes do not show it; then each is a sequence of its own, as is usual
+    # of a single picture in each microbatch the shapes do not show it; then each is its own sequence, as is usual
     is_one_sequence = {shape[0] for shape in shapes} == {1} and max(counts, default=0) > 1
     axis = apart[0] if apart else int(is_one_sequence)
     if len(apart) > 1 or (is_one_sequence and len(shapes[0]) > 3):

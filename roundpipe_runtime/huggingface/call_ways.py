@@ -61,7 +61,7 @@ class CutModel(RoundPipe):
         self._rp_engine.few_rows = lambda batch, config: self._rp_losses.few_rows(batch, config)
 
     def _rp_read_model(self) -> None:
-        """Bring the cut up to date with the model; what was proven of another model is forgotten."""
+        """Bring the cut up to date with the model; what was found of another model is forgotten."""
         made = self._rp_cut.current()
         if made is not self._rp_cut:
             self._rp_cut = made
@@ -82,7 +82,7 @@ class CutModel(RoundPipe):
 
     @property
     def cut(self) -> Cut:
-        """The cut: the pieces, and the report on how they were found, and on losses that were proven since."""
+        """The cut: the pieces, and the report on how they were found, and on losses that were checked since."""
         shown = self._rp_losses.shown if "_rp_losses" in self.__dict__ else ()
         if not shown:
             return self._rp_cut
@@ -101,7 +101,7 @@ class CutModel(RoundPipe):
             return "joined"
         if options.smoothed_loss is not None or resolved.num_microbatch == 1 or not is_wanted:
             # A smoothed loss is ours, and one microbatch has nothing to weigh. A call without labels that trains
-            # nothing rarely has a loss; one that has is not taken for proven.
+            # nothing rarely has a loss; one that has is not assumed to be checked.
             if options.smoothed_loss is not None:
                 kwargs[CALL_OPTIONS] = dataclasses.replace(options, weight_by="items")
             return "items"
@@ -115,12 +115,12 @@ class CutModel(RoundPipe):
         return proof.way
 
     def _rp_way_for_rows(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: Way) -> Way:
-        """Return how a call is computed whose layers may mix rows: those that do run once, for the whole batch."""
+        """Return how a call is computed whose layers may mix rows: layers that do run once for the whole batch."""
         options: CallOptions = kwargs[CALL_OPTIONS]
         last, resolved = len(self.cut.pieces) - 1, self._rp_config(config)
         if way == "whole" or resolved.num_microbatch == 1:
             return way
-        # the last piece of these returns a loss, which was proven itself
+        # the last piece of these returns a loss, which was checked itself
         is_loss_only = way == "joined" or options.loss_only or options.smoothed_loss is not None
         piece = self._rp_losses.first_that_mixes(args, kwargs, resolved, last if is_loss_only else last + 1)
         if piece is None:
@@ -138,7 +138,7 @@ class CutModel(RoundPipe):
             self._rp_warned_of_rows = True
             how = "it runs once for the whole batch" if way == "joined" else "such batches run in one microbatch"
             warn(
-                f"{type(self.cut.model).__name__}: {title} computes other numbers for a batch in one piece than in "
+                f"{type(self.cut.model).__name__}: {title} computes different values for a whole batch than for its "
                 f"parts. So {how}.",
                 RoundPipeWarning,
             )
@@ -146,11 +146,11 @@ class CutModel(RoundPipe):
     def _rp_way_without_parts(self, kwargs: Kwargs) -> Way:
         """Return how a loss is computed whose parts have no weights."""
         way: Way = "whole" if self.cut.report.is_whole or is_cache(cache_of(kwargs)) else "joined"
-        self._rp_warn_of_loss(LossProof(way, "its labels in this batch are not of the kind that was proven"), 0)
+        self._rp_warn_of_loss(LossProof(way, "its labels in this batch are not of the kind that was checked"), 0)
         return way
 
     def _rp_warn_of_loss(self, proof: LossProof, rows: int) -> None:
-        """State once how losses are computed that are not those of microbatches."""
+        """Warn once how a loss is computed that cannot be added over microbatches."""
         if self._rp_warned_of_loss:
             return
         self._rp_warned_of_loss = True
@@ -161,8 +161,8 @@ class CutModel(RoundPipe):
             else "such batches run in one microbatch"
         )
         warn(
-            f"The loss of {type(self.cut.model).__name__} does not follow from those of microbatches: {proof.reason}. "
-            f"So {how}, and the loss is the model's own.",
+            f"The loss of {type(self.cut.model).__name__} cannot be computed from the losses of microbatches: "
+            f"{proof.reason}. So {how}, and the loss is the model's own.",
             RoundPipeWarning,
         )
 
@@ -172,9 +172,10 @@ class CutModel(RoundPipe):
         self.synchronize()  # a step in the background would change weights between two calls
         if keeps_texts_apart(self._rp_cut.model) is False:
             warn(
-                f"{type(self._rp_cut.model).__name__} lets a text see the one before it in its row (states): "
-                "packed rows, whose position_ids begin again, have other losses than their texts alone. Give each text "
-                'a row of its own:\n    tokenizer(texts, padding=True, return_tensors="pt")',
+                f"{type(self._rp_cut.model).__name__} carries its state from one text to the next in a row: packed "
+                "rows, whose position_ids begin again, have other losses than separate texts. Give each text its "
+                "own row:"
+                '\n    tokenizer(texts, padding=True, return_tensors="pt")',
                 RoundPipeWarning,
             )
 
@@ -215,7 +216,7 @@ class CutModel(RoundPipe):
         """Complete arguments and configuration of a call with a cache, which stays on the host."""
         if config.resolved(1).requires_grad:
             raise ConfigError(
-                "A cache is kept without gradients only, as layers that are called again would write it twice:\n"
+                "A cache works without gradients only, as the recomputation of layers would write it twice:\n"
                 "    with torch.no_grad(): model(..., use_cache=True)"
             )
         name, cache = name_in(kwargs) or cache_argument(self.cut.model), cache_of(kwargs)

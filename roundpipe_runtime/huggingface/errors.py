@@ -7,13 +7,13 @@ from yobx_flatten.errors.tried_versions import VersionDependentError, without_ca
 from ..errors import ConfigError, RoundPipeError, RoundPipeWarning, SplitError
 
 REPLACED_FORWARD = (
-    ". Its forward was replaced by a function, which may call the model itself and not its copy. Cut it with an "
-    "example that takes another way, if batches do:\n    wrap_model_to_roundpipe(model, example=batch)"
+    ". Its forward was replaced by a function, which may call the model itself and not its copy. If batches take "
+    "another path, wrap it with an example that does:\n    wrap_model_to_roundpipe(model, example=batch)"
 )
 
 
 class CutError(VersionDependentError, RoundPipeError, ValueError):
-    """A model cannot be cut into layers.
+    """A model cannot be split into layers.
 
     Attributes:
         reason: ``"layers"`` (none found), ``"example"`` (the model does not run on the example), ``"copy"``,
@@ -30,7 +30,7 @@ class CutError(VersionDependentError, RoundPipeError, ValueError):
 
 
 class BatchStructureError(VersionDependentError, RoundPipeError, RuntimeError):
-    """A batch takes another path through the model than the example that it was cut with."""
+    """A batch takes another path through the model than the example that the model was split with."""
 
 
 class MissingEmbeddingError(BatchStructureError):
@@ -38,8 +38,8 @@ class MissingEmbeddingError(BatchStructureError):
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"The model computes with {name} after its layers, which it did not do with the example that it was cut "
-            "with. Cut it with an example of this kind:\n    wrap_model_to_roundpipe(model, example=batch)"
+            f"The model computes with {name} after its layers, which it did not do with the example that it was "
+            "split with. Wrap it with an example like this batch:\n    wrap_model_to_roundpipe(model, example=batch)"
         )
         self.name = name
 
@@ -54,8 +54,8 @@ class CutRefusedWarning(RoundPipeWarning):
 def changed_results(layer: str) -> str:
     """Return the message for a batch for which layers return tensors that they do not return for the example."""
     return (
-        f"Layers before {layer} return tensors for this batch where they returned None with the example that the model "
-        "was cut with, or the other way round. Cut it with an example of this kind:\n"
+        f"Layers before {layer} return tensors for this batch where they returned None with the example that the "
+        "model was split with, or the reverse. Wrap it with an example like this batch:\n"
         "    wrap_model_to_roundpipe(model, example=batch)"
     )
 
@@ -63,8 +63,8 @@ def changed_results(layer: str) -> str:
 def moved_away(device: str) -> ConfigError:
     """Return the error for moving the parameters of a pipeline."""
     return ConfigError(
-        f"The parameters of a pipeline stay on the host, and to({device!r}) would move them. Leave it out, and state "
-        f"where the layers are to run:\n    wrap_model_to_roundpipe(model, devices=[{device!r}])"
+        f"The parameters of a pipeline stay on the host, and to({device!r}) would move them. Leave it out, and "
+        f"choose the devices of the layers here:\n    wrap_model_to_roundpipe(model, devices=[{device!r}])"
     )
 
 
@@ -72,16 +72,14 @@ def resized_late() -> ConfigError:
     """Return the error for resizing parameters of which an optimizer has copies."""
     return ConfigError(
         "resize_token_embeddings: the optimizer works on copies of the parameters (optim_dtype), which have the old "
-        "size. Resize first:\n"
-        "    model.resize_token_embeddings(...)\n"
-        "    pipeline = wrap_model_to_roundpipe(model, optim_dtype=...)"
+        "size. Resize first:\n    model.resize_token_embeddings(...)\n    pipeline = wrap_model_to_roundpipe(model, "
+        "optim_dtype=...)"
     )
 
 
 def rows_are_mixed(title: str) -> SplitError:
     """Return the error for layers that mix the rows of a batch of which each process has only its own."""
     return SplitError(
-        f"{title} computes other numbers for some rows of a batch in one piece than in parts, and each process has its "
-        "own rows only. Train in one process, where such a batch runs in one microbatch:\n"
-        "    wrap_model_to_roundpipe(model)"
+        f"{title} computes different values for a whole batch than for its parts, and each process has its own rows "
+        "only. Train in one process, where such a batch runs in one microbatch:\n    wrap_model_to_roundpipe(model)"
     )

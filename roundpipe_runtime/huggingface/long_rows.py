@@ -40,7 +40,7 @@ from .wrapped_model import WrappedModel
 _NAMES = itertools.count()
 _TAKEN = ("input_ids", "attention_mask", "labels")
 _IGNORED = -100
-# The loss is divided by the tokens of the whole batch, as `LongRows` has proven.
+# The loss is divided by the tokens of the whole batch, as `LongRows` has checked.
 _SHARE = CallOptions(weight_by="sum")
 # Tensors that models pass to their attention and that change nothing in it; others may be one for each head or token.
 _PASSED_ON = ("position_ids", "shift_labels", "num_items_in_batch")
@@ -49,12 +49,12 @@ _PASSED_ON = ("position_ids", "shift_labels", "num_items_in_batch")
 class LongRows:
     """A causal language model whose rows are cut along their tokens over the processes of a mesh.
 
-    Every process calls it with the same rows, and runs its part of their tokens on a device of its own. Loss and
+    Every process calls it with the same rows, and runs its part of their tokens on its own device. Loss and
     gradients are those of the whole rows, within rounding, and bitwise the same in each run. A device needs memory for
     the activations of ``1 / N`` of the tokens, and for one attention with all tokens and ``1 / N`` of the heads.
 
     Args:
-        model: causal language model of transformers; its number of heads, of keys and values also, is a multiple of the
+        model: Hugging Face causal language model; its number of heads, of keys and values also, is a multiple of the
             number of processes.
         mesh: mesh of the processes, as for :class:`RoundPipe`.
         **options: further arguments of :func:`wrap_model_to_roundpipe`; ``devices`` is one device.
@@ -171,8 +171,8 @@ class LongRows:
         total = query.shape[2] * self._exchange.size
         if (window := options.pop("sliding_window", None)) is not None and window < total:
             raise ConfigError(
-                f"{type(module).__name__} sees {window} tokens of a row of {total}: LongRows cuts rows for attention "
-                "to all tokens only. Train rows of such a model with wrap_model_to_roundpipe; they need no more of it."
+                f"{type(module).__name__} sees {window} tokens of a row of {total}: LongRows splits rows for attention "
+                "to all tokens only. Train this model with wrap_model_to_roundpipe, which is enough for such rows."
             )
         strange = [
             name for name, given in options.items() if name not in _PASSED_ON and isinstance(given, torch.Tensor)
@@ -227,8 +227,8 @@ class LongRows:
             difference = relative_difference(wanted, found)
             if not difference <= tolerance("gradients", *(p.dtype for p in model.parameters())):
                 raise ConfigError(
-                    f"{type(model).__name__} computes another {name} of rows that are cut along their tokens (it "
-                    f"differs by {difference:.1e}): it mixes tokens in more than its attention, or has its own loss. "
+                    f"{type(model).__name__} computes a different {name} for rows that are split along their tokens "
+                    f"(difference {difference:.1e}): it mixes tokens in more than its attention, or has its own loss. "
                     "Train it with wrap_model_to_roundpipe."
                 )
 
@@ -261,7 +261,7 @@ def _check_heads(model: nn.Module, size: int) -> None:
     if not heads or heads % size or keys % size:
         raise ConfigError(
             f"{type(model).__name__} has {heads} heads of queries and {keys} of keys and values, which {size} "
-            "processes cannot share. Start as many as divide both."
+            "processes cannot share. Start a number of processes that divides both."
         )
     if getattr(config, "output_router_logits", False):
         raise ConfigError(

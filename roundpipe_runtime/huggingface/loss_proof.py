@@ -53,7 +53,7 @@ class LossProof:
             how = "once for the whole batch" if self.way == "joined" else "in one microbatch"
             return f"computed {how}: {self.reason}"
         weights = {"items": "weighted by the items they count", "rows": "weighted by rows", "sum": "added"}[self.way]
-        return f"losses of microbatches are {weights}, proven with {self.variants} sets of labels and masks"
+        return f"losses of microbatches are {weights}, checked with {self.variants} sets of labels and masks"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _widened(piece: nn.Module) -> Mapping[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def _left_as_found(piece: nn.Module) -> Iterator[None]:
-    """Undo what a call does to the piece and to generators; warnings about single rows are not the user's."""
+    """Undo the effects of a call on the piece and on generators, and hide warnings about single rows."""
     # without autocast, as rounding would hide wrong weights
     with (
         generator_alone(),

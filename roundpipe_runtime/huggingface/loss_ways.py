@@ -128,7 +128,7 @@ class LossWays:
         return functools.partial(join_states, axes=self._axes[kind], args=args, kwargs=kwargs)
 
     def kind_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-        """Return what may decide which code of the model runs in a call."""
+        """Return the facts of a call that may decide which code of the model runs."""
         given, options = split_options(kwargs)
         asked = options is not None and (options.loss_only, options.smoothed_loss is not None)
         named = frozenset((name, _kind(value)) for name, value in given.items() if value is not None)
@@ -232,7 +232,7 @@ class LossWays:
     def _some_states(
         self, first: FlatMicrobatch, parts: Sequence[FlatMicrobatch], config: RoundPipeRunConfig
     ) -> tuple[list[CutState], CutState]:
-        """What the layers return for parts of some rows, and for more rows than the last part has."""
+        """Outputs of the layers for parts of some rows, and for more rows than the last part has."""
         with self._trial_engine() as engine:
             # devices have room for a microbatch, so no more rows run at once than it takes
             shown = [first] if parts[0].rows == parts[-1].rows else []
@@ -264,13 +264,13 @@ def _kind(value: Any) -> Hashable:
 
 
 def _leaves(output: Any) -> Sequence[object]:
-    """The outputs of a piece that are compared. Losses are left out: they have a proof of their own."""
+    """The outputs of a piece that are compared. Losses are left out: they have their own proof."""
     found = state_leaves(output) if isinstance(output, CutState) else pytree.tree_leaves(output)
     return [one for one in found if not isinstance(one, torch.Tensor) or one.dim() > 0]
 
 
 def _depends_on_parts(model: nn.Module) -> bool:
-    """Whether a model computes other numbers for parts of a batch by design: it drops layers, or has batch norms."""
+    """Whether a model computes different values for parts of a batch by design: it drops layers, or has batch norms."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     normalizes = any(isinstance(module, kinds) for module in model.modules())
     return model.training and (normalizes or drops_layers(model))

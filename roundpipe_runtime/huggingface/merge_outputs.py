@@ -54,7 +54,7 @@ def loss_fn_with_weight(
             return WeightedLoss(result, rows / batch())
         return WeightedLoss(result * count, count)
 
-    # The loss of the model was proven. One of a function of the caller's, of outputs without a loss, is checked.
+    # The loss of the model was checked before. A loss function of the caller is checked here.
     weighted_loss.has_proven_weights = batch is not None  # type: ignore[attr-defined] # an attribute of a function
     weighted_loss.__wrapped__ = loss_fn  # type: ignore[attr-defined] # an attribute of a function
     return weighted_loss

@@ -50,7 +50,7 @@ class PlannedTraining:
     (True, 34)
     """
 
-    # model: causal language model of transformers, or PEFT's model around one, with parameters on `meta`
+    # model: Hugging Face causal language model, or PEFT's model around one, with parameters on `meta`
     # optim_dtype: dtype in which the optimizer works. Default: the dtype of each parameter.
     # large_tables: how tables of large vocabularies travel, as in `RoundPipe`. Default: `"auto"`.
     # host: where parameters, gradients and the optimizer's state are. Default: `"memory"`.
@@ -110,7 +110,7 @@ class PlannedTraining:
     def joined_loss(self, *, batch: int, length: int) -> JoinedLoss:
         """Return the memory of a loss that is computed once for the whole batch.
 
-        Which losses need that is proven with the first batch of a training; on ``meta``, tensors have no values.
+        Which losses need that is checked with the first batch of a training; on ``meta``, tensors have no values.
         """
         # returns: the memory of the device that runs the last layer, and what the host needs in addition
         return joined_loss(self._layers(batch, length, start=len(self.cut.pieces) - 1)[-1])
@@ -132,7 +132,7 @@ class PlannedTraining:
         return SettingsChange(what, max(memory.total for memory in report.device_memory), bool(report.fits_devices))
 
     def _layers(self, rows: int, length: int, start: int = 0) -> list[LayerFootprint]:
-        """Those of a microbatch of this size, from a layer on."""
+        """The layers of a microbatch of this size, starting with one."""
         key = rows, length, start
         if key not in self._measured:
             self.model.train()
@@ -186,7 +186,7 @@ def _cut(model: nn.Module, kind: str) -> Cut:
     except CutError as error:
         raise CutError(
             error.reason,
-            f"{type(model).__name__} cannot be planned: on meta, where tensors have no values, its forward ends with "
+            f"{type(model).__name__} cannot be planned: on meta, where tensors have no values, its forward fails with "
             f"{first_line(error.__cause__ or error)}",
         ) from error
 

@@ -33,7 +33,7 @@ def quantize_frozen(
     ``meta`` are read one after the other, and each is quantized before the next one is read.
 
     Args:
-        model: model of transformers, or any module that keeps its layers in an ``nn.ModuleList``.
+        model: Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``.
         kind: ``"nf4"`` or ``"fp4"``, 4 bits of bitsandbytes, or ``"int8"``, 8 bits of torchao.
         weights: function that returns the weight of a name, for those on ``meta``. Default: they stay there, for a
             plan.
@@ -75,7 +75,7 @@ def quantize_frozen(
 
 
 def count_weights(model: nn.Module) -> int:
-    """Return the number of weights of a model, of those in few bits how many they stand for.
+    """Return the number of weights of a model, also where they are packed into fewer numbers.
 
     >>> count_weights(nn.Linear(3, 2))
     8
@@ -98,7 +98,7 @@ class _Weights:
         self._known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def parameter(self, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """Return a weight that stays as it is, in memory of its own."""
+        """Return a weight that stays as it is, in its own memory."""
         if parameter is None or not parameter.is_meta or self._read is None:
             return parameter
         if id(parameter) not in self._known:

@@ -41,7 +41,7 @@ def wrap_model_to_roundpipe(
     cut runs in one piece, with a warning that states why.
 
     Args:
-        model: a model of transformers, or any module that keeps its layers in an ``nn.ModuleList``.
+        model: a Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``.
         use_sequential_preset: ``True``: a model that cannot be cut is an error. ``False``: it is not cut at all.
         lower_threshold: smallest size in bytes: a smaller model is not cut, and runs in one microbatch.
         upper_threshold: size in bytes up to which a model is not cut. Default: every model is cut.
@@ -87,7 +87,7 @@ def _check_has_layers(made: Cut, compiles: object) -> None:
     """Check that there is something to compile, if so asked."""
     if compiles and made.report.is_whole:
         raise ConfigError(
-            f"{made.report.model} runs in one piece, so it has no layers to compile. Cut it with "
+            f"{made.report.model} runs in one piece, so it has no layers to compile. Split it with "
             "lower_threshold=0, or leave compile out."
         )
 
@@ -108,9 +108,8 @@ def _check_model(model: object) -> None:
         raise ConfigError("The model is a RoundPipe already: use it as it is.")
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"wrap_model_to_roundpipe takes a model of transformers, found {type(model).__qualname__} {model!r:.60}. "
-            "Load it first:\n"
-            "    wrap_model_to_roundpipe(AutoModelForCausalLM.from_pretrained(...))"
+            f"wrap_model_to_roundpipe needs a Hugging Face model, found {type(model).__qualname__} {model!r:.60}. Load "
+            "it first:\n    wrap_model_to_roundpipe(AutoModelForCausalLM.from_pretrained(...))"
         )
     check_copyable(model)  # before a check runs the model
 
@@ -121,7 +120,7 @@ def _config(
     others = [type(module).__name__ for module in overrides if module is not model]
     if others:
         raise ConfigError(
-            f"override_config: {', '.join(others)} cannot have a configuration of its own, as the model is one "
+            f"override_config: {', '.join(others)} cannot have its own configuration, as the model is one "
             "pipeline. Wrap the part alone, or give the configuration to all:\n"
             "    wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(...))"
         )
@@ -134,8 +133,8 @@ def _report_whole(made: Cut, is_error: bool) -> None:
     if "forward" in vars(model_inside(made.model)):
         message += REPLACED_FORWARD
     if is_error:
-        raise CutError(reason, f"{made.report.model} cannot be cut: {message}")
+        raise CutError(reason, f"{made.report.model} cannot be split: {message}")
     warn(
-        f"{made.report.model} runs in one piece, as it cannot be cut ({reason}): {message}",
+        f"{made.report.model} runs in one piece, as it cannot be split ({reason}): {message}",
         CutRefusedWarning,
     )

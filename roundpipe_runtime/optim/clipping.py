@@ -21,7 +21,7 @@ from ..errors import ConfigError
 
 
 class HasMasters(Protocol):
-    """What knows the copies of parameters in which an optimizer works."""
+    """An object that knows the master weights of parameters."""
 
     def dtypes_of_masters(self) -> dict[int, torch.dtype]:
         """Return the dtype of the master weight of each parameter of the model that has one, by identity."""
@@ -81,7 +81,7 @@ def _check_stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 
 
 def _originals(parameters: Iterable[torch.Tensor]) -> tuple[list[bool], torch.dtype | None]:
-    """Of these, the parameters whose gradient a copy has: whether they have none, and the dtype of the copies."""
+    """Whether these parameters have their gradients in copies, and the dtype of the copies."""
     given = [one for one in parameters if isinstance(one, nn.Parameter)]
     for store in list(_STORES) if any(one.grad is None for one in given) else ():
         dtypes = store.dtypes_of_masters()

@@ -1,4 +1,4 @@
-"""Prove that a device gets a copy of each parameter, also of frozen weights in few bits; refuse the others.
+"""Prove that a device gets a copy of each parameter, also of frozen quantized weights; refuse the others.
 
 A weight that holds several tensors is rebuilt from copies of these, one weight of each kind: then the tensors must be
 equal, nothing of the host may be left in the copy, and its layer must compute the same bits with it.
@@ -48,7 +48,7 @@ def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
 
 def _reason(owner: nn.Module, parameter: nn.Parameter, proved: set[object]) -> str | None:
-    """Why a device gets no copy of a parameter: a sentence that goes on after its class."""
+    """Why a device gets no copy of a parameter: a sentence that continues after its class."""
     if parameter.requires_grad:
         return _reason_trained(parameter)
     if not is_composite(parameter):
@@ -96,7 +96,7 @@ def _hidden_tensors(parameter: nn.Parameter) -> str | None:
     return tensors[0] if tensors else None
 
 
-# -- frozen weights in few bits --------------------------------------------------------------------------------------
+# -- frozen quantized weights --------------------------------------------------------------------------------------
 
 
 def _difference(owner: nn.Module, parameter: nn.Parameter) -> str | None:
@@ -106,7 +106,7 @@ def _difference(owner: nn.Module, parameter: nn.Parameter) -> str | None:
     if type(copy) is not type(parameter) or vars(copy).keys() != vars(parameter).keys():
         return "which is of another class, or has other attributes, when it is rebuilt from copies of its tensors."
     if len(before) != len(after) or not all(map(_is_equal, after, before)):
-        return "which has other numbers when it is rebuilt from copies of its tensors."
+        return "which has different values when it is rebuilt from copies of its tensors."
     if _reached(vars(copy)) & _reached(vars(parameter)):
         return "which keeps tensors where they are not found, so a copy would read those of the host."
     given = _input_of(owner, parameter)
@@ -165,9 +165,7 @@ def _other_output(owner: nn.Module, parameter: nn.Parameter, given: torch.Tensor
             found = type(owner).forward(owner, given)
         finally:
             owner._parameters.update(own)
-    return (
-        None if _is_equal(found, expected) else f"with a copy of which {type(owner).__name__} computes other numbers."
-    )
+    return None if _is_equal(found, expected) else f"with a copy of which {type(owner).__name__} computes other values."
 
 
 def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -178,17 +176,17 @@ def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         return ((copy == source) | (copy.isnan() & source.isnan())).all()
 
 
-# Keep frozen weights in few bits as they are, whatever a library writes into them when a layer is called.
+# Keep frozen quantized weights as they are, whatever a library writes into them when a layer is called.
 
 
 def has_few_bits(module: nn.Module) -> bool:
-    """Report whether a module itself holds a frozen weight in few bits."""
+    """Report whether a module itself holds a frozen quantized weight."""
     return any(p is not None and is_composite(p) for p in module._parameters.values()) or bool(states_of(module))
 
 
 @contextlib.contextmanager
 def weights_kept(model: nn.Module) -> Iterator[None]:
-    """Restore weights in few bits, and what their modules keep next to them, after the block.
+    """Restore quantized weights, and what their modules keep next to them, after the block.
 
     A layer may repack its numbers when it is called in evaluation mode, as Linear4bit of bitsandbytes does on a CPU;
     packed like that, they give no gradient in a training. Nothing is copied: the block works on other objects around

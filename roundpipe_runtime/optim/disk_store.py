@@ -104,7 +104,7 @@ class DiskStore(ParameterStore):
         return LayersAtHand(self.memory, order, lambda layer: _on_host(contents[layer]), written=False)
 
     def land(self, layer: int, gradients: Landed) -> Landed:
-        """Return places on the disk for the gradients of a layer, and when these are there."""
+        """Return places on the disk for the gradients of a layer, and the event when they are complete."""
         moves: collections.deque[tuple[torch.Tensor, Event, torch.Tensor]] = collections.deque()
         places: dict[nn.Parameter, torch.Tensor] = {}
         found: Landed = {}

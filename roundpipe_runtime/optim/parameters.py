@@ -64,7 +64,7 @@ class BufferSlot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Table:
-    """How a large matrix of a layer travels in parts."""
+    """How a large matrix of a layer is copied in parts."""
 
     slice_rows: int | None  # rows of a slice of products with it; `None`: products are computed with all of it
     is_head: bool = False  # whether the layer is known to compute products with it; else it looks up rows
@@ -78,7 +78,7 @@ class LayerContents:
     module: nn.Module  # layer
     slots: tuple[ParameterSlot, ...]  # all places of parameters; a parameter may have several
     buffers: tuple[BufferSlot, ...]  # all places of buffers
-    states: tuple[StateSlot, ...]  # all places of objects next to weights in few bits
+    states: tuple[StateSlot, ...]  # all places of objects next to quantized weights
     # lock that is held while device copies are in these places. Layers that share a module share it.
     lock: threading.RLock = dataclasses.field(repr=False)
     # parameters that travel in parts, by identity. Default: none.
@@ -99,7 +99,7 @@ class LayerContents:
         return any(p.requires_grad for p in self.parameters() if id(p) in self.tables)
 
     def parts(self) -> list[torch.Tensor]:
-        """Return the tensors that travel for the parameters: themselves, and for one in few bits what it is made of."""
+        """Return the tensors that travel for the parameters: themselves, and the parts of quantized ones."""
         return parts_of([*self.parameters(), *(state.value for state in self.states)])
 
     def nbytes(self) -> int:

@@ -31,7 +31,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class OptimizerParts:
-    """What a step of an optimizer reads, as it is now: options of groups, and gradients."""
+    """The present inputs of an optimizer's step: options of groups, and gradients."""
 
     # hold_state: function that is given a parameter and its state after each update, and may move the tensors of that.
     # Default: they stay where the optimizer made them.
@@ -204,7 +204,7 @@ def _state_share(optimizer: Optimizer) -> float:
 def _is_proven(optimizer: Optimizer) -> bool:
     if not hasattr(type(optimizer).step, "__wrapped__"):
         return False
-    # what it cannot do with stand-ins is not proven, whatever it raises
+    # what it cannot do with stand-ins is not checked, whatever it raises
     return result_or(lambda: _has_same_bits(optimizer), lambda error: False)
 
 

@@ -50,7 +50,7 @@ class InMemory:
         """Put the state that an optimizer has of a parameter where it stays."""
 
     def take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-        """Do the step of an optimizer as a whole; return an optimizer whose step does what is left to do."""
+        """Step all parameters that this place handles; return an optimizer whose step does the rest."""
         return widened(optimizer, args, kwargs)
 
     def land(self, layer: int, gradients: Landed) -> Landed:
@@ -77,7 +77,7 @@ _SAMPLE = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mark:
-    """What a tensor looked like.
+    """The state of a tensor at one moment, to see later whether it changed.
 
     >>> tensor = torch.zeros(100)
     >>> mark = Mark.of(tensor)
@@ -107,7 +107,7 @@ class Mark:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Report whether writes of a tensor are seen: of a tensor that is made of others, those have the numbers."""
+    """Report whether torch counts the writes of a tensor; it does not for tensors that consist of others."""
     is_itself = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
     return is_itself and not tensor.is_inference()  # such a tensor has no version
 

@@ -42,7 +42,7 @@ _DEPTH: contextvars.ContextVar[int] = contextvars.ContextVar("roundpipe_optimize
 
 
 class OptimizerCtx:
-    """A context manager in which ``parameters()`` of a pipeline are those for the optimizer.
+    """A context manager in which ``parameters()`` of a pipeline returns the parameters for an optimizer.
 
     ::
 
@@ -131,7 +131,7 @@ class StepRunner:
         self._ahead = None
 
     def wait_exact(self, steps: LayerSteps) -> None:
-        """Wait until the caller of a step may go on: what it may change has been read, or the step has ended."""
+        """Wait until the caller of a step may continue: what it may change has been read, or the step has ended."""
         wait_for(steps.has_begun)
         if steps.met:
             self._expected = max(steps.met, self._expected or 0)
@@ -184,7 +184,7 @@ class StepRunner:
         return self._worker.is_here()
 
     def check_not_here(self) -> None:
-        """Check that the caller is not a step of which the next run may read some layers already."""
+        """Check that the caller is not the function of a step that runs in parts."""
         if self._ahead is not None and self._ahead.is_ahead and self.is_here():
             self.wait_update()
 
@@ -198,7 +198,7 @@ class StepRunner:
                 return  # the step runs as it would in the caller's thread, which waits for it
             raise StageError(
                 f"A function given to {self._call()} called the pipeline, which waits for that function. Let "
-                "it call the optimizer only. One that needs the model, like LBFGS, runs at once:\n"
+                "it call the optimizer only. An optimizer that calls the model, like LBFGS, must step at once:\n"
                 "    model.step(step_fn)"
             )
         call = self._call()
@@ -282,8 +282,8 @@ class StepRunner:
 
     def _publish(self, version: int) -> None:
         note = (
-            "While what step(..., is_async=True) did was made the parameters of the next run. Nothing of the step is "
-            "lost: the next call of the pipeline goes on with it."
+            "While the result of step(..., is_async=True) was copied to the parameters of the next run. Nothing is "
+            "lost: the next call of the pipeline continues with it."
         )
         with on_error(self._table.fail), noting(note):  # runs that wait for this version hear of it
             for contents in self._scan():
@@ -331,9 +331,9 @@ def wait_for_updates(which: Callable[[StepRunner], bool] = lambda runner: True) 
 class LayerSteps:
     """Runs the function of a step, and makes each layer readable as soon as its parameters are what the step makes."""
 
-    # expected: number of optimizers that the function will step, as far as is known: the caller of the step goes on
+    # expected: number of optimizers that the function will step, as far as is known: the caller of the step continues
     # when the last one has begun. `None`: when the function has ended.
-    # has_begun: future that is done when the caller may go on: schedulers and gradients have been read
+    # has_begun: future that is done when the caller may continue: schedulers and gradients have been read
     # reason: why an optimizer was not stepped layer by layer, a sentence that names its class. Default: `None`.
 
     def __init__(
@@ -396,8 +396,7 @@ class LayerSteps:
             obstacle = f"{type(optimizer).__name__} steps parameters that were stepped before."
         if obstacle is not None and self.is_ahead:
             raise StageError(
-                f"{obstacle} The next run may be reading them. Let the whole function end before:\n"
-                "    model.step(step_fn)"
+                f"{obstacle} The next run may be reading them. Run the whole function first:\n    model.step(step_fn)"
             )
         self.met += 1
         self.reason = obstacle or self.reason
@@ -460,6 +459,6 @@ class LayerSteps:
             if before is not None and before != self._versions(contents):
                 raise StageError(
                     f"A parameter of {contents.title} was changed after the step of its optimizer, while the next run "
-                    "may have read it. Let the function of the step end before:\n"
+                    "may have read it. Run the step function first:\n"
                     "    model.step(step_fn)"
                 )

@@ -30,7 +30,7 @@ Hook: TypeAlias = Callable[[Optimizer, Any, Any], None]
 
 
 class _Taking(threading.local):
-    """Who takes over the steps of this thread, and the hooks by which."""
+    """The function that takes over the steps of this thread, and its hooks."""
 
     def __init__(self) -> None:
         self.taker: Taker | None = None
@@ -75,7 +75,7 @@ def install() -> None:
 
 
 def hear_steps(before: Hook, after: Hook) -> None:
-    """Let two functions of this package hear of the steps of all optimizers; a step in parts goes on with them."""
+    """Let two functions of this package hear of the steps of all optimizers; a step in parts continues with them."""
     # before: function that is called before each step
     # after: function that is called after each step
     register_optimizer_step_pre_hook(before)

@@ -1,4 +1,4 @@
-"""What a pipeline has: its engine, devices, processes and costs."""
+"""The parts of a pipeline: its engine, devices, processes and costs."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class PipelineOptions:
                 'Leave them out, or train in memory:\n    RoundPipe(model, mesh=mesh, host="memory")'
             )
         if self.replicas is not None and not (type(self.replicas) is int and self.replicas >= 1):
-            raise ConfigError(f"replicas must be a number from 1 on, found {self.replicas!r}.")
+            raise ConfigError(f"replicas must be a number of at least 1, found {self.replicas!r}.")
 
     @property
     def shares_host_weights(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a live model is made of: read before each call, and compared with what the pipeline was made of.
+"""Detect changes of the live model: its layers and functions are read before each call and compared.
 
 ::
 
@@ -74,7 +74,7 @@ def with_own_forwards(model: nn.Module) -> Iterator[None]:
 
 
 class ModelReading:
-    """What a model was made of when it was read."""
+    """The layers and functions of a model when it was read."""
 
     def __init__(self) -> None:
         self._objects: list[object] = []
@@ -140,7 +140,7 @@ class ModelReading:
 
 
 def _held_by(value: object, without: Set[str] = frozenset()) -> Sequence[object]:
-    """What an object holds: names of attributes and their values; nothing of modules, tensors and functions."""
+    """The attributes of an object and their values; none for modules, tensors and functions."""
     # without: names of attributes that are left out
     if isinstance(value, dict):
         return [one for item in value.items() for one in item]

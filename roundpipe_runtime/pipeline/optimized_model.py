@@ -1,4 +1,4 @@
-"""What an optimizer sees of a pipeline: its parameters, the step, and the norm of gradients."""
+"""The interface of a pipeline for an optimizer: parameters, step, and norm of gradients."""
 
 from __future__ import annotations
 
@@ -189,8 +189,8 @@ class SavedModel(EngineHandle):
             self._rp_engine.groups.replicas = replicas
             return
         warn(
-            f"The training that is loaded cut its batches into {replicas} groups, and {self.name} cuts them into "
-            f"{self.replicas}: sums are taken in another order. For the same numbers:\n"
+            f"The loaded training split its batches into {replicas} groups, and {self.name} splits them into "
+            f"{self.replicas}: sums are taken in another order. For identical results:\n"
             f"    RoundPipe(..., replicas={replicas})",
             RoundPipeWarning,
         )
@@ -228,7 +228,7 @@ class SavedModel(EngineHandle):
         return result
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        # torch calls this in place of `load_state_dict` where another module holds the pipeline. A step that ended
+        # torch calls this instead of `load_state_dict` where another module holds the pipeline. A step that ended
         # later would overwrite what is loaded.
         self._rp_engine.synchronize()
         super()._load_from_state_dict(*args, **kwargs)

@@ -40,7 +40,7 @@ def _identity(outputs: Any, labels: Any) -> Any:
 
 
 class RoundPipe(OptimizedModel, SavedModel):
-    """Train a model larger than device memory: layers travel through devices, the interface is unchanged.
+    """Train a model larger than device memory: layers are copied to the devices in turn, with the same interface.
 
     Parameters, buffers, names, ``state_dict``, ``train``, ``eval`` are those of the model; attributes that a pipeline
     does not have are read from it, written to it and deleted from it.
@@ -249,14 +249,14 @@ class RoundPipe(OptimizedModel, SavedModel):
             return self._rp_joined_instead(reason, lambda: joined(True))
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in which sums of gradients stay on their rank, to accumulate several batches.
+        """Return a context manager that accumulates gradients on each rank, without exchanging them.
 
         The first ``forward_backward`` after it sends them, together with its own.
         """
         return self._rp_engine.groups.no_sync()
 
     def _rp_joined_instead(self, error: JoinedLossError, compute: Callable[[], Any]) -> Any:
-        """Compute a loss of joined outputs, as it does not follow from those of microbatches; state so once."""
+        """Compute a loss of joined outputs, as it cannot be computed from the losses of microbatches; warn once."""
         try:
             found = compute()
         except Exception:
@@ -265,8 +265,8 @@ class RoundPipe(OptimizedModel, SavedModel):
         if error.is_lasting and not self._rp_warned_of_loss:
             self._rp_warned_of_loss = True
             warn(
-                f"The loss does not follow from those of microbatches: {error.reason} So it is computed once, of the "
-                'joined outputs, which are all in memory then; loss_reduction="joined" asks for it without a warning.',
+                f"The loss cannot be computed from the losses of microbatches: {error.reason} It is computed once, of "
+                'all outputs, which are in memory together; loss_reduction="joined" asks for it without a warning.',
                 RoundPipeWarning,
             )
         return found
@@ -281,12 +281,12 @@ class RoundPipe(OptimizedModel, SavedModel):
             )
 
     def _rp_check_ranks(self) -> None:
-        """Warn once that the processes of a group train a model of their own each."""
+        """Warn once that the processes of a group train their own model each."""
         if not self._rp_warned and not self._rp_options.has_groups and _world_size() > 1:
             self._rp_warned = True
             warn(
                 f"{self.name} runs in one of {_world_size()} processes, and exchanges no gradients with the others: "
-                "each trains a model of its own. Give it a mesh:\n"
+                "each trains its own model. Give it a mesh:\n"
                 '    RoundPipe(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))',
                 RoundPipeWarning,
             )
@@ -301,7 +301,7 @@ class RoundPipe(OptimizedModel, SavedModel):
         return (config or RoundPipeRunConfig()).over(self._rp_options.model_run_config).resolved(self.num_devices)
 
     def _rp_check_model(self) -> None:
-        """Check that the model has the layers that were wrapped; what was proven of other code is forgotten."""
+        """Check that the model has the layers that were wrapped; what was found of other code is forgotten."""
         model, layers = self._rp_model, self._rp_engine.layers
         reading = read_model(model, layers)
         if reading.matches(self._rp_reading):

@@ -184,7 +184,7 @@ def _windows(times: Sequence[float], largest: float) -> Iterator[float]:
 
 
 def _thin_out(sums: list[float]) -> list[float]:
-    """Drop what differs by rounding only, then take as many as are worth it, evenly."""
+    """Drop values that differ by rounding only, then select some of the rest evenly."""
     distinct = [value for index, value in enumerate(sums) if not index or value > sums[index - 1] * (1 + 1e-6)]
     if len(distinct) <= _MOST_CAPS:
         return distinct
@@ -287,7 +287,7 @@ def _check_layer_sizes(run_type: str, models: Sequence[Sequence[LayerCost]], lim
                 where = f"layer {index}" if len(models) == 1 else f"layer {index} of model {number}"
                 raise PlanError(
                     f"{where} has {format_bytes(needed)} of parameters and gradients, and a stage may have "
-                    f"{format_bytes(limit)} (half of model_memory_limit, as the next stage is loaded meanwhile). Cut "
-                    "the layer in two, or raise the limit:\n"
+                    f"{format_bytes(limit)} (half of model_memory_limit, as the next stage is loaded meanwhile). "
+                    "Split the layer in two, or raise the limit:\n"
                     f"    ModelExecutePlan.auto({run_type!r}, model, model_memory_limit={2.2 * needed / 1e9:.3g})"
                 )

@@ -53,7 +53,7 @@ class ModelExecutePlan:
     last_stage_copies: int = 1
 
     def for_two_passes(self) -> ModelExecutePlan:
-        """Return a plan with the same stages for a forward and a backward of their own, of one for a fused run.
+        """Convert a plan of a fused run to one with separate forward and backward stages.
 
         >>> ModelExecutePlan([range(0, 3)], [range(3, 4), range(0, 3)]).for_two_passes().fwd_plan
         [range(0, 3), range(3, 4)]
@@ -211,7 +211,7 @@ def _check_number(name: str, value: Any) -> None:
 
 def _check_copies(value: Any) -> None:
     if type(value) is not int or value < 1:
-        raise PlanError(f"last_stage_copies must be a number of devices, from 1 on, found {value!r}.")
+        raise PlanError(f"last_stage_copies must be a number of devices of at least 1, found {value!r}.")
 
 
 def _range(stage: Sequence[int]) -> range:

@@ -183,7 +183,7 @@ def simulate(
 
 
 def _play(state: _State, stages: Sequence[StageLoad], deal: RoundRobin, num_microbatch: int) -> None:
-    """Run the stages of one iteration, each copy of one on a device of its own."""
+    """Run the stages of one iteration, each copy of one on its own device."""
     for index, load in enumerate(stages):
         copies = range(load.copies) if load.copy is None else [load.copy]
         for copy, device in zip(copies, deal.assign(len(copies)), strict=True):
@@ -229,7 +229,7 @@ def makespan_of_copies(stages: Sequence[tuple[float, int]], num_devices: int, nu
 
 
 def _of_copy(load: StageLoad, copy: int) -> StageLoad:
-    """What one copy of a stage does: only the last one copies sums back where they are added up."""
+    """The work of one copy of a stage: only the last one copies the sums back."""
     is_sum = not load.share or copy + 1 == load.copies
     return dataclasses.replace(load, copy=copy, download=load.download if is_sum else 0)
 

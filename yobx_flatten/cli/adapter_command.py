@@ -16,9 +16,9 @@ from .options import Folder
 
 def adapter(
     folder: Folder,
-    added: Annotated[list[str], typer.Argument(metavar="NAME=FOLDER", help="Name and folder of PEFT; or several.")],
+    added: Annotated[list[str], typer.Argument(metavar="NAME=FOLDER", help="A PEFT adapter; or several.")],
     model: Annotated[
-        str | None, typer.Option(help="The model that the files are of (default: the one that the adapter names).")
+        str | None, typer.Option(help="The exported model (default: the base model that the adapter names).")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace adapters of these names.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

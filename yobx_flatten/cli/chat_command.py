@@ -24,12 +24,12 @@ from .options import AdapterName, Device, Folder, Runtime, Seed, Temperature, Th
 def chat(
     folder: Folder,
     message: Annotated[
-        list[str] | None, typer.Option(help="What you write, one turn each; by default the lines of the input.")
+        list[str] | None, typer.Option(help="Your messages, one per turn (default: lines of stdin).")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt, before the first turn.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="New tokens of a reply, at most.")] = 256,
+    tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens per reply.")] = 256,
     sample: Annotated[
-        bool | None, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest; as configured.")
+        bool | None, typer.Option("--sample/--greedy", help="Sample, or take the likeliest tokens; as configured.")
     ] = None,
     temperature: Temperature = 1.0,
     top_k: TopK = None,
@@ -42,7 +42,7 @@ def chat(
     adapter: AdapterName = None,
     json: Annotated[bool, typer.Option("--json", help="Print the conversation as JSON, at the end.")] = False,
 ) -> int:
-    """Talk to an exported folder: a turn for each line, replies as they are written.
+    """Talk to an exported folder, one turn per line; replies appear as they are generated.
 
     The tokenizer's chat template makes the prompt, of all turns so far. An empty line, or the end of the input, ends
     the conversation.

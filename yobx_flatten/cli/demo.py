@@ -74,7 +74,7 @@ CASES = {
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """What the table states of one model."""
+    """One model's row of the table."""
 
     model: str
     layers: str
@@ -92,7 +92,7 @@ def run_demo(
 ) -> int:
     """Export and replay the models, and print one table."""
     # output: folder for the ONNX files, made if it is not there
-    # as_json: is given the rows in place of the table, and stdout is left to it
+    # as_json: is given the rows instead of the table, and stdout is left to it
     require("transformers", "onnx", "onnxscript", "onnxruntime", purpose="the demo", extra="transformers,onnx")
     check_writable(output, in_parent=False)
     is_new = not output.exists()

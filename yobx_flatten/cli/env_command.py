@@ -63,6 +63,6 @@ def env(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fals
             shown[name] = f"{shown[name]:{wide}}  (newest tried: {tried})"
     say("\n".join(f"{name:{width}}  {version}" for name, version in shown.items()))
     if untried:
-        lines = [f"{one}. Should something fail: pip install '{one.library}<={one.tried}'" for one in untried]
+        lines = [f"{one}. If something fails: pip install '{one.library}<={one.tried}'" for one in untried]
         say("\n".join(["", *lines]))
     return 0

@@ -31,7 +31,7 @@ def explain(
             "or MODULE:NAME, an object or a function that returns one; of (module, kwargs) the inputs are drawn.",
         ),
     ],
-    plain: Annotated[bool, typer.Option(help="Draw it as torch sees it without our registrations.")] = False,
+    plain: Annotated[bool, typer.Option(help="Show it without the registrations of this package.")] = False,
     trust: Annotated[
         bool, typer.Option("--trust", help="Load files that may run code (pickles). Only if you trust their author.")
     ] = False,

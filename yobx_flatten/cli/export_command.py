@@ -1,4 +1,4 @@
-"""``yobx-flatten export``: export a model of transformers to a folder."""
+"""``yobx-flatten export``: export a Hugging Face model to a folder."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def export(
 
     Files have the names and inputs that generation tools know, with configuration and tokenizer next to them. Each is
     replayed against the model, and 40 tokens are generated as model.generate does; from 1 GB of weights, 8 (--proof).
-    DIR appears when all of that is right. Exit status: 0 right; 1 a file differs from the model, nothing written.
+    DIR is created only if every check passes. Exit status: 0 right; 1 a file differs from the model, nothing written.
     """
     quantization = _quantization(quantize, perplexity_ratio, activations)
     adapters = named_folders(adapter) if adapter else {} if room_for_adapters else None
@@ -168,8 +168,8 @@ Proof = Annotated[
 Quantize = Annotated[
     Literal["int8", "int4", "keep"] | None,
     typer.Option(
-        help="Weights of projections in 8 or 4 bits, compared with the model in scores, greedy tokens and perplexity "
-        "on a text of Python; keep: the integers that they were made of."
+        help="Quantize the projections to 8 or 4 bits, and compare scores, greedy tokens and perplexity with the "
+        "model; keep: store the integers of a quantized model."
     ),
 ]
 PerplexityRatio = Annotated[
@@ -178,21 +178,19 @@ PerplexityRatio = Annotated[
 ]
 Activations = Annotated[
     Literal["auto", "float", "int8", "token"],
-    typer.Option(
-        help="With --quantize: what is multiplied with the weights. int8 is faster, token fastest for encoders."
-    ),
+    typer.Option(help="With --quantize: precision of the activations. int8 is faster; token is fastest for encoders."),
 ]
 Calibration = Annotated[
     pathlib.Path | None,
-    typer.Option(metavar="FILE", help="With --quantize: your prompts, one in each line, to measure it by."),
+    typer.Option(metavar="FILE", help="With --quantize: a file with one prompt per line, to measure the quality on."),
 ]
 Optimize = Annotated[
     Literal["onnxruntime"] | None,
-    typer.Option(help="Use onnxruntime's own attention, which writes the cache in place."),
+    typer.Option(help="Use onnxruntime's fused attention, which updates the cache in place."),
 ]
 Logits = Annotated[
     Literal["all", "last"],
-    typer.Option(help="Return the scores of all tokens, or of the last one, which generation needs."),
+    typer.Option(help="Return the logits of all tokens, or of the last one only, which is enough to generate."),
 ]
 Weights = Annotated[
     Literal["auto", "memory", "stream"],
@@ -210,7 +208,7 @@ TrustRemoteCode = Annotated[
 ]
 WordTimes = Annotated[
     bool,
-    typer.Option("--word-times", help="Let the files of a Whisper return what times of words are read off."),
+    typer.Option("--word-times", help="Whisper: also return the attention weights from which word times are computed."),
 ]
 Layout = Annotated[
     Literal["flat", "transformers.js", "genai"],
@@ -224,7 +222,7 @@ Adapters = Annotated[
     typer.Option(
         "--adapter",
         metavar="NAME=FOLDER",
-        help="A LoRA adapter that generate --adapter NAME switches on; several for several.",
+        help="A LoRA adapter that generate --adapter NAME switches on; may be repeated.",
     ),
 ]
 RoomForAdapters = Annotated[

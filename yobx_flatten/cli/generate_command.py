@@ -32,7 +32,7 @@ def generate(
     seed: Seed = None,
     beams: Annotated[int, typer.Option(min=1, help="Number of beams; printed at the end.")] = 1,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Each prompt is a message; the tokenizer's chat template makes the text.")
+        bool, typer.Option("--chat", help="Format each prompt as a message with the tokenizer's chat template.")
     ] = False,
     threads: Threads = None,
     runtime: Runtime = None,

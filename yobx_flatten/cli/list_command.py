@@ -26,7 +26,7 @@ def list_classes(
 ) -> int:
     """List the registered classes: code, leaves, and the libraries that know them.
 
-    These are the classes of transformers that `register_flattening_functions(patch_transformers=True)` knows. Classes
+    These are the transformers classes that `register_flattening_functions(patch_transformers=True)` knows. Classes
     of a model are there once its module is imported.
     """
     if kind and kind not in _KINDS:

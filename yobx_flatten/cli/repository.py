@@ -15,7 +15,7 @@ from ..terminal.output import say, say_json
 
 
 def is_installed_copy() -> bool:
-    """Return whether the package stands without its repository."""
+    """Return whether the package is installed without its repository."""
     root = _root()
     return not (root / "matrix" / "__main__.py").is_file() or not (root / "benchmarks").is_dir()
 
@@ -29,7 +29,7 @@ def repository(what: str) -> pathlib.Path:
     if is_installed_copy():
         raise UserError(
             f"{what} is part of the repository, not of the installed package: clone it, and run "
-            f"`pip install -e '.[all]'` and this command there"
+            "`pip install -e '.[all]'` and this command there"
         )
     return _root()
 

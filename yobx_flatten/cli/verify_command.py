@@ -20,7 +20,7 @@ def verify(
     device: Device = None,
     explain: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Also name the first node that computes something else than this model."),
+        typer.Option(metavar="MODEL", help="Also find the first node whose values differ from this model's."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:

@@ -1,1 +1,1 @@
-"""What both packages stand on: objects as they are held, what a call changes, comparisons."""
+"""Shared by both packages: contents of objects, effects of a call, comparisons."""

@@ -49,7 +49,7 @@ _ABSOLUTE: dict[Kind, tuple[float, float, float]] = {
 
 
 class Comparison(NamedTuple):
-    """How far apart two leaves are, and what rounding explains; true where it explains all."""
+    """The difference of two leaves and the tolerance; true if it is within the tolerance."""
 
     difference: float
     allowed: float
@@ -84,7 +84,7 @@ def compare(expected: object, found: object, kind: Kind) -> Comparison:
 
 
 def tolerance(kind: Kind, *types: torch.dtype | str) -> float:
-    """Return what rounding explains for the coarsest of some types.
+    """Return the tolerance for the coarsest of some types.
 
     >>> tolerance("file", "float32", "float16"), tolerance("file"), tolerance("layers", torch.bfloat16)
     (0.06, 0.0001, 0.03125)

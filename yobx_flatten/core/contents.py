@@ -89,7 +89,7 @@ _ITEMS: dict[type, _Items] = {
 
 
 class Layout(NamedTuple):
-    """Where the instances of one class keep what they hold."""
+    """The places in which instances of one class keep their contents."""
 
     is_tensor: bool
     is_closed: bool
@@ -110,7 +110,7 @@ class Layout(NamedTuple):
         return found
 
     def children(self, obj: object) -> list[tuple[str, Any]]:
-        """What an instance holds: the Python to append to the way to it, and the object."""
+        """Attributes and items of an instance: the Python that reads each one, and the object."""
         found = [(_format_attribute(name), value) for name, value in self.names(obj)]
         return found if self.items is None else [*found, *self.items(obj)]
 
@@ -152,7 +152,7 @@ class Layouts:
 
 
 def size_in_bytes(tensor: Any) -> int:
-    """What a tensor or an array takes, if every element takes its own place; 0 where that is not known."""
+    """The size of a tensor or an array, without shared elements; 0 if it is not known."""
     try:
         if issubclass(type(tensor), torch.Tensor):
             with DisableTorchFunctionSubclass():  # a subclass can answer with code of its own

@@ -50,7 +50,7 @@ _PLAIN = (*NUMBERS, torch.dtype, torch.device, torch.layout)
 
 
 class Effects(dict[str, Effect]):
-    """What a call changed, by key path; empty, so false, where it changed nothing.
+    """Changes that a call made, by key path; empty, so false, if there are none.
 
     ``objects`` has, by the same key paths, the object before and the object after the call; for ``"written"``, where
     both are the same tensor, ``"grown"`` containers and removed or new entries, ``None`` stands for what is not there.
@@ -81,7 +81,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, *, values: bool = False, **roots: object) -> Snapshot:
-        """Note what some objects hold; each keyword is the name of one in the key paths of :meth:`changes`."""
+        """Note the contents of objects; each keyword names one in the key paths of :meth:`changes`."""
         # values: compare the values of all tensors, and not only their versions: writes through `.data` and through
         # arrays of NumPy leave no other trace. Reads all tensors twice. Values of buffers are always compared, as the
         # statistics of a batch norm are written without a version.
@@ -90,7 +90,7 @@ class Snapshot:
         return cls(walk.holders, walk.contents, walk.is_complete)
 
     def changes(self) -> Effects:
-        """Compare with what is there now."""
+        """Compare with the present contents."""
         found = Effects()
         for holder in self._holders:
             holder.compare(found)
@@ -99,14 +99,14 @@ class Snapshot:
         return found
 
     def restore(self) -> None:
-        """Put back what was there: entries of all holders, and the values of which there are copies."""
+        """Restore the entries of all holders, and the values that were copied."""
         for holder in self._holders:
             holder.restore()
         for content in self._contents:
             content.restore()
 
     def keep_values(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Copy what can be written in place: all but parameters, of which the given ones."""
+        """Copy values that can be written in place: all but parameters, and the given parameters."""
         copied: dict[object, Any] = {}  # one copy of a storage that several tensors share
         written = {id(parameter) for parameter in parameters}
         for content in self._contents:
@@ -118,7 +118,7 @@ class Snapshot:
 def undisturbed(
     *, seed: int | None = None, parameters: Iterable[torch.nn.Parameter] = (), **roots: object
 ) -> Iterator[Snapshot]:
-    """Call something in the block: what it changes in the roots is afterwards as it was, also after an exception.
+    """Undo all changes that the block makes to the roots, also after an exception.
 
     The same objects are in the same places, with the same values and versions. So are the generators of random numbers
     of torch, NumPy and Python. Results that share memory with a root change with it: take copies of them inside.
@@ -381,7 +381,7 @@ class _Slots(_Way):
 
 
 class _Globals(_Way):
-    """What a function reads of its module."""
+    """The globals that a function reads."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
@@ -541,7 +541,7 @@ class _Content:
 
 
 def _readers(kind: type) -> _Readers | None:
-    """What is read of the instances of a class to see whether values changed; None for what has none of its own."""
+    """Functions that read the value of an instance, to see whether it changed; None for classes without values."""
     if issubclass(kind, torch.Tensor):
         return _mark_of_tensor, _nothing
     if issubclass(kind, torch.Generator):
@@ -563,7 +563,7 @@ def _nothing(obj: object) -> object:
 
 
 def _mark_of_tensor(tensor: torch.Tensor) -> object:
-    """What is another after each write that torch knows of, and after another memory was put in its place."""
+    """A mark of a tensor that changes with each write that torch knows of, and with its memory."""
     version = None if tensor.is_inference() else tensor._version
     place = result_or(lambda: _place(tensor), lambda error: None)
     return version, tensor.shape, tensor.dtype, tensor.requires_grad, place
@@ -640,7 +640,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _generators_restored(seed: int | None) -> Iterator[None]:
-    """Leave the generators of torch, Python and NumPy as they were found; begin with a seed, if there is one."""
+    """Restore the generators of torch, Python and NumPy after the block; start with a seed, if there is one."""
     numpy = sys.modules.get("numpy.random")
     state, of_numpy = random.getstate(), None if numpy is None else numpy.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []

@@ -98,7 +98,7 @@ def register_pytree_node(
     """Register a class by functions in the order of JAX.
 
     Args:
-        cls: the class; subclasses need a registration of their own.
+        cls: the class; subclasses need their own registration.
         flatten: ``obj -> (children, static)``.
         unflatten: ``(static, children) -> obj``, with a tuple of children. torch has the two arguments the other way
             round.
@@ -143,7 +143,7 @@ def register_pytree_with_keys(
     """Register a class whose children have keys, by functions in the order of JAX.
 
     Args:
-        cls: the class; subclasses need a registration of their own.
+        cls: the class; subclasses need their own registration.
         flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of JAX or torch.
         unflatten: ``(static, children) -> obj``, with a tuple of children.
         flatten: ``obj -> (children, static)``, which is faster where no keys are needed; ``None`` calls
@@ -284,12 +284,12 @@ def pytree_dataclass(cls: C, *, backends: Backends = "all", **options: Any) -> C
 def pytree_dataclass(cls: None = None, *, backends: Backends = "all", **options: Any) -> Callable[[C], C]: ...
 @dataclass_transform(field_specifiers=(dataclasses.field, static_field))
 def pytree_dataclass(cls: C | None = None, *, backends: Backends = "all", **options: Any) -> C | Callable[[C], C]:
-    """Make a class a dataclass and a node: its fields are the children, those of :func:`static_field` the static part.
+    """Make a class a dataclass and a pytree node: fields are children, and those of :func:`static_field` static data.
 
     An object is rebuilt without ``__init__`` and ``__post_init__``, which may refuse the placeholders of a trace; what
     ``__post_init__`` computes is restored if it is a field (``dataclasses.field(init=False)``).
 
-    A subclass inherits the fields, but not the registration: without a decorator of its own it is a leaf.
+    A subclass inherits the fields, but not the registration: without its own decorator it is a leaf.
 
     Args:
         cls: the class, which may be a dataclass already.
@@ -317,7 +317,7 @@ def pytree_dataclass(cls: C | None = None, *, backends: Backends = "all", **opti
     if cls is None:
         return functools.partial(pytree_dataclass, backends=backends, **options)
     require_node(cls, "pytree_dataclass")
-    if options or "__dataclass_fields__" not in vars(cls):  # inherited fields do not make it a dataclass of its own
+    if options or "__dataclass_fields__" not in vars(cls):  # inherited fields do not make it its own dataclass
         return _node_of_fields(dataclasses.dataclass(**options)(cls), backends)
     return _node_of_fields(cls, backends)
 
@@ -371,7 +371,7 @@ def _register_methods(cls: type, caller: str, backends: Backends) -> bool:
 
 
 def _check_argument_order(cls: type, unflatten: JaxUnflatten, caller: str) -> None:
-    """An unflatten function written for torch would be handed the children as its static part, without a word."""
+    """An unflatten function written for torch would be handed the children as its static part, silently."""
     try:
         first = next(iter(inspect.signature(unflatten).parameters), "")
     except (TypeError, ValueError):  # builtins have no signature to read
@@ -391,7 +391,7 @@ def _claim(
     caller: str,
     backends: Backends,
 ) -> bool:
-    """Register what ``make(cls, *written)`` returns, unless it came from the same hands before."""
+    """Register the result of ``make(cls, *written)``, unless the same registration exists."""
     libraries = REGISTRY.libraries(backends, caller)
     source = (make, written)
     for library in libraries:

@@ -33,7 +33,7 @@ def mirror(
     namespace: str = "",
     f_check: Callable[[], Any] | None = None,
 ) -> bool:
-    """Register a class with other libraries as it is registered with one of them.
+    """Copy the registration of a class from one library to others.
 
     Args:
         cls: a class that is registered with the source: by flax, equinox, chex, transformers, by hand.

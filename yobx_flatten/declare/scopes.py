@@ -52,7 +52,7 @@ def register_class_flattening(
     The guide describes :ref:`each argument <arguments-of-register>`.
 
     Args:
-        cls: the class; subclasses need a registration of their own.
+        cls: the class; subclasses need their own registration.
         f_flatten: ``obj -> (children, static)``: a list of tensors and containers, and what else is needed to rebuild.
             Or all three functions, as :func:`~yobx_flatten.functions_from_fields` returns them.
         f_unflatten: ``(children, static) -> obj``.
@@ -116,7 +116,7 @@ def _claimed(recipe: Recipe, libraries: tuple[str, ...], f_check: Callable[[], A
 
 
 def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
-    """Undo :func:`register_class_flattening`: every table is as it was before.
+    """Undo :func:`register_class_flattening`, and restore every table.
 
     JAX alone cannot forget a class: it continues to flatten instances as it did last.
 
@@ -146,7 +146,7 @@ def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
 
 
 def make_flattening_function_for_dataclass(cls: type, supported_classes: set[type]) -> FlattenFunctions:
-    """Make the three functions that :func:`register_class_flattening` wants, for a class whose fields state all of it.
+    """Make the three functions of :func:`register_class_flattening` for a class that is described by its fields.
 
     Args:
         cls: a class with ``keys()`` and ``values()`` (a ``dict`` subclass, a ``ModelOutput``), a dataclass (flax, chex
@@ -172,7 +172,7 @@ def make_flattening_function_for_dataclass(cls: type, supported_classes: set[typ
 
 
 class Undo(dict[type, bool]):
-    """What :func:`register_cache_flattening` did: each class, and whether that call registered our functions for it.
+    """The result of :func:`register_cache_flattening`: each class, and whether the call registered functions for it.
 
     Pass it to :func:`unregister_cache_flattening`.
     """
@@ -297,7 +297,7 @@ def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> Non
     """
     if not isinstance(undo, Undo):
         raise InvalidRegistrationError(
-            f"unregister_cache_flattening: expected what register_cache_flattening returned, found "
+            "unregister_cache_flattening: expected what register_cache_flattening returned, found "
             f"{describe_class(undo)}.\n    undo = register_cache_flattening(patch_transformers=True)\n"
             "    unregister_cache_flattening(undo)"
         )
@@ -309,7 +309,7 @@ def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> Non
 def register_flattening_functions(
     patch_transformers: bool = False, patch_diffusers: bool = False, verbose: int = 0
 ) -> Block:
-    """Context manager to export in: the known classes are flattened, and one trace serves all lengths.
+    """Register caches and model outputs inside a ``with`` block, so that ``torch.export`` accepts them at any length.
 
     On exit, also by an exception, every table and every patched attribute is as it was found. Blocks can be nested, and
     open in several threads at once.
@@ -339,7 +339,7 @@ def register_flattening_functions(
 
 
 class Block(contextlib.ContextDecorator, contextlib.AbstractContextManager[Undo]):
-    """What :func:`register_flattening_functions` returns: a context manager, which also decorates functions."""
+    """The result of :func:`register_flattening_functions`: a context manager that also decorates functions."""
 
     _undo: Undo | None = None
     _guard: Iterator[None] | None = None

@@ -33,7 +33,7 @@ def check_recipe(cls: type, sample: object) -> None:
     if type(sample) is not cls:
         raise InvalidArgumentError(
             f"check_recipe: expected an instance of {describe_class(cls)}, found {describe_class(sample)}. A subclass "
-            "has a registration of its own."
+            "has its own registration."
         )
     for check in CHECKS.values():
         check(recipe, sample)

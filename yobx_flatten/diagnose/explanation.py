@@ -15,7 +15,7 @@ from ..trees.arguments import inputs_by_name
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:
-    """What an error means. Its ``str`` is the text to read.
+    """The explanation of an error. Its ``str`` is the text to read.
 
     Attributes:
         text: the meaning of the error.

@@ -48,8 +48,8 @@ def _old_tracer(failure: Failure, found: re.Match[str]) -> Explanation:
     paths = tuple(one.path for one in others if one.inside is None)
     what = f" ({paths[0]} is a {class_name(others[0].cls)})" if paths else ""
     return Explanation(
-        "The old tracer (torch.jit.trace, torch.onnx.export(dynamo=False)) takes tensors in lists, tuples and dicts, "
-        f"and does not look at registrations{what}. Let torch.export trace it:",
+        "The old tracer (torch.jit.trace, torch.onnx.export(dynamo=False)) accepts tensors in lists, tuples and "
+        f"dicts, and ignores registrations{what}. Use torch.export:",
         paths,
         'export_onnx(module, args, kwargs, path="model.onnx")',
     )
@@ -79,7 +79,7 @@ def _devices(failure: Failure, found: re.Match[str]) -> Explanation:
     if len(devices) != 1:
         places = f": the module has weights on {', '.join(sorted(devices))}" if devices else ""
         return Explanation(
-            f"Tensors that meet are on several devices{places}. Move all to one:", (), "module.to(device)"
+            f"An operator gets tensors of several devices{places}. Move all to one:", (), "module.to(device)"
         )
     (device,) = devices
     if device == "meta":
@@ -95,8 +95,8 @@ def _devices(failure: Failure, found: re.Match[str]) -> Explanation:
 
 def _without_data(failure: Failure, found: re.Match[str]) -> Explanation:
     return Explanation(
-        "Weights on the meta device, and offloaded ones, have no data, and to compare the program with the module "
-        "both have to run. Load the weights, or trace without a proof, with inputs on the same device:",
+        "Weights on the meta device, and offloaded ones, have no data, so the program cannot be compared with the "
+        "module. Load the weights, or trace without the comparison, with inputs on the same device:",
         (),
         "torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes(kwargs))",
     )
@@ -105,8 +105,8 @@ def _without_data(failure: Failure, found: re.Match[str]) -> Explanation:
 def _nested(failure: Failure, found: re.Match[str]) -> Explanation:
     paths = tuple(path for path, tensor in _tensors(failure) if tensor.is_nested)
     return Explanation(
-        f"{paths[0] if paths else 'An input'} is a nested tensor, which torch.export does not take. Pass its rows "
-        "filled up to one length, and a mask of their lengths:",
+        f"{paths[0] if paths else 'An input'} is a nested tensor, which torch.export does not accept. Pass its rows "
+        "padded to one length, and a mask:",
         paths,
         f"torch.nested.to_padded_tensor({paths[0] if paths else 'tensor'}, 0.0)",
     )
@@ -126,8 +126,8 @@ def _module_among_inputs(failure: Failure, found: re.Match[str]) -> Explanation 
 def _not_storable(failure: Failure, found: re.Match[str]) -> Explanation:
     name, value = found[1], found[2]
     return Explanation(
-        f"The program takes {name}, here {value}, which a file has no place for; the program itself ignores what a "
-        "call passes there. Keep it in the module, or let it be static data of the object that holds it:",
+        f"The program has an input {name}, here {value}, which cannot be stored in a file; the program ignores what "
+        "a call passes there. Keep it in the module, or make it static data of its object:",
         (name,),
         'field: object = dataclasses.field(metadata={"static": True})',
     )
@@ -135,8 +135,8 @@ def _not_storable(failure: Failure, found: re.Match[str]) -> Explanation:
 
 def _no_tensor_for_vmap(failure: Failure, found: re.Match[str]) -> Explanation:
     return Explanation(
-        f"torch.vmap takes tensors only, and a leaf is a {found[1]}. Give the axes in the form of the "
-        "input, with None for what is not a tensor:",
+        f"torch.vmap accepts tensors only, and a leaf is a {found[1]}. Give the axes in the structure of the input, "
+        "with None for leaves that are not tensors:",
         (),
         "in_dims=(torch.utils._pytree.tree_map(lambda x: 0 if isinstance(x, torch.Tensor) else None, input),)",
     )
@@ -144,8 +144,8 @@ def _no_tensor_for_vmap(failure: Failure, found: re.Match[str]) -> Explanation:
 
 def _no_tensor_for_grad(failure: Failure, found: re.Match[str]) -> Explanation:
     return Explanation(
-        f"torch.func differentiates by tensors only, and a leaf is a {found[1]}. Differentiate by the "
-        "tensors, and put the object together inside:",
+        f"torch.func differentiates with respect to tensors only, and a leaf is a {found[1]}. Pass the tensors, and "
+        "rebuild the object inside:",
         (),
         "torch.func.grad(lambda x: function(dataclasses.replace(obj, x=x)))(obj.x)",
     )
@@ -159,8 +159,8 @@ OTHER_ROWS: list[Row] = [
     (
         r"We ran into an error when deserializing the saved file",
         _fixed(
-            "The stored program cannot be read; a warning states why, most often a class that is not registered "
-            "in this process. Load it where the class is:",
+            "The saved program cannot be loaded; a warning gives the reason, most often a class that is not "
+            "registered in this process. Load it where the class is registered:",
             "with register_flattening_functions(patch_transformers=True):\n"
             '    program = torch.export.load("model.pt2")',
         ),
@@ -219,7 +219,7 @@ def explain_error(
     ...     program = torch.export.export(Adds(), (torch.zeros(2),), dynamic_shapes={"x": {0: batch}})
     ... except Exception as error:
     ...     print(explain_error(error))
-    batch was to vary, but the code works for size 2 only. Either take out what fixes it, or let it be fixed:
+    batch was to vary, but the code works for size 2 only. Remove the code that fixes it, or let it be fixed:
         batch = 2
     """
     is_text = isinstance(error, str)
@@ -335,8 +335,8 @@ def _looks_at_values(failure: Failure, found: re.Match[str]) -> Explanation:
         if caused is not None and not os.path.exists(os.path.join(_TORCH, caused[1])):
             where = f" in {caused[3]}, {caused[1]}:{caused[2]}"
     return Explanation(
-        f"The code decides by the value of a tensor{where}\nA program has one way for all values. Compute both sides "
-        "and choose, or branch inside the program; if it is a size, state what is known of it:",
+        f"The code branches on the value of a tensor{where}\nAn exported program takes the same path for every "
+        "value. Use torch.where or torch.cond; if the value is a size, bound it with torch._check:",
         (),
         "torch.where(condition, a, b)\ntorch.cond(condition, f, g, (x,))\ntorch._check(n > 3)",
     )

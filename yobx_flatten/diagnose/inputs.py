@@ -63,7 +63,7 @@ class Finding:
 
 
 class Findings(tuple[Finding, ...]):
-    """What :func:`check_inputs` found. Its ``str`` is the text to read; without findings it is false."""
+    """The findings of :func:`check_inputs`. Their ``str`` is the text to read; without findings they are false."""
 
     __slots__ = ()
 
@@ -95,7 +95,7 @@ def check_inputs(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: DynamicShapes = None,
 ) -> Findings:
-    """Check the arguments of ``torch.export.export`` before the export, without a trace or a call of the module.
+    """Check the arguments of ``torch.export.export`` before the export, without running the module.
 
     Call it where you export: the classes that the context manager registers are registered only inside it.
 
@@ -118,7 +118,7 @@ def check_inputs(
     ...         return x + y
     >>> x = torch.zeros(3, 3)
     >>> print(check_inputs(Adds(), (x, x)))
-    error: y is the same tensor as x. torch.export takes the two for one, and the program ignores x. Pass a copy:
+    error: y is the same tensor as x. torch.export treats both as one input, and the program ignores x. Pass a copy:
         y.clone()
     """
     kwargs = kwargs or {}
@@ -216,7 +216,7 @@ def _classes(inputs: Mapping[str, Any], leaves: list[tuple[str, Any]]) -> Iterat
         if path in explained or issubclass(type(leaf), taken):
             continue
         remedy = remedy_for(type(leaf), leaf, layouts, path)
-        message = f"{path} is a {class_name(type(leaf))}, which torch.export does not take. {remedy.advice}:"
+        message = f"{path} is a {class_name(type(leaf))}, which torch.export does not accept. {remedy.advice}:"
         yield Finding("error", path, message, remedy.line, _CLASS)
 
 
@@ -246,7 +246,7 @@ def _duplicates(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
             yield Finding(
                 "error",
                 path,
-                f"{path} is the same tensor as {other}. torch.export takes the two for one, and the program ignores "
+                f"{path} is the same tensor as {other}. torch.export treats both as one input, and the program ignores "
                 f"{other}. Pass a copy:",
                 f"{path}.clone()",
             )
@@ -323,8 +323,8 @@ def _sizes_that_stay(axes: list[Axis]) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 axis.path,
-                f"{axis.path} has size {axis.size} along axis {axis.number}, which may vary: torch.export takes sizes "
-                "0 and 1 for fixed. Pass an example of size 2 or more along this axis.",
+                f"{axis.path} has size {axis.size} along axis {axis.number}, which may vary: torch.export fixes "
+                "sizes 0 and 1. Pass an example of size 2 or more along this axis.",
             )
 
 
@@ -345,8 +345,8 @@ def _equal_sizes(axes: list[Axis]) -> Iterator[Finding]:
         yield Finding(
             "warning",
             path,
-            f"{where} may vary and have the same size, {size}: a branch of the module on whether they are equal goes "
-            "one way for good. Pass an example in which they differ.",
+            f"{where} may vary and have the same size, {size}: code that tests whether they are equal is fixed by "
+            "the trace. Pass an example in which they differ.",
         )
 
 

@@ -52,7 +52,7 @@ def _guard(failure: Failure, found: re.Match[str]) -> Explanation:
     if sized is None:
         path = re.split(r" (?:==|!=|<=|>=|<|>) ", guard)[0]
         return Explanation(
-            f"The program holds only for {guard}: a number, string or None among the inputs is part of the program. "
+            f"The program is valid only for {guard}: a number, string or None among the inputs is part of the program. "
             "Pass a tensor, or let the number vary when you export:",
             (path,),
             f"dynamic_shapes={{{path!r}: Dim.AUTO, ...}}",
@@ -60,22 +60,22 @@ def _guard(failure: Failure, found: re.Match[str]) -> Explanation:
     path, what, axis, operator, value = sized.groups()
     if what == "stride":
         return Explanation(
-            f"The program holds only for {guard}: the example was a slice of a larger tensor. Export with a contiguous "
-            "one:",
+            f"The program is valid only for {guard}: the example was a slice of a larger tensor. Export with a "
+            "contiguous one:",
             (path,),
             f"{path}.contiguous()",
         )
     if value.isdigit() and operator == "==":
         return Explanation(
-            f"{path} has another size along axis {axis} than {value}, which the program is for: this axis was not to "
-            "vary, or the code fixed it. Export again with:",
+            f"{path} has another size along axis {axis} than {value}, which the program was exported for: the axis "
+            "was not dynamic, or the code fixed it. Export again with:",
             (path,),
             f"dynamic_shapes={{{_root(path)!r}: {{{axis}: Dim.AUTO}}, ...}}  # with an example of size 2 or more",
         )
     return Explanation(
-        f"The program holds only for {format_size(guard)}: the code branches on it and the example took one way, "
-        "or bounds= or a Dim set the range. Take the branch out, export with a larger bound, or export one program for "
-        "each way and choose before the call.",
+        f"The program is valid only for {format_size(guard)}: the code branches on it, or bounds= or a Dim set the "
+        "range. Remove the branch, export with a larger bound, or export one program for each branch and choose "
+        "before the call.",
         (path,),
         "",
     )

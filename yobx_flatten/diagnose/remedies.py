@@ -20,7 +20,7 @@ from ..registry.claims import REGISTRY
 
 
 class Remedy(NamedTuple):
-    """What to do, in words, and the line to type."""
+    """A remedy in words, and the line to type."""
 
     advice: str
     line: str
@@ -37,7 +37,7 @@ _CONSTANTS = (type, slice, range, types.FunctionType, types.BuiltinFunctionType)
 
 
 def remedy_for(cls: type, obj: object, layouts: Layouts, path: str = "x") -> Remedy:
-    """Return what registers a class, or avoids the need to."""
+    """Return the remedy that registers a class, or makes that unnecessary."""
     # path: where the object is, for lines that convert it
     convert = _CONVERSIONS.get(cls.__module__.partition(".")[0])
     is_number = cls.__module__ == "numpy" and cls.__name__ != "ndarray"
@@ -50,8 +50,7 @@ def remedy_for(cls: type, obj: object, layouts: Layouts, path: str = "x") -> Rem
     if is_constant_class(cls) or issubclass(cls, _CONSTANTS):
         name = "type" if issubclass(cls, type) else cls.__qualname__.rpartition("<locals>.")[2]
         return Remedy(
-            "A program is made for one value of it: keep it in the module, or let it be static data of the object that "
-            "holds it",
+            "A program is exported for one value of it: keep it in the module, or make it static data of its object",
             f'field: {"torch." * (cls.__module__ == "torch")}{name} = dataclasses.field(metadata={{"static": True}})',
         )
     if cls.__module__.partition(".")[0] in {*sys.stdlib_module_names, "builtins"} - {"__main__"}:

@@ -29,12 +29,12 @@ def _constraints(failure: Failure, found: re.Match[str]) -> Explanation | None:
         paths.append(format_size(name))
         if int(size) < 2:
             sentences.append(
-                f"{format_size(name)} was to vary, but has size {size} in the example, which torch.export takes for "
-                "fixed. Pass an example of size 2 or more, or let it be fixed:"
+                f"{format_size(name)} was to vary, but has size {size} in the example, which torch.export fixes. "
+                "Pass an example of size 2 or more, or let it be fixed:"
             )
         else:
             sentences.append(
-                f"{format_size(name)} was to vary, but the code works for size {size} only. Either take out what "
+                f"{format_size(name)} was to vary, but the code works for size {size} only. Remove the code that "
                 "fixes it, or let it be fixed:"
             )
     for pair in equal + related:
@@ -45,8 +45,8 @@ def _constraints(failure: Failure, found: re.Match[str]) -> Explanation | None:
     for name, guard in narrower:
         paths.append(format_size(name))
         sentences.append(
-            f"The code takes another way for some sizes of {format_size(name)}: the trace holds where "
-            f"{format_size(guard)}. Let the range state it, or take the branch out:"
+            f"The code takes another branch for some sizes of {format_size(name)}: the trace is valid where "
+            f"{format_size(guard)}. Limit the range to that, or remove the branch:"
         )
     if not sentences:
         return None
@@ -68,7 +68,7 @@ def format_size(text: str) -> str:
 def _fixed_by_the_example(failure: Failure, found: re.Match[str]) -> Explanation:
     path = re.sub(r"inputs\['(\w+)'\]", r"\1", found[2])
     return Explanation(
-        f"{path} was to vary, but has size {found[1]} in the example, which torch.export takes for fixed. Pass an "
+        f"{path} was to vary, but has size {found[1]} in the example, which torch.export fixes. Pass an "
         "example of size 2 or more, or let torch find out:",
         (path,),
         "Dim.AUTO  # instead of Dim.DYNAMIC",

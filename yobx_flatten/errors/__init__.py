@@ -34,7 +34,7 @@ __all__ = [
 
 
 class FlattenError(Exception):
-    """Base of all errors that this package raises on purpose.
+    """Base class of the errors of this package.
 
     Those about a model, its caches and its programs also derive from ``VersionDependentError``: where a newer version
     of a library is installed than any that was tried, their text ends with a line that names it.
@@ -42,7 +42,7 @@ class FlattenError(Exception):
 
 
 class ReplacedFunctionWarning(UserWarning):
-    """A function of a library that traces replace by name has other parameters than are known: it is traced as it is.
+    """A function that traces replace has unexpected parameters, so the original is traced.
 
     What is exported is compared with the model as always, so the comparison decides.
     """
@@ -53,7 +53,7 @@ class InvalidArgumentError(FlattenError, TypeError):
 
 
 class InvalidRegistrationError(FlattenError, TypeError):
-    """What is to be registered is not a class, or its functions do not fit."""
+    """The object to register is not a class, or its functions do not fit."""
 
 
 class AlreadyRegisteredError(FlattenError, ValueError):
@@ -109,7 +109,7 @@ class ReplayError(VersionDependentError, FlattenError, ValueError):
 
 
 class RecordError(VersionDependentError, FlattenError, ValueError):
-    """Recorded calls are missing, do not hold what is asked of them, or cannot be read."""
+    """Recorded calls are missing, lack the requested part, or cannot be read."""
 
 
 class StoredFileError(FlattenError, ValueError):
@@ -129,7 +129,7 @@ class UntrustedFileError(StoredFileError):
 
 
 class FolderExistsError(FlattenError, FileExistsError):
-    """A folder that is to be written is not empty."""
+    """The folder to write is not empty."""
 
 
 class GenerationError(VersionDependentError, FlattenError, RuntimeError):
@@ -137,7 +137,7 @@ class GenerationError(VersionDependentError, FlattenError, RuntimeError):
 
 
 class NoRoomError(FlattenError, OSError):
-    """Memory or disk space is too small for what is asked; nothing was begun."""
+    """Memory or disk space is too small for the export; nothing was written."""
 
 
 class MissingDependencyError(FlattenError, ImportError):

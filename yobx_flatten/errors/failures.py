@@ -1,6 +1,6 @@
-"""Catch errors of any class, as code of users and of other libraries may raise, and state what happens then.
+"""Catch errors of any class from code of users and other libraries.
 
-These are the places that catch it. Elsewhere an ``except`` names the errors that are meant.
+These are the only places that do so. Elsewhere an ``except`` names the expected errors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _U = TypeVar("_U")
 
 
 def result_or(run: Callable[[], _T], otherwise: Callable[[Exception], _U]) -> _T | _U:
-    """Return what a function returns, or what stands for the error that it raises.
+    """Return the result of a function, or the replacement for its error.
 
     >>> result_or(lambda: repr(3), lambda error: "?"), result_or(lambda: 1 // 0, lambda error: -1)
     ('3', -1)
@@ -72,7 +72,7 @@ def noted_on_failure(note_for: Callable[[Exception], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undone_on_failure(undo: Callable[[], object]) -> Iterator[None]:
-    """Undo what was begun where a block does not come to its end, also after Ctrl-C; the error comes out.
+    """Call an undo function if the block fails, also after Ctrl-C; the error propagates.
 
     >>> with undone_on_failure(lambda: print("undone")):
     ...     raise ValueError("no")

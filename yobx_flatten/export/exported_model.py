@@ -72,7 +72,7 @@ class ExportedModel:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Store the program with ``torch.export.save``.
 
-        Load it with ``torch.export.load`` inside ``register_flattening_functions``; a class of your own must be
+        Load it with ``torch.export.load`` inside ``register_flattening_functions``; your own class must be
         registered before that.
 
         Args:
@@ -85,10 +85,10 @@ class ExportedModel:
             publish_files(folder, target)
 
     def to_transformers(self) -> Any:
-        """Return the program as ``transformers.exporters`` returns one: called, saved and loaded by its code.
+        """Return the program in the form of ``transformers.exporters``, to call, save and load it there.
 
         Use it inside ``register_flattening_functions``: transformers writes and reads caches with the registration that
-        it finds, and registers its own for good where there is none.
+        it finds, and registers its own permanently where there is none.
 
         Returns:
             A ``transformers.exporters.ExportedModel`` with this program as its only component, ``"model"``, and the
@@ -109,7 +109,7 @@ class ExportedModel:
         optimize: Literal["onnxruntime"] | None = None,
         translations: Mapping[Any, Callable[..., Any]] | None = None,
     ) -> ExportReport:
-        """Write the program as an ONNX file, and replay the cases of this export in onnxruntime.
+        """Write the program as an ONNX file, and check the cases of this export in onnxruntime.
 
         Args:
             path: the file to write, with the suffix ``.onnx``. It takes its name when the replay has passed.
@@ -138,7 +138,7 @@ class ExportedModel:
         )
 
     def to_aotinductor(self, path: str | os.PathLike[str], *, cache: CacheForm = "in_place") -> ExportReport:
-        """Compile the program with AOTInductor for this machine, and replay the cases of this export.
+        """Compile the program with AOTInductor for this machine, and check the cases of this export.
 
         The file holds machine code, which runs when it is loaded: load only what you know the author of.
 
@@ -166,7 +166,7 @@ class ExportedModel:
         quantize: WeightBits | Quantization | None = None,
         cache: CacheForm = "in_place",
     ) -> ExportReport:
-        """Lower the program to a file of ExecuTorch, and replay the cases of this export in its runtime.
+        """Lower the program to an ExecuTorch file, and check the cases of this export in its runtime.
 
         ExecuTorch plans memory for the largest sizes, so every size that varies needs a bound: ``bounds=`` of the
         export, or a ``Dim`` with ``max=`` in ``dynamic_shapes``.
@@ -202,7 +202,7 @@ class ExportedModel:
         quantize: WeightBits | Quantization | None = None,
         cache: CacheForm = "in_place",
     ) -> ExportReport:
-        """Write the program as files of OpenVINO, and replay the cases of this export there, in float32.
+        """Write the program as OpenVINO files, and check the cases of this export there, in float32.
 
         OpenVINO itself computes in bfloat16 where the processor has it: compile the file with
         ``{"INFERENCE_PRECISION_HINT": "f32"}``, as the replay does.
@@ -234,19 +234,19 @@ class ExportedModel:
 
 
 def source_of(exported: ExportedModel) -> Source:
-    """Return what files for runtimes are made of."""
+    """Return the source for files of runtimes."""
     if exported._source is None:
         raise InvalidArgumentError(
-            "This program was not made by export_program: it has no cases to replay. Export it with\n"
+            "This program was not made by export_program: it has no cases to check. Export it with\n"
             "    export_program(module, args, kwargs)\n"
-            "or prove one of torch.export:\n"
+            "or check a program of torch.export:\n"
             "    prove_program(program, module)"
         )
     return exported._source
 
 
 def finish(source: Source, report: ExportReport, path: pathlib.Path | None = None) -> ExportedModel:
-    """Return what was proven."""
+    """Return what was checked."""
     if not report.ok:
         raise ReplayError(f"{report.failure()}\n{report}", report)
     exported = ExportedModel(source.traced.program, report, path, options_in_use())

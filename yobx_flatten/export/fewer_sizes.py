@@ -50,12 +50,12 @@ def with_fewer_sizes(export: Callable[[Example, bool], _T], example: Example, st
 
 
 def _in_our_words(error: Exception, example: Example) -> Exception:
-    """An error of ours for one of torch's own classes, which write pages; others are those of the model's code."""
+    """Replace a long error of torch by a short one; errors of the model's code stay."""
     if isinstance(error, FlattenError) or not type(error).__module__.startswith(("torch.", "onnx_ir.")):
         return error
     explained = InvalidArgumentError(
-        f"{type(example.module).__qualname__} is not exported: torch raises {type(error).__name__}: "
-        f"{first_line(error)[:300]}\nWhat is known of it:\n    explain_error(error.__cause__, module, args, kwargs)"
+        f"{type(example.module).__qualname__} cannot be exported: torch raises {type(error).__name__}: "
+        f"{first_line(error)[:300]}\nFor an explanation:\n    explain_error(error.__cause__, module, args, kwargs)"
     )
     explained.__cause__ = error
     return explained

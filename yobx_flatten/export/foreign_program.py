@@ -70,8 +70,8 @@ def prove_program(
     >>> linear = torch.nn.Linear(3, 2)
     >>> rows = {0: torch.export.Dim.AUTO}
     >>> program = torch.export.export(linear, (), {"input": torch.zeros(4, 3)}, dynamic_shapes={"input": rows})
-    >>> proven = prove_program(program, linear, cases=[Case("9 rows", (), {"input": torch.ones(9, 3)})])
-    >>> [(result.case, result.differences) for result in proven.report.cases]
+    >>> checked = prove_program(program, linear, cases=[Case("9 rows", (), {"input": torch.ones(9, 3)})])
+    >>> [(result.case, result.differences) for result in checked.report.cases]
     [('the example', {'output': 0.0}), ('9 rows', {'output': 0.0})]
     """
     if not isinstance(program, ExportedProgram):
@@ -96,7 +96,7 @@ def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
     """The example that a program was made from. The block must be open."""
     if program.example_inputs is None:
         raise InvalidArgumentError(
-            "This program holds no example inputs, so there is nothing to replay. Export it again inside the block:\n"
+            "This program has no example inputs, so there is nothing to compare. Export it again inside the block:\n"
             "    program = torch.export.export(module, args, kwargs, dynamic_shapes=...)"
         )
     args, kwargs = program.example_inputs

@@ -44,6 +44,6 @@ def check_room(
     if weights >= _TRIFLE and left < needed:
         raise NoRoomError(
             f"The export needs {format_bytes(needed)} of memory in addition to the model, and {format_bytes(left)} are "
-            "available. Close other programs, export in float16, or leave the proof out, which is most of it:\n"
+            "available. Close other programs, export in float16, or skip the checks, which need most of it:\n"
             '    proof="none"'
         )

@@ -13,7 +13,7 @@ from .proof.memory import weight_bytes
 
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
-    """What the checks before an export ask of a module."""
+    """Facts about a module for the checks before an export."""
 
     name: str  # of its class
     weight_bytes: int  # of parameters and buffers, what is tied counted once
@@ -43,7 +43,7 @@ class ModelFacts:
         )
 
     def bytes_in(self, bits: int) -> int:
-        """Return how many bytes the weights take where those of projections are stored in few bits."""
+        """Return how many bytes the weights take if the projections are quantized."""
         return self.weight_bytes - self.projected_bytes + self.projected * bits // 8
 
     @property

@@ -46,7 +46,7 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
     adapters: Sequence[Adapter] = (),
     loop: bool = True,
 ) -> ExportedModel:
-    """Export a module to an ONNX file and replay it in onnxruntime, as a loop over its own outputs.
+    """Export a module to an ONNX file, and compare both over several calls in onnxruntime.
 
     Inputs have the names that tools for generation know. The guide lists :ref:`each option <options-of-export-onnx>`.
 
@@ -58,7 +58,7 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
         counter_input: whether a cache whose layers all slide has an input ``past_key_values.length``; not by default.
         quantize: ``"int8"``, ``"int4"`` or a :class:`.quantization.Quantization`; ``None``, the default, for neither.
         optimize: ``"onnxruntime"`` for its own attention, which does not copy the cache; ``None`` by default.
-        translations: functions of onnxscript for operators of your own, by operator; none by default.
+        translations: functions of onnxscript for your own operators, by operator; none by default.
         adapters: what :func:`export_folder` proves in addition, see :class:`.room.Adapter`; none by default.
 
     Returns:

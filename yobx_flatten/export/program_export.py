@@ -33,7 +33,7 @@ def export_program(
     proof: Proof = "auto",
     loop: bool = True,
 ) -> ExportedModel:
-    """Export a module with ``torch.export`` and replay the program against the module.
+    """Export a module with ``torch.export`` and compare the program with the module.
 
     Args:
         module: the module, in the mode (``eval()``) it is to be exported in.
@@ -50,7 +50,7 @@ def export_program(
         tolerance: largest absolute difference to the module's own outputs; by default 1e-4, and for weights in half
             precision five times what the type costs the model itself on that case.
         proof: what is replayed: ``"full"``, the example and all cases; ``"sample"``, the example and the largest case,
-            two calls each; ``"none"``, nothing, which the report states as unproven. ``"auto"``, the default, is
+            two calls each; ``"none"``, nothing, which the report states as unchecked. ``"auto"``, the default, is
             ``"full"`` for weights of less than 1 GB, and ``"sample"`` for others.
         loop: whether calls follow each other, the default: what ``forward`` leaves in its arguments and does not
             return, as a cache that it extends, is returned in addition, and calling the result leaves it there.

@@ -1,4 +1,4 @@
-"""A proven program: next to its module, with the cases that it passed; all files are written from it.
+"""A checked program: next to its module, with the cases that it passed; all files are written from it.
 
 .. code-block:: text
 
@@ -48,7 +48,7 @@ logger = logging.getLogger("yobx_flatten")
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """What outputs may differ by, for a program and the files of all runtimes."""
+    """Allowed differences of outputs, for a program and the files of all runtimes."""
 
     tolerance: float  # largest absolute difference of an output that is not measured
     measures: bool = False  # whether the cost of the type of the weights is measured
@@ -57,7 +57,7 @@ class Allowed:
 
     @staticmethod
     def of(facts: ModelFacts, asked: float | None) -> Allowed:
-        """Return what was asked for; by default what the type of the weights explains."""
+        """Return the requested tolerance; by default that of the type of the weights."""
         if asked is not None:
             return Allowed(asked)
         return Allowed(tolerance("file", *facts.types), facts.is_in_half, {*facts.kernel_types} <= {"float32"})
@@ -75,7 +75,7 @@ class Allowed:
         reason = Yardstick.why_not(module)
         if reason:
             report.remark(
-                f"what the type of the weights costs was not measured, since {reason}: {report.tolerance} is allowed."
+                f"the error of the type of the weights was not measured, since {reason}: {report.tolerance} is allowed."
             )
             return
         is_same = known is not None and known.is_of(module)
@@ -84,7 +84,7 @@ class Allowed:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a caller asked of a proof."""
+    """The checks that a caller asked for."""
 
     facts: ModelFacts  # the module
     cases: Sequence[Case] | None  # what is replayed in addition to the example; `None` for other sizes of it
@@ -108,7 +108,7 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A program, with what its files are compared with."""
+    """A traced program and the module that its files are compared with."""
 
     facts: ModelFacts  # the module
     example: Example  # the module with its arguments
@@ -120,12 +120,12 @@ class Source:
     is_given: bool = False
     yardstick: Yardstick | None = None  # what was measured with the program already; `None`, the default, for nothing
     adapters: Sequence[Adapter] = ()  # what the file is also replayed with; none by default
-    # further cases, of other sizes and values; files in few bits are measured without them. None by default
+    # further cases, of other sizes and values; quantized files are measured without them. None by default
     varied: Sequence[Case] = ()
 
 
 def traced_example(example: Example, report: ExportReport, *, strict: bool = False) -> Traced:
-    """Trace an example, and put what is known of the program into the report."""
+    """Trace an example, and add facts about the program to the report."""
     # strict: as for `torch.export.export`; `False` by default
     with report.timed("trace"):
         traced = trace(example, strict=strict)
@@ -136,7 +136,7 @@ def traced_example(example: Example, report: ExportReport, *, strict: bool = Fal
 
 
 def noted(example: Example, traced: Traced, report: ExportReport) -> None:
-    """Put what is known of a program into the report."""
+    """Add facts about a program to the report."""
     report.remark(*example.remarks)
     report.input_names, report.output_names = traced.input_names, traced.output_names
     report.remark(*traced.remarks())
@@ -339,7 +339,7 @@ def notes_on_fixed_axes(example: Example, traced: Traced) -> list[str]:
     places = [_place(name, axis, size) for size, axes in taken for name, axis in _each(axes)]
     if not places:
         return []
-    return [f"{', '.join(places)}: the model takes other sizes there. Its program and files refuse them."]
+    return [f"{', '.join(places)}: the model accepts other sizes there. Its program and files refuse them."]
 
 
 def _place(name: str, axis: int, size: int) -> str:
@@ -360,7 +360,7 @@ def _left_to_the_trace(example: Example, program: ExportedProgram) -> Iterator[t
         if not isinstance(leaf, torch.Tensor) or not isinstance(value, torch.Tensor):
             continue
         for axis, dim in (dims or {}).items():
-            # sizes of 0 and 1 have a note of their own
+            # sizes of 0 and 1 have their own note
             if dim == Dim.AUTO and leaf.shape[axis] > 1 and not isinstance(value.shape[axis], torch.SymInt):
                 yield name, axis, leaf.shape[axis]
 

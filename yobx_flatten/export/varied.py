@@ -56,7 +56,7 @@ _SECONDS = (0.3, 1.0)
 
 @dataclasses.dataclass(frozen=True)
 class Varied:
-    """What was made, and what could not be."""
+    """The cases that were made, and those that could not be."""
 
     cases: Sequence[Case] = ()
     remarks: Sequence[str] = ()
@@ -128,7 +128,7 @@ def _largest(leaf: object) -> float:
 
 
 def _range_of(leaf: object, difference: float) -> float:
-    """What is allowed of an output that changes: of places and counts, any other one."""
+    """The allowed difference of an unstable output; for indices and counts, any value."""
     if difference and isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and not leaf.is_complex():
         return max(difference, float(leaf.max() - leaf.min()) if leaf.dtype != torch.bool else 1.0)
     return difference
@@ -154,7 +154,7 @@ class _Maker:
         first, base, remarks = self._resized()
         kinds: list[tuple[str, Callable[..., torch.Tensor]]] = []
         if not only_largest and not self._structured:
-            # what goes into a model of transformers belongs together: tokens, masks, positions, a cache
+            # what goes into a Hugging Face model belongs together: tokens, masks, positions, a cache
             kinds = [("zeros, False and lowest values", _edge)]
             kinds += [("large, small and highest values", _end)] * magnitudes
             kinds += [(INFINITIES, _infinite)]

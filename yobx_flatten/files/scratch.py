@@ -114,7 +114,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def copy_links(folder: pathlib.Path, to: pathlib.Path) -> None:
-    """Give each file in a folder a second name in another one; where the disk has no links, copy it."""
+    """Link each file of a folder into another one; copy it if the disk has no links."""
     left = shutil.ignore_patterns(".*.writing-*")
     shutil.copytree(folder, to, symlinks=True, dirs_exist_ok=True, copy_function=_link, ignore=left)
 
@@ -127,7 +127,7 @@ def _link(source: str, target: str) -> None:
 
 
 def hold(folder: pathlib.Path) -> Callable[[], None] | None:
-    """Hold a hidden folder in this process, and return what lets go of it; ``None`` while another process holds it."""
+    """Lock a hidden folder for this process, and return the lock; ``None`` while another process has it."""
     folder.mkdir(exist_ok=True)
     lock = _lock_of(folder)
     if lock is None:
@@ -162,7 +162,7 @@ def publish_files(new: pathlib.Path, target: pathlib.Path, stale: Collection[str
 
 
 def publish_folder(new: pathlib.Path, target: pathlib.Path) -> None:
-    """Give a folder its name, in place of a folder of that name."""
+    """Give a folder its name, instead of a folder of that name."""
     flush_tree(new.parent)
     old = new.parent / _OLD
     with opened_folder(target.parent) as flush:

@@ -73,7 +73,7 @@ class BeamSearch:
         beams = settings.num_beams
         self._settings, self._longest, self._length = settings, longest, self._start
         self._ends = torch.tensor(ends, dtype=torch.int64)
-        # as many as there would be if all beams ended at once, and `beams` more that go on
+        # as many as there would be if all beams ended at once, and `beams` more that continue
         self._kept = max(2, 1 + len(ends)) * beams
         self._running = torch.full((batch, beams, longest), fill)
         self._running[:, :, : self._start] = prompt[:, None]
@@ -88,7 +88,7 @@ class BeamSearch:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """The beams that go on, int64 of shape (batch * num_beams, length so far)."""
+        """The beams that continue, int64 of shape (batch * num_beams, length so far)."""
         return self._running[:, :, : self._length].flatten(0, 1)
 
     @property
@@ -101,7 +101,7 @@ class BeamSearch:
     def step(self, scores: torch.Tensor) -> torch.Tensor:
         """Continue every beam by one token."""
         # scores: log-probabilities, float32 of shape (batch * num_beams, vocabulary)
-        # returns: for each beam that goes on, the place of the one it continues, int64 of shape (batch * num_beams)
+        # returns: for each beam that continues, the place of the one it continues, int64 of shape (batch * num_beams)
         batch, beams, _ = self._running.shape
         vocabulary = scores.shape[-1]
         sums = (scores.view(batch, beams, vocabulary) + self._sums[:, :, None]).flatten(1)
@@ -143,6 +143,6 @@ class BeamSearch:
 
 
 def _take(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Of each row, the values of shape (batch, beams, ...) at places of shape (batch, chosen)."""
+    """Select values of shape (batch, beams, ...) at places of shape (batch, chosen), row by row."""
     rows = torch.arange(len(values))[:, None]
     return values[rows, places]

@@ -23,7 +23,7 @@ from .steps import Steps, TextState
 
 
 class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
-    """What files have read so far; loops of transformers reorder its rows and take its last tokens back."""
+    """The cache of exported files, as loops of transformers use one: they reorder its rows and remove last tokens."""
 
     def __init__(self, steps: Steps) -> None:
         super().__init__(layers=[])
@@ -38,7 +38,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
 
     @classmethod
     def of(cls, given: Any, steps: Steps) -> FileCache:
-        """Let an empty cache of transformers, of any kind, become one of files: callers go on with their object."""
+        """Let an empty cache of transformers, of any kind, become one of files: callers continue with their object."""
         made: Any = given
         if isinstance(given, FileCache):
             return given
@@ -60,7 +60,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A cache that goes on from the same tokens on its own: a prompt is read once for several texts."""
+        """A cache that continues from the same tokens on its own: a prompt is read once for several texts."""
         made = memo[id(self)] = type(self)(self.steps)
         made.__dict__ |= vars(self)  # nothing of it is changed in place, but for what a library writes
         if self.state is not None:
@@ -78,7 +78,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         )
 
     def hold(self) -> None:
-        """Be able to go back to what is there now."""
+        """Keep the present state, to return to it."""
         assert self.state is not None
         self._held, self._held_seen = held_before(self.state.cache), self.seen - self.again
         self._pictures = self.state.seen
@@ -112,12 +112,12 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
 
     @property
     def is_linear(self) -> list[bool]:
-        """Of one layer that stands for all: loops count tokens."""
+        """Always ``False``: one layer stands for all."""
         return [False]
 
     @property
     def is_sliding(self) -> list[bool]:
-        """Of one layer that stands for all."""
+        """Always ``False``: one layer stands for all."""
         return [False]
 
     def activate_past_recording(self) -> None:
@@ -130,7 +130,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
     # -- what loops change --------------------------------------------------------------------------------------------
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Let rows be others."""
+        """Select and reorder rows."""
         self._select(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:

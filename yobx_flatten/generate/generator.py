@@ -26,7 +26,7 @@ from .steps import Parts, Steps, TextState
 
 @dataclasses.dataclass(frozen=True)
 class SpeechCall:
-    """What a call asks of the loop, in addition to the sound."""
+    """Options of a call with sound."""
 
     # spoken language, as `"de"`; one for each row, or one for all; `None` to detect it
     language: str | list[str] | None = None
@@ -36,8 +36,8 @@ class SpeechCall:
     def __post_init__(self) -> None:
         if self.return_timestamps not in (None, True, False):
             raise InvalidArgumentError(
-                f"return_timestamps must be True or False, found {self.return_timestamps!r}. Times of words, of a "
-                "folder that was exported with word_times=True, are\n    generate(..., return_token_timestamps=True)"
+                f"return_timestamps must be True or False, found {self.return_timestamps!r}. For times of words, "
+                "export the folder with word_times=True, and call\n    generate(..., return_token_timestamps=True)"
             )
 
     @property
@@ -94,7 +94,7 @@ _OWN = ("self", "options", "sampling", "adapter")
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What a call reads: a prompt, what an encoder reads instead, pictures and videos in it, the first new tokens."""
+    """Inputs of a call: a prompt or the inputs of an encoder, pictures and videos, the first new tokens."""
 
     input_ids: torch.Tensor | None = None
     attention_mask: torch.Tensor | None = None
@@ -234,7 +234,7 @@ class Generator:
     ) -> Iterator[torch.Tensor]:
         """Return the tokens of :meth:`generate` one step at a time, without a search.
 
-        The inputs are checked, and the encoder runs, before it returns. An iterator has a cache of its own, so several
+        The inputs are checked, and the encoder runs, before it returns. An iterator has its own cache, so several
         can be read in turns.
 
         Args:
@@ -263,8 +263,7 @@ class Generator:
             raise InvalidArgumentError(
                 "stream: Whisper detects language, task and times in a loop that returns all tokens at once. Call "
                 "generate(), or state the first tokens:\n"
-                "    stream(input_features=sound, decoder_input_ids=torch.tensor([[START, LANGUAGE, TASK, "
-                "NO_TIMES]]))"
+                "    stream(input_features=sound, decoder_input_ids=torch.tensor([[START, LANGUAGE, TASK, NO_TIMES]]))"
             )
         return self._stream(self._begin(inputs, source, pictures), max_new_tokens, sampling)
 
@@ -307,7 +306,7 @@ class Generator:
             )
 
     def _by_transformers(self, given: dict[str, Any], sampling: Sampling | None) -> Any:
-        """What the loops of transformers make of the files."""
+        """Generate with the loops of transformers over the files."""
         if sampling is not None:
             raise InvalidArgumentError(
                 "sampling= cannot be combined with keywords of transformers' generate. Pass all of them as keywords:\n"
@@ -369,7 +368,7 @@ class Generator:
         return inputs.decoder_input_ids is None
 
     def _read(self, inputs: Inputs) -> tuple[dict[str, torch.Tensor], tuple[Pictures, Pictures]]:
-        """What the encoder reads in addition to text, and the pictures and videos of the prompt."""
+        """Inputs of the encoder other than text, and the pictures and videos of the prompt."""
         given = {"input_features": inputs.input_features, "input_values": inputs.input_values}
         if self.parts.encoder is not None and "pixel_values" in self.parts.encoder.ports:
             given["pixel_values"] = inputs.pixel_values  # pictures in a prompt are for a decoder
@@ -404,7 +403,7 @@ class Generator:
         elif longest is not None:
             if start >= longest:
                 raise InvalidArgumentError(
-                    f"There are {start} tokens, and generation_config.json ends at max_length={longest}. Pass "
+                    f"The prompt has {start} tokens, and max_length in generation_config.json is {longest}. Pass "
                     "max_new_tokens."
                 )
             limit = longest - start

@@ -46,7 +46,7 @@ def located(folder: pathlib.Path, name: str) -> pathlib.Path:
     if len(found) > 1:
         raise GenerationError(
             f"{folder} holds {', '.join(path.name for path in found)}: the same model with weights of several types. "
-            "Move the one to run to a folder of its own, and open that."
+            "Move the one to run to its own folder, and open that."
         )
     return found[0] if found else folder / name
 

@@ -1,4 +1,4 @@
-"""A model of transformers whose forward runs files: its ``generate`` is transformers' own. Imports transformers.
+"""A Hugging Face model whose forward runs files: its ``generate`` is transformers' own. Imports transformers.
 
 .. code-block:: text
 
@@ -38,7 +38,7 @@ _OTHER_CACHES = ("quantized", "paged")
 
 
 class EncoderOfFiles(torch.nn.Module):
-    """What an encoder-decoder model's encoder is asked for."""
+    """The encoder of an encoder-decoder model, run from its file."""
 
     def __init__(self, steps: Steps) -> None:
         super().__init__()
@@ -486,7 +486,7 @@ def _by_layer(heads: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 def model_of_files(steps: Steps, bases: tuple[type, ...] = ()) -> Any:
-    """Return a model of transformers over files."""
+    """Return a Hugging Face model over files."""
     stated = _stated(steps)
     return named_class(stated, (*bases, FileModel, _loop_of(stated)), _taken(steps))(steps)
 
@@ -534,6 +534,6 @@ def _loop_of(stated: Mapping[str, Any]) -> Any:
     if not issubclass(own, GenerationMixin):  # a class of another task, whose folder was written for its decoder
         return GenerationMixin
     raise GenerationError(
-        f"{own.__name__} has a generate of its own, which reads layers that the files do not have. Generate without "
+        f"{own.__name__} has its own generate, which reads layers that the files do not have. Generate without "
         "further keywords, with open_generator(folder).generate(...), or with the model itself."
     )

@@ -40,7 +40,7 @@ class OnnxGenerator(Generator):
             Without, tokens take longer, and the weights stay in the file, mapped into memory.
         device: where onnxruntime computes: ``"cpu"``, the default, ``"cuda"``, ``"cuda:1"``, ``"directml"``,
             ``"coreml"``, ``"webgpu"``, ``"openvino"``, ``"xnnpack"`` and others, see :data:`.devices.DEVICES`.
-        providers: execution providers as onnxruntime takes them, in place of ``device``.
+        providers: execution providers as onnxruntime takes them, instead of ``device``.
 
     Raises:
         GenerationError: when a file is missing, cannot be loaded, or is not made for generation.

@@ -32,7 +32,7 @@ _SETTINGS = {
 
 
 class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers is untyped
-    """A model of transformers whose calls run files, wherever these compute.
+    """A Hugging Face model whose calls run files, wherever these compute.
 
     ``forward`` has the parameters of the exported class, by which loops, pipelines and the Trainer of transformers
     choose what they pass. What the files do not take is refused, unless a model returns the same without it.

@@ -23,7 +23,7 @@ from ..runners.runner import Runner
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What a vision file made of all pictures, or all videos, of a prompt."""
+    """Features of all pictures, or all videos, of a prompt."""
 
     token_id: int  # the token that they replace
     features: torch.Tensor  # features of shape (tokens, hidden size)
@@ -49,7 +49,7 @@ class Pictures:
 
     @property
     def grids(self) -> list[Grids]:
-        """The sizes, as positions are made of them; empty without pictures."""
+        """The picture sizes that determine positions; empty without pictures."""
         if self.pixels is None or self.sizes is None or self.tiles is not None:
             return []
         return [Grids(self.word, self.token_id, self.sizes, self.spacing)]
@@ -156,7 +156,7 @@ class _Left:
         self.sizes = collections.deque(zip(sizes, spacing, strict=True))
 
     def next(self, count: int) -> tuple[torch.Tensor, int]:
-        """Return the positions of so many tokens from 0 on, and how far the text is moved by them."""
+        """Return the positions of so many tokens, counted from 0, and how far the text is moved by them."""
         (time, height, width), spacing = self.sizes.popleft() if self.sizes else ([0, 0, 0], 1)
         if self.word == "video" and count == height * width and time > 1:
             # Qwen3-VL writes the time of each frame as text
@@ -264,7 +264,7 @@ class Tiles:
             ]
 
     def _classes(self) -> tuple[Any, Any, Any]:
-        """What stands for the model, its configuration, and the method that packs."""
+        """Stand-ins for the model and its configuration, and the method that packs features."""
         require("transformers", purpose="pictures in tiles", extra="transformers")
         import transformers
 

@@ -44,7 +44,7 @@ ScoreProcessor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class GenerationCall:
-    """What a rule may ask of the call that it is used in."""
+    """Facts about a call that a rule may use."""
 
     start: int = 1  # tokens of a row before the first new one
     longest: int = 1 << 30  # tokens of a row at most, with the new ones
@@ -58,13 +58,13 @@ class GenerationCall:
 
 @dataclasses.dataclass(frozen=True)
 class RuleOfCall:
-    """A rule that depends on the call, as the last token does on how many there will be."""
+    """A rule that depends on the call, such as one for the last token."""
 
     # returns the rule for a call, `None` where it states nothing of it
     make: Callable[[GenerationCall], ScoreProcessor | None]
 
     def __call__(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores as in a call that begins with one token and goes on without an end."""
+        """Return the scores as in a call that begins with one token and continues without an end."""
         made = self.make(GenerationCall())
         return scores if made is None else made(tokens, scores)
 

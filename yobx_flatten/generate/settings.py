@@ -25,7 +25,7 @@ _OF_SPEECH = ("lang_to_id", "no_timestamps_token_id")
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """What ``config.json`` and ``generation_config.json`` hold."""
+    """Contents of ``config.json`` and ``generation_config.json``."""
 
     config: Mapping[str, Any] = dataclasses.field(repr=False)  # the configuration of the model
     # the configuration of its generation; empty where there is none
@@ -48,13 +48,13 @@ class Switch:
     rereads: bool | None = None
 
     def passed_at(self, length: int) -> bool:
-        """Return whether a loop has to read all tokens again before it goes on."""
+        """Return whether a loop has to read all tokens again before it continues."""
         if length != self.length + 1 or self.rereads is False:
             return False
         if self.rereads is None:
             raise GenerationError(
-                f"This text grew past {self.length} tokens, where the positions of the model get other angles "
-                "(longrope, dynamic), and nothing states whether the model reads its text again there, as Phi-3 does: "
+                f"This text grew past {self.length} tokens, where the rotary angles of the model change (longrope, "
+                "dynamic), and the folder does not state whether the model then reads its text again, as Phi-3 does: "
                 "other tokens could follow. yobx_flatten.json of an exported folder states it; write the folder with\n"
                 "    export_folder(model, folder)\n"
                 f"or begin with a prompt of more than {self.length} tokens, or ask for fewer new ones."
@@ -72,14 +72,14 @@ class GenerationSettings:
         decoder_start_token_id: first token of an encoder-decoder model's output.
         image_token_id: token that image features replace.
         max_new_tokens: number of new tokens where the caller of ``generate`` gives none; 20 by default.
-        max_length: tokens of a row at most, with the prompt, in place of ``max_new_tokens``; ``None`` by default.
+        max_length: tokens of a row at most, with the prompt, instead of ``max_new_tokens``; ``None`` by default.
         sampling: how tokens are chosen where the caller gives nothing; the likeliest by default.
         beams: what a search keeps where the caller gives nothing; by default there is none.
         positions: tokens of a row at most that the files read, where each position has a row of a table.
         processors: rules that are applied to the scores, in order.
         forced_bos_token_id: the second token, after a single first one: with mBART the language to translate into.
         forced_eos_token_id: the last token, or one of several, where ``max_new_tokens`` ends a row.
-        spatial_merge_size: patches of a picture per token along each side, where pictures have positions of their own.
+        spatial_merge_size: patches of a picture per token along each side, where pictures have their own positions.
         video_token_id: token that features of videos replace.
         tokens_per_second: positions that a second of a video takes, where the model counts seconds.
         sees_prompt: whether all tokens of a prompt see each other, where the decoder takes types of tokens, and not
@@ -174,7 +174,7 @@ class GenerationSettings:
 
     @property
     def generated_type(self) -> int:
-        """The type of a token that is generated, which sees what is before it."""
+        """The ``token_type_id`` of generated tokens, which are causal."""
         return int(self.sees_prompt)
 
     def processors_for(self, call: GenerationCall) -> list[ScoreProcessor]:

@@ -69,7 +69,7 @@ def drawn_masks(config: Any, length: int, dtype: torch.dtype | None) -> torch.Te
 
 
 class _Frames:
-    """What transformers' loop asks of a model, from what it reads to the next frames."""
+    """The model that transformers' speech loop calls: from its inputs to the next frames."""
 
     def __init__(self, parts: Parts, config: Any, masks: Iterator[torch.Tensor] | None) -> None:
         assert parts.encoder is not None
@@ -93,12 +93,12 @@ class _Frames:
         return found(config=self.config, speecht5=model, speech_decoder_postnet=ends)
 
     def encode(self, input_values: torch.Tensor, attention_mask: torch.Tensor, return_dict: bool) -> Any:
-        """Run the encoder's file, and keep what the decoder is given of it in every call."""
+        """Run the encoder's file, and keep its outputs for all calls of the decoder."""
         made = {"input_ids": input_values, "input_values": input_values, "attention_mask": attention_mask}
         if attention_mask.shape != input_values.shape:
             raise InvalidArgumentError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}, and what is read "
-                f"{tuple(input_values.shape)}. Pass the same."
+                f"attention_mask has shape {tuple(attention_mask.shape)}, and the input {tuple(input_values.shape)}. "
+                "Pass the same."
             )
         outputs, keys = self.encoder.step(typed(self.encoder, made), {})
         self.mask = outputs["encoder_attention_mask"]

@@ -50,7 +50,7 @@ class Parts:
 
 @dataclasses.dataclass
 class TextState:
-    """What has been generated so far, and what the next call is given."""
+    """The text so far, and the inputs of the next call."""
 
     tokens: torch.Tensor
     mask: torch.Tensor
@@ -259,7 +259,7 @@ class Steps:
         sequence.cache = self._empty_cache(len(sequence.tokens), sequence.context)
 
     def step(self, sequence: TextState) -> torch.Tensor:
-        """Run the files once; the scores of the token after the last one, float32 of shape (batch, vocabulary)."""
+        """Run the files once, and return the scores of the next token, float32 of shape (batch, vocabulary)."""
         return self.scores(sequence, last_scores=True)[:, -1].float()
 
     def scores(self, sequence: TextState, *, last_scores: bool = False) -> torch.Tensor:
@@ -357,7 +357,7 @@ def _integers(name: str, value: Any) -> torch.Tensor:
 
 
 def tokens_of(name: str, value: Any) -> torch.Tensor:
-    """Integers of a vocabulary: files of some runtimes count negative ones from its end."""
+    """Check that tokens are in the vocabulary, since some runtimes accept negative indices."""
     tokens = _integers(name, value)
     lowest = int(tokens.min())
     if lowest < 0:

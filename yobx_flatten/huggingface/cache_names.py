@@ -26,10 +26,10 @@ from ..errors.failures import result_or
 from ..recipe.aliases import CacheLayer, ModelOutput, TransformersCache, TransformersModel
 
 CACHE = "past_key_values"
-"""The first part of the names of a file's inputs that are the cache."""
+"""Prefix of the names of a file's cache inputs."""
 
 PRESENT = "present"
-"""The first part of the names of a file's outputs that take their place in the next call."""
+"""Prefix of the names of a file's cache outputs, the cache inputs of the next call."""
 
 # Newest first. The first is a usual word, so it counts only where the type or the value shows a cache.
 _USUAL = "cache"
@@ -96,7 +96,7 @@ def cache_of(values: ModelOutput) -> TransformersCache:
 
 
 def forward_of(model: TransformersModel) -> Callable[..., Any]:
-    """Return the forward that names its arguments: of a wrapper that hands all of them on, that of what it wraps."""
+    """Return the forward with named parameters, looking through wrappers such as those of PEFT."""
     forward: Callable[..., Any] = model.forward
     base = getattr(model, "get_base_model", None)  # PEFT's models take *args and **kwargs
     if argument_of(forward) is None and callable(base) and base() is not model:

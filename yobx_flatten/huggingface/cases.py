@@ -90,7 +90,7 @@ def why_not_resizable(model: TransformersModel, kwargs: Mapping[str, Any]) -> st
 
 
 def ambiguous_without(model: TransformersModel, kwargs: Mapping[str, Any]) -> str | None:
-    """Say what a model has to be given for its results to be one; ``None`` where nothing is missing.
+    """Return which input must be passed for reproducible results, or ``None``.
 
     Layers of PaliGemma are not causal (``use_bidirectional_attention``) and leave that to the mask, which token types
     make. Without them transformers drops the mask where it takes it for the causal one that SDPA applies by itself, and
@@ -155,7 +155,7 @@ def decode_inputs(
     """Make the inputs of one decode call, with a cache filled by running the model.
 
     Args:
-        model: a causal or encoder-decoder model of transformers.
+        model: a causal or encoder-decoder Hugging Face model.
         sizes: batch, past and new tokens, padding.
         like: inputs whose names are used and whose static cache's length is kept; by default ``input_ids`` (or
             ``decoder_input_ids`` and ``encoder_outputs``), ``attention_mask`` and the cache, under the name that the
@@ -168,7 +168,7 @@ def decode_inputs(
         Keyword arguments for the model.
 
     Raises:
-        InvalidArgumentError: when ``model`` is not a model of transformers, or its encoder reads no tokens.
+        InvalidArgumentError: when ``model`` is not a Hugging Face model, or its encoder reads no tokens.
         FlattenError: when ``tokens`` or ``source`` does not have the shape that ``sizes`` states.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -224,8 +224,8 @@ def _check_decodes(model: TransformersModel) -> None:
     """Refuse a model that no inputs of a decode call are made for."""
     if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
         raise InvalidArgumentError(
-            f"decode_inputs: {describe_class(type(model))} is not a model of transformers. Make its inputs yourself, "
-            'and other sizes for the replay:\n    export_program(module, args, cases=[Case("five rows", other_args)])'
+            f"decode_inputs: {describe_class(type(model))} is not a Hugging Face model. Make its inputs yourself, "
+            'and other sizes to check:\n    export_program(module, args, cases=[Case("five rows", other_args)])'
         )
     if getattr(model.config, "is_encoder_decoder", False) and not _encoder_reads_tokens(model):
         raise InvalidArgumentError(

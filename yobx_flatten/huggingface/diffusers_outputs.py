@@ -34,7 +34,7 @@ def diffusers_recipes(module: str | None = None) -> list[Recipe]:
 
 
 class DiffusersSupport:
-    """What diffusers' models need around a trace: nothing. What their programs name is imported for a load."""
+    """Trace support for diffusers: a trace needs none, and a load imports the classes that programs name."""
 
     modules = "diffusers"
 

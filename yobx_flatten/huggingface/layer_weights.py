@@ -148,7 +148,7 @@ def _is_offloading(hook: _Hook) -> bool:
 
 @contextlib.contextmanager
 def paused(module: torch.nn.Module) -> Iterator[None]:
-    """Call a module inside without anything being brought."""
+    """Call a module in the block without loading weights."""
     layers = [_LAYERS[part] for part in module.modules() if part in _LAYERS]
     hooked = [part for part in module.modules() if hasattr(part, "_hf_hook")]
     before: list[Any] = [part._hf_hook for part in hooked]

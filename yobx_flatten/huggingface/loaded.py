@@ -1,4 +1,4 @@
-"""List the model classes of transformers that are imported so far, without importing any."""
+"""List the transformers model classes that are imported so far, without importing any."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def classes_of(module: ModuleType) -> list[type]:
-    """Return the classes that a module defines itself."""
+    """Return the classes that a module defines."""
     return [cls for cls in list(vars(module).values()) if inspect.isclass(cls) and cls.__module__ == module.__name__]
 
 

@@ -23,7 +23,7 @@ strings as part of the program, and refuses NumPy arrays. Pass ``return_tensors=
 transformers registers every ``ModelOutput`` itself, once, when the class is made; a registration that is removed would
 be gone for the rest of the process. Where its registration is right (it names the fields), it stays; versions before
 5.17 register without keys, and there :mod:`.support` adds them while the context manager is open.
-Only ``BaseModelOutput`` gets a recipe of ours then: a recipe has a stored name of its own, and a fresh process that
+Only ``BaseModelOutput`` gets a recipe of ours then: a recipe has its own stored name, and a fresh process that
 loads a program would not find the class that belongs to it.
 """
 
@@ -98,7 +98,7 @@ def unflatten_base_model_output(
 def output_recipes(remedy: str) -> dict[type, Recipe | None]:
     """Recipes of the outputs and containers of transformers that are defined so far."""
     recipes: dict[type, Recipe | None] = {}
-    # not imported, no instance of it: nothing to register, and importing it would register 70 classes for good
+    # not imported, no instance of it: nothing to register, and importing it would register 70 classes permanently
     modeling_outputs = sys.modules.get("transformers.modeling_outputs")
     if modeling_outputs is not None:
         recipes[modeling_outputs.BaseModelOutput] = _recipe(modeling_outputs.BaseModelOutput, _model_output, remedy)

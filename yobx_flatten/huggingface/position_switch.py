@@ -13,7 +13,7 @@ from .cache_names import argument_of, installed_name
 
 
 def switch_of(config: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens up to which positions are turned by the first angles; ``None`` where all are.
+    """Return the number of tokens above which rotary angles change; ``None`` if they never do.
 
     >>> switch_of({"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 4096})
     4096
@@ -25,7 +25,7 @@ def switch_of(config: Mapping[str, Any]) -> int | None:
 
 
 def _kinds(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """What is stated of the angles, which differs between layers in some models."""
+    """Settings of the rotary angles, which differ between layers in some models."""
     for name in ("rope_parameters", "rope_scaling"):
         found = config.get(name)
         if isinstance(found, Mapping):
@@ -50,7 +50,7 @@ def rereads_at_switch(model: TransformersModel, switch: int) -> bool | None:
     """
     try:
         read = [_reads(model, length) for length in (switch, switch + 1, switch + 2)]
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # a model with a loop of its own
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # a model with its own loop
         return None
     return True if read == _DROPPED else False if read == _KEPT else None
 
@@ -60,7 +60,7 @@ _DROPPED = ["the next", "all", "the next"]
 
 
 def _reads(model: TransformersModel, length: int) -> str:
-    """What a model reads for the token after so many, all but one of which are in its cache."""
+    """Inputs of a model for one new token after a cache."""
     from transformers import GenerationMixin
     from transformers.cache_utils import DynamicCache
 

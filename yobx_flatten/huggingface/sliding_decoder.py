@@ -110,7 +110,7 @@ class SlidingDecoder(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, cache: PlainCache
     ) -> dict[str, Any]:
-        """Return the scores, what else the model returns, and the keys and values that are kept."""
+        """Return the scores, the model's other outputs, and the keys and values to keep."""
         pairs = [(layer["key"], layer["value"]) for layer in cache]
         filled = make_dynamic_cache(pairs, self.classes, self.windows)
         for layer in filled.layers:
@@ -134,7 +134,7 @@ class SlidingDecoder(torch.nn.Module):
     def next_inputs(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
         """Make the inputs of the next call: what was kept, as many random tokens, a longer mask.
 
-        Tokens with codes next to them (Kyutai's speech to text) stay: each codebook has a vocabulary of its own.
+        Tokens with codes next to them (Kyutai's speech to text) stay: each codebook has its own vocabulary.
         """
         ids, mask, vocabulary = kwargs["input_ids"], kwargs["attention_mask"], outputs["logits"].shape[-1]
         generator = torch.Generator().manual_seed(seed)

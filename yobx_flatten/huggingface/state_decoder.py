@@ -29,7 +29,7 @@ def new_dynamic_cache(config: TransformersConfig) -> TransformersCache:
 def has_states_alone(model: TransformersModel) -> bool:
     """Return whether the cache of a model holds states, and no keys and values of tokens.
 
-    The kinds of its layers state it. A model with a cache class of its own (xLSTM, and Mamba before transformers 5)
+    The kinds of its layers state it. A model with its own cache class (xLSTM, and Mamba before transformers 5)
     is one if that class counts no tokens.
     """
     name = argument_of(forward_of(model))
@@ -59,7 +59,7 @@ class StateDecoder(torch.nn.Module):
 
     @staticmethod
     def fits(model: torch.nn.Module) -> bool:
-        """Return whether a model goes on from states alone, and takes a mask also after a state."""
+        """Return whether a model continues from states alone, and takes a mask also after a state."""
         from transformers.cache_utils import Cache
 
         takes = inspect.signature(model.forward).parameters

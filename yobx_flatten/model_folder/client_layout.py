@@ -39,7 +39,7 @@ Layout = Literal["flat", "transformers.js", "genai"]
 LAYOUTS: tuple[Layout, ...] = ("flat", "transformers.js", "genai")
 """A flat folder is opened by sentence-transformers, optimum and, where it is a decoder, onnxruntime-genai."""
 
-# by weights of few bits and type of the others: what transformers.js calls it, and the end of the name
+# by type of the quantized weights and of the others: what transformers.js calls it, and the end of the name
 _TYPES = {
     (None, "float32"): ("fp32", ""),
     (None, "float16"): ("fp16", "_fp16"),
@@ -54,7 +54,7 @@ _STORED: dict[str | None, str | None] = {"keep": "int4"}
 
 def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str) -> None:
     """Refuse a layout that its client would not open."""
-    # bits: the weights in few bits; `None` without
+    # bits: type of the quantized weights; `None` without
     if layout not in LAYOUTS:
         raise InvalidArgumentError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; found {layout!r}.")
     if layout == "flat":
@@ -77,7 +77,7 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
 
 def apply_layout(folder: pathlib.Path, names: Sequence[str], bits: str | None, dtype: str) -> list[str]:
     """Give the files of a folder the places in which transformers.js looks for them."""
-    # bits: the weights in few bits; `None` without
+    # bits: type of the quantized weights; `None` without
     kind, end = _TYPES[_most_bits([folder / name for name in names]) if bits in _STORED else bits, dtype]
     (folder / SUBFOLDER).mkdir()
     made, data = [], {}
@@ -159,7 +159,7 @@ _BRANCHES = ("first", "later")
 
 
 def merge_decoders(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> bool:
-    """Write the joined file, whose weights the two others read; return whether these are in a file of their own."""
+    """Write the joined file, whose weights the two others read; return whether these are in their own file."""
     import onnx_ir as ir
 
     models = dict(zip(_BRANCHES, (ir.load(first), ir.load(later)), strict=True))
@@ -189,7 +189,7 @@ class _Weights:
         self._names: dict[tuple[object, ...], str] = {}
 
     def take(self, graph: ir.Graph) -> dict[str, str]:
-        """Put the shared weights in place of those of a graph; return their new names by their old ones."""
+        """Put the shared weights instead of those of a graph; return their new names by their old ones."""
         import onnx_ir as ir
 
         renamed = {}
@@ -259,7 +259,7 @@ def _merged(models: Mapping[str, ir.Model], weights: _Weights) -> ir.Model:
 
 
 def _free(value: ir.Value) -> ir.Shape | None:
-    """The shape of an input or output of both branches, whose sizes have names of their own in each."""
+    """The shape of an input or output of both branches, whose sizes have their own names in each."""
     import onnx_ir as ir
 
     if value.shape is None:
@@ -347,6 +347,4 @@ def _compare(
         scale = float(numpy.abs(one.astype(numpy.float64)).max(initial=1e-6))
         far = float(numpy.abs(one.astype(numpy.float64) - other.astype(numpy.float64)).max(initial=0.0))
         if one.shape != other.shape or not far <= (1e-2 if one.dtype == numpy.float16 else 1e-4) * scale:
-            raise ReplayError(
-                f"{target.name} computes something else than the two files that it joins: {name} differs by {far:.1e}."
-            )
+            raise ReplayError(f"{target.name} differs from the two files that it joins: {name} differs by {far:.1e}.")

@@ -59,15 +59,15 @@ def export_piece(
             return found
         if isinstance(found, (OSError, MemoryError, InvalidArgumentError)):
             raise found
-        remark = f"pictures are of the example's size: others do not become a file ({first_line(found)[:200]})."
+        remark = f"pictures must have the example's size: exporting other sizes failed ({first_line(found)[:200]})."
         piece = dataclasses.replace(piece, dynamic_shapes=piece.narrower, remarks=(*piece.remarks, remark))
 
     def failed(error: BaseException) -> GenerationError | None:
         if "No space left on device" in str(error):  # libraries in C++ wrap the system's error
             return None
         return GenerationError(
-            f"{model} does not become {path.name} ({type(error).__name__}: {first_line(error)[:300]}). Export it with "
-            "your own inputs, export_onnx(model, kwargs=inputs, path=...), or the calls of a run: with "
+            f"Exporting {model} to {path.name} failed ({type(error).__name__}: {first_line(error)[:300]}). Export it "
+            "with your own inputs, export_onnx(model, kwargs=inputs, path=...), or the calls of a run: with "
             "record_calls(model) as calls: ..."
         )
 

@@ -25,7 +25,7 @@ def open_generator(
     device: str | None = None,
     providers: Providers | None = None,
 ) -> Generator:
-    """Open the files of a folder for generation, whichever runtime they are for.
+    """Open an exported folder to generate text or speech, in the runtime that it was exported for.
 
     Args:
         folder: a folder as :func:`export_folder` writes it, or with files of the same names.
@@ -38,7 +38,7 @@ def open_generator(
             default; ONNX, OpenVINO and ExecuTorch files need no trust.
         device: where onnxruntime computes, ``"cuda"`` or ``"openvino"`` for example; the CPU by default. See
             :class:`.OnnxGenerator`.
-        providers: execution providers as onnxruntime takes them, in place of ``device``.
+        providers: execution providers as onnxruntime takes them, instead of ``device``.
 
     Returns:
         A generator: its ``generate`` returns the tokens of ``model.generate``.

@@ -40,7 +40,7 @@ class FolderManifest:
         files: names of the exported files.
         cases: paths of the stored cases, by the file that they are for; those for generation by ``""``.
         versions: versions of the libraries that made it, by name.
-        proof: what was replayed before the folder appeared: ``"full"``, ``"sample"``, or ``"none"``: unproven.
+        proof: what was replayed before the folder appeared: ``"full"``, ``"sample"``, or ``"none"``: unchecked.
         quality: for each file with quantised weights, how far it was from the model.
         cache: form of the cache of the file that generates: ``"growing"``, where each call returns a longer one;
             ``"shared"``, where calls may write into one piece of memory, layer by layer where the layers allow it; or
@@ -53,7 +53,7 @@ class FolderManifest:
         positions: tokens that the model reads at most, where each position has a row of a table; ``None`` for others.
         tolerances: the difference by file and output that the type of the weights explains, where it was measured; see
             :func:`export_onnx`. :func:`verify_folder` takes no more of it than a tenth of the output's range.
-        adapters: the adapters that the folder was proven with, by name.
+        adapters: the adapters that the folder was checked with, by name.
     """
 
     model: str

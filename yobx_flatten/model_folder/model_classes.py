@@ -1,4 +1,4 @@
-"""Open exported folders as models of transformers: ``pipeline``, ``generate``, own loops.
+"""Open exported folders as Hugging Face models: ``pipeline``, ``generate``, own loops.
 
 ``from_pretrained`` returns a ``PreTrainedModel`` whose class is derived from the one here, and has the name of the
 exported one: transformers' pipelines go by it. Nothing here imports transformers before a folder is opened.
@@ -52,7 +52,7 @@ class FolderModel:
             threads: number of threads that one operator can use; see :func:`open_generator`.
             trust: whether the caller knows who wrote the folder; see :func:`open_generator`. ``False`` by default.
             device: where onnxruntime computes; see :func:`open_generator`. The CPU by default.
-            providers: execution providers as onnxruntime takes them, in place of ``device``.
+            providers: execution providers as onnxruntime takes them, instead of ``device``.
 
         Returns:
             A ``transformers.PreTrainedModel``. Where it generates, every keyword of ``generate`` is transformers' own
@@ -213,7 +213,7 @@ class OnnxForMultipleChoice(FolderModel):
 
 
 class OnnxForFeatureExtraction(FolderModel):
-    """What a model makes of its input, as ``AutoModel``."""
+    """A model that returns features, as ``AutoModel``."""
 
     tasks = ("feature-extraction",)
 
@@ -287,7 +287,7 @@ def open_model(
     device: str | None = None,
     providers: Providers | None = None,
 ) -> Any:
-    """Open an exported folder as a model of transformers, whichever task it is for.
+    """Open an exported folder as a transformers model of its task.
 
     Args:
         folder: a folder as :func:`export_folder` writes it.
@@ -299,7 +299,7 @@ def open_model(
 
     Returns:
         What ``from_pretrained`` of the class for its task returns, for ``pipeline(task, model=...)`` and other code
-        that takes a model of transformers.
+        that takes a Hugging Face model.
 
     Raises:
         ForeignFileError: when the folder does not state what it is for.

@@ -1,4 +1,4 @@
-"""Open a folder as a model of transformers that writes no text: encoders and their heads, and one that speaks.
+"""Open a folder as a Hugging Face model that writes no text: encoders and their heads, and one that speaks.
 
 Imports transformers.
 """
@@ -69,7 +69,7 @@ class VocoderOfFile(PlainFileModel):
 
 
 def plain_model(runner: Runner, folder: pathlib.Path, base: type) -> Any:
-    """Return a model of transformers over one file."""
+    """Return a Hugging Face model over one file."""
     stated = read_configuration(folder / "config.json", dict[str, Any], failure=GenerationError)
     kind = VocoderOfFile if list(runner.ports) == ["spectrogram"] else PlainFileModel
     found = named_class(stated, (base, kind), dict.fromkeys(runner.ports))(runner, stated)
@@ -103,7 +103,7 @@ class SpeakingFileModel(ModelWithoutWeights):
 
 
 def speaking_model(generator: Generator, base: type) -> Any:
-    """Return a model of transformers over the files of a generator."""
+    """Return a Hugging Face model over the files of a generator."""
     documents = generator.settings.documents
     stated: Mapping[str, Any] = {} if documents is None else documents.config
     return named_class(stated, (base, SpeakingFileModel), {})(generator, stated)

@@ -59,7 +59,7 @@ class Accuracy:
 
 @dataclasses.dataclass(frozen=True)
 class FolderPlan:
-    """What is written of a model, and how it is proven."""
+    """The files to write for a model, and their checks."""
 
     form: FolderFormat
     opened: OpenedModel
@@ -196,13 +196,13 @@ def _check_class(model: TransformersModel, task: str) -> None:
 
 
 def _check_model(model: TransformersModel, form: FolderFormat, dtype: str, proof: Proof) -> None:
-    """Refuse a model whose files could not be proven, or could not generate as it does."""
+    """Refuse a model whose files could not be checked, or could not generate as it does."""
     if form.largest is not None:
         form.largest.check_positions(model)
     if dtype not in WEIGHT_TYPES or (form.name == "onnx" and proof != "none" and not has_kernels(dtype)):
         raise InvalidArgumentError(
-            f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Take float32 or float16, or to='program'; "
-            'or proof="none" for files of another provider, unproven.'
+            f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Use float32 or float16, or to='program'; "
+            'or proof="none" for unchecked files of another provider.'
         )
     if task_of(model) in GENERATES and getattr(model, "generation_config", None) is not None:
         settings_of(model.config.to_dict(), model.generation_config.to_dict())  # raises for what files do not do

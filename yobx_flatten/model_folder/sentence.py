@@ -107,7 +107,7 @@ class SentenceModel(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, token_type_ids: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return what the model returns, and the embedding."""
+        """Return the model's outputs and the embedding."""
         types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **types, **self.options)
         pooling, *others = self.layers
@@ -139,7 +139,7 @@ def read_modules(folder: pathlib.Path | None) -> SentenceModules | None:
 
 
 def pools(folder: pathlib.Path | None) -> bool:
-    """Return whether a folder pools what its model returns: the model is then the base, whatever class was trained."""
+    """Return whether a folder pools the outputs of its model; the base model is exported then."""
     # folder: the folder; `None` where there is none
     if folder is None or not (folder / MODULES).is_file():
         return False

@@ -191,7 +191,7 @@ def store_calls(piece: Piece, cases: Sequence[Case], work: pathlib.Path, below: 
 
 
 def store_text(piece: Piece, tokens: torch.Tensor, work: pathlib.Path, below: str = CASES) -> list[str]:
-    """Store what the model makes of a text: its losses, since the scores are larger than the model."""
+    """Store the model's losses on a text, as its scores would be larger than the model."""
     names = []
     texts = tokens.split(len(piece.kwargs["input_ids"]))
     for number, (case, text) in enumerate(zip(text_cases(piece.module, piece.kwargs, tokens), texts, strict=True)):

@@ -87,7 +87,7 @@ class FolderCheck:
 
 @dataclasses.dataclass(frozen=True)
 class FolderReport(Report):
-    """The results of all cases. ``print(report)`` shows them as a table; it is true if every case passes.
+    """The results of all cases: ``print(report)`` shows a table, and it is true if every case passes.
 
     Attributes:
         path: the folder.
@@ -123,7 +123,7 @@ class FolderReport(Report):
     def __str__(self) -> str:
         title = f"{self.path}: {self.manifest.model}, {self.manifest.task}, {self.manifest.dtype}"
         if not self.checks:
-            return f'{title}\n  UNPROVEN: the folder holds no cases, since it was exported with proof="none".'
+            return f'{title}\n  UNPROVEN: the folder has no cases, since it was exported with proof="none".'
         notes = [f"  note: {note}" for note in self.nan_notes()]
         return "\n".join([title, *table(check.cells() for check in self.checks), *notes])
 
@@ -145,7 +145,7 @@ def verify_folder(
             :func:`open_generator`. ``False`` by default.
         device: where onnxruntime computes, see :func:`open_generator`; the CPU by default. On others, which add
             in another order and may round differently, an output may differ by ten times as much.
-        providers: execution providers as onnxruntime takes them, in place of ``device``.
+        providers: execution providers as onnxruntime takes them, instead of ``device``.
 
     Returns:
         One check for each case.
@@ -304,7 +304,7 @@ def _where(runtime: str, device: str | None, providers: Providers | None) -> Pro
 
 
 def _for_device(manifest: FolderManifest, where: Providers | None) -> FolderManifest:
-    """What a folder allows where it is run: other devices than the CPU add in another order."""
+    """The tolerance on a device: others than the CPU add in another order."""
     if where is None or is_on_cpu(where):
         return manifest
     stated = {f: {o: _OF_DEVICES * t for o, t in of.items()} for f, of in manifest.tolerances.items()}
@@ -330,7 +330,7 @@ class _Opened:
             if name:
                 found = located(self.folder, name).relative_to(self.folder).as_posix()
                 path = inside(self.folder, found, DamagedFileError)
-                # weights in few bits that stay where they are would be computed with in another order
+                # quantized weights that stay where they are would be computed with in another order
                 maps = name not in self.manifest.quality and has_mapped_weights(path)
                 options = {"options": mapped_options(path)} if maps else {}
                 self._runner = open_runner(path, **self._how, **options)
@@ -364,8 +364,8 @@ def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenC
     """Generate with the files of a folder, and count the tokens that are not those of the eager model.
 
     Two scores that are no further apart than rounding may change their order, and the rest of that row continues
-    another text. So a row whose first different token was such a tie is excused (half precision, mostly). Weights in
-    few bits also change other scores: of those files a share of the tokens has to agree, see ``TOKEN_SHARES``.
+    another text. So a row whose first different token was such a tie is excused (half precision, mostly). Quantized
+    weights also change other scores: of those files a share of the tokens has to agree, see ``TOKEN_SHARES``.
     """
     folder, manifest = opened.folder, opened.manifest
     # each of two scores may be off by as much

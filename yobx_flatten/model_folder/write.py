@@ -1,4 +1,4 @@
-"""Export a model to a folder of files that is proven before it appears.
+"""Export a model to a folder of files that is checked before it appears.
 
 .. code-block:: text
 
@@ -116,9 +116,9 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
     word_times: bool = False,
     adapters: Adapters | None = None,
 ) -> ExportedFolder:
-    """Export a model of transformers to a folder that generation tools open, and prove that it generates the same.
+    """Export a Hugging Face model to a folder that generation tools open, and check that it generates the same tokens.
 
-    The folder appears when all of it is proven. The guide lists :ref:`each argument <arguments-of-export-folder>`.
+    The folder is created only if every check passes. The guide lists :ref:`each argument <arguments-of-export-folder>`.
 
     Args:
         model, source: a model in evaluation mode or its name, and the folder of its tokenizer, where that is not known.
@@ -173,7 +173,7 @@ def _published(plan: FolderPlan, folder: pathlib.Path) -> ExportedFolder:
 
 @dataclasses.dataclass
 class _Made:
-    """What was written of a folder so far."""
+    """The files of a folder so far."""
 
     work: pathlib.Path  # the hidden folder
     reports: dict[str, ExportReport] = dataclasses.field(default_factory=dict)  # by name of the file

@@ -76,7 +76,7 @@ def snake_case(name: str) -> str:
 def functions_from_fields(
     cls: type, names: Iterable[str], static_names: Iterable[str] = (), *, names_in_static: bool = True
 ) -> FlattenFunctions:
-    """Write the flatten, keyed flatten and unflatten functions of a class whose attributes state all of it.
+    """Write the flatten, keyed flatten and unflatten functions of a class that is described by its attributes.
 
     Args:
         cls: the class. It may be frozen, have slots, and refuse to be constructed: ``unflatten`` calls neither
@@ -139,7 +139,7 @@ def checked(value: Static, where: str) -> Static:
     """Return the value of a static attribute, or raise when it cannot be one; what was approved stays approved.
 
     A list, dict or set is returned as a copy: a program keeps what it is given here and compares with it at every call,
-    and a caller that appends to a list of its own does not change a program.
+    and a caller that appends to its own list does not change a program.
     """
     if type(value) in _FIT:
         return value

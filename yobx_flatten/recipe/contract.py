@@ -36,7 +36,7 @@ class FlattenFunctions(NamedTuple):
 class Recipe:
     """How instances of one class are flattened and unflattened."""
 
-    cls: type  # the class, exactly: subclasses need a recipe of their own
+    cls: type  # the class, exactly: subclasses need their own recipe
     flatten: Flatten  # `obj -> (children, static)`
     unflatten: Unflatten  # `(children, static) -> obj`
     flatten_with_keys: FlattenWithKeys  # `obj -> ([(key, child), ...], static)`
@@ -188,7 +188,7 @@ def _with_positions(flatten: Flatten) -> FlattenWithKeys:
 
 
 UNSET = object()
-"""In place of the value of an attribute that is not set."""
+"""Instead of the value of an attribute that is not set."""
 
 
 def slots_of(cls: type) -> list[str]:
@@ -203,7 +203,7 @@ def slots_of(cls: type) -> list[str]:
 
 
 def held_attributes(obj: object) -> dict[str, Any]:
-    """What an instance holds in its ``__dict__`` and its slots, by name; no code of its class runs."""
+    """Attributes of an instance, from its ``__dict__`` and its slots; no code of its class runs."""
     held = {name: _slot(type(obj), obj, name) for name in slots_of(type(obj))}
     stored = getattr(obj, "__dict__", {})
     # the items of a dict with `self.__dict__ = self` are no attributes
@@ -228,7 +228,7 @@ def is_derived(cls: type, name: str, value: object) -> bool:
 
 
 def undeclared_check(cls: type, declared: Collection[str]) -> tuple[str, dict[str, Any]]:
-    """Return the condition, as source, in which ``undeclared(obj)`` is called, and the names that it uses.
+    """Return source code of the condition for calling ``undeclared(obj)``, and the names that it uses.
 
     It costs a tenth of a microsecond per object. An empty condition: instances hold nothing more.
     """
@@ -273,8 +273,8 @@ def _is_data_descriptor(found: object) -> bool:
 def lost_attribute(cls: type, name: str, declared: Collection[str] | Iterator[str]) -> RoundTripError:
     """Return the error for an attribute that no child and no static data holds, with the lines to type."""
     return RoundTripError(
-        f"{cls.__qualname__}: an instance holds the attribute {name!r}, and what is declared of {describe_class(cls)} "
-        f"does not: it would be lost. Declare it as a field, or name it (static data goes in a second list):\n"
+        f"{cls.__qualname__}: an instance has the attribute {name!r}, which is not declared for {describe_class(cls)}: "
+        "it would be lost. Declare it as a field, or name it (static data goes in a second list):\n"
         f"    f, k, u = functions_from_fields({cls.__qualname__}, {[*declared, name]})\n"
         f"    register_class_flattening({cls.__qualname__}, f, u, k)"
     )
@@ -319,7 +319,7 @@ def hashable(static: Static) -> Static:
 
 
 def original(static: Static) -> Static:
-    """Return what :func:`hashable` was given; lists and dicts are fresh ones."""
+    """Undo :func:`hashable`; lists and dicts are new ones."""
     return own_copy(static.value) if type(static) is HeldStatic else static
 
 

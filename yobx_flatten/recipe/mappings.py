@@ -85,7 +85,7 @@ def _check_of(cls: type) -> Callable[[Any], None]:
 
 
 def _check_of_fields(cls: type) -> Callable[[Any], None]:
-    """What a field holds is an item, or ``None``."""
+    """Check that every field is an item, or ``None``."""
     names = [field.name for field in dataclasses.fields(cls)]
 
     known = frozenset(names)
@@ -118,7 +118,7 @@ def _check_attributes(obj: Any) -> None:
 
 
 def _check_of_constructor(cls: type) -> Callable[[Any], None]:
-    """What the constructor sets is set again by it; any other attribute would be lost."""
+    """Check that the constructor sets all attributes; any other attribute would be lost."""
     rebuild, known = _rebuilding(cls), set[str]()
 
     def check_items(obj: Any) -> None:
@@ -142,8 +142,8 @@ def _not_an_item(obj: object, name: str, names: list[str]) -> RoundTripError:
     else:
         line = f"register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, f_flatten_with_keys)"
     return RoundTripError(
-        f"{cls.__qualname__}: its attribute {name!r} is none of its items, and these alone are children: it would be "
-        f"lost. Make it an item, or a child next to them (names of static data go in a second list):\n    {line}"
+        f"{cls.__qualname__}: its attribute {name!r} would be lost: only its items are exported. Store it as an "
+        f"item, or register it (names of static data go in a second list):\n    {line}"
     )
 
 

@@ -108,15 +108,15 @@ def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
 
 
 def _check_placeholders(recipe: Recipe, sample: object) -> None:
-    """Unflatten takes whatever stands in the place of a tensor: torch.export puts shapes there, JAX bare objects."""
+    """Unflatten takes whatever stands instead of a tensor: torch.export puts shapes there, JAX bare objects."""
     children, static = _flatten(recipe, sample)
     placeholders = [object() if _is_leaf(child) else child for child in children]
 
     def failure(error: Exception) -> RoundTripError:
         return RoundTripError(
-            f"{recipe.cls.__qualname__}: f_unflatten fails with placeholders in the place of the children "
-            f"({type(error).__name__}: {error}). Let it store the children as they are, without a look inside; what is "
-            "computed from them belongs into the static part."
+            f"{recipe.cls.__qualname__}: f_unflatten fails with placeholders instead of the children "
+            f"({type(error).__name__}: {error}). Store the children without reading them; values computed from them "
+            "belong into the static part."
         )
 
     with raised_as(failure):
@@ -177,7 +177,7 @@ def _pair(name: str, function: str, result: object) -> tuple[list[Any], Any]:
     raise RoundTripError(
         f"{name}: {function} must return a pair (list of children, static part), found {type(result).__qualname__}"
         f"{' of ' + str(len(result)) if isinstance(result, (tuple, list)) else ''}.\n"
-        f"    return [obj.a, obj.b], None"
+        "    return [obj.a, obj.b], None"
     )
 
 
@@ -264,7 +264,7 @@ def _is_leaf(child: object) -> bool:
 
 
 def _difference(found: list[Any], expected: list[Any]) -> str:
-    """What is wrong with the children that came back, in words."""
+    """Describe how the children differ from the original ones."""
     if len(found) != len(expected):
         return f"{len(found)} instead of {len(expected)}"
     pairs = enumerate(zip(found, expected, strict=True))

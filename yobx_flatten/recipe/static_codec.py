@@ -202,14 +202,14 @@ def _load_namedtuple(name: str, values: list[Any]) -> Any:
     cls = find_named(name, "namedtuple")
     if len(values) != len(cls._fields):
         raise StaticDataError(f"A file gives {len(values)} values for {name}, which has {len(cls._fields)} fields.")
-    return tuple.__new__(cls, [load_static(value) for value in values])  # without a constructor of its own
+    return tuple.__new__(cls, [load_static(value) for value in values])  # without its own constructor
 
 
 def _load_config(name: str, text: str) -> Any:
     values = json.loads(text)
     # these name code next to the configuration
     if not isinstance(values, dict) or values.keys() & {"auto_map", "custom_pipelines"}:
-        raise StaticDataError(f"A file holds a configuration {name} that names code of its own.")
+        raise StaticDataError(f"A file holds a configuration {name} that names its own code.")
     objection = objection_to(values)
     if objection is not None:
         raise StaticDataError(f"A file holds a configuration {name} that {objection}.")

@@ -50,7 +50,7 @@ class Axes:
 
 
 def read_axes(calls: Sequence[Call]) -> Axes:
-    """Name the places that vary, of all phases at once: what one phase leaves open another one shows."""
+    """Name the axes that vary, over all phases at once, as one phase can resolve another."""
     reading = _AxisReading(calls)
     reading.read_declared()
     reading.match_known()
@@ -232,7 +232,7 @@ class _AxisReading:
             if len(seen) == 1 and name != "new":
                 is_declared = name in declared or name in self.declared.values()
                 why = "a registered class states it" if is_declared else "axis 0 of every tensor has it"
-                self.axes.remarks.append(f"{name}: one size was seen ({seen.pop()}); it is taken to vary, since {why}.")
+                self.axes.remarks.append(f"{name}: one size was seen ({seen.pop()}), assumed to vary, since {why}.")
         if "new" in used and all(call.past in (0, None) for call in self.calls):
             self.axes.remarks.append("new and total cannot be distinguished: no call with a filled cache was recorded.")
         if len(self.calls) == 1:

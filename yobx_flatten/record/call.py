@@ -46,7 +46,7 @@ class Call:
 
     @property
     def outputs(self) -> Any:
-        """What the call returned.
+        """The outputs of the call.
 
         Raises:
             RecordError: when outputs were not recorded, or the call raised.
@@ -103,7 +103,7 @@ class About:
 
 
 def about_call(call: Call) -> About:
-    """What is stored of a call in addition to its parts."""
+    """Stored facts about a call, in addition to its parts."""
     names = [(parameter.name, int(parameter.kind)) for parameter in call._callee.signature.parameters.values()]
     return About(call.index, call.kind, call.past, call.new, call._callee.label, dump_static(names), call.error)
 
@@ -138,7 +138,7 @@ class Callee:
         return named
 
     def split(self, inputs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments; everything goes by name that may."""
+        """Positional and keyword arguments, by name where possible."""
         parameters = self.signature.parameters.values()
         starred = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
         many = bool(starred is not None and inputs.get(starred))
@@ -200,7 +200,7 @@ class _Recorded(torch.nn.Module):
 def module_of(callee: Callee, names: Iterable[str], constants: Mapping[str, Any]) -> torch.nn.Module:
     """Make a module that can be exported.
 
-    torch.export writes no dynamic shapes for what ends in ``**kwargs``, and models of transformers take half of their
+    torch.export writes no dynamic shapes for what ends in ``**kwargs``, and Hugging Face models take half of their
     arguments there; so ``forward`` of this one names them all.
     """
     # names: parameters that `forward` of the module has

@@ -172,7 +172,7 @@ class RecordedCalls(Sequence[Call]):
         return choose_example(part._calls, self.axes(), sizes)
 
     def dynamic_shapes(self, phase: str | None = None, **sizes: int) -> dict[str, Any]:
-        """The ``dynamic_shapes`` for :meth:`example`, as ``torch.export.export`` takes them.
+        """The ``dynamic_shapes`` for :meth:`example`, in the form of ``torch.export.export``.
 
         Args:
             phase: name of the phase; it can be omitted if there is only one.
@@ -202,7 +202,7 @@ class RecordedCalls(Sequence[Call]):
         part = self._one(phase)
         if self._callee.owner is None:
             raise RecordError(
-                f"Which object was recorded is not stored. Name it:\n"
+                "Which object was recorded is not stored. Name it:\n"
                 f"    RecordedCalls.load(folder, model)  # {self._callee.label}"
             )
         constants = constants_of(part._calls)

@@ -185,7 +185,7 @@ def _top_level(result: PyTree) -> dict[str, Any]:
 
 
 class Watcher(Protocol):
-    """What is passed on of each call."""
+    """A function that gets each call."""
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return a token for this call; ``None`` if it is of no interest."""

@@ -19,7 +19,7 @@ from ..trees.walk import Place, check_no_cycles, key_name, leaf_places, own_chil
 
 
 class Fact(NamedTuple):
-    """What is known of one leaf without keeping it."""
+    """Facts about one leaf, without the leaf."""
 
     path: str  # the way to it, with dots: `cache.key_0`
     dtype: torch.dtype | None  # the dtype of a tensor, `None` for anything else

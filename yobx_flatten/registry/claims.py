@@ -142,7 +142,7 @@ class Registry:
         raise AlreadyRegisteredError(_registered_twice(refused, recipe))
 
     def release(self, claim: Claim) -> None:
-        """Give a claim up; the last one on a library brings back what was found. Releasing twice does nothing."""
+        """Release a claim; the last one on a library restores the former registration. A second release is ignored."""
         with self._lock:
             for library in claim.libraries:
                 self._release(library, claim)
@@ -201,7 +201,7 @@ class Registry:
     def _not_hers(self, cls: type, slots: list[_Slot]) -> str:
         start = f"unregister_class_flattening({cls.__qualname__}): {describe_class(cls)}"
         if slots:
-            return f"{start} is held by a block, which lets it go when it ends:\n    {slots[0].recipe.remedy}"
+            return f"{start} is registered by a block, until the block ends:\n    {slots[0].recipe.remedy}"
         tables = [backend for library in self._libraries.values() for backend in library]
         holders = ", ".join(backend.name for backend in tables if backend.read(cls) is not None)
         if holders:
@@ -255,7 +255,7 @@ class Backend(Protocol):
         """Return whether the library holds exactly this recipe for its class."""
 
     def write(self, recipe: Recipe) -> None:
-        """Register the recipe, in place of what is there."""
+        """Register the recipe, instead of what is there."""
 
     def restore(self, recipe: Recipe, found: Any) -> None:
         """Take the recipe out and bring back ``found``, a value that ``read`` returned before ``write``."""

@@ -16,7 +16,7 @@ class DeferredSignals:
     """Context manager that defers the handlers of signals; those that are due are called at its end.
 
     Python calls handlers between any two lines of the main thread, and they can raise: Ctrl-C, a timeout, what ends a
-    process in order. For the time of the block another handler stands in place of each one that Python would call.
+    process in order. For the time of the block another handler stands instead of each one that Python would call.
     In other threads nothing is to be done.
 
     An interruption at the end of the block raises after its last line. Code that needs all or nothing undoes it then::

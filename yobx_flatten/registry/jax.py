@@ -35,7 +35,7 @@ class Jax:
 
     def __init__(self) -> None:
         self.waiting = Waiting("jax", self._put)
-        self._nodes: dict[type, _Node] = {}  # for good, as in JAX
+        self._nodes: dict[type, _Node] = {}  # permanently, as in JAX
 
     def read(self, cls: type) -> Any:
         """Return our registered or waiting recipe, a mark for another library's class, or ``None``."""
@@ -87,7 +87,7 @@ class Jax:
 
 
 class _Node:
-    """What JAX holds for one class: three methods, and the recipes that they look up."""
+    """JAX's entry for one class: three methods, and the recipes that they look up."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.in_force: Recipe | None = recipe

@@ -1,4 +1,4 @@
-"""The one lock of the package. A fork waits for it.
+"""The global lock, which a fork waits for.
 
 A child process has the thread that forked and no other. A lock that another thread held at that moment would never be
 released in the child, and what it guards would stay half done. So a thread that forks takes the lock first, and both

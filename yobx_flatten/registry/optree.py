@@ -39,7 +39,7 @@ class Optree:
         return found is recipe or _recipe_of(found) is recipe
 
     def write(self, recipe: Recipe) -> None:
-        """Put the recipe in place of what is there."""
+        """Put the recipe instead of what is there."""
         self.waiting.put(recipe)
 
     def restore(self, recipe: Recipe, found: object) -> None:

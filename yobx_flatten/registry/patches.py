@@ -34,7 +34,7 @@ class AttributePatch:
         self._holders = 0
 
     def acquire(self) -> None:
-        """Put the replacement in place, if it is not."""
+        """Apply the replacement, unless it is applied already."""
         with LOCK:
             if self._holders == 0:
                 self._found = self._entries.get(self._name, _MISSING)

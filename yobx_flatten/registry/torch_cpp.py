@@ -24,7 +24,7 @@ _NAMESPACE = "torch"
 
 
 class _Pending(NamedTuple):
-    """What waits for the first import: the entry itself and its place in the list."""
+    """An entry that waits for the first import, and its place in the list."""
 
     place: int
     entry: tuple[tuple[Any, ...], dict[str, Any]]
@@ -56,7 +56,7 @@ class TorchCpp:
         return flatten is recipe.flatten
 
     def write(self, recipe: Recipe) -> None:
-        """Put the recipe in place of what is there."""
+        """Put the recipe instead of what is there."""
         if not cxx_pytree_exists():
             return
         with NODE_REGISTRY_LOCK:

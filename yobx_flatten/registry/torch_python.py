@@ -65,7 +65,7 @@ class TorchPython:
             _forget_loaded_specs()
 
     def restore(self, recipe: Recipe, found: _FoundNode | None) -> None:
-        """Bring the tables back, unless another library registered the class after us."""
+        """Restore the tables, unless another library registered the class after us."""
         cls = recipe.cls
         with NODE_REGISTRY_LOCK:
             if cls in pytree.SUPPORTED_NODES and not self.holds(recipe):

@@ -17,7 +17,7 @@ logger = logging.getLogger("yobx_flatten")
 
 
 class Waiting:
-    """What a library gets as soon as it is imported."""
+    """Recipes that a library gets when it is imported."""
 
     # deliver: gives the library one recipe; called while `lock` is held
     # lock: guards the recipes that wait. A backend holds it from the question whether the library is there to the last
@@ -57,7 +57,7 @@ class Waiting:
         return self._recipes.get(cls)
 
     def add(self, recipe: Recipe) -> None:
-        """Let a recipe wait, in place of another one of its class."""
+        """Let a recipe wait, instead of another one of its class."""
         with self.lock:
             if not self._recipes:
                 self._hook.install()

@@ -41,7 +41,7 @@ def _listed(names: list[str]) -> str:
 
 
 def read_adapter(path: pathlib.Path, rooms: Mapping[str, Port]) -> dict[str, torch.Tensor]:
-    """Return the matrices of a file by name of the input, as the files of a folder take them."""
+    """Return the matrices of an adapter by input name, checked against the inputs of the files."""
     # rooms: the optional inputs of all files of the folder, by name
     require("safetensors", purpose="an adapter")
     found = read_tensors(path, failure=DamagedFileError)

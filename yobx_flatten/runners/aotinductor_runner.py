@@ -61,7 +61,7 @@ class AOTInductorRunner(CheckedRunner):
 
 
 def is_package(path: pathlib.Path) -> bool:
-    """Return whether a file is a package of AOTInductor, and no program; nothing of it is loaded."""
+    """Return whether a file is an AOTInductor package, without loading it."""
     try:
         with zipfile.ZipFile(path) as archive:
             return any(_INSIDE in name for name in archive.namelist())
@@ -111,7 +111,7 @@ def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]
 
 
 def _machine(signature: Signature, metadata: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """What a package was made for, and what is here: code that the processor does not know would end the process."""
+    """Compare the machine that a package was compiled for with this one: unknown instructions would end the process."""
     made = str(metadata.get("AOTI_CPU_ISA", ""))
     lacks = [name for name in ("AVX512", "AVX2") if name in made.upper().split() and not has_instructions(name)]
     return [

@@ -94,7 +94,7 @@ class CheckedRunner:
         return first_line(error)
 
     def _call(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run the file on contiguous tensors in order; the outputs are memory of their own."""
+        """Run the file on contiguous tensors in order; the outputs do not share its memory."""
         raise NotImplementedError
 
     def _written_in_place(self, leaves: Mapping[str, torch.Tensor]) -> InPlaceCache:

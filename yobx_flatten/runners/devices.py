@@ -56,7 +56,7 @@ def is_on_cpu(providers: Providers) -> bool:
 
 
 def check_runs_on(session: Any, providers: Providers, file: str, failure: type[FlattenError] = GenerationError) -> None:
-    """Refuse a session whose provider did not start: onnxruntime goes on with the next one, and warns in its log."""
+    """Refuse a session whose provider did not start: onnxruntime continues with the next one, and warns in its log."""
     lost = [_name(one) for one in providers if _name(one) not in session.get_providers()]
     if lost:
         raise failure(
@@ -99,5 +99,5 @@ def _check_there(provider: str) -> None:
     package = next((package for name, _, package in DEVICES.values() if name == provider), None)
     remedy = ""
     if package not in (None, "onnxruntime"):
-        remedy = f" Install the build that does, in place of onnxruntime:\n    pip install {package}"
+        remedy = f" Install the build that has it, instead of onnxruntime:\n    pip install {package}"
     raise MissingDependencyError(f"The installed onnxruntime has no {provider}; it has {', '.join(there)}.{remedy}")

@@ -23,10 +23,10 @@ class Element(NamedTuple):
     """How one type of elements is stored."""
 
     code: int  # the type of the initializer, a value of `onnx.TensorProto.DataType`
-    pair: bool = False  # whether each element is stored as two numbers, in an axis of its own after the others
+    pair: bool = False  # whether each element is stored as two numbers, in its own axis after the others
     cast: bool = False  # whether the graph returns float32 in its place
     opset: int = 18  # the first version of ONNX's operators whose `Cast` knows the type
-    packed: int = 1  # how many numbers are stored in a byte; arrays of NumPy have each in a byte of its own then
+    packed: int = 1  # how many numbers are stored in a byte; arrays of NumPy have each in its own byte then
 
     def nbytes(self, count: int, itemsize: int) -> int:
         """The size of so many elements, whose size in memory is given."""
@@ -67,7 +67,7 @@ ELEMENTS: dict[str, Element] = {
 
 
 def pack(codes: Any, packed: int) -> Any:
-    """Put several numbers into a byte, the first one lowest, as ONNX has them.
+    """Pack several numbers into a byte, the first in the lowest bits, as ONNX does.
 
     >>> import numpy
     >>> pack(numpy.array([1, 2, 15], numpy.uint8), 2).tolist()

@@ -39,7 +39,7 @@ _FITS = {"2.13": "1.5"}  # minor versions of torch and executorch that were trie
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What a file is called with that takes one row and writes its cache in place."""
+    """Shapes of a file that takes one row and writes its cache in place."""
 
     in_place: Sequence[str]  # the inputs that are buffers
     inputs: Mapping[str, int]  # the axis of rows of each input that has one
@@ -160,10 +160,10 @@ def _use_threads(threads: int) -> None:
     if found == threads:
         return
     gc.collect()
-    if _OPEN:  # XNNPACK would go on in the pool that is deleted, and end the process
+    if _OPEN:  # XNNPACK would continue in the pool that is deleted, and end the process
         raise GenerationError(
             f"ExecuTorch has one pool for the process, and {next(iter(_OPEN)).name} is open in its {found} threads. "
-            f"Pass threads={threads} where the first file is opened, or open this one in a process of its own."
+            f"Pass threads={threads} where the first file is opened, or open this one in its own process."
         )
     library._unsafe_reset_threadpool(threads)
 
@@ -171,7 +171,7 @@ def _use_threads(threads: int) -> None:
 def open_pte(
     path: pathlib.Path, *, caller: str, failure: type[FlattenError], threads: int | None = None
 ) -> ExecuTorchRunner:
-    """Open a file. It is data: ExecuTorch runs operators of its own, and checks the file before it reads it."""
+    """Open a file. It is data: ExecuTorch runs its own operators, and checks the file before it reads it."""
     # failure: class of the error where there is no such file
     # threads: number of threads of all files in the process; `None`, the default, for what there is
     require_executorch(caller)

@@ -58,8 +58,7 @@ class FolderAdapters:
         for part, runner in runners.items():
             if not isinstance(runner, OnnxRunner):
                 raise InvalidArgumentError(
-                    f"adapter={name!r}: {runner.runtime} runs files with the weights that they hold. Adapters are "
-                    "switched with ONNX files in onnxruntime."
+                    f"adapter={name!r}: {runner.runtime} cannot switch adapters. Use ONNX files in onnxruntime."
                 )
             onnx[part] = runner
         rooms: dict[str, Port] = {}

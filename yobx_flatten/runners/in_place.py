@@ -114,7 +114,7 @@ class TensorBuffers(InPlaceCache):
         self._note_shapes()
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Have other rows; as many stay in the same memory."""
+        """Select rows; the memory is reused if their number stays."""
         for name in self.presents:
             found = self[name][:, :, : self._seen][rows]
             if self._own and len(rows) == len(self[name]):

@@ -93,7 +93,7 @@ def from_value(value: Any) -> Any:
     name = _AS_BYTES.get(value.element_type()) if hasattr(value, "element_type") else None
     if name is None:
         array = value.numpy() if hasattr(value, "numpy") else value
-        # onnxruntime's uint64 is a type of C of the same size, which torch does not take
+        # onnxruntime's uint64 is a type of C of the same size, which torch does not accept
         return array if is_text(array) else torch.from_numpy(array.view(array.dtype.str))
     # NumPy has no such type, so the bytes are read where they are
     data = bytearray(ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes()))

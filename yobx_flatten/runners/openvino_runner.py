@@ -93,7 +93,7 @@ def read_model(path: pathlib.Path) -> Any:
 def open_openvino(
     path: pathlib.Path, *, caller: str, failure: type[FlattenError], threads: int | None = None
 ) -> OpenVINORunner:
-    """Open a model. It is data: OpenVINO runs operators of its own."""
+    """Open a model. It is data: OpenVINO runs its own operators."""
     # failure: class of the error where there is no such file, or OpenVINO cannot compile it
     # threads: number of threads that one operator can use; `None`, the default, for OpenVINO's own choice
     require("openvino", purpose=caller, extra="openvino")
@@ -169,7 +169,7 @@ class StateCache(InPlaceCache):
             self._parts[name].state = openvino.Tensor(leaf.contiguous().numpy())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of what is in the state, by name of the input."""
+        """Return copies of the state, by input name."""
         found = {}
         for name, shape in self.shapes.items():
             if 0 in shape:
@@ -190,7 +190,7 @@ class StateCache(InPlaceCache):
         self._write({name: leaf[:, :, :kept] for name, leaf in self.tensors().items()})
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Have other rows: as many are the choice of the next call, and the state stays where it is."""
+        """Select rows; if their number stays, the next call selects them and the state is not copied."""
         # rows: for each new row the place of an old one
         if len(rows) == len(self.rows):
             self.rows = self.rows[rows]

@@ -24,7 +24,7 @@ KEPT_SCORES = "num_logits_to_keep"
 """Input of an ONNX file that has a value, so that none has to be given: of how many last tokens it returns scores."""
 
 _NAMES = (
-    f"Export it again with these names, which export_onnx gives by itself:\n"
+    "Export it again with these names, which export_onnx gives by itself:\n"
     f'    torch.onnx.export(..., input_names=[..., "{CACHE}.0.key"], output_names=[..., "{PRESENT}.0.key"])'
 )
 
@@ -75,8 +75,8 @@ def check_cache_outputs(
         takes, returns = f"{of or where} takes", "does not return" if of is None else f"{where} does not return"
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise GenerationError(
-            f"{takes} {name} and {returns} {present}{more}: the next call would not know what this one "
-            f"read. It returns {', '.join(outputs)}. {remedy}"
+            f"{takes} {name} and {returns} {present}{more}: the next call would not get the updated cache. It "
+            f"returns {', '.join(outputs)}. {remedy}"
         )
 
 

@@ -69,7 +69,7 @@ def holds(relation: Expression, sizes: Mapping[str, int]) -> bool:
 
 
 def bound_by_sums(name: str, relations: Iterable[Expression]) -> int:
-    """Return the least value that a size has by equalities with sums of other sizes, which are two or more.
+    """Return the lower bound of a size that equals a sum of other sizes, each two or more.
 
     >>> bound_by_sums("total", [("==", ("+", "past", "new"), "total"), ("<=", 9, "total")])
     4

@@ -27,7 +27,7 @@ def cache_tensors(cache: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def copied(runner: Runner, cache: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a cache that further calls leave as it is: values that calls return are not written to again."""
+    """Return a cache that later calls do not change."""
     if not isinstance(cache, InPlaceCache):
         return dict(cache)
     return runner.cache({name: leaf.clone() for name, leaf in cache_tensors(cache).items()})

@@ -37,7 +37,7 @@ Size = int | Mapping[str, int] | None
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What a file takes and returns."""
+    """The inputs and outputs of a file, with their types and sizes."""
 
     # name, type of the elements and sizes of every input, in order
     inputs: Sequence[tuple[str, torch.dtype, tuple[Size, ...]]]
@@ -72,7 +72,7 @@ class Signature:
         held: Mapping[str, tuple[int, ...]] | None = None,
     ) -> list[torch.Tensor]:
         """Return the inputs in order, contiguous, after their types and sizes are checked."""
-        # held: shapes of inputs that the library has in memory of its own, which are left out; none by default
+        # held: shapes of inputs that the library has in its own memory, which are left out; none by default
         held = held or {}
         taken = [(name, dtype) for name, dtype, _ in self.inputs if name not in held]
         found = [as_tensor(name, dtype, values.get(name), failure, where) for name, dtype in taken]

@@ -29,7 +29,7 @@ _FLOATS = {name for name in ELEMENTS if name.startswith(("float", "bfloat")) and
 
 
 class MiniOnnxBuilder:
-    """Makes an ONNX model without inputs that returns what was put into it, by name.
+    """Builds an ONNX model without inputs that returns the values put into it, by name.
 
     Args:
         target_opset: version of ONNX's operators. It is raised where an element type needs a newer one: 19 for 8-bit
@@ -53,7 +53,7 @@ class MiniOnnxBuilder:
         self._entries: dict[str, tuple[str, Any]] = {}
 
     def append_output_initializer(self, name: str, tensor: Any, randomize: bool = False) -> None:
-        """Add one tensor, which is an output of that name.
+        """Add one tensor as an output with that name.
 
         Args:
             name: name of the output.
@@ -125,7 +125,7 @@ class MiniOnnxBuilder:
             value and all(map(is_array, value if kind == "sequence" else value.values()))
         ):
             raise InvalidArgumentError(
-                f"MiniOnnxBuilder: {name!r} is made of tensors or arrays, at least one, which gives the type; found "
+                f"MiniOnnxBuilder: {name!r} needs at least one tensor or array, which determines the type; found "
                 f"{describe_class(value)}."
             )
         self._entries[name] = kind, value

@@ -44,7 +44,7 @@ def save_nested(path: str | os.PathLike[str], values: PyTree, *, external_data: 
     Raises:
         NotRegisteredError: when there is an object of a class that is not registered.
         InvalidArgumentError: when a tensor has no plain data (sparse, nested, on the meta device, quantized), is of a
-            subclass of its own, or when an object holds itself. The message has the line to type for each.
+            tensor subclass, or when an object holds itself. The message has the line to type for each.
         StaticDataError: when static data, or a leaf, is something that cannot be stored.
         MissingDependencyError: when onnx is not installed.
 

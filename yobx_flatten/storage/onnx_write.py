@@ -100,7 +100,7 @@ class OnnxWriter:
         self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), [output], **attributes))
 
     def add_output(self, name: str, code: int, dims: Sequence[int] | None, *, sequence: bool = False) -> None:
-        """Make something an output of the graph."""
+        """Make a value an output of the graph."""
         # code: type of its elements, a value of `onnx.TensorProto.DataType`
         # sequence: whether it is a sequence of tensors; `False` by default
         helper = self._onnx.helper

@@ -154,7 +154,7 @@ def run_case(case: StoredCase, runner: Runner, *, tolerance: float) -> CaseRepor
 
 
 def _inputs(runner: Runner, inputs: PyTree) -> tuple[dict[str, Any], list[str]]:
-    """What the runner is given, and the names of what it is not given."""
+    """Inputs of the runner, and the names of missing ones."""
     named = zip(leaf_names(inputs), plain_names(inputs), leaves_of(inputs), strict=True)
     given = [row for row in named if _is_data(row[2])]
     wanted = list(runner.ports)

@@ -32,7 +32,7 @@ _DRAWN = 10**9  # bytes; random numbers take no place in a file, so nothing else
 
 @dataclasses.dataclass(frozen=True)
 class Payload:
-    """What an initializer is made of."""
+    """The contents of an initializer."""
 
     record: Record  # what the metadata state of the leaf; the writer adds a checksum
     element: Element  # the type of the elements
@@ -79,7 +79,7 @@ def _write_tensor(leaf: torch.Tensor, name: str, where: str) -> tuple[Record, Pa
     obstacle = obstacle_of(leaf)
     if obstacle is not None:
         raise InvalidArgumentError(
-            f"{where} is a tensor of type {leaf.dtype}, {obstacle.what}. Store in its place:\n    {obstacle.line}"
+            f"{where} is a tensor of type {leaf.dtype}, {obstacle.what}. Store instead:\n    {obstacle.line}"
         )
 
     def data() -> memoryview:

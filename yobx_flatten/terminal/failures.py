@@ -26,7 +26,7 @@ CHECK_FAILED, REFUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 
 class UserError(FlattenError, ValueError):
-    """What was asked for on the command line does not exist."""
+    """A name on the command line does not exist."""
 
 
 def explain_failure(
@@ -75,7 +75,7 @@ def _with(line: str, text: str) -> str:
 
 
 def _names(error: BaseException) -> set[str]:
-    # newer versions of typer carry a click of their own
+    # newer versions of typer carry their own click
     return {base.__name__ for base in type(error).__mro__}
 
 

@@ -35,7 +35,7 @@ def starting(
 
 
 def has_libraries(program: str) -> bool:
-    """Return whether what a command line is made with is installed; if not, print the line that installs it."""
+    """Return whether the libraries of the command line are installed; if not, print the line that installs them."""
     missing = [name for name in ("typer", "rich") if not is_installed(name)]
     if missing:
         wanted = " and ".join(missing)
@@ -44,7 +44,7 @@ def has_libraries(program: str) -> bool:
 
 
 def reflow_help(app: typer.Typer) -> None:
-    """Let the terminal break the lines of the help; those of the docstrings that it is would stay, each with a rest."""
+    """Wrap help texts to the width of the terminal instead of that of the docstrings."""
     for command in (app.registered_callback, *app.registered_commands):
         paragraphs = inspect.cleandoc(command.callback.__doc__ or "").split("\n\n")
         command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
@@ -103,7 +103,7 @@ def _run(
     invoke = command.invoke
 
     def invoke_and_notice(context: typer.Context) -> Any:
-        # typer and click end a command by themselves then, each version in its own way, and some without a word
+        # typer and click end a command by themselves then, each version in its own way, and some silently
         try:
             return invoke(context)
         except KeyboardInterrupt as error:

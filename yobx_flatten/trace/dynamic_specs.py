@@ -23,13 +23,13 @@ _ATTACHED = "_dynamic_spec"
 
 
 def spec_classes() -> types.ModuleType | None:
-    """Return the module of the classes; ``None`` where it is not imported, or an older torch has others in it."""
+    """Return the module of the classes; ``None`` if it is not imported, or if torch is too old."""
     module = sys.modules.get("torch.fx.experimental.dynamic_spec")
     return module if all(hasattr(module, name) for name in _CLASSES) else None
 
 
 def opened_spec(spec: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:
-    """Return what a ``ShapesSpec`` or ``ParamsSpec`` was made of: its parameters, and its assumptions.
+    """Return the parameters and the assumptions of a ``ShapesSpec`` or ``ParamsSpec``.
 
     Anything else is returned as it is.
     """

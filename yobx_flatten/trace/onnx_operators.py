@@ -235,7 +235,7 @@ def _known() -> tuple[Any, ...]:
 
 
 class TraceSupport(Protocol):
-    """What a model library needs while its models are traced, and while programs of them are loaded."""
+    """Support of a model library while its models are traced, and while their programs are loaded."""
 
     modules: str
 

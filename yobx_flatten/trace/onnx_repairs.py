@@ -443,7 +443,7 @@ def plain_attention(
         mask, is_bool = op.LessOrEqual(op.Unsqueeze(columns, _axes(0)), op.Unsqueeze(rows, _axes(1))), True
     if mask is None:
         return op.MatMul(op.Softmax(scores, axis=-1), value)
-    if is_bool:  # the least number, and not an infinity, with which OpenVINO computes other numbers
+    if is_bool:  # the least number, and not an infinity, with which OpenVINO computes different values
         scores = op.Where(mask, scores, _like(-65504.0 if query.dtype == _FLOAT16 else -3.4028234e38, query))
         is_blind = op.Equal(op.ReduceMax(op.CastLike(mask, query), _axes(-1), keepdims=1), _like(0.0, query))
     else:

@@ -64,8 +64,8 @@ def _check_no_nested_tensors(tree: PyTree, name: str) -> None:
     for path, leaf in torch_leaves(tree, name):
         if issubclass(type(leaf), torch.Tensor) and leaf.is_nested:
             error = InvalidArgumentError(
-                f"{path} is a nested tensor, which torch.export does not take. Pass its rows filled up to one length, "
-                f"and a mask of their lengths:\n    torch.nested.to_padded_tensor({path}, 0.0)"
+                f"{path} is a nested tensor, which torch.export does not accept. Pass its rows padded to one length, "
+                f"and a mask:\n    torch.nested.to_padded_tensor({path}, 0.0)"
             )
             error.path = path  # type: ignore[attr-defined] # for check_inputs
             raise error
@@ -150,7 +150,7 @@ def has_no_data(module: torch.nn.Module, leaves: Iterable[Any], brought: Collect
 
 
 def check_not_offloaded(module: torch.nn.Module) -> None:
-    """Refuse a module whose weights accelerate brings when a layer is called: a trace has none of them."""
+    """Refuse a module whose weights accelerate loads when a layer is called: a trace would not find them."""
     for name, part in module.named_modules():
         hook = getattr(part, "_hf_hook", None)
         if any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ()))):
@@ -181,7 +181,7 @@ def on_other_devices(module: torch.nn.Module, tensors: Iterable[tuple[str, Any]]
 
 
 def about_devices(path: str, found: str, weights: str) -> str:
-    """Say what is the matter with an input on another device."""
+    """Explain the error of an input on another device."""
     return f"{path} is on {found}, the weights are on {weights}. Unless forward moves it, the trace stops. Move it:"
 
 

@@ -202,7 +202,7 @@ class _Writing:
             return Dim.DYNAMIC if least is variable.max is None else Dim.DYNAMIC(min=least, max=variable.max)
         if spec != size:
             place = path if axis is None else f"{path}: axis {axis}"
-            raise DynamicShapesError(f"{place} is to be {spec}, but is {size} in the example.")
+            raise DynamicShapesError(f"{place} should be {spec}, but is {size} in the example.")
         return None
 
 
@@ -224,7 +224,7 @@ def _check_values(sizes: list[Size], assumptions: tuple[Any, ...]) -> None:
         unknown = sorted(_name(symbol) for symbol in expression.free_symbols - values.keys())
         if unknown:
             raise DynamicShapesError(
-                f"{place}: {_name(expression)} depends on {unknown}, which is the size of no axis by itself."
+                f"{place}: {_name(expression)} depends on {unknown}, which is not the size of any axis."
             )
         found_value = expression.subs(values)
         if found_value != value:

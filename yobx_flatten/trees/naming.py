@@ -10,7 +10,7 @@ from .walk import key_name, node_of
 
 
 def leaf_names(tree: PyTree, *, cache: str = CACHE) -> list[str]:
-    """Name every leaf by the way to it.
+    """Name every leaf by its path.
 
     >>> leaf_names({"input_ids": 1, "extra": [2, {"a": 3}]})
     ['input_ids', 'extra.0', 'extra.1.a']

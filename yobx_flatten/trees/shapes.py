@@ -201,7 +201,7 @@ def _write(
 def _write_leaf(obj: object, path: _Path, axes: dict[int, str] | None, bounds: Mapping[str, int]) -> DynamicShapes:
     if isinstance(obj, torch.Tensor):
         if axes is not None and obj.dim() <= max(axes, default=-1):
-            return {}  # other than its name: a quantised layer has a scale, and an empty tensor in place of its keys
+            return {}  # other than its name: a quantised layer has a scale, and an empty tensor instead of its keys
         meanings = _PLAIN if axes is None else axes
         return {
             axis: _dim(obj, axis, path, meanings.get(axis), bounds)
@@ -321,8 +321,8 @@ def _check_leaf(obj: object, shapes: DynamicShapes, path: _Path) -> None:
             raise _misfit((*path, str(axis)), "a Dim, Dim.AUTO, Dim.DYNAMIC, a name, or None", dim)
         if obj.shape[axis] in (0, 1) and _must_vary(dim):
             raise DynamicShapesError(
-                f"{_format(path)}: axis {axis} is to vary, but has size {obj.shape[axis]} in the example; torch.export "
-                "takes sizes 0 and 1 for fixed. Pass an example of size 2 or more along this axis."
+                f"{_format(path)}: axis {axis} should vary, but has size {obj.shape[axis]} in the example; "
+                "torch.export fixes sizes 0 and 1. Pass an example of size 2 or more along this axis."
             )
 
 

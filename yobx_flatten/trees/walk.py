@@ -91,7 +91,7 @@ def children_of(node: pytree.NodeDef, obj: object, name: str, keys: tuple[Any, .
 
 
 def format_path(name: str, keys: Iterable[Any]) -> str:
-    """Write the way to an object as Python.
+    """Write the path to an object as Python.
 
     >>> format_path("batch", [pytree.MappingKey("x"), pytree.SequenceKey(1)])
     "batch['x'][1]"
@@ -161,7 +161,7 @@ def leaves(tree: PyTree, *, name: str = "tree") -> list[Leaf]:
 
 
 def _meaning(place: Place) -> dict[int, str] | None:
-    """What the axes of a leaf mean, by the class that holds it."""
+    """The meanings of a leaf's axes, from the class that holds it."""
     recipe = REGISTRY.recipe_in_force(type(place.parent)) if place.keys else None
     return None if recipe is None or recipe.axes is None else recipe.axes(key_name(place.keys[-1]))
 

@@ -8,7 +8,7 @@
                                                +--> 2 devices of 4 MB --> loss, ms -----+--> who ran what when, drawn
 
 Both models start from the same weights and see the same batches, of 10 rows, which 3 microbatches cannot share evenly.
-What a device holds at most is counted before, in steps of their own, as counting takes time.
+What a device holds at most is counted before, in separate steps, as counting takes time.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _timed(step: _Step, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[flo
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Operations run in one thread each: what is this small loses more by being shared out than it gains."""
+    """Run operations in one thread each, since small ones lose time by sharing."""
     found = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -234,8 +234,8 @@ def _compare(console: Any, needs: Needs) -> None:
     console.print("\n".join(lines))
     console.print(
         "\nPlain PyTorch has weights, gradients, what Adam remembers and all activations on the device, which refuses: "
-        f"{needs.refusal} The pipeline has them on the host, and brings a few layers at a time.\n\n"
-        "To compare with, plain training has the memory of the host from here on. The pipeline cuts the rows into "
+        f"{needs.refusal} The pipeline keeps them on the host, and loads a few layers at a time.\n\n"
+        "For the comparison, plain training now uses the memory of the host. The pipeline splits the rows into "
         "microbatches of 4, 3 and 3:"
     )
     console.print(f"\n{'step':>4}  {'plain':>9}  {'pipeline':>9}  {'difference':>10}  loss", style="bold")
@@ -279,7 +279,7 @@ class Needs:
 
 
 class CountingDevice(VirtualDevice):
-    """A virtual device whose limit is for all that is there: copies, activations, gradients, what operations need."""
+    """A virtual device whose memory limit covers copies, activations, gradients and the memory of operations."""
 
     def __init__(self, name: str, limit: int | None = None) -> None:
         super().__init__(name, memory_limit=limit)
@@ -292,7 +292,7 @@ class CountingDevice(VirtualDevice):
         return tensor
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Count what is made in the block."""
+        """Count the memory that the block allocates."""
         return self.footprint
 
 
@@ -339,7 +339,7 @@ def measure_needs(model: nn.Module, batches: Sequence[_Batch], loss_fn: _LossFn,
 
 
 def _train_plainly(model: nn.Module, batches: Sequence[_Batch], loss_fn: _LossFn, device: CountingDevice) -> None:
-    """What plain PyTorch does: the model goes to the device, and stays there with all that its training needs."""
+    """Train with plain PyTorch: the model and all that its training needs stay on the device."""
     model = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data = device.copy_in(parameter.data)

@@ -36,7 +36,7 @@ _PACKAGE = "yobx-flatten"
 # Libraries that a training can use, with what is left out without them.
 _LIBRARIES = {
     "torch": "nothing works",
-    "transformers": "models of transformers cannot be trained",
+    "transformers": "Hugging Face models cannot be trained",
     "safetensors": "no checkpoint can be saved",
     "accelerate": "RoundPipeTrainer and roundpipe train cannot run",
     "peft": "adapters (LoRA) cannot be trained",
@@ -69,7 +69,7 @@ def examine(folder: pathlib.Path = HERE) -> list[Check]:
 
 
 def _broken(name: str, error: Exception) -> list[Check]:
-    """A check that fails with an error: what is broken here is what the user wants to know."""
+    """The result of a check that raised an error, which the user wants to know."""
     return [Check(name, "fail", f"{type(error).__name__}: {first_line(error)}", "Report this.")]
 
 
@@ -92,7 +92,7 @@ def _version(name: str, lost: str, wanted: SpecifierSet) -> Check:
         return Check(name, "fail", f"{version}, and {wanted} is needed", f"pip install '{name}{wanted}'")
     for untried in untried_versions():
         if untried.library == name:
-            line = f"Should something fail, take that one: pip install '{name}<={untried.tried}'"
+            line = f"If something fails, install that version: pip install '{name}<={untried.tried}'"
             return Check(name, "warning", f"{version}, newer than the newest tried ({untried.tried})", line)
     return Check(name, "ok", f"{version} (newest tried: {NEWEST_TRIED[name]})" if name in NEWEST_TRIED else version)
 
@@ -125,11 +125,11 @@ def _accelerators() -> list[Check]:
             Check(
                 "accelerators",
                 "fail",
-                f"there is a driver of NVIDIA, and torch {torch.__version__} finds no device",
+                f"an NVIDIA driver is installed, but torch {torch.__version__} finds no device",
                 "Install a torch with CUDA (pytorch.org/get-started), and look at nvidia-smi and CUDA_VISIBLE_DEVICES.",
             )
         ]
-    return [Check("accelerators", "warning", "none, so training runs on virtual devices, made of the CPU")]
+    return [Check("accelerators", "warning", "none found: training runs on virtual devices, simulated on the CPU")]
 
 
 def _described(device: torch.device) -> str:
@@ -215,7 +215,7 @@ def _trained(devices: DeviceSpec, name: str) -> Check:
     difference = train_difference(devices)
     if not difference < _ROUNDING:  # NaN is also a difference
         return Check(title, "fail", f"differs from plain PyTorch by {difference:.1e}", "Report this, with these lines.")
-    return Check(title, "ok", f"two steps, as plain PyTorch does them but for {difference:.0e}")
+    return Check(title, "ok", f"two steps match plain PyTorch, except for {difference:.0e}")
 
 
 def train_difference(devices: DeviceSpec) -> float:

@@ -39,7 +39,7 @@ def doctor(
 
     Exit status: 0 nothing fails; 1 something fails.
     """
-    with progress("looking around, and training for two steps"):
+    with progress("checking this machine, and training for two steps"):
         findings = examine(disk)
         if machine is not None:
             measured = dataclasses.replace(describe_hardware(), call=call_seconds())

@@ -35,16 +35,16 @@ def _link(device: torch.device, rates: DeviceRates) -> Check:
     pageable = f"{format_bytes(rates.pageable_up)}/s and {format_bytes(rates.pageable_down)}/s"
     found = f"{up}/s up, {down}/s down, {both}/s both at once; from and to memory that is not pinned {pageable}"
     slow = min(rates.up, rates.down) < _SLOW_LINK
-    line = "Transfers will not hide. Is the card in a slot with all lanes?" if slow else ""
+    line = "Transfers are too slow to overlap with computing. Is the card in a slot with all lanes?" if slow else ""
     return Check(f"link of {device}", "warning" if slow else "ok", found, line)
 
 
 def _speed(device: torch.device, rates: DeviceRates) -> Check:
-    return Check(f"speed of {device}", "ok", f"{rates.flops / 1e12:.0f} TFLOP/s in products of matrices in bfloat16")
+    return Check(f"speed of {device}", "ok", f"{rates.flops / 1e12:.0f} TFLOP/s in bfloat16 matrix products")
 
 
 def _streams(device: torch.device, rates: DeviceRates) -> Check:
-    found = f"{rates.overlap:.0%} of a copy is hidden next to a computation"
+    found = f"{rates.overlap:.0%} of a copy overlaps with a computation"
     if rates.overlap >= _OVERLAPS:
         return Check(f"streams of {device}", "ok", found)
     line = "Copies wait for kernels. Unset CUDA_LAUNCH_BLOCKING, and end what else uses the device."

@@ -40,12 +40,12 @@ def plan(_: typer.Context, *, what: ModelOptions, machine: MachineOptions, step:
     if source.folder is None and not pathlib.Path(what.model).exists() and not what.json:
         say(f"{what.model}: a small model with random weights\n")
     length = _length(source, step.length)
-    with progress("building the model without memory") as show:
+    with progress("building the model without allocating memory") as show:
         training = _training(source, machine, step, show)
         count = step.microbatches or min(len(training.hardware.names) + 1, rows)
         if count > rows:
             raise UserError(
-                f"{rows} rows cannot be cut into {count} microbatches: --batch {count}, or --microbatches {rows}"
+                f"{rows} rows cannot be split into {count} microbatches: --batch {count}, or --microbatches {rows}"
             )
         size = {"batch": rows, "length": length, "num_microbatch": count}
         show("measuring the layers")
@@ -65,7 +65,7 @@ def _length(source: ModelSource, length: int | None) -> int:
     """The tokens of a row: as given, or as many as the model takes, up to 512."""
     longest = source.longest
     if length is not None and longest is not None and length > longest:
-        raise UserError(f"{source.name} takes rows of {longest} tokens at most: --length {longest}")
+        raise UserError(f"{source.name} accepts rows of at most {longest} tokens: --length {longest}")
     return length or min(512, longest or 512)
 
 
@@ -103,7 +103,7 @@ def _reference(training: PlannedTraining, report: PlanReport) -> tuple[PlanRepor
 
 
 def _remedy(training: PlannedTraining, report: PlanReport, size: Mapping[str, int], show: Any) -> SettingsChange | None:
-    """What to change so that the devices have room; ``None`` where they have, or where nothing helps."""
+    """Return a change with which the model fits on the devices; ``None`` if it fits, or if nothing helps."""
     if report.fits_devices is not False or report.too_large:
         return None
     show("looking for what fits")

@@ -64,7 +64,7 @@ class MachineOptions:
         }
 
     def hardware(self, dtype: torch.dtype) -> Hardware:
-        """Return the profile, with what is given in addition; without one, what is measured or assumed."""
+        """Return the profile with the given options; without a profile, measured or assumed values."""
         from ...estimate.hardware import describe_hardware, device_kind, device_names
         from ...estimate.machine_file import load_machine
 
@@ -98,7 +98,7 @@ class StepOptions:
     ] = None
     quantize: train.Quantize = "none"
     reference: Annotated[
-        bool, typer.Option(help="Add a frozen reference model, as DPO and GRPO compare with.", rich_help_panel=_STEP)
+        bool, typer.Option(help="Add a frozen reference model, as DPO and GRPO need.", rich_help_panel=_STEP)
     ] = False
     last_stage_copies: Annotated[
         str, option("N", "Number of devices that run the head; auto: as many as make the step faster.", _STEP)

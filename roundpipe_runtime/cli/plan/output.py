@@ -136,7 +136,7 @@ def _model(training: PlannedTraining, report: PlanReport) -> list[str]:
     ]
     if "assumed" in origin:
         lines.append("The devices are not here. Give their rates for better times: --bandwidth, --flops")
-    return [*lines, *(f"Not cut as wished, {reason}: {text}" for reason, text in training.cut.report.refused)]
+    return [*lines, *(f"Not split as requested, {reason}: {text}" for reason, text in training.cut.report.refused)]
 
 
 def _summary(report: PlanReport, rows: int, length: int) -> list[str]:
@@ -175,7 +175,7 @@ def _tables(report: PlanReport) -> list[str]:
         back = f", {format_bytes(layer.parts_down)} back" if layer.parts_down else ""
         copied = format_bytes(layer.parts_forward + layer.parts_backward)
         lines.append(f"    {layer.name}: {part} {copied} in{back}")
-    return ["  Tables that stay on the host, of which a microbatch copies parts", *lines] if lines else []
+    return ["  Tables that stay on the host; each microbatch copies parts of them", *lines] if lines else []
 
 
 def _layers(report: PlanReport) -> list[str]:
@@ -308,7 +308,7 @@ def _reference(found: Reference) -> list[str]:
     )
     return [
         f"The reference model takes {what}.",
-        f"  It adds a forward of {format_seconds(found.seconds)} to a step, and no memory of the devices.",
+        f"  It adds a forward of {format_seconds(found.seconds)} to a step, and needs no device memory.",
     ]
 
 
@@ -358,7 +358,7 @@ def _time(report: PlanReport) -> list[str]:
 
 
 def _disk(report: PlanReport) -> list[str]:
-    """What a step moves on the disk, if the state is on one."""
+    """Bytes that a step reads and writes on the disk, if the state is on one."""
     disk, machine = report.disk, report.hardware
     if disk is None:
         return []
@@ -371,7 +371,7 @@ def _disk(report: PlanReport) -> list[str]:
 
 
 def _kept_instead(report: PlanReport, up: int) -> list[str]:
-    """What a link copies if parameters stay on devices, where that is clearly less and fits."""
+    """Bytes that a link copies if parameters stay on devices, where that is clearly less and fits."""
     if report.simulated.keep_parameters or report.too_large:
         return []
     keeping = report.simulate(keep_parameters="auto")
@@ -419,7 +419,7 @@ def _verdict(report: PlanReport, change: SettingsChange | None) -> list[str]:
 
 
 def _host_remedies(report: PlanReport) -> list[str]:
-    """What the host needs with other options."""
+    """Memory of the host with other options."""
     host, free = report.host_memory, report.hardware.host or 0
 
     def line(option: str, count: int) -> str:

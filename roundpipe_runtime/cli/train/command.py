@@ -97,7 +97,7 @@ def train(
 
 @dataclasses.dataclass(frozen=True)
 class _Pupil:
-    """A model that is going to be trained, with what it comes from and learns from."""
+    """A model to train, with its source and its data."""
 
     source: tuning.ModelSource
     model: nn.Module
@@ -162,7 +162,7 @@ def _run(
     job, checkpoints = training.job, files.checkpoints(output)
     if files.resume:
         is_there = training.restore(checkpoints)
-        say(f"going on after step {training.step}" if is_there else f"no checkpoint in {checkpoints} yet")
+        say(f"continuing after step {training.step}" if is_there else f"no checkpoint in {checkpoints} yet")
     say(format_training(training))
     with Display(training.steps, first=training.step, log_every=files.log_every, is_shown=job.is_first) as display:
 
@@ -226,7 +226,7 @@ def _say_end(
     training: tuning.Training, outcome: tuning.Outcome, what: ModelOptions, files: FileOptions, argv: Any
 ) -> None:
     if outcome.status:
-        say(f"stopped after step {training.step} of {training.steps}, saved in {outcome.checkpoint}. To go on:")
+        say(f"stopped after step {training.step} of {training.steps}, saved in {outcome.checkpoint}. To continue:")
         say(f"    {_to_go_on(argv, training.job)}")
         return
     say(f"saved in {what.folder}, loaded from there and compared")
@@ -293,7 +293,7 @@ def _naming_memory(step: StepOptions) -> Iterator[None]:
 def _length(length: int | None, source: tuning.ModelSource) -> int:
     most = source.longest
     if length is not None and most is not None and length > most:
-        raise UserError(f"{source.name} takes rows of {most} tokens at most: --length {most}")
+        raise UserError(f"{source.name} accepts rows of at most {most} tokens: --length {most}")
     return length or min(512, most or 512)
 
 
@@ -302,7 +302,7 @@ def _adapters(text: str | None, source: tuning.ModelSource) -> tuning.Lora | Non
         return None
     if not source.has_weights:
         raise UserError(
-            f"{source.name} has random weights, and adapters are of no use without theirs. Name a folder with weights, "
+            f"{source.name} has random weights, so adapters would be useless. Name a folder with weights, "
             "or leave --lora out"
         )
     return tuning.Lora.parse(text)
@@ -333,7 +333,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def _to_go_on(argv: Any, job: tuning.Job) -> str:
-    """The line that was typed, for another run that goes on with this one."""
+    """The command line that continues this run."""
     words = [word for word in argv or ["train", "..."] if word != "--resume"]
     if job.size == 1:
         return shlex.join(["roundpipe", *words, "--resume"])
@@ -486,7 +486,7 @@ def format_model(model: nn.Module, source: ModelSource) -> str:
 
 
 def format_training(training: Training) -> str:
-    """Return how it goes."""
+    """Return one line on the progress."""
     report = training.pipeline.cut.report
     exact = report.equivalence
     proof = ""

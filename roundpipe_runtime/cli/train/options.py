@@ -70,7 +70,7 @@ LargeTables = Annotated[
 
 Quantize = Annotated[
     Literal["none", "nf4", "fp4", "int8"],
-    option("KIND", "Bits of the frozen weights with --lora: none, nf4, fp4 (bitsandbytes), int8 (torchao).", _RATE),
+    option("KIND", "With --lora: quantize the frozen weights: none, nf4, fp4 (bitsandbytes), int8 (torchao).", _RATE),
 ]
 
 
@@ -226,7 +226,7 @@ class StepOptions:
     batch: Batch = 8
     microbatches: Microbatches = None
     replicas: Annotated[
-        int | None, _number("Number of groups that a batch is cut into (default: one per process).", _STEP)
+        int | None, _number("Number of groups that a batch is split into (default: one per process).", _STEP)
     ] = None
     accumulate: Annotated[int, _number("Batches per optimizer step (gradient accumulation).", _STEP)] = 1
     steps: Annotated[int | None, _number("Number of steps, instead of --epochs.", _STEP)] = None
@@ -248,7 +248,7 @@ class StepOptions:
     def __post_init__(self) -> None:
         check_host_option(self.host)
         if self.steps is not None and self.epochs is not None:
-            raise UserError("--steps and --epochs both state how long. Leave one out")
+            raise UserError("--steps and --epochs both set the length. Leave one out")
         parse_gigabytes(self.keep_parameters, "--keep-parameters")
         if self.memory is not None:
             parse_bytes(self.memory, "--memory")
@@ -266,7 +266,7 @@ class StepOptions:
             for device in found:
                 if not isinstance(device, VirtualDevice):
                     raise UserError(
-                        f"--memory limits virtual devices, and {device.name} has a memory of its own. Leave it "
+                        f"--memory limits virtual devices, and {device.name} has its own memory. Leave it "
                         "out, or: --devices virtual:2"
                     )
                 device.memory_limit = parse_bytes(self.memory, "--memory")
@@ -275,7 +275,7 @@ class StepOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearningOptions:
-    """What the optimizer does with the gradients."""
+    """Settings of the optimizer."""
 
     lora: Annotated[
         str | None,
@@ -316,7 +316,7 @@ class FileOptions:
         float,
         option(
             "SECONDS",
-            "Under torchrun: end a process that was stopped (SIGSTOP) for so long, and with it the training.",
+            "Under torchrun: after how long a stopped process (SIGSTOP) is ended, and the training with it.",
             _STEP,
             min=1.0,
         ),
@@ -372,7 +372,7 @@ class FileOptions:
         if not self.resume and (there := list(checkpoints.glob("checkpoint-*"))):
             newest = max(there, key=lambda path: path.stat().st_mtime)
             raise UserError(
-                f"{newest} is of another run. Go on with that: --resume; or begin anew in another folder: "
+                f"{newest} belongs to another run. Continue that run: --resume; or start in another folder: "
                 "--checkpoint DIR"
             )
 
@@ -407,7 +407,7 @@ def settings_of(
 
 
 def check_quantize(kind: str, lora: str | None) -> None:
-    """Refuse weights in few bits that nothing trains next to."""
+    """Refuse quantized weights that nothing trains next to."""
     if kind != "none" and lora is None:
         raise UserError(f"--quantize {kind} freezes all weights, so nothing would train. Add adapters: --lora 8")
 
@@ -439,7 +439,7 @@ _LARGEST = 2**20  # bytes
 
 
 def read_config_file(context: typer.Context, path: pathlib.Path | None) -> pathlib.Path | None:
-    """Take the lines of a file as defaults of the options: the callback of ``--config``, which is looked at first."""
+    """Use the lines of a file as defaults of the options: the callback of ``--config``, which is read first."""
     if path is None or context.resilient_parsing:
         return path
     parameters = {one.name: one for one in context.command.params if one.name not in (*_OWN, "help")}
@@ -460,7 +460,7 @@ def read_config_file(context: typer.Context, path: pathlib.Path | None) -> pathl
 
 def _mapping_in(path: pathlib.Path) -> Mapping[str, Any]:
     require("yaml", purpose="--config", extra="train")
-    import yaml  # type: ignore[import-untyped] # its types are a package of their own
+    import yaml  # type: ignore[import-untyped] # its types are a separate package
 
     try:
         text = read_text(path, failure=UserError, most=_LARGEST)

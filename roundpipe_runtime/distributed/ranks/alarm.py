@@ -28,7 +28,7 @@ _LOOK = 0.5  # seconds between two looks at whether a process is stopped
 _BEAT = 5.0  # seconds between two beats, at most: a part of the patience
 _RECENT = 10.0  # seconds in which the end of a process follows from its stop: it runs again while it ends
 _PATIENCE = 3.0  # seconds in which a rank of another machine answers if it is alive
-_LEFT = "left"  # in place of the last beat of a process that stops listening
+_LEFT = "left"  # instead of the last beat of a process that stops listening
 
 
 class Alarm:

@@ -8,11 +8,11 @@ from ...errors import DistributedError
 
 
 class StoppedByRankError(DistributedError):
-    """Ends the work of this rank because another one has failed. The verdict replaces it by the cause."""
+    """Ends the work of this rank because another rank failed; it is replaced by the cause afterwards."""
 
 
 class RankStepError(DistributedError):
-    """The step of another rank has failed, and that of this rank is given up."""
+    """The step of another rank failed, so this rank gives up its step."""
 
 
 def format_failure(error: BaseException) -> str:
@@ -62,7 +62,7 @@ def ranks_gone(ranks: Sequence[int], cause: object, stopped: float = 0.0) -> Dis
 
 
 def ranks_disagree(values: Sequence[Mapping[str, object]]) -> DistributedError | None:
-    """Return the error for ranks of which one states something else than rank 0; ``None`` if all state the same."""
+    """Return the error for a rank whose values differ from those of rank 0; ``None`` if all agree."""
     for rank, stated in enumerate(values):
         for name in {**values[0], **stated}:
             first, other = values[0].get(name, "nothing"), stated.get(name, "nothing")

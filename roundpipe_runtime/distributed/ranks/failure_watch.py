@@ -14,7 +14,7 @@ from .errors import StoppedByRankError
 
 
 class _CallNews:
-    """What is known of one call: its run, and why it stops."""
+    """State of one call: its run, and why it stops."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
@@ -45,14 +45,14 @@ class News:
 
     @property
     def reason(self) -> BaseException | None:
-        """Why the call that is under way stops; ``None`` while it goes on."""
+        """Why the call that is under way stops; ``None`` while it continues."""
         return self._call.reason
 
     @contextlib.contextmanager
     def listening(self, number: int) -> Iterator[None]:
         """Hear the other ranks during a call."""
         # number: number of the call; news of others do not concern it
-        # Other threads deliver news, and may do so when the next call has begun: each call has an object of its own.
+        # Other threads deliver news, and may do so when the next call has begun: each call has its own object.
         call = self._call = _CallNews()
 
         def hear(failed: int | None) -> None:

@@ -14,7 +14,7 @@ _ENDED = ("Z", "X")  # states of a process that has ended, of which its parent m
 
 
 def this_machine() -> str:
-    """Return a name that processes have in common if they see each other; where that is not known, one of its own."""
+    """Return a name that processes share if they run on one machine, and a unique name if that is not known."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"

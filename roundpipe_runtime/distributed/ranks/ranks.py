@@ -54,7 +54,7 @@ class Ranks:
         return [value]
 
     def fail_step(self, text: str) -> None:
-        """Notify the other ranks, which may wait in the middle of their step, that the one of this rank has failed."""
+        """Notify the other ranks, which may wait in their step, that the step of this rank failed."""
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Fill a tensor with that of rank 0."""
@@ -64,7 +64,7 @@ class Ranks:
         into.copy_(out)
 
     def gather(self, parts: Sequence[Sequence[torch.Tensor]], members: Sequence[int], channel: Channel) -> None:
-        """Fill tensors in place with what other ranks have in the same places."""
+        """Fill tensors in place with the values of other ranks."""
         # parts: for each tensor its parts, one per member, each contiguous; the own part is sent
 
     def send(
@@ -120,7 +120,7 @@ class MeshRanks(Ranks):
         return found
 
     def fail_step(self, text: str) -> None:
-        """Notify the other ranks, which may wait in the middle of their step, that the one of this rank has failed."""
+        """Notify the other ranks, which may wait in their step, that the step of this rank failed."""
         with contextlib.suppress(
             RuntimeError
         ):  # the store is gone, which the other ranks notice at their next exchange
@@ -139,7 +139,7 @@ class MeshRanks(Ranks):
         self.sent["data"] += (sum(give) - give[self.rank]) * out.element_size()
 
     def gather(self, parts: Sequence[Sequence[torch.Tensor]], members: Sequence[int], channel: Channel) -> None:
-        """Fill tensors in place with what other ranks have in the same places."""
+        """Fill tensors in place with the values of other ranks."""
         count, own = len(members), members.index(self.rank)
         out, into = [], []
         for distance in range(1, count):

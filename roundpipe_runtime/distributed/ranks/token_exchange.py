@@ -6,7 +6,7 @@
     attention     rank 0: tokens 0 1 2 3 | heads a      rank 1: tokens 0 1 2 3 | heads b
     output        rank 0: tokens 0 1 | heads a b        rank 1: tokens 2 3 | heads a b
 
-The exchange is one all-to-all of a group of its own, called by the thread of the only device of each rank, so that
+The exchange is one all-to-all of its own group, called by the thread of the only device of each rank, so that
 every rank calls in the same order (Jacobs et al., *DeepSpeed Ulysses*, 2023).
 """
 
@@ -29,7 +29,7 @@ _PERIOD = 0.0002  # seconds between two looks at an exchange that has not ended
 class TokenExchange:
     """The exchanges of one model among the ranks of a mesh."""
 
-    # reason: returns why the call under way is to be given up, as another rank has failed; `None` while it goes on
+    # reason: returns why the call under way is to be given up, as another rank has failed; `None` while it continues
 
     def __init__(self, mesh: DeviceMesh, reason: Callable[[], BaseException | None]) -> None:
         self._members: list[int] = mesh.mesh.flatten().tolist()
@@ -49,7 +49,7 @@ class TokenExchange:
         return found
 
     def swap(self, parts: torch.Tensor) -> torch.Tensor:
-        """Give part i of the first axis to rank i, and return what each rank gave."""
+        """Send part i of the first axis to rank i, and return the parts received."""
         if self._group is None:
             self._group = dist.new_group(self._members, timeout=job_timeout(), backend="gloo")
         out = parts.to("cpu").contiguous()

@@ -18,7 +18,7 @@ from .reduction import ReductionPlan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opening:
-    """What a rank states before a call."""
+    """The message of a rank before a call."""
 
     rows: list[list[int | None]]  # rows of each microbatch, for each group of the rank
     seed: int  # seed of random layers
@@ -29,7 +29,7 @@ class Opening:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a rank states after its runs."""
+    """The message of a rank after its runs."""
 
     begun: int  # number of exchanges of gradients that it has begun
     failure: str | None  # error of this rank; `None` if it has none of its own
@@ -37,17 +37,17 @@ class Verdict:
     had: frozenset[tuple[int, int]] = frozenset()  # parameters that got a gradient
     # buffers that its first group wrote, by layer and number
     buffers: Mapping[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
-    feeds: bool = False  # whether gradients go on from its inputs
+    feeds: bool = False  # whether gradients continue from its inputs
     total: Any = None  # loss of the batch, of a call in two passes
     has_drawn: bool = False  # whether a layer has drawn from torch's generators
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Halfway:
-    """What a rank states between forward and backward, where the loss is one of the whole batch."""
+    """The message of a rank between forward and backward, if the loss is one of the whole batch."""
 
     of_groups: Sequence[Any]  # what the loss needs to know of each group of the rank
-    failure: str | None = None  # error of this rank; `None` if it can go on
+    failure: str | None = None  # error of this rank; `None` if it can continue
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class RankCall(Call):
     total: Any = None  # loss of the batch, of a call in two passes
     # buffers that the first group of this rank wrote, where the model has them already
     written: Mapping[tuple[int, int], torch.Tensor] | None = None
-    feeds: bool = True  # whether the call goes on backward from the inputs; autograd does otherwise
+    feeds: bool = True  # whether the call continues backward from the inputs; autograd does otherwise
 
     def losses(self, turn: int) -> LossContract:
         """Return the contract of the losses of a group."""
@@ -71,8 +71,8 @@ class RankCall(Call):
         """Take the run of a group that has succeeded."""
         if len(run.spec.contents) in run.collected.gradients:
             raise DistributedError(
-                "The loss function trains parameters of its own, which no layer holds, so they are not summed over the "
-                "ranks. Make them part of the model: a last layer that returns what the loss needs."
+                "The loss function trains parameters of its own, which belong to no layer, so their gradients are not "
+                "summed over the ranks. Move them into the model: into a last layer that returns what the loss needs."
             )
         Call.add(self, run, inputs)  # a class with slots is made anew, so that super() has another one
 
@@ -97,7 +97,7 @@ class GroupLosses(LossContract):
 
     @property
     def kind(self) -> str | None:
-        """What the loss function returns; ``None`` before the first loss."""
+        """The kind of value that the loss function returns; ``None`` before the first loss."""
         return self._whole.kind
 
     @property

@@ -106,7 +106,7 @@ class RankCalls(OneGroup[Engine]):
     def make_steps(
         self, store: ParameterStore, table: ReadinessTable, scan: Callable[[], Sequence[LayerContents]]
     ) -> StepRunner:
-        """Return what runs the optimizer's steps."""
+        """Return the runner of the optimizer's steps."""
         return RankSteps(self.store, table, scan)
 
     def begin(self, engine: Engine, model: nn.Module) -> None:
@@ -388,7 +388,7 @@ def with_rows(parts: list[list[FlatMicrobatch]]) -> list[list[FlatMicrobatch]]:
 
 
 def describe_model(model: nn.Module, **options: Any) -> dict[str, object]:
-    """Return what makes a model and its pipeline, by name, for :func:`ranks_disagree`."""
+    """Describe a model and its pipeline by name, for :func:`ranks_disagree`."""
     stated: dict[str, object] = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in _tensors(model)}
     return stated | {name: str(value) for name, value in options.items()}
 
@@ -396,7 +396,7 @@ def describe_model(model: nn.Module, **options: Any) -> dict[str, object]:
 def describe_call(
     contents: list[LayerContents], config: RoundPipeRunConfig, *, call: str, step: int, is_deferred: bool
 ) -> dict[str, object]:
-    """Return what makes a call, by name, for :func:`ranks_disagree`."""
+    """Describe a call by name, for :func:`ranks_disagree`."""
     trainable = [
         (layer.index, number)
         for layer in contents
@@ -434,8 +434,7 @@ def share_weights(model: nn.Module, ranks: Ranks) -> None:
     if different and ranks.rank == 0:
         warn(
             f"The ranks began with different values of {len(different)} parameters or buffers, like "
-            f"{tensors[different[0]][0]!r}; all have those of rank 0 now. The same seed on all ranks makes them the "
-            "same:\n"
+            f"{tensors[different[0]][0]!r}; all ranks now use the values of rank 0. Set the same seed on all ranks:\n"
             "    torch.manual_seed(0)  # before the model is made",
             RoundPipeWarning,
         )
@@ -481,7 +480,7 @@ class KeptSums:
             run.collected.gradients.clear()
 
     def send(self, plan: ReductionPlan, ranks: Ranks) -> list[dict[nn.Parameter, torch.Tensor]]:
-        """Sum them over the groups of all ranks, which all call this, and keep nothing."""
+        """Sum them over the groups of all ranks; all ranks call this."""
         reduction = Reduction(plan, ranks)
         sums, self._sums = self._sums, {}
         layers = {bucket.layer for bucket in plan.buckets}

@@ -226,8 +226,8 @@ def _gradients(losses: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[t
     roots = [loss for loss in losses if isinstance(loss, torch.Tensor) and loss.requires_grad]
     if other_leaves(roots, wanted):
         raise DistributedError(
-            "The loss function trains parameters of its own, which no layer holds, so they are not summed over the "
-            "ranks. Make them part of the model: a last layer that returns what the loss needs."
+            "The loss function trains parameters of its own, which belong to no layer, so their gradients are not "
+            "summed over the ranks. Move them into the model: into a last layer that returns what the loss needs."
         )
     if roots:
         torch.autograd.backward(roots, inputs=wanted)
@@ -239,7 +239,7 @@ def _gradients(losses: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[t
 
 @dataclasses.dataclass(slots=True)
 class GroupPasses:
-    """The forward of the groups of a rank, and what its backward needs."""
+    """The forward of the groups of a rank, and the state for its backward."""
 
     parts: list[list[FlatMicrobatch]]  # microbatches of each group
     config: RoundPipeRunConfig  # settings of the call
@@ -265,7 +265,7 @@ class GroupPasses:
         return found or self.empty
 
     def inputs(self) -> list[torch.Tensor]:
-        """Return the inputs that gradients go on from."""
+        """Return the inputs that gradients continue from."""
         return [
             tensor
             for _, values in self.runs
@@ -341,8 +341,8 @@ class _Groups(torch.autograd.Function):
         passes, ctx.passes = ctx.passes, None
         if torch.is_grad_enabled() or passes is None:
             raise StageError(
-                "The forward of a pipeline goes backward once, without create_graph=True and retain_graph=True. Call "
-                "forward again; gradients of gradients are those of the model itself:\n"
+                "A pipeline's forward supports one backward, without create_graph=True or retain_graph=True. Call "
+                "forward again. For second-order gradients, use the model itself:\n"
                 "    model = pipeline.model"
             )
         ctx.back(gradients)

@@ -94,12 +94,12 @@ class Reduction:
             return self._begun
 
     def finish(self, begun: int) -> None:
-        """End a reduction that was stopped: give zeros where another rank waits for this one."""
+        """End a stopped reduction: send zeros to ranks that wait for this one."""
         with self._changed:
             self._limit = begun
             self._changed.notify_all()
 
-    # -- in a thread of its own --------------------------------------------------------------------------------------
+    # -- in its own thread --------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Do all exchanges, in order."""
@@ -116,7 +116,7 @@ class Reduction:
         self._memory.clear()
 
     def _may_begin(self, step: int, turn: int, layer: int) -> bool:
-        """Wait until it is clear what this rank gives; report whether it takes part in the step."""
+        """Wait for the contribution of this rank; report whether it takes part in the step."""
         is_giver = turn < len(self._own)
         with self._changed:
             self._changed.wait_for(

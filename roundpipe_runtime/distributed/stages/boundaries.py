@@ -71,7 +71,7 @@ class Boundary:
             raise StageError(
                 f"{what} differs from what the stages agreed on when they were made, in its classes or in what is not "
                 f"a tensor:\n    agreed {_text(self.structure)}\n    found  {_text(structure)}\n"
-                "Only tensors travel with each microbatch. Make a tensor of what varies, or return None for it:\n"
+                "Only tensors are sent with each microbatch. Make a tensor of the value that varies, or return None:\n"
                 "    torch.tensor(count)"
             )
         for number, (tensor, agreed) in enumerate(zip(tensors, self.tensors, strict=True)):

@@ -257,7 +257,7 @@ class DistributedPipeline:
             raise ConfigError(
                 "The processes have the stages "
                 + ", ".join(f"{one[0]} (rank {rank})" for rank, one in enumerate(found))
-                + ". Each number from 0 on must be in one of them, and each process needs one:\n"
+                + ". Each number, counted from 0, must be in one of them, and each process needs at least one:\n"
                 "    DistributedPipeline({dist.get_rank(): module}, ...)"
             )
         if any(one[1:] != found[0][1:] for one in found):
@@ -480,7 +480,7 @@ class StageModule(nn.Module):
 
 
 def arguments(received: Boundary | None, tensors: tuple[torch.Tensor, ...], own: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the positional arguments of a stage: the caller's for the first one, else what arrived.
+    """Return the positional arguments of a stage: those of the caller for the first stage, otherwise the received ones.
 
     A tuple arrives as several arguments, anything else as one.
     """

@@ -23,7 +23,7 @@ from ..ranks.ranks import Ranks
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a tensor, without a graph; a tensor that is not a DTensor is whole."""
+    """Return the local part of a tensor, without a graph; a tensor that is not a DTensor is complete."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -71,7 +71,7 @@ class ShardedStore(RankStore):
         return shards(whole, self.ranks.num_shards)[self._number]
 
     def has_own_rows(self, parameter: nn.Parameter) -> bool:
-        """Report whether the optimizer gets numbers of its own, and not those of the parameter."""
+        """Report whether the optimizer gets its own numbers, and not those of the parameter."""
         return self.gradient_dtype(parameter) != parameter.dtype
 
     def _target(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
@@ -182,7 +182,7 @@ class ShardedStore(RankStore):
             self._published.add(id(parameter))
 
     def _update(self, held: Mapping[nn.Parameter, Target]) -> None:
-        """Write what all ranks have stepped into the parameters of a layer."""
+        """Copy the values stepped by all ranks to the parameters of a layer."""
         for parameter, shard in held.items():
             shard.write(parameter)
         self._gather([shards(p.detach(), self.ranks.num_shards) for p in held if is_cut(p)])

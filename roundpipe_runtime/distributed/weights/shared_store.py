@@ -47,7 +47,7 @@ class SharedStore(ShardedStore):
         self._routes = routes(machines, count)
 
     def has_own_rows(self, parameter: nn.Parameter) -> bool:
-        """Report whether the optimizer gets numbers of its own: a step must write nothing that others may read."""
+        """Report whether the optimizer gets its own numbers: a step must write nothing that others may read."""
         return True
 
     def check(self) -> None:
@@ -66,7 +66,7 @@ class SharedStore(ShardedStore):
                 )
 
     def _update(self, held: Mapping[nn.Parameter, Target]) -> None:
-        """Write what the ranks have stepped into the parameters of a layer."""
+        """Copy the values stepped by the ranks to the parameters of a layer."""
         if not held:
             return
         self.ranks.barrier("weights")
@@ -222,7 +222,7 @@ def _open(nbytes: int, process: int, file: int, token: bytes) -> mmap.mmap:
 
 
 def _view(memory: mmap.mmap, at: int, parameter: nn.Parameter) -> torch.Tensor:
-    """The place of a parameter, with a storage of its own: it is saved alone."""
+    """The place of a parameter, with its own storage: it is saved alone."""
     data = parameter.data
     flat = torch.frombuffer(memory, dtype=data.dtype, count=data.numel(), offset=at)
     return flat.as_strided(data.shape, data.stride())
@@ -231,7 +231,7 @@ def _view(memory: mmap.mmap, at: int, parameter: nn.Parameter) -> torch.Tensor:
 def _agreed(
     ranks: Ranks, offer: tuple[int, int, bytes] | None, failure: BaseException | None
 ) -> list[tuple[int, int, bytes] | None]:
-    """What each rank offers, or the error of one of them on all."""
+    """Exchange one value per rank, or raise the error of one rank on all."""
     said = ranks.exchange((offer, None if failure is None else f"{type(failure).__name__}: {failure}"))
     if failure is not None:
         raise failure

@@ -118,8 +118,8 @@ class RankSteps(StepRunner):
         whole = {id(parameter) for parameter in self._store.model.parameters()} - targets
         if held & whole:
             raise DistributedError(
-                f"{type(optimizer).__name__} was made of the whole parameters of the model, which get no gradient: "
-                "this rank has the sums of its own rows only. Make it of those:\n"
+                f"{type(optimizer).__name__} was made from the full parameters of the model, which get no gradient: "
+                "this rank has the gradients of its own rows only. Make it inside OptimizerCtx:\n"
                 "    with OptimizerCtx():\n"
                 f"        optimizer = {type(optimizer).__name__}(model.parameters(), ...)"
             )
@@ -138,7 +138,7 @@ class RankSteps(StepRunner):
             return
         raise DistributedError(
             f"{type(optimizer).__name__} {problem}. This rank has one shard in {self.ranks.num_shards} of each matrix. "
-            "Keep everything whole on each host, with the same numbers for any number of ranks:\n"
+            "Keep whole matrices on each host; results do not depend on the number of ranks:\n"
             f'    mesh = init_device_mesh("cpu", ({self.ranks.size}, 1))\n'
             "    model = RoundPipe(model, mesh=mesh)"
         )

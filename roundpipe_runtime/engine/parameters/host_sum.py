@@ -12,7 +12,7 @@ from ...device.events import Event
 
 
 class HostSum:
-    """The sum of gradients of parts of one parameter. It is an event of its own: :meth:`result` completes it."""
+    """The sum of gradients of parts of one parameter. It is its own event: :meth:`result` completes it."""
 
     # form: shape and dtype of the sum
     # memory: function that returns memory of the host for it. Default: new memory.

@@ -41,12 +41,12 @@ _ON_PARTS: dict[Any, Callable[..., Any]] = {}
 
 
 def on_tables(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], None]:
-    """Register what is called instead of a function that gets a table; it may return ``NotImplemented``."""
+    """Register a replacement for a function that gets a table; it may return ``NotImplemented``."""
     return functools.partial(_ON_PARTS.__setitem__, function)
 
 
 class PartsDevice(Protocol):
-    """The part of a device that copies rows and slices."""
+    """The interface of a device for copies of rows and slices."""
 
     torch_device: torch.device
 
@@ -106,7 +106,8 @@ class HostTable(torch.Tensor):
     ) -> Any:
         """Refuse what reaches the table below torch functions, where no graph would be recorded."""
         raise StageError(
-            f"{func} reads a large table that stays on the host, in a way that no stand-in sees. Let it travel whole:\n"
+            f"{func} reads a large table that stays on the host, in a way that is not supported. Copy the whole "
+            "table to the devices:\n"
             '    RoundPipe(model, large_tables="whole")'
         )
 
@@ -152,7 +153,7 @@ class TableAccess:
         return self.source.shape[0]
 
     def up(self, part: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the device, which computes after it has come."""
+        """Return a copy on the device; later work of the device waits for it."""
         copy = self.device.copy_in(part)
         with self.device.computing():  # what is computed from here on waits for the copy
             return copy
@@ -197,7 +198,7 @@ class TableAccess:
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """What gradients end in on the device, in addition to the stand-in."""
+        """The leaf tensors on the device that get gradients, in addition to the stand-in."""
         return [] if self._whole is None else [self._whole]
 
     # -- down --------------------------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ def rows_of_table(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """Look up rows, of which only those that occur travel. The numbers are those of the whole table."""
+    """Look up rows; only rows that occur are copied. Their numbers are those of the whole table."""
     if not isinstance(weight, HostTable) or max_norm is not None or scale_grad_by_freq or sparse:
         return NotImplemented  # these write the table, count in it, or make another kind of gradient
     return _Rows.apply(weight, input, padding_idx, weight.access)  # type: ignore[no-untyped-call] # torch's
@@ -392,7 +393,7 @@ class LayerTables:
         return next(iter(self._tables[parameter].leaves), None)
 
     def hand_over(self, take: Callable[[nn.Parameter, torch.Tensor], bool]) -> None:
-        """Offer the sum of each gradient to a function; what it takes is forgotten."""
+        """Offer the sum of each gradient to a function; sums that it accepts are dropped here."""
         for parameter, table in self._tables.items():
             found = table.pop_sum()
             if found is not None:
@@ -401,7 +402,7 @@ class LayerTables:
                     table.sum = found
 
     def pop_gradients(self, scale: float, dtype: Callable[[nn.Parameter], torch.dtype] | None) -> _Sums:
-        """Return the sums, and what completes them; they are gone from here."""
+        """Remove and return the sums, and the event when they are complete."""
         # dtype: function that returns the dtype in which the host keeps one. Default: that of the sum.
         gone: _Sums = {}
         for parameter, table in self._tables.items():

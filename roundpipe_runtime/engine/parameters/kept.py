@@ -78,12 +78,12 @@ class KeptParameters:
         # Parameters that stay from their next upload on.
         self._chosen: frozenset[int] = frozenset()
         self._uploaded = self._reused = self._skipped = 0
-        # Each device uploads in a thread of its own.
+        # Each device uploads in its own thread.
         self._lock = threading.Lock()
 
     @property
     def traffic(self) -> ParameterTraffic:
-        """What was copied so far, and what stays."""
+        """Bytes that were copied so far, and bytes that stay."""
         with self._lock:
             kept = {
                 name: sum(bytes_present(copy.tensor) for copy in list(found.values()))
@@ -98,7 +98,7 @@ class KeptParameters:
         version: int,
         nbytes: float,
     ) -> None:
-        """Choose what stays from now on, and release what does not, or was written since."""
+        """Choose the parameters that stay from now on, and release all others and those that were written since."""
         if nbytes <= 0:
             self._chosen = frozenset()
             self.drop()
@@ -128,7 +128,7 @@ class KeptParameters:
         version: int,
         copy: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, bool]:
-        """Return the copy of a parameter, or of a part of one, on a device: the one that is there, else a new one."""
+        """Return the copy of a parameter, or of a part of one, on a device; it is made if it is missing."""
         key, copies = id(parameter), self._copies[device.name]
         here = copies.get(key)
         if here is not None:

@@ -43,8 +43,8 @@ def check_not_kept(leaf: torch.Tensor) -> None:
     title = getattr(leaf, _LAYER, None)
     if title is not None:
         raise StageError(
-            f"The loss uses a tensor that {title} kept on itself. Its gradient would be lost: the backward of a layer "
-            "begins at what it returned. Also return the tensor, and hand it on to the loss:\n"
+            f"The loss uses a tensor that {title} kept on itself. Its gradient would be lost: the backward of a "
+            "layer begins at its outputs. Also return the tensor, and hand it on to the loss:\n"
             "    return outputs, auxiliary_loss"
         )
 
@@ -146,7 +146,7 @@ class LayerOnDevice:
         return copy
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return ``function()``, called while the copies stand in the module; one thread at a time."""
+        """Call ``function()`` while the module holds the copies; one thread at a time."""
         buffers, states = self.contents.buffers, self.contents.states
         is_trained = self.contents.module.training and torch.is_grad_enabled()
         versions = [copy._version for _, _, copy, _ in self._places] if is_trained else []
@@ -243,7 +243,7 @@ class LayerOnDevice:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def take_gradients(self) -> None:
-        """Add what the last backward left to the sums of this visit, one microbatch after the other.
+        """Add the gradients of the last backward to the sums of this visit, one microbatch after the other.
 
         Autograd sums in ``grad`` of the copy, in the same order. Only what is summed in another dtype is taken away.
         """
@@ -294,7 +294,7 @@ class LayerOnDevice:
                         total.add_(_addend(gradient, dtype))
 
     def hand_over(self, take: Callable[[nn.Parameter, torch.Tensor], bool]) -> None:
-        """Offer each gradient to a function; what it takes is forgotten."""
+        """Offer each gradient to a function; gradients that it accepts are dropped here."""
         # take: gets a parameter of the host and its gradient on the device; returns whether it took it
         for parameter in self.contents.parameters():
             copy = self._parameters[id(parameter)]

@@ -45,7 +45,7 @@ class PartialTable:
 
     def __init__(self, tensor: torch.Tensor, device: Device, *, by_rows: bool, count: Callable[[int], None]) -> None:
         self._device, self.by_rows, self._count = device, by_rows, count
-        # The same memory with a version of its own: what is written was never read. The tensor itself refers to this
+        # The same memory with its own version: what is written was never read. The tensor itself refers to this
         # object, and the other way would keep its memory until a collection.
         self._memory = self.as_rows(tensor.data)
         self._is_poisoned = False
@@ -76,7 +76,7 @@ class PartialTable:
 
 
 class TableReader:
-    """What one visit of a layer reads of a table, and the tensor of the host that it copies rows from."""
+    """The rows that one visit of a layer reads of a table, and the host tensor that they are copied from."""
 
     # Two layers may share a parameter, and so a table that stays: each knows what it has read itself.
 

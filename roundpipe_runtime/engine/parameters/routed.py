@@ -129,7 +129,7 @@ def find_groups(layer: LayerContents) -> dict[str, Members]:
     return {
         str(name): members
         for (name, *_), members in alike.items()
-        if count[name] == 1  # in a list of modules that differ, each has a name of its own for its place
+        if count[name] == 1  # in a list of modules that differ, each has its own name for its place
         and (len(members) > 1 or (members[0].dim() == 3 and len(members[0]) > 1))
         and sum(parameter.nbytes for parameter in members) >= LEAST_BYTES
     }
@@ -145,7 +145,7 @@ def _names(module: nn.Module, prefix: str) -> Iterator[tuple[int, str]]:
 
 
 def _is_plain(parameter: nn.Parameter, source: torch.Tensor) -> bool:
-    """Whether parts of a parameter can be copied: it has numbers of its own, one after the other, on the host."""
+    """Whether parts of a parameter can be copied: it has its own numbers, one after the other, on the host."""
     is_known = type(parameter) is nn.Parameter and type(source) in (nn.Parameter, torch.Tensor)
     is_strided = source.layout == torch.strided and source.is_contiguous() and source.device.type == "cpu"
     return is_known and is_strided and source.is_floating_point() and not source.is_inference() and source.numel() > 0

@@ -147,7 +147,7 @@ def _name_of(func: Any) -> str:
 
 
 def _view(stand: RowsOnDemand, view: Any) -> Any:
-    """What stands for a view, where its rows are those of the parameter; else the view itself, of all rows."""
+    """The stand-in for a view whose rows are those of the parameter; otherwise the view itself, of all rows."""
     tensor, table, known, is_proved = stand._stands_for
     if view is tensor:
         return stand
@@ -302,7 +302,7 @@ class PartialLayer:
     def present_parts(
         self, parameter: nn.Parameter, copy: torch.Tensor, source: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the parts of a copy that came from the host, next to these parts of the host's tensor."""
+        """Return pairs of parts: those of the copy that came from the host, and those of the host's tensor."""
         return self._tables[id(parameter)][0].present_parts(copy, source)
 
     def gradient_runs(self, parameter: nn.Parameter, gradient: torch.Tensor) -> Runs | None:

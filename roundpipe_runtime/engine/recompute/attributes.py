@@ -1,4 +1,4 @@
-"""What a layer keeps in Python attributes, such as a queue of features, so that its recomputation starts from the same.
+"""Restore a layer's Python attributes, such as a queue of features, before its recomputation.
 
 ::
 
@@ -6,7 +6,7 @@
     forward 1        queue [a]        -> [a, b]
     recomputation 0  queue [] (kept)  -> [a], and [a, b] is put back
 
-Buffers travel with the layer and have a way of their own, and parameters may not be written.
+Buffers are copied with the layer and handled elsewhere, and parameters may not be written.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LayerAttributes:
         return found + [path for path, tensor, version, _ in self._tensors if tensor._version != version]
 
     def restore(self) -> None:
-        """Bring everything back to what was noted."""
+        """Restore everything that was noted."""
         for _, now, before in self._tables:
             own = _OF_TORCH if "_parameters" in now else frozenset()
             for name in [name for name in now if name not in own and name not in before]:

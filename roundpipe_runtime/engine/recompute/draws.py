@@ -3,8 +3,8 @@
 The seeds come from the state of torch's generator when the run begins, so a state that the caller puts back brings the
 same masks back. The caller's generators move when the run is committed, and only those that a layer has drawn from::
 
-    one microbatch      each call goes on where the one before it ended, as in the layers without a pipeline
-    several             each call starts at a state of its own, since layers draw at the same time, on several devices
+    one microbatch      each call continues where the one before it ended, as in the layers without a pipeline
+    several             each call starts at its own state, since layers draw at the same time, on several devices
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOCK = threading.Lock()
 
 
 def run_base() -> int:
-    """Return what the seeds of a run are made of: a digest of the state of torch's generator."""
+    """Return the seed of a run: a digest of the state of torch's generator."""
     with generator_lock():
         state = torch.default_generator.get_state()
     return int.from_bytes(hashlib.blake2b(bytes(state.numpy()), digest_size=7).digest())
@@ -39,11 +39,11 @@ def run_base() -> int:
 
 @dataclasses.dataclass(eq=False)
 class Draws:
-    """What the calls of a run draw."""
+    """Random draws of the calls of a run."""
 
     base: int  # number made of the state of torch's generator
     tag: str  # name of the pipeline
-    in_order: bool  # whether one call follows the other, so that each goes on where the last one ended
+    in_order: bool  # whether one call follows the other, so that each continues where the last one ended
     # whether generators other than torch's follow their own states, and all move. In several processes they follow the
     # seeds, which all ranks have alike.
     moves: bool = True
@@ -65,7 +65,7 @@ class Draws:
 
     @property
     def seeds(self) -> int:
-        """What the seeds of calls are made of, with the place of the run."""
+        """The seed of the run, from which the seeds of calls are derived."""
         return self.base if self.place == 0 else _mixed(self.base, self.place, 0)
 
     def commit(self) -> None:
@@ -79,14 +79,14 @@ class Draws:
         self.end()
 
     def end(self) -> None:
-        """Let another run have this state: this one was committed, or has failed."""
+        """Release this state for another run, after a commit or a failure."""
         with _LOCK:
             _UNDER_WAY.discard(self)
 
 
 @dataclasses.dataclass(slots=True)
 class CallDraws:
-    """What one call draws from generators other than torch's; its caller has the lock of all generators."""
+    """Draws of one call from generators other than torch's; its caller has the lock of all generators."""
 
     draws: Draws  # what the calls of the run draw
     layer: int  # index of the layer; the number of layers for the loss function
@@ -117,7 +117,7 @@ class CallDraws:
         return generator.get()
 
     def restart(self) -> None:
-        """Bring the generators to one state for all calls of a microbatch, whose code begins with the same draws."""
+        """Reset the generators to one state for all calls of a microbatch."""
         draws = self.draws
         for key, (generator, found) in self._given.items():
             if draws.moves and draws.in_order:
@@ -128,7 +128,7 @@ class CallDraws:
             self._restarted[key] = generator.get()
 
     def end(self, generator: Generator, before: object) -> bool:
-        """Keep what its recomputation needs of a generator, from the state in which this call began."""
+        """Keep the generator states that the recomputation needs, from the beginning of this call."""
         draws, key = self.draws, (generator.key, self.layer, self.microbatch)
         if key in draws._before:
             return True

@@ -193,7 +193,7 @@ _MARKS: dict[str, Callable[[], object]] = {}
 
 
 def process_marks() -> tuple[object, ...]:
-    """Return what shows, compared with an earlier result, whether a generator of the process was used meanwhile."""
+    """Return marks of the process's generators; they differ later if a generator was used."""
     if "numpy" not in _MARKS and "numpy.random" in sys.modules:
         _MARKS["numpy"] = _numpy_marks()
     if "python" not in _MARKS:

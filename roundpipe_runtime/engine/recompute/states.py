@@ -236,7 +236,7 @@ class _ModuleGenerator:
 
 
 class CallState:
-    """What a layer call is."""
+    """The state of one layer call."""
 
     # kind: a first forward, one that is not repeated, or a recomputation
     # data: data that the layer saves in its first forward, and gets in the recomputation
@@ -302,7 +302,7 @@ def save_for_recompute(*data: Any) -> None:
 
 
 def restart_generators() -> None:
-    """Let this layer call draw from NumPy, Python and the generators it holds what others of its microbatch draw first.
+    """Reset NumPy, Python and the layer's generators to the start of the microbatch, for this layer call.
 
     For layers whose code begins alike, such as the phases of one forward.
     """

@@ -1,4 +1,4 @@
-"""Run one of several copies of the last stage, each on a device of its own, for its share of the microbatches.
+"""Run one of several copies of the last stage, each on its own device, for its share of the microbatches.
 
 A copy computes the gradients of one microbatch at a time, and the last copy adds them up in the order of the
 microbatches, just as autograd does where one device runs the stage: the bits are the same for any number of copies.
@@ -97,9 +97,8 @@ class CopyVisit(Visit):
             if written:
                 names = [resident.contents.buffers[number].name for number in sorted(written)]
                 raise StageError(
-                    f"{resident.title} wrote its buffer {names[0]!r}, and {self.stage.copies} devices run it, of which "
-                    "none sees what the others write. Run it on one device:\n"
-                    "    RoundPipeRunConfig(last_stage_copies=1)"
+                    f"{resident.title} wrote its buffer {names[0]!r}, and {self.stage.copies} devices run it without "
+                    "seeing each other's writes. Run it on one device:\n    RoundPipeRunConfig(last_stage_copies=1)"
                 )
         if self.stage.is_last_copy:
             self._add_until(self.spec.num_microbatch)

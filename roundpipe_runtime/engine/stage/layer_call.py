@@ -131,8 +131,8 @@ class LayerCall(CallState):
         """Check that the layer can be called once more."""
         if not self.is_repeatable():
             raise StageError(
-                f"{self.contents.title} began to {what}, which it never did before, and wrote an input or a buffer in "
-                "place before that, so the call cannot be repeated. Call the pipeline again."
+                f"{self.contents.title} began to {what} for the first time, after it wrote an input or a buffer in "
+                "place, so the call cannot be repeated. Call the pipeline again."
             )
 
     def attempt_with_all(self, *, as_leaves: bool) -> None:
@@ -159,7 +159,7 @@ class LayerCall(CallState):
         try:
             self.output = self.resident.call(self._seeded if self.spec.preserve_rng_state else self._watched)
         finally:
-            # The layer may have been called by another layer of this thread, whose own call goes on.
+            # The layer may have been called by another layer of this thread, whose own call continues.
             CURRENT.call = before
             self.drawing = None  # it refers to this call, whose tensors would stay on the device until a collection
         if versions is not None:

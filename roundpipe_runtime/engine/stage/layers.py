@@ -145,7 +145,7 @@ class StageLayers:
 
 @dataclasses.dataclass(slots=True)
 class Place:
-    """What a stage is doing now; set again at each step, as an error may come from any of them."""
+    """The current step of a stage, for error messages."""
 
     run: Run
     stage: Stage

@@ -284,7 +284,7 @@ class Visit:
         result: LayerCall,
         exits: Sequence[torch.Tensor],
     ) -> None:
-        """Look whether the layer repeats itself, and what its gradients will end in."""
+        """Check that the layer repeats itself, and find the tensors that its gradients end in."""
         key = resident.contents.index, microbatch
         if kind != "forward":
             self._check_leaves(resident, result, exits)
@@ -333,7 +333,7 @@ class Visit:
         return result, structure, exits, results
 
     def _modes(self) -> contextlib.AbstractContextManager[Any]:
-        """What the caller has set for its thread, in this one."""
+        """Apply the settings of the caller's thread in this one."""
         return self.spec.caller.entered() if self.spec.caller else _NO_MODES
 
     # -- what comes and what goes ------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from ..rows import split_rows
 from .text_files import END, find_texts, read_texts
 from .tokenizer import Tokenizer
 
-# A tokenizer is given so many characters, or texts, at a time: it has threads of its own.
+# A tokenizer is given so many characters, or texts, at a time: it has its own threads.
 _CHARACTERS, _TEXTS = 2**20, 1000
 
 

@@ -88,7 +88,7 @@ class ChatRows:
             "input_ids": _padded([row["input_ids"] for row in rows], longest, 0),
             "labels": _padded([row["labels"] for row in rows], longest, _IGNORED),
         }
-        if self.positions:  # the padding is a conversation of its own
+        if self.positions:  # the padding is a separate conversation
             padded = [torch.cat([row["position_ids"], torch.arange(longest - len(row["labels"]))]) for row in rows]
             return {**batch, "position_ids": _padded(padded, longest, 0)}
         return {**batch, "attention_mask": (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()}

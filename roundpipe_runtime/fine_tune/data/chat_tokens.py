@@ -125,7 +125,7 @@ class Encoder:
             raise self._refused(place, unread)
 
     def _is_alike(self, conversation: Conversation, number: int, message: Message, whole: str) -> bool:
-        """Whether the template writes the same with another message in the place of one."""
+        """Whether the template writes the same with another message instead of one."""
         messages = [*conversation.messages[:number], message, *conversation.messages[number + 1 :]]
         other = dataclasses.replace(conversation, messages=messages)
         return result_or(lambda: self._rendered(other, len(messages)), lambda error: None) == whole
@@ -165,7 +165,7 @@ class Encoder:
             if not (after.startswith(before) and whole.startswith(after)):
                 raise FineTuneError(
                     f"{conversation.place}: the chat template of {self.name} writes earlier messages in another way "
-                    "when more follow, so its answers cannot be found. Mark them in a template of your own with "
+                    "when more follow, so its answers cannot be found. Mark them in your own template with "
                     "{% generation %} and {% endgeneration %}: --chat-template template.jinja"
                 )
             start = _common(ids_before, ids)
@@ -236,7 +236,7 @@ def _reads(tree: nodes.Template) -> Iterator[tuple[str, object]]:
 
 
 def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    """How many both begin with: the last token of a text may be another one when text follows."""
+    """The number of first tokens that both have; the last token of a text may change when text follows."""
     for place, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return place

@@ -37,7 +37,7 @@ _ALPACA = ("instruction", "input", "output", "history")
 _ROLES = ("system", "user", "assistant", "tool")
 _NAMES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
 _FORMS = (
-    'Each row is to be one of\n    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": '
+    'Each row must be one of\n    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": '
     '"..."}]}\n    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}\n'
     '    {"instruction": "...", "input": "...", "output": "..."}\n    {"prompt": "...", "completion": "..."}\n'
 )
@@ -149,9 +149,7 @@ def _form_of(
         return _ALPACA, [], _messages(_alpaca(row, place), place, ignored)
     found = ", ".join(f"{key!r} ({type(value).__name__})" for key, value in row.items()) or "no field"
     text = next((key for key, value in row.items() if isinstance(value, str)), None)
-    plain = (
-        "" if text is None else f"If {text!r} is text to learn as it is: --text {place.split(':')[0]} --field {text}"
-    )
+    plain = "" if text is None else f"If {text!r} is plain text to learn: --text {place.split(':')[0]} --field {text}"
     raise FineTuneError(f"{place} is not a conversation: it has {found}. {_FORMS}{plain}")
 
 
@@ -170,7 +168,7 @@ def _tools(tools: Any, place: str) -> list[Any]:
             tools = json.loads(tools)
     if isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools):
         return tools
-    raise FineTuneError(f"{place}: 'tools' is to be a list of objects, or such a list as JSON text")
+    raise FineTuneError(f"{place}: 'tools' must be a list of objects, or such a list as JSON text")
 
 
 def _alpaca(row: Mapping[str, Any], place: str) -> list[Message]:
@@ -178,7 +176,7 @@ def _alpaca(row: Mapping[str, Any], place: str) -> list[Message]:
     history = row.get("history") or ()
     for pair in history if isinstance(history, (list, tuple)) else [history]:
         if not isinstance(pair, list) or len(pair) != 2:
-            raise FineTuneError(f"{place}: 'history' is to be a list of pairs of texts")
+            raise FineTuneError(f"{place}: 'history' must be a list of pairs of texts")
         found += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     more = row.get("input")
     asked = f"{row['instruction']}\n\n{more}" if more else row["instruction"]

@@ -146,7 +146,7 @@ def json_lines(path: pathlib.Path, wanted: str) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(path: pathlib.Path, field: str) -> Iterator[str | None]:
-    wanted = f'Each line is to be an object like {{"{field}": "..."}}'
+    wanted = f'Each line must be an object like {{"{field}": "..."}}'
     for place, row in json_lines(path, wanted):
         if not isinstance(row, dict):
             raise FineTuneError(f"{place} is a {type(row).__name__}. {wanted}")

@@ -104,7 +104,7 @@ def install_hooks(model: nn.Module) -> None:
     done = "_output_capturing_hooks_installed"
 
     # One call covers all modules inside of a model. If a part has its hooks already, a call for the whole would install
-    # them twice there, and outputs would be captured twice; so the search goes on below.
+    # them twice there, and outputs would be captured twice; so the search continues below.
     def descend(part: nn.Module) -> None:
         models = [inner for inner in part.modules() if isinstance(inner, base)]
         if isinstance(part, base) and not any(getattr(inner, done, False) for inner in models):
@@ -221,7 +221,7 @@ def _ties_last(forward: Any) -> bool:
 
 
 def _recorders(module: nn.Module) -> dict[str, list[Any]]:
-    """What a module records: the classes or names of the modules inside of it, and which of their outputs."""
+    """The outputs that a module records, by class or name of the modules inside of it."""
     generic = sys.modules["transformers.utils.generic"]
     found: Mapping[str, Any] = generic._CAN_RECORD_REGISTRY.get(str(type(module))) or {}
     made = {}

@@ -95,7 +95,7 @@ def objective(outputs: PyTree, labels: Any) -> torch.Tensor:
             part = (torch.tanh(finite) * weights).float().mean()
             total = part if total is None else total + part
     if total is None:
-        raise CutError("example", "Nothing that the model returns requires a gradient.")
+        raise CutError("example", "No output of the model requires a gradient.")
     return total
 
 
@@ -103,7 +103,7 @@ def objective(outputs: PyTree, labels: Any) -> torch.Tensor:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Set every module of a model to evaluation mode in the block, and restore its mode afterwards.
 
-    So are weights in few bits, which a library may repack in this mode.
+    So are quantized weights, which a library may repack in this mode.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -117,7 +117,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def checking(model: nn.Module) -> Iterator[None]:
-    """Set a model to evaluation mode in the block, but modules that hold a weight in few bits to training mode.
+    """Set a model to evaluation mode in the block, but modules that hold a quantized weight to training mode.
 
     They have one kernel for what trains, and others for evaluations, some of which give no gradient.
     """
@@ -194,7 +194,7 @@ def own_gradients(model: nn.Module) -> Iterator[Gradients]:
 
 @contextlib.contextmanager
 def untied(model: nn.Module, found: Gradients) -> Iterator[None]:
-    """Untie large parameters in the block: each place gets a parameter of its own, over the same memory.
+    """Untie large parameters in the block: each place gets its own parameter, over the same memory.
 
     Autograd sums the gradients of an embedding and of the head that is tied to it, which takes three more tensors of
     that size. Digests are summed instead.

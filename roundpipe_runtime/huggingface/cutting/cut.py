@@ -34,7 +34,7 @@ from .stub import copy_with_stubs, sync
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Cut:
-    """A model in pieces that a pipeline can run one after the other: all that was read off the model.
+    """A model that was split into pieces, which a pipeline runs one after the other.
 
     Attributes:
         model: Original model, whose parameters the pieces share.
@@ -61,7 +61,7 @@ class Cut:
     def of(
         cls, model: nn.Module, pieces: Sequence[nn.Module], report: CutReport, layers: Mapping[str, nn.Module]
     ) -> Cut:
-        """Return the cut of a model as it is now.
+        """Split a model in its present state.
 
         Args:
             model: The model, which is read.
@@ -162,14 +162,14 @@ def cut(
     check: bool = True,
     skip_modules: Sequence[nn.Module] = (),
 ) -> Cut:
-    """Cut a transformers model into the pieces of a pipeline.
+    """Split a transformers model into the pieces of a pipeline.
 
     The layers, and the model's own code around them, are found by running its forward on an example. Then the pieces
     are run next to the model, and every output and gradient is compared. Where something differs, fewer layers are cut,
     down to none: then the model is one piece, and the report states the reason.
 
     Args:
-        model: a model of transformers, or any module that keeps its layers in an ``nn.ModuleList``. Parameters on
+        model: a Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``. Parameters on
             ``meta`` are enough for a plan; nothing is compared then.
         example: keyword arguments of its forward. Two rows are enough, but they must take the same path through
             the model as later batches: with pictures, if those have pictures. Default: a few tokens, one row padded.
@@ -207,7 +207,7 @@ def cut(
             if (made := result_or(attempt, lambda error: refused.append(_reason(error)))) is not None:
                 return made
     if not refused:
-        refused.append(("layers", "There is no list of two or more modules with parameters."))
+        refused.append(("layers", "The model has no list of two or more modules with parameters."))
     return whole(model, refused)
 
 
@@ -440,7 +440,7 @@ def _run(
         if len(ends) > _MOST_PHASES:
             raise CutError(
                 "structure",
-                f"The model runs code of its own between its layers {len(ends)} times or more, and each time would be "
+                f"The model runs its own code between its layers {len(ends)} times or more, and each time would be "
                 "a piece.",
             )
 
@@ -448,7 +448,7 @@ def _run(
 def _fails_alone(layer: str, error: Exception) -> CutError:
     return CutError(
         "structure",
-        f"{layer} gets a cache that the model made, and fails without what other layers write into it: "
+        f"{layer} gets a cache that the model made, and fails without the entries that other layers write into it: "
         f"{type(error).__name__}: {error}",
     )
 

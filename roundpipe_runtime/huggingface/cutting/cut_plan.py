@@ -76,7 +76,7 @@ class CutPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CutState:
-    """What a piece of a cut model hands to the next one, for one microbatch.
+    """The values that a piece of a split model passes to the next one, for one microbatch.
 
     The engine flattens it between two pieces, to move its tensors to the next device. A piece never changes a state: it
     returns a new one, since the engine may call the same piece with the same state again, to recompute it.

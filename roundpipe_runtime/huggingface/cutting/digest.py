@@ -26,10 +26,10 @@ _ROWS = 128  # at once: 2 MB of float32, which stay in a cache
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Digest:
-    """A gradient, or a summary of it that is compared in its place."""
+    """A gradient, or a summary of it for comparisons."""
 
     shape: torch.Size  # the shape of the gradient
-    values: torch.Tensor  # its numbers, or sums of them with random factors; 0 in place of those that are not finite
+    values: torch.Tensor  # its numbers, or sums of them with random factors; 0 instead of those that are not finite
     is_whole: bool  # whether they are the numbers
     norm: float  # the norm of these numbers; of a sum of large gradients, an estimate
     # the same of what stands where a number is not finite: 1 for NaN, 2 and 3 for the infinities; `None` where all are
@@ -109,7 +109,7 @@ def _are_odd_apart(one: Digest | None, other: Digest | None) -> bool:
 
 
 def _sum_of_odd(one: Digest | None, other: Digest | None) -> Digest | None:
-    """What is not finite in the sum of two gradients.
+    """The values that are not finite in the sum of two gradients.
 
     NaN stays NaN, an infinity stays what it is, and two different ones are NaN. Sums of such marks are no marks of the
     sum; where only sums are kept, the result is marked as unknown, by NaN.

@@ -96,7 +96,7 @@ class _Entries(list[Any]):
             if super().__getitem__(number) is None:
                 raise BatchStructureError(
                     f"A layer reads entry {number} of the cache that the model made, which it did not read with the "
-                    "example that the model was cut with. Cut it with an example of this kind:\n"
+                    "example that the model was split with. Wrap it with an example like this batch:\n"
                     "    wrap_model_to_roundpipe(model, example=batch)"
                 )
         return super().__getitem__(index)

@@ -49,7 +49,7 @@ class Paused:
 class Phase(nn.Module):
     """The model's own code up to the next layers; the last phase returns what the model returns."""
 
-    # copy: copy of the model with stubs in place of its layers
+    # copy: copy of the model with stubs instead of its layers
 
     def __init__(self, program: CutPlan, number: int, copy: nn.Module) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Phase(nn.Module):
 
     @property
     def _rp_runs_again(self) -> CutPlan:
-        """What lets all phases write the buffers that the model's own code writes: each runs it from its start."""
+        """The key under which all phases may write buffers of the model's own code: each runs it from its start."""
         return self.program
 
     @property
@@ -95,7 +95,7 @@ class Phase(nn.Module):
         if is_finished != self._is_last:
             raise BatchStructureError(
                 f"This batch {'skips' if is_finished else 'needs'} layers, or the code between them, in another way "
-                "than the example that the model was cut with. Cut it with an example of this kind:\n"
+                "than the example that the model was split with. Wrap it with an example like this batch:\n"
                 "    wrap_model_to_roundpipe(model, example=batch)"
             )
         return result.output if isinstance(result, Finished) else result.state
@@ -143,7 +143,7 @@ class MissingValueError(BatchStructureError):
     def __init__(self, key: Key) -> None:
         super().__init__(
             f"The model reads output {key.leaf} of its call {key.call} of a layer, which it did not read with the "
-            "example that it was cut with. Cut it with an example of this kind:\n"
+            "example that it was split with. Wrap it with an example like this batch:\n"
             "    wrap_model_to_roundpipe(model, example=batch)"
         )
         self.key = key
@@ -320,14 +320,14 @@ class PhaseSession:
         self._alive: list[Any] = []  # an id is reused once its object is gone, so objects known by id stay referenced
 
     def hand_out(self, held: HeldCache) -> Any:
-        """Return the cache that the model's own code gets in place of a held one."""
+        """Return the cache that the model's own code gets instead of a held one."""
         view = held.before()
         self._alive.append(view)
         self._held[id(view)] = held
         return view
 
     def held_again(self, output: PyTree) -> PyTree:
-        """Return the output of the model, with held caches in place of those that were handed out."""
+        """Return the output of the model, with held caches instead of those that were handed out."""
         return swapped(output, self._held)
 
     def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
@@ -420,8 +420,8 @@ class PhaseSession:
             raise NeedsValue(self._newest)
         expected = [self.program.calls[place].layer for place in places]
         raise BatchStructureError(
-            f"This batch calls {layer} where the example that the model was cut with called "
-            f"{', '.join(expected[:3]) or 'no layer'}. Cut the model with an example of this kind:\n"
+            f"This batch calls {layer} where the example that the model was split with called "
+            f"{', '.join(expected[:3]) or 'no layer'}. Wrap the model with an example like this batch:\n"
             "    wrap_model_to_roundpipe(model, example=batch)"
         )
 

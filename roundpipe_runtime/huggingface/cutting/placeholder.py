@@ -1,7 +1,7 @@
 """Placeholders for tensors that are not computed yet: they can be passed on, but not computed with.
 
 While the forward of a model is recorded, its layers do not run, and placeholders stand for their outputs. A model that
-passes them from layer to layer runs through. A model that computes with one has code of its own between two layers: the
+passes them from layer to layer runs through. A model that computes with one has its own code between two layers: the
 first operation on a placeholder leaves the forward by `NeedsValue`.
 """
 

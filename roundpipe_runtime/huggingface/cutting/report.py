@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Equivalence:
-    """Differences between the cut model and the reference model on the example; all errors are relative, by norm.
+    """Differences between the split model and the original on the example; all errors are relative, by norm.
 
     Attributes:
         outputs: largest error of the tensors that the model returns, including the loss.
@@ -41,7 +41,7 @@ class CutReport:
         bytes: bytes of the parameters of each piece.
         equivalence: differences from the model; ``None`` if they were not checked.
         refused: reason and message of each cut that was tried before.
-        losses: how the loss of each kind of call is computed, as it was proven at the first one. Default: no call yet.
+        losses: how the loss of each kind of call is computed, as it was checked at the first one. Default: no call yet.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from roundpipe_runtime import cut

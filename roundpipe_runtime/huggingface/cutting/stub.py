@@ -1,4 +1,4 @@
-"""Copy a model with stubs in place of its layers: its own code runs, its layers do not.
+"""Copy a model with stubs instead of its layers: its own code runs, its layers do not.
 
 A copy shares parameters, buffers and configuration with the model, but has its own module objects. So its modules can
 hold the parameters of one device while the layers, and the copies of other phases, run on other devices. A copy has no
@@ -26,7 +26,7 @@ from .capture import collect_on_copy
 
 
 class Session(Protocol):
-    """What answers the calls of stubs."""
+    """The receiver of the calls of stubs."""
 
     def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
         """Return the output of a layer, or placeholders for it."""
@@ -177,7 +177,7 @@ def rebind_functions(copied: nn.Module, copies: Mapping[int, Any]) -> None:
 
 
 def _rebound(value: Any, copies: Mapping[int, Any], made: dict[int, Any]) -> Any:
-    """The value with copies in place of modules; the value itself, if it holds none."""
+    """The value with copies instead of modules; the value itself, if it holds none."""
     if isinstance(value, nn.Module):
         return copies.get(id(value), value)
     if isinstance(value, types.MethodType):

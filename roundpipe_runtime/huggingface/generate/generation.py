@@ -58,7 +58,7 @@ def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
         return "it runs in one piece"
     cache = home(inner)
     if cache is None:
-        return "its caches are of a kind of its own"
+        return "its caches are of an unknown kind"
     # the code of a model may raise anything for a cache
     with torch.no_grad(), evaluating(cut.model):
         return result_or(

@@ -34,7 +34,7 @@ class CallOptions:
     # loss that the last piece computes from the logits; `None` (default) if the model computes its own, or none
     smoothed_loss: SmoothedLoss | None = None
     labels: torch.Tensor | None = None  # labels of the smoothed loss, with the rows of the batch; `None` by default
-    # proven weights of the losses of microbatches; `None` (default) while nothing is proven
+    # checked weights of the losses of microbatches; `None` (default) while nothing is checked
     weight_by: WeightBy | None = None
 
 
@@ -62,7 +62,7 @@ def split_options(kwargs: Mapping[str, Any]) -> tuple[Kwargs, CallOptions | None
 def gives_share(kwargs: Mapping[str, Any]) -> bool:
     """Report whether a loss that is a sum is a share of that of the batch.
 
-    It is, where it was divided by the number of items of the whole batch, or where losses were proven to add up.
+    It is, where it was divided by the number of items of the whole batch, or where losses were checked to add up.
     """
     options = kwargs.get(CALL_OPTIONS)
     if isinstance(options, CallOptions) and options.weight_by == "sum":
@@ -73,7 +73,7 @@ def gives_share(kwargs: Mapping[str, Any]) -> bool:
 
 
 def is_proven(kwargs: Mapping[str, Any]) -> bool:
-    """Report whether the weights of the losses of microbatches were proven for calls like this one."""
+    """Report whether the weights of the losses of microbatches were checked for calls like this one."""
     options = kwargs.get(CALL_OPTIONS)
     return isinstance(options, CallOptions) and options.weight_by is not None
 

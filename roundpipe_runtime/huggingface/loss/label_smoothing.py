@@ -28,7 +28,7 @@ class SmoothedLoss(Static):
     """Cross-entropy with label smoothing, as the Trainer computes it; a loss function for ``forward_backward``.
 
     It is ``(1 - factor)`` times the cross-entropy with the labels, and ``factor`` times that with all classes alike. A
-    model of transformers computes it without keeping the logits of all tokens.
+    Hugging Face model computes it without keeping the logits of all tokens.
 
     Args:
         factor: ``label_smoothing_factor`` of the Trainer, from 0 to 1.
@@ -71,7 +71,7 @@ class SmoothedLoss(Static):
             The sum and the number of labels that are not ignored; one number, if ``num_items_in_batch`` is given.
         """
         if self.shift_labels is None:
-            raise LossError("SmoothedLoss: outside of a model of transformers, state whether labels are shifted:\n"
+            raise LossError("SmoothedLoss: without a Hugging Face model, state whether labels are shifted:\n"
                             "    SmoothedLoss(0.1, shift_labels=True)")  # fmt: skip
         if self.num_items_in_batch is not None:
             return self.of_logits(_logits(outputs), labels)

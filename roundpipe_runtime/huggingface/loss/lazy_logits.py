@@ -82,7 +82,7 @@ class LazyLogits(torch.Tensor):
         return made
 
     def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> LazyLogits:
-        """Return what a step makes of it."""
+        """Return the result of a step."""
         return LazyLogits(self.hidden, self.head, (*self.steps, step), self.computed)
 
     def of(self, hidden: torch.Tensor) -> LazyLogits:
@@ -90,7 +90,7 @@ class LazyLogits(torch.Tensor):
         return LazyLogits(hidden, self.head, self.steps, self.computed)
 
     def check_unwritten(self) -> None:
-        """Leave the forward if code wrote into logits that were computed, of which these may be a view."""
+        """Stop the forward if code wrote into computed logits, of which these may be a view."""
         if any(values._version != version for values, version in self.computed):
             raise NotLazy
 
@@ -237,7 +237,7 @@ class _Head(TorchFunctionMode):
 @contextlib.contextmanager
 def lazy_head(model: nn.Module) -> Iterator[None]:
     """Let the head of a model return lazy logits in the block, where they are large."""
-    # model: model of transformers, or PEFT's model around one. Any other model computes its logits as usual.
+    # model: Hugging Face model, or PEFT's model around one. Any other model computes its logits as usual.
     weight = weight_of_head(model)
     with contextlib.nullcontext() if weight is None else _Head(weight):
         yield
@@ -245,7 +245,7 @@ def lazy_head(model: nn.Module) -> Iterator[None]:
 
 def weight_of_head(model: nn.Module) -> torch.Tensor | None:
     """Return the weight of the layer that makes the logits of a model; ``None`` where it is not known."""
-    # model: model of transformers, or PEFT's model around one
+    # model: Hugging Face model, or PEFT's model around one
     find = getattr(model_inside(model), "get_output_embeddings", None)
     weight = None if find is None else getattr(find(), "weight", None)
     return weight if isinstance(weight, torch.Tensor) else None

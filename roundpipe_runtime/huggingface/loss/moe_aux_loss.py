@@ -100,11 +100,11 @@ def _setting(model: nn.Module, names: Sequence[str]) -> Any:
     return None
 
 
-# Prove that a loss function returns the model's loss, or a multiple of it, whose weights are proven.
+# Prove that a loss function returns the model's loss, or a multiple of it, whose weights are checked.
 
 
 class OwnTerms:
-    """What a loss function of a call adds to the model's loss; threads that run copies of the last stage share it."""
+    """Terms that a loss function adds to the model's loss; threads that run copies of the last stage share them."""
 
     def __init__(self) -> None:
         self._constant: torch.Tensor | None = None
@@ -130,8 +130,8 @@ class OwnTerms:
             raise LossError(
                 "loss_fn returns more than a multiple of the loss that the model computed, for labels among its "
                 f"arguments: {float(none):.4g} where the model's loss is 0. How that adds up over microbatches is not "
-                "known. Give labels to the loss function only, which is then checked by itself, or compute it once of "
-                "all rows:\n    forward_backward(input_kwargs=without_labels, label=labels, loss_fn=loss_fn)\n"
+                "known. Give labels to the loss function only, which is then checked by itself, or compute it once "
+                "for all rows:\n    forward_backward(input_kwargs=without_labels, label=labels, loss_fn=loss_fn)\n"
                 '    RoundPipeRunConfig(loss_reduction="joined")'
             )
 

@@ -29,7 +29,7 @@ _MOST = 2**26
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Settings:
-    """What the loss is, next to its tensors."""
+    """Settings of the loss, without its tensors."""
 
     access: TableAccess
     slice_rows: int
@@ -52,7 +52,7 @@ class _Settings:
             return functional.linear(hidden, part, bias)
 
     def of_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the loss takes of logits."""
+        """The logits that the loss uses."""
         values = logits if self.transform is None else self.transform(logits)
         return values.to(wide(values.dtype))
 

@@ -3,7 +3,7 @@
 A model with labels returns a mean over rows, over tokens, over the tokens that are not ignored, or over those shifted
 by one; neither its class nor its configuration states which. So calls of torch's averaging functions are intercepted
 while the loss is computed. The loss of the batch is the sum of (mean x items) over the sum of items, for any split.
-That this holds for a model is proven before it is used; see `loss_proof`.
+That this holds for a model is checked before it is used; see `loss_proof`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class UnprovenLossError(LossError):
     def __init__(self) -> None:
         super().__init__(
             "The loss of the model is not known to be a mean over rows or labels, so several microbatches would change "
-            "it. Compute it of the whole batch, in one process:\n    RoundPipeRunConfig(num_microbatch=1)\n"
+            "it. Compute it from the whole batch, in one process:\n    RoundPipeRunConfig(num_microbatch=1)\n"
             "A Trainer of several processes that computes its own loss of the rows of each (TRL's) also takes one:\n"
             "    RoundPipeTrainer(..., microbatches=1)"
         )

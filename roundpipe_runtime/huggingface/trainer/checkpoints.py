@@ -74,7 +74,7 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
     def _save_checkpoint(self, model: object, trial: object, *args: object, **kwargs: object) -> None:
         run = pathlib.Path(self._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
-        if not self.args.should_save:  # rank 0 writes; a folder of its own takes what another rank would add
+        if not self.args.should_save:  # rank 0 writes; a separate folder takes what another rank would add
             with tempfile.TemporaryDirectory() as scratch, self._rp_into(pathlib.Path(scratch)):
                 super()._save_checkpoint(model, trial, *args, **kwargs)
             self.accelerator.wait_for_everyone()
@@ -130,11 +130,11 @@ def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
             _verify(path)
         except DamagedCheckpointError as error:
             errors.append(str(error))
-            warn(f"A checkpoint is not whole, and the one before it is tried. {error}", CheckpointWarning)
+            warn(f"A checkpoint is incomplete, so the previous one is tried. {error}", CheckpointWarning)
         else:
             return path
     if errors:
-        raise DamagedCheckpointError("No checkpoint is whole:\n    " + "\n    ".join(errors))
+        raise DamagedCheckpointError("No checkpoint is complete:\n    " + "\n    ".join(errors))
     return None
 
 
@@ -176,7 +176,7 @@ def _verify(path: pathlib.Path) -> None:
     if (path / MANIFEST).exists():
         verify(path)
     elif not _is_whole(path):
-        raise DamagedCheckpointError(f"{path}: {_STATE}, which is written last, is missing or cut short.")
+        raise DamagedCheckpointError(f"{path}: {_STATE}, which is written last, is missing or truncated.")
 
 
 def _verify_given(path: pathlib.Path) -> None:
@@ -184,9 +184,8 @@ def _verify_given(path: pathlib.Path) -> None:
         verify(path)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(
-            f"{error} Go on from the newest that is whole:\n"
-            "    trainer.train(resume_from_checkpoint=True)\n"
-            f"or remove {MANIFEST} in it, if it was changed on purpose."
+            f"{error} Continue from the newest complete one:\n    trainer.train(resume_from_checkpoint=True)\nor "
+            f"remove {MANIFEST} in it, if it was changed on purpose."
         ) from error
 
 

@@ -44,7 +44,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
     process keeps its part of the optimizer's state, if the Trainer makes an optimizer that works on parts.
 
     Args:
-        model: model of transformers, or one that :func:`wrap_model_to_roundpipe` has wrapped.
+        model: Hugging Face model, or one that :func:`wrap_model_to_roundpipe` has wrapped.
         args: training arguments, as for a Trainer.
         *positional: further arguments, in the order of the Trainer that this one is combined with.
         devices: devices, as for :class:`RoundPipe`. Default: all accelerators, or this process's share of them.

@@ -3,7 +3,7 @@
 Trainers of preferences compare the model with others that do not learn, and give each of those to accelerate. One that
 trains adapters calls its own model instead, with the adapters off::
 
-    accelerator.prepare_model(reference, evaluation_mode=True)     a pipeline of its own, on the same devices
+    accelerator.prepare_model(reference, evaluation_mode=True)     its own pipeline, on the same devices
     with model.disable_adapter(): trainer.model(**batch)           the pipeline of the model, which holds the weights
 """
 
@@ -31,10 +31,10 @@ from .pipeline_trainer import PipelineTrainer
 
 
 class FrozenModelTrainer(PipelineTrainer):
-    """A Trainer that also runs models which do not learn through pipelines."""
+    """A Trainer that also runs its frozen models through pipelines."""
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, which hands out pipelines for the models that are only evaluated."""
+        """Make an accelerator that wraps models for evaluation in pipelines."""
         super().create_accelerator_and_postprocess()
         self._rp_frozen: list[WrappedModel] = []
         self._rp_plain_prepare = self.accelerator.prepare_model

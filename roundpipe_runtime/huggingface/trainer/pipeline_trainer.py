@@ -261,7 +261,7 @@ def check_precision(precision: str) -> None:
 
 
 def check_overrides(kind: type[Trainer]) -> None:
-    """Check that a class that is combined with RoundPipeTrainer overrides nothing that a pipeline does otherwise."""
+    """Check that a class combined with RoundPipeTrainer overrides no method that a pipeline replaces."""
     mro = kind.__mro__[: kind.__mro__.index(Trainer)]
     own = [base for base in mro if base.__module__.startswith("roundpipe_runtime.")]
     replaced = {
@@ -276,7 +276,7 @@ def check_overrides(kind: type[Trainer]) -> None:
             names = ", ".join(f"{base.__name__}.{name}" for name in hidden)
             raise ConfigError(
                 f"{kind.__name__}: {names} would never be called, as a pipeline does that in another way, in a class "
-                f"that comes before. Derive it from the Trainer of the pipeline, if it is to be called instead:\n"
+                "that comes before. Derive it from the Trainer of the pipeline, if it is to be called instead:\n"
                 f"    class {base.__name__}(RoundPipeTrainer): ..."
             )
 

@@ -48,7 +48,7 @@ def _saves_by_name(pipeline: RoundPipe) -> bool:
 
 
 def _save_progress(folder: pathlib.Path, pipeline: RoundPipe) -> None:
-    """Write what of a pipeline the Trainer does not write."""
+    """Write the state of a pipeline that the Trainer does not write."""
     write_values(folder, _PROGRESS, collect_progress(pipeline))
 
 
@@ -89,7 +89,7 @@ def _load_whole(file: pathlib.Path, optimizer: torch.optim.Optimizer) -> None:
     held: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
     numbers = [group["params"] for group in stored["param_groups"]]
     if [len(group) for group in numbers] != [len(group) for group in held]:
-        raise CheckpointError(f"{file} is of another optimizer: its groups have other numbers of parameters.")
+        raise CheckpointError(f"{file} is of another optimizer: its groups have different numbers of parameters.")
     for number, target in ((n, t) for ns, ts in zip(numbers, held, strict=True) for n, t in zip(ns, ts, strict=True)):
         state: dict[str, Any] = stored["state"].get(number, {})
         for key, value in state.items():

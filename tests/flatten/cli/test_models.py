@@ -102,7 +102,7 @@ def test_a_folder_that_holds_something_is_left_alone(folder, capsys):
         (["./nowhere"], "There is no folder ./nowhere"),
         (["llama", "--task", "poetry"], "There is no task 'poetry'"),
         (["llama", "--task", "fill-mask"], "is for text-generation, not for fill-mask"),
-        (["llama", "--dtype", "bfloat16"], "Take float32 or float16, or to='program'"),
+        (["llama", "--dtype", "bfloat16"], "Use float32 or float16, or to='program'"),
         (
             ["llama", "--to", "program", "--quantize", "int4"],
             "onnxruntime, OpenVINO and ExecuTorch, not of torch: leave it out",

@@ -151,7 +151,7 @@ def test_a_class_of_a_block_cannot_be_unregistered():
 
     with register_flattening_functions(patch_transformers=True):
         before = registry_snapshot.take()
-        with pytest.raises(NotRegisteredError, match="DynamicCache is held by a block, which lets it go when it ends"):
+        with pytest.raises(NotRegisteredError, match="DynamicCache is registered by a block, until the block ends"):
             unregister_class_flattening(DynamicCache)
         assert changes_since(before) == []
 

@@ -110,7 +110,7 @@ def test_an_unflatten_that_looks_at_its_children_is_found():
         bag.rows = children[0].shape[0]
         return bag
 
-    assert "f_unflatten fails with placeholders in the place of the children (AttributeError" in problem(
+    assert "f_unflatten fails with placeholders instead of the children (AttributeError" in problem(
         Bag([X]), unflatten=unflatten_by_shape
     )
 

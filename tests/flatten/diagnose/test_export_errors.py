@@ -149,7 +149,8 @@ CASES = {
         remedy="Dim.AUTO  # instead of Dim.DYNAMIC",
     ),
     "a branch on a size": Case(
-        r"takes another way for some sizes of batch \(x\.shape\[0\]\): the trace holds where .*x\.shape\[0\] <= 3",
+        r"takes another branch for some sizes of batch \(x\.shape\[0\]\): the trace is valid where .*x\.shape\[0\] "
+        r"<= 3",
         BySize(),
         (X,),
         shapes={"x": {0: Dim("batch")}},
@@ -221,13 +222,13 @@ CASES = {
         remedy="dynamic_shapes=dynamic_shapes(args)",
     ),
     "a decision by value": Case(
-        r"The code decides by the value of a tensor in forward, .*test_export_errors\.py:\d+",
+        r"The code branches on the value of a tensor in forward, .*test_export_errors\.py:\d+",
         ByValue(),
         (X,),
         remedy="torch.where(condition, a, b)\ntorch.cond(condition, f, g, (x,))\ntorch._check(n > 3)",
     ),
     "a number read from a tensor": Case(
-        r"The code decides by the value of a tensor in forward, .*test_export_errors\.py:\d+",
+        r"The code branches on the value of a tensor in forward, .*test_export_errors\.py:\d+",
         ByItem(),
         (X.long(),),
         remedy="torch.where(condition, a, b)\ntorch.cond(condition, f, g, (x,))\ntorch._check(n > 3)",
@@ -255,7 +256,7 @@ CASES = {
         remedy="torch.export.export(module, (x,))",
     ),
     "called with another size": Case(
-        "x has another size along axis 0 than 2, which the program is for",
+        "x has another size along axis 0 than 2, which the program was exported for",
         Takes(),
         (X,),
         call=(torch.ones(5, 3),),
@@ -263,7 +264,7 @@ CASES = {
         remedy="dynamic_shapes={'x': {0: Dim.AUTO}, ...}  # with an example of size 2 or more",
     ),
     "called on the other side of a branch": Case(
-        r"The program holds only for x\.shape\[0\] <= 3",
+        r"The program is valid only for x\.shape\[0\] <= 3",
         BySize(),
         (X,),
         shapes={"x": {0: Dim.AUTO}},
@@ -271,7 +272,7 @@ CASES = {
         paths=("x",),
     ),
     "called with another number": Case(
-        "The program holds only for y == 3: a number",
+        "The program is valid only for y == 3: a number",
         Takes(),
         (X, 3),
         call=(X, 4),

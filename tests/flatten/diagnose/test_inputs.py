@@ -296,7 +296,7 @@ def test_a_nested_tensor_is_refused_with_its_place(layout):
         tensor = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
     (error,) = check_inputs(Scale(), (X,), {"y": [tensor]}, dynamic_shapes="auto").errors
     assert error.path == "y[0]"
-    assert error.message.startswith("y[0] is a nested tensor, which torch.export does not take.")
+    assert error.message.startswith("y[0] is a nested tensor, which torch.export does not accept.")
     with pytest.raises(InvalidArgumentError, match=r"^y\[0\] is a nested tensor"):
         export_program(Scale(), (X,), {"y": [tensor]})
     line = error.message.splitlines()[-1].strip()

@@ -205,7 +205,7 @@ def test_env_states_that_a_version_is_newer_than_any_tried(newer, capsys):
 
     assert main(["env"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "transformers 99.1.0 is newer than the newest tried (5.24.0). Should something fail: "
+        "transformers 99.1.0 is newer than the newest tried (5.24.0). If something fails: "
         "pip install 'transformers<=5.24.0'"
     )
     assert main(["env", "--json"]) == 0

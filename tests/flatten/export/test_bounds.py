@@ -44,7 +44,7 @@ def test_a_call_above_a_bound_is_explained(exported):
     with pytest.raises(AssertionError) as caught:
         exported(**above)
     explained = str(explain_error(caught.value, exported.program, (), above))
-    assert "holds only for attention_mask.shape[1] <= 12" in explained
+    assert "is valid only for attention_mask.shape[1] <= 12" in explained
     assert "bounds= or a Dim set the range" in explained
 
 

@@ -255,7 +255,7 @@ def test_an_expression_or_assumption_that_the_example_breaks_is_refused():
 
 def test_a_size_of_one_in_the_example_is_refused():
     """Sizes here have those of the example, which torch fixes at 1."""
-    with pytest.raises(DynamicShapesError, match=r"x: axis 0 is to vary, but has size 1"):
+    with pytest.raises(DynamicShapesError, match=r"x: axis 0 should vary, but has size 1"):
         export_program(Adds(), _tensors(1, 1), dynamic_shapes={"x": TensorSpec([ShapeVar(), None])})
 
 

@@ -39,7 +39,7 @@ PLANTED = [Planted, Stacked, Multiplied, Viewed, Expanded]
 def test_a_case_at_which_the_module_stops_is_named_with_its_line(kind):
     """The eager model raises torch's own error, which knows of no case; a size is fixed in the module's code."""
     cases = [Case("three rows", (torch.randn(3, 4),)), Case("bigger", (torch.randn(9, 4),))]
-    with pytest.raises(InvalidArgumentError, match=rf"case 'bigger', step 0: {kind.__name__} itself stops") as caught:
+    with pytest.raises(InvalidArgumentError, match=rf"case 'bigger', step 0: {kind.__name__} itself fails") as caught:
         export_program(kind(), (torch.randn(3, 4),), cases=cases)
     text = str(caught.value)
     assert "test_errors_of_cases.py" in text
@@ -74,7 +74,7 @@ class Counts(torch.nn.Module):
 @pytest.mark.parametrize(("kind", "line"), [(Branches, "if x.sum() > 0:"), (Counts, "x[: int(x.max().item())]")])
 def test_a_branch_on_values_is_pointed_to(kind, line, capfd):
     """In three lines, and without the graph that torch prints twice."""
-    with pytest.raises(InvalidArgumentError, match=f"{kind.__name__} is not traced. The code decides by") as caught:
+    with pytest.raises(InvalidArgumentError, match=f"{kind.__name__} cannot be traced. The code branches on") as caught:
         export_program(kind(), (torch.ones(4, 3),))
     assert line in str(caught.value)
     assert len(str(caught.value).splitlines()) == 3

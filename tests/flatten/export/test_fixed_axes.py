@@ -34,7 +34,7 @@ def test_the_length_of_an_lstm_is_stated_and_its_width_is_not():
     """The model takes other lengths, and no other width; the program refuses both."""
     module = Reader().eval()
     exported = export_program(module, (torch.randn(2, 7, 8),), cases=[])
-    assert "x.shape[1] is fixed at 7 by the trace: the model takes other sizes there." in str(exported.report)
+    assert "x.shape[1] is fixed at 7 by the trace: the model accepts other sizes there." in str(exported.report)
     assert "x.shape[2]" not in str(exported.report)
     assert module(torch.randn(3, 9, 8)).shape == (3, 9, 8)
     with pytest.raises((FlattenError, AssertionError, RuntimeError)):
@@ -63,7 +63,7 @@ def test_a_model_that_writes_to_its_weights_is_as_it_was():
 
     module = Learns()
     report = export_program(module, (torch.randn(2, 4, 3),), cases=[]).report
-    assert "x.shape[1] is fixed at 4 by the trace: the model takes other sizes" in str(report)
+    assert "x.shape[1] is fixed at 4 by the trace: the model accepts other sizes" in str(report)
     assert module.weight.tolist() == [1, 1, 1]
 
 
@@ -75,7 +75,7 @@ def test_sizes_that_belong_together_are_tried_together():
             return sum(tokens[:, place] * mask[:, place] for place in range(tokens.shape[1]))
 
     report = export_program(Masked(), (torch.randn(2, 5), torch.ones(2, 5)), cases=[]).report
-    assert "tokens.shape[1] is fixed at 5 by the trace: the model takes other sizes" in str(report)
+    assert "tokens.shape[1] is fixed at 5 by the trace: the model accepts other sizes" in str(report)
 
 
 def test_what_varies_or_was_fixed_by_the_caller_is_no_note():

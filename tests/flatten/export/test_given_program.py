@@ -87,7 +87,7 @@ def test_a_program_without_an_example_is_refused():
     """There is nothing to replay."""
     module, program = export_scale()
     program._example_inputs = None
-    with pytest.raises(InvalidArgumentError, match="holds no example inputs"):
+    with pytest.raises(InvalidArgumentError, match="has no example inputs"):
         prove_program(program, module)
 
 

@@ -173,7 +173,7 @@ def test_a_session_without_optimisation_computes_the_same(tmp_path, name, quanti
 
 def test_nothing_to_keep_is_said(tmp_path):
     """With what to type instead; a file is not written."""
-    with pytest.raises(InvalidArgumentError, match=r'no weight of Linear is made of integers.*quantize="int4"'):
+    with pytest.raises(InvalidArgumentError, match=r'no weight of Linear is stored as integers.*quantize="int4"'):
         export_onnx(torch.nn.Linear(64, 64), (torch.zeros(2, 64),), path=tmp_path / "m.onnx", cases=[], quantize="keep")
     assert not (tmp_path / "m.onnx").exists()
     assert Quantization("keep").allowed == 1.01

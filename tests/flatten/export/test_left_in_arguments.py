@@ -238,7 +238,7 @@ def test_an_attribute_that_no_field_holds_is_refused():
             slots.seen = x.sum()
             return x + slots.keys.sum()
 
-    with pytest.raises(RoundTripError, match=r"holds the attribute 'seen'"):
+    with pytest.raises(RoundTripError, match=r"has the attribute 'seen'"):
         export_program(Notes(), kwargs=_sliced())
 
 

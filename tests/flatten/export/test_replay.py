@@ -150,7 +150,7 @@ def test_random_numbers_are_the_same_on_both_sides(tmp_path):
     after = torch.rand(1)
     torch.manual_seed(3)
     assert after == torch.rand(1)
-    with pytest.raises(ReplayError, match="onnxruntime draws random numbers of its own"):
+    with pytest.raises(ReplayError, match="onnxruntime draws its own random numbers"):
         export_onnx(module, (X,), path=tmp_path / "random.onnx", cases=[])
 
 

@@ -84,7 +84,7 @@ def test_code_of_a_folder_does_not_run(model_type, folder, tmp_path, capsys):
     with pytest.raises(ModelSourceError, match=r"modeling_my\.MyConfig.*trust_remote_code=True") as refused:
         export_folder(folder, tmp_path / "out")
     assert "\n" not in str(refused.value)
-    with pytest.raises(FineTuneError, match=r"needs code of its own.*which is not run"):
+    with pytest.raises(FineTuneError, match=r"needs its own code.*which is not run"):
         model_source(folder)
     assert main(["export", str(folder), "-o", str(tmp_path / "out")]) == 2
     assert "--trust-remote-code" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def test_one_size_for_all_is_taken_for_the_batch_and_said_so():
     calls = record({"x": (4, 3), "y": (4,)}, {"x": (4, 3), "y": (4,)})
     assert set(calls.axes().names.values()) == {"batch"}
     assert calls.axes().remarks == [
-        "batch: one size was seen (4); it is taken to vary, since axis 0 of every tensor has it."
+        "batch: one size was seen (4), assumed to vary, since axis 0 of every tensor has it."
     ]
 
 

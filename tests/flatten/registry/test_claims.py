@@ -240,9 +240,7 @@ def test_a_class_of_others_cannot_be_given_up(registry, shelves):
 def test_a_class_of_a_block_cannot_be_given_up(registry):
     """The message names the block, which keeps it."""
     registry.claim(recipe_for())
-    with pytest.raises(
-        NotRegisteredError, match="is held by a block, which lets it go when it ends:\n    register Pair"
-    ):
+    with pytest.raises(NotRegisteredError, match="is registered by a block, until the block ends:\n    register Pair"):
         registry.release_user(Pair)
     assert registry.recipe_in_force(Pair) is not None
 

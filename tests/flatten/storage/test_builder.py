@@ -88,7 +88,7 @@ def test_a_name_is_taken_once():
 
 @pytest.mark.parametrize("tensors", [[], [1], [torch.ones(1), "x"], [[torch.ones(1)]]], ids=repr)
 def test_a_sequence_needs_tensors(tensors):
-    with pytest.raises(InvalidArgumentError, match="'x' is made of tensors or arrays, at least one"):
+    with pytest.raises(InvalidArgumentError, match="'x' needs at least one tensor or array"):
         MiniOnnxBuilder().append_output_sequence("x", tensors)
 
 

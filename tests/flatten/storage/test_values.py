@@ -64,7 +64,7 @@ def test_the_line_makes_what_can_be_stored(make, line):
     tensor = quietly(make)
     with pytest.raises(InvalidArgumentError) as caught:
         flatten_tree({"a": [tensor]})
-    assert str(caught.value).endswith(f". Store in its place:\n    {line}")
+    assert str(caught.value).endswith(f". Store instead:\n    {line}")
     flatten_tree({"a": eval(line, {"torch": torch, "tensor": tensor, "list": list})})
 
 

@@ -88,7 +88,7 @@ def test_another_error_of_the_trace_stays_as_it_is():
 
 def test_inputs_are_made_for_models_of_transformers_only():
     """Nothing is known of another module's inputs."""
-    with pytest.raises(InvalidArgumentError, match=r"Scale is not a model of transformers(.|\n)*cases=\[Case\("):
+    with pytest.raises(InvalidArgumentError, match=r"Scale is not a Hugging Face model(.|\n)*cases=\[Case\("):
         decode_inputs(Scale(), DecodeSizes())
 
 

@@ -135,8 +135,8 @@ def test_named_dims_of_the_helper_are_what_torch_takes():
         ({"x": None, "l": [None], "n": None}, r"l: list has 2 children \['0', '1'\], the specification has 1"),
         ({"x": None, "l": {0: None}, "n": None}, r"l: expected a list with 2 entries"),
         ({"x": None, "l": None, "n": {0: AUTO}}, r"n: expected None for the bool True"),
-        ({"x": None, "l": [{0: Dim.DYNAMIC}, None], "n": None}, r"l\.0: axis 0 is to vary, but has size 1"),
-        ({"x": None, "l": [{0: Dim("b")}, None], "n": None}, r"l\.0: axis 0 is to vary, but has size 1"),
+        ({"x": None, "l": [{0: Dim.DYNAMIC}, None], "n": None}, r"l\.0: axis 0 should vary, but has size 1"),
+        ({"x": None, "l": [{0: Dim("b")}, None], "n": None}, r"l\.0: axis 0 should vary, but has size 1"),
     ],
 )
 def test_a_specification_that_does_not_fit_is_refused_with_its_key_path(shapes, message):

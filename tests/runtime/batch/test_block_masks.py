@@ -138,7 +138,7 @@ def test_rules_of_a_mask():
     assert [part.args[0] is mask for part in whole] == [True, True]
     cut = split((mask,), {}, None, 2, split_input={"args[0]": TensorChunkSpec(0)})
     assert [part.args[0].shape[0] for part in cut] == [2, 2]
-    with pytest.raises(SplitError, match="a BlockMask is cut along its batch, which is axis 0"):
+    with pytest.raises(SplitError, match="a BlockMask is split along its batch, axis 0"):
         split((mask,), {}, None, 2, split_input={"args[0]": TensorChunkSpec(2)})
 
 

@@ -145,8 +145,8 @@ def test_rows_on_another_axis_are_refused_with_the_line_to_type():
     with pytest.raises(JoinError) as caught:
         join([{"p": torch.zeros(3, 2)}, {"p": torch.ones(3, 2)}], [2, 2])
     assert str(caught.value) == (
-        "outputs['p']: axis 0 of the shapes [(3, 2), (3, 2)] is not the [2, 2] rows of the microbatches, and the "
-        "values differ. Say along which axis they are joined, or how:\n"
+        "outputs['p']: axis 0 of the shapes [(3, 2), (3, 2)] does not match the microbatches' rows [2, 2], and the "
+        "values differ. Name the axis to join along, or give a function:\n"
         "    RoundPipeRunConfig(merge_output={\"outputs['p']\": TensorChunkSpec(1)})\n"
         "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
     )
@@ -307,7 +307,7 @@ def test_a_reducer_of_torch_is_taken_whatever_its_class():
 def test_a_mean_over_parts_whose_rows_are_not_known_is_refused():
     """An average of equals would be wrong for parts of unlike size; equal values need none, unless they are trained."""
     one, other = torch.tensor(1.0), torch.tensor(3.0)
-    with pytest.raises(JoinError, match="the rows of the microbatches, by which it would be averaged, are not known"):
+    with pytest.raises(JoinError, match="averaged by the rows of the microbatches, and these are not known"):
         join([one, other], [None, None])
     assert join([one, one.clone()], [None, None]) == 1
     with pytest.raises(JoinError, match="not known"):
@@ -317,7 +317,7 @@ def test_a_mean_over_parts_whose_rows_are_not_known_is_refused():
 def test_equal_tensors_of_parts_whose_rows_are_not_known_are_refused():
     """They may be rows, or a constant; a rule says which."""
     parts = [torch.ones(3), torch.ones(3)]
-    with pytest.raises(JoinError, match="it may be rows that are equal, or what is not cut"):
+    with pytest.raises(JoinError, match="these may be equal rows, or one value for the whole batch"):
         join(parts, [None, None])
     assert join(parts, [None, None], merge=TensorChunkSpec(0)).shape == (6,)
     assert join(parts, [None, None], merge=Replicate).shape == (3,)

@@ -85,7 +85,7 @@ def test_wrong_rules_are_refused(rules, message):
 
 def test_a_rule_that_cuts_a_number_is_refused():
     with pytest.raises(
-        SplitError, match=r"kwargs\['n'\]: the rule is TensorChunkSpec\(0\), but there is no axis to cut in 5"
+        SplitError, match=r"kwargs\['n'\]: the rule is TensorChunkSpec\(0\), but there is no axis to split in 5"
     ):
         split((rows(4),), {"n": 5}, None, 2, split_input={"kwargs['n']": TensorChunkSpec(0)})
 
@@ -133,7 +133,7 @@ def test_an_array_that_a_rule_hands_on_whole_is_the_same_object_in_all_parts():
 
 def test_a_reducer_is_no_rule_for_inputs():
     """torch has one class of marks for both sides."""
-    with pytest.raises(SplitError, match="a rule that reduces, which is for outputs"):
+    with pytest.raises(SplitError, match="a reducing rule, which is for outputs"):
         split((torch.zeros(4),), {}, None, 2, split_input={"args[0]": sum_reducer})
 
 

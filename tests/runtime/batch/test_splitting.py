@@ -30,7 +30,7 @@ def test_a_batch_without_rows_is_one_microbatch_without_rows():
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True])
 def test_a_wrong_number_of_microbatches_is_refused(count):
-    with pytest.raises(ConfigError, match="num_microbatch must be a number from 1 on"):
+    with pytest.raises(ConfigError, match="num_microbatch must be a number of at least 1"):
         split((rows(4),), {}, None, count)
 
 

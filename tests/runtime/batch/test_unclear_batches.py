@@ -17,15 +17,15 @@ def test_two_sizes_without_labels_are_refused_by_key_path():
     with pytest.raises(SplitError) as caught:
         split((rows(8, 5),), {"weight": torch.zeros(3)}, None, 2)
     assert str(caught.value) == (
-        "It is not clear how many rows the batch has: axis 0 has 3 in kwargs['weight']; 8 in args[0]. Say which of "
-        "them go whole to every microbatch:\n"
+        "It is not clear how many rows the batch has: axis 0 has 3 in kwargs['weight']; 8 in args[0]. Name those "
+        "that every microbatch gets whole:\n"
         "    RoundPipeRunConfig(split_input={\"kwargs['weight']\": Replicate})"
     )
 
 
 def test_inputs_and_labels_of_different_sizes_are_refused():
     """Neither is a weight or a table: the message says that the two do not go together."""
-    with pytest.raises(SplitError, match=re.escape("other rows than the inputs: axis 0 has 8 in args[0]; 7 in label")):
+    with pytest.raises(SplitError, match=re.escape("different numbers of rows: axis 0 has 8 in args[0]; 7 in label")):
         split((rows(8, 5),), {}, rows(7), 2)
 
 
@@ -54,8 +54,8 @@ def test_the_batch_on_another_axis_is_refused_with_both_ways_out():
     with pytest.raises(SplitError) as caught:
         split((rows(8, 5), torch.zeros(3, 8, 5)), {}, rows(8), 2)
     assert str(caught.value) == (
-        "args[1] has shape (3, 8, 5): the 8 rows of the batch are not on axis 0, but axis 1 has that size. Say whether "
-        "it is cut there or goes whole to every microbatch, one of\n"
+        "args[1] has shape (3, 8, 5): the 8 rows of the batch are not on axis 0, but axis 1 has that size. Split it "
+        "there, or pass it whole to every microbatch, one of\n"
         "    RoundPipeRunConfig(split_input={'args[1]': TensorChunkSpec(1)})\n"
         "    RoundPipeRunConfig(split_input={'args[1]': Replicate})"
     )
@@ -63,7 +63,7 @@ def test_the_batch_on_another_axis_is_refused_with_both_ways_out():
 
 def test_arrays_with_rows_are_refused():
     """Only tensors are cut; an array handed on whole would be wrong without a word."""
-    with pytest.raises(SplitError, match=r"label is a numpy.ndarray with 8 rows, but only tensors are cut"):
+    with pytest.raises(SplitError, match=r"label is a numpy.ndarray with 8 rows, but only tensors are split"):
         split((rows(8, 5),), {}, numpy.zeros(8), 2)
 
 

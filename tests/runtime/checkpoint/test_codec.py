@@ -111,7 +111,7 @@ def test_arrays_and_scalars_of_numpy():
     [
         (torch.Generator(), r"position\.x is a torch\._C\.Generator.*\n    generator\.get_state\(\)"),
         (torch.nn.Linear(1, 1), r"position\.x is a torch.*Linear.*\n    x\.state_dict\(\)"),
-        (object(), r"position\.x is a builtins\.object, which a checkpoint cannot hold"),
+        (object(), r"position\.x is a builtins\.object, which a checkpoint cannot contain"),
         (torch.eye(2).to_sparse(), r"position\.x is a Tensor of layout torch\.sparse_coo"),
         (numpy.array(["text"]), r"position\.x is an array of <U4"),
     ],

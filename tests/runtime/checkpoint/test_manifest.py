@@ -38,7 +38,7 @@ def test_one_flipped_bit_is_seen(folder, place, bit):
     content[place] ^= 1 << bit
     (folder / "two.bin").write_bytes(content)
     assert is_complete(folder)
-    with pytest.raises(DamagedCheckpointError, match=r"two\.bin is not what was written"):
+    with pytest.raises(DamagedCheckpointError, match=r"two\.bin was changed after it was written"):
         verify(folder)
 
 

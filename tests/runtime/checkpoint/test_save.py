@@ -259,7 +259,7 @@ def test_a_save_changes_nothing(tmp_path):
 
 @pytest.mark.parametrize("keep", [0, -1, True, "2"])
 def test_keep_must_be_a_number(tmp_path, keep):
-    with pytest.raises(ConfigError, match="keep must be a number from 1 on, or None for all"):
+    with pytest.raises(ConfigError, match="keep must be a number of at least 1, or None for all"):
         save_checkpoint(tmp_path, small_model(), keep=keep)
     assert names(tmp_path) == []
 
@@ -278,7 +278,7 @@ def test_a_folder_that_another_process_writes_to_is_refused(tmp_path):
         path = next_path(tmp_path)
         with appearing(path) as half:
             for is_async in (False, True):
-                with pytest.raises(CheckpointError, match=r"Another process is writing a checkpoint into .*of its own"):
+                with pytest.raises(CheckpointError, match=r"Another process is writing a checkpoint into .*its own"):
                     save_checkpoint(tmp_path, model, is_async=is_async)
             (half / "data").write_text("x")
     assert (path / "data").is_file()

@@ -20,7 +20,7 @@ def test_every_line_says_how_it_is(capsys, monkeypatch):
     lines = out.splitlines()
     assert {line.split()[0] for line in lines if line and line[0] != " "} >= {"ok"}
     assert max(map(len, lines)) <= 80
-    assert "training on 2 virtual devices: two steps, as plain PyTorch does" in out
+    assert "training on 2 virtual devices: two steps match plain PyTorch" in out
     assert "\x1b" not in out
 
 

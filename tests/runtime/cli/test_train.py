@@ -164,7 +164,7 @@ def test_going_on_after_the_end_with_more_steps(here, capsys):
     assert main([*arguments, *constant, "--checkpoint", "c"]) == 0
     longer = [*arguments, *constant, "--checkpoint", "c", "--steps", "5"]
     assert main([*longer, "--resume", "--overwrite"]) == 0
-    assert "going on after step 3" in capsys.readouterr().out
+    assert "continuing after step 3" in capsys.readouterr().out
     assert main([*longer, "--checkpoint", "d", "--overwrite", "--resume"]) == 0
     assert "no checkpoint in d yet" in capsys.readouterr().out
     whole = digest("out")
@@ -187,7 +187,7 @@ MISTAKES = {
         ["--text", "short.txt"],
         "has 6 tokens, which do not fill one row of 16. Give more text",
     ),
-    "long": (["--length", "65"], "conf takes rows of 64 tokens at most: --length 64"),
+    "long": (["--length", "65"], "conf accepts rows of at most 64 tokens: --length 64"),
     "device": (["--devices", "virtual:x"], "--devices virtual:x: it names no device. Write auto, virtual:2, or cuda:0"),
     "device word": (["--devices", "gpu7"], "--devices gpu7: it names no device"),
     "cpu": (["--devices", "cpu"], "--devices cpu: it names no device"),
@@ -195,7 +195,7 @@ MISTAKES = {
     "too little memory": (["--devices", "virtual:1", "--memory", "1KB"], "memory_limit"),
     "microbatches": (
         ["--microbatches", "5"],
-        "4 rows cannot be cut into 5 microbatches. Make it larger",
+        "4 rows cannot be split into 5 microbatches. Use a larger batch",
     ),
     "vocabulary": (["--model", "narrow"], "has a vocabulary of 100, and bytes with their special tokens need 259"),
     "output": (["-o", "short.txt/out"], "short.txt/out: it cannot be written: short.txt is not a folder. Name another"),
@@ -209,9 +209,9 @@ MISTAKES = {
     "exists": (["-o", "texts"], "texts exists. Name another folder, or replace it: --overwrite"),
     "metrics": (["--metrics", "short.txt"], "short.txt exists. Name another file, or replace it: --overwrite"),
     "timeline": (["--timeline", "gone/t.json"], "There is no folder gone for t.json"),
-    "both": (["--epochs", "2"], "--steps and --epochs both state how long"),
-    "lora": (["--lora", "8"], "conf has random weights, and adapters are of no use without theirs"),
-    "stay": (["--keep-parameters", "-1"], "--keep-parameters is a number of GB from 0 on, or auto, found '-1'"),
+    "both": (["--epochs", "2"], "--steps and --epochs both set the length"),
+    "lora": (["--lora", "8"], "conf has random weights, so adapters would be useless"),
+    "stay": (["--keep-parameters", "-1"], "--keep-parameters is a number of GB of at least 0, or auto, found '-1'"),
     "number": (["--batch", "0"], "Invalid value for '--batch'"),
     "rate": (["--lr", "-1"], "lr must be a number above 0"),
     "schedule": (["--schedule", "stairs"], "'stairs' is not one of"),
@@ -351,7 +351,7 @@ CHAT_MISTAKES = {
     "bytes": (["--model", "conf", "chats.jsonl"], "Conversations need a tokenizer with special tokens"),
     "form": (
         ["--chat", "rows.jsonl"],
-        "rows.jsonl:1 is not a conversation: it has 'body' (str). Each row is to be one of",
+        "rows.jsonl:1 is not a conversation: it has 'body' (str). Each row must be one of",
     ),
     "template": (["--chat-template", "gone.jinja"], "The chat template gone.jinja cannot be read"),
     "length": (["--length", "3"], "None of 12 conversations has an answer in its first 3 tokens. Allow more"),
@@ -456,13 +456,13 @@ def test_a_checkpoint_of_another_run_is_in_the_way(here, capsys):
     arguments = ["train", "texts", "-o", "out", *FEW, "--checkpoint", "c"]
     assert main([*arguments, "--model", "conf"]) == 0
     assert main([*arguments, "--model", "conf", "--overwrite"]) == 2
-    assert "is of another run. Go on with that: --resume; or begin anew" in capsys.readouterr().err
+    assert "belongs to another run. Continue that run: --resume; or start" in capsys.readouterr().err
     assert main([*arguments, "--model", "gpt2", "--overwrite", "--resume"]) == 2
     shown = capsys.readouterr().err
     assert "c: The checkpoint is of another model." in shown
     assert shown.count("\n") == 1
     assert main([*arguments, "--model", "conf", "--overwrite", "--resume", "--batch", "3"]) == 2
-    assert "c was trained with --batch 4. Go on with the same" in capsys.readouterr().err
+    assert "c was trained with --batch 4. Continue with the same" in capsys.readouterr().err
 
 
 def start(*arguments, folder, **options):
@@ -505,11 +505,13 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_bits(here, whole, number, sta
     assert not (here / "parts").exists()
     if number != signal.SIGKILL:
         said, line = shown.splitlines()[-2:]
-        assert re.match(r"stopped after step \d+ of 25, saved in .*parts-checkpoints/checkpoint-\d+\. To go on:", said)
+        assert re.match(
+            r"stopped after step \d+ of 25, saved in .*parts-checkpoints/checkpoint-\d+\. To continue:", said
+        )
         assert shlex.split(line) == ["roundpipe", *stopped, "--devices", "virtual:1", "--resume"]
     with start(*stopped, "--devices", "virtual:3", "--resume", folder=here) as process:
         assert (process.wait(), process.stderr) == (0, "")
-        assert "going on after step " in process.stdout
+        assert "continuing after step " in process.stdout
     assert tiny.metrics_of(here / "parts.jsonl") == whole[0]
     assert same_bits(digest("parts"), whole[1])
 

@@ -65,7 +65,7 @@ def test_there_is_one_log(ranks):
     assert line in shown.splitlines()
     assert "step 2:  roundpipe timeline t.json t.1.json" in shown
     assert (folder / "t.1.json").exists()
-    assert found[0]["goes on"]["out"].splitlines()[2] == "going on after step 2"
+    assert found[0]["goes on"]["out"].splitlines()[2] == "continuing after step 2"
 
 
 def test_state_is_in_shards(ranks):
@@ -76,11 +76,12 @@ def test_state_is_in_shards(ranks):
 
 
 MISTAKES = {
-    "few groups": "A batch is cut into 1 groups, and there are 2 processes, of which some would have nothing to do. "
-    "Start fewer, or cut it more: --replicas 2",
-    "many groups": "A batch of 5 rows cannot be cut into 6 groups. Make it larger, or cut it less: --batch 6, or "
-    "--replicas 5",
-    "few rows": "A batch of 1 rows has none for some of 2 processes. Start fewer, or make it larger: --batch 2",
+    "few groups": "A batch is split into 1 groups, so some of the 2 processes would have nothing to do. Start "
+    "fewer processes, or use more groups: --replicas 2",
+    "many groups": "A batch of 5 rows cannot be split into 6 groups. Use a larger batch, or fewer groups: "
+    "--batch 6, or --replicas 5",
+    "few rows": "A batch of 1 rows leaves some of the 2 processes without rows. Start fewer processes, or use a "
+    "larger batch: --batch 2",
     "other texts": "The ranks do not train the same: the text is '189 rows of 16 tokens, ",
     "no text": "Rank 1: There is no file gone.txt.",
     "another option": "The ranks do not train the same: clip is '0.5' on rank 1, and '1.0' on rank 0.",
@@ -117,9 +118,9 @@ def test_killed_ranks_go_on_by_themselves(ranks):
     done = fresh_process.run(
         *("-m", "tests.runtime.cli.restarted_ranks", folder, "1:1:2", "0:2:3"), imported=fresh_process.TRAINER
     )
-    assert [line for line in done.stdout.splitlines() if line.startswith("going on")] == [
-        "going on after step 1",
-        "going on after step 2",
+    assert [line for line in done.stdout.splitlines() if line.startswith("continuing")] == [
+        "continuing after step 1",
+        "continuing after step 2",
     ]
     calm = [row for row in tiny.metrics_of(folder / "half.jsonl") if row[:2] != (2, "eval")]  # it was stopped there
     assert tiny.metrics_of(folder / "ranks.jsonl") == calm

@@ -61,7 +61,7 @@ def test_an_unregistered_class_is_refused_in_all_processes(two):
     [
         (
             "twice",
-            "ConfigError: The processes have the stages [0] (rank 0), [0] (rank 1). Each number from 0 on must be",
+            "ConfigError: The processes have the stages [0] (rank 0), [0] (rank 1). Each number, counted from 0, must",
         ),
         (
             "disagree",

@@ -124,7 +124,7 @@ def test_parameters_that_stay_are_copied_as_often_as_simulated(room, devices, co
 
 def test_what_may_stay_is_a_number_or_a_word(step):
     """As in the configuration of a run."""
-    with pytest.raises(ConfigError, match='keep_parameters must be a number of GB from 0 on, or "auto", found -1'):
+    with pytest.raises(ConfigError, match='keep_parameters must be a number of GB of at least 0, or "auto", found -1'):
         simulate(step, machine(), keep_parameters=-1)
 
 

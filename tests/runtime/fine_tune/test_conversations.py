@@ -103,9 +103,9 @@ def test_a_data_set_is_read(tmp_path):
 
 
 MISTAKES = {
-    "list": ([1], "a:1 is a list. Each row is to be one of"),
+    "list": ([1], "a:1 is a list. Each row must be one of"),
     "fields": ({"body": "x", "id": 1}, "a:1 is not a conversation: it has 'body' (str), 'id' (int)"),
-    "advice": ({"body": "x", "id": 1}, "If 'body' is text to learn as it is: --text a --field body"),
+    "advice": ({"body": "x", "id": 1}, "If 'body' is plain text to learn: --text a --field body"),
     "empty": ({}, "a:1 is not a conversation: it has no field."),
     "role": ({"messages": [{"role": "bot", "content": "x"}]}, "a:1, message 1 has the role 'bot'. Write one of system"),
     "no role": ({"messages": [{"content": "x"}]}, "a:1, message 1 has 'content' and no 'role'"),
@@ -120,8 +120,8 @@ MISTAKES = {
         {"messages": [{"role": "system", "content": "x"}, *ASKED], "system": "y"},
         "has 'system', and begins",
     ),
-    "tools": ({"conversations": ASKED, "tools": "{"}, "a:1: 'tools' is to be a list of objects"),
-    "tool": ({**FORMS["Alpaca"], "tools": ["add"]}, "a:1: 'tools' is to be a list of objects"),
+    "tools": ({"conversations": ASKED, "tools": "{"}, "a:1: 'tools' must be a list of objects"),
+    "tool": ({**FORMS["Alpaca"], "tools": ["add"]}, "a:1: 'tools' must be a list of objects"),
     "settings": ({"messages": ASKED, "chat_template_kwargs": "x"}, "'chat_template_kwargs' is a str. Write an object"),
     "beside text": (
         {"prompt": "x", "completion": "y", "system": "z"},
@@ -131,8 +131,8 @@ MISTAKES = {
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "image": "y"}]}, ASKED[1]]},
         "message 1 has no text in 'content': it is a list",
     ),
-    "history": ({"instruction": "x", "output": "y", "history": ["z"]}, "'history' is to be a list of pairs"),
-    "a number": ({"instruction": "x", "output": "y", "history": 3}, "'history' is to be a list of pairs"),
+    "history": ({"instruction": "x", "output": "y", "history": ["z"]}, "'history' must be a list of pairs"),
+    "a number": ({"instruction": "x", "output": "y", "history": 3}, "'history' must be a list of pairs"),
 }
 
 

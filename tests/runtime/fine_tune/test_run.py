@@ -148,7 +148,7 @@ def test_an_evaluation_that_fails_takes_no_step_with_it(tmp_path, monkeypatch):
             run(made, checkpoints=tmp_path / "c", save_model=lambda: done.append("model"))
     assert done == ["model", "evaluation"]
     place = saved(tmp_path / "c")[7]
-    notes = ["The trained model is saved.", f"The 7 steps before are saved in {place}. To go on: --resume"]
+    notes = ["The trained model is saved.", f"The 7 steps before are saved in {place}. To continue: --resume"]
     assert caught.value.__notes__ == notes
     with training(eval_every=None, steps=8) as made:  # one more
         assert made.restore(tmp_path / "c")
@@ -174,7 +174,8 @@ def test_a_step_that_fails_takes_none_before_with_it(tmp_path, monkeypatch, fail
         with pytest.raises((FineTuneError, ZeroDivisionError)) as caught:
             run(made, checkpoints=tmp_path / "c", metrics=tmp_path / "m.jsonl")
     assert (
-        caught.value.__notes__[-1] == f"The 4 steps before are saved in {saved(tmp_path / 'c')[4]}. To go on: --resume"
+        caught.value.__notes__[-1]
+        == f"The 4 steps before are saved in {saved(tmp_path / 'c')[4]}. To continue: --resume"
     )
     with training() as made:
         assert made.restore(tmp_path / "c")

@@ -48,16 +48,16 @@ def test_steps_come_from_epochs_unless_they_are_given(options, expected):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"batch": 0}, "batch must be a number from 1 on, found 0"),
-        ({"steps": 0}, "steps must be a number from 1 on"),
-        ({"warmup": -1}, "warmup must be a number from 0 on"),
-        ({"eval_every": 1.5}, "eval_every must be a number from 1 on, found 1.5"),
+        ({"batch": 0}, "batch must be a number of at least 1, found 0"),
+        ({"steps": 0}, "steps must be a number of at least 1"),
+        ({"warmup": -1}, "warmup must be a number of at least 0"),
+        ({"eval_every": 1.5}, "eval_every must be a number of at least 1, found 1.5"),
         ({"lr": 0.0}, "lr must be a number above 0"),
         ({"lr": math.inf}, "lr must be a number above 0"),
-        ({"clip": -1.0}, "clip must be a number from 0 on"),
-        ({"weight_decay": math.nan}, "weight_decay must be a number from 0 on"),
+        ({"clip": -1.0}, "clip must be a number of at least 0"),
+        ({"weight_decay": math.nan}, "weight_decay must be a number of at least 0"),
         ({"schedule": "stairs"}, '"cosine", "linear" or "constant", found \'stairs\''),
-        ({"batch": 4, "microbatches": 8}, "4 rows cannot be cut into 8 microbatches.*--batch 8, or --microbatches 4"),
+        ({"batch": 4, "microbatches": 8}, "4 rows cannot be split into 8 microbatches.*--batch 8, or --microbatches 4"),
     ],
 )
 def test_what_cannot_be_is_refused(options, words):

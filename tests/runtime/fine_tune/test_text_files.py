@@ -67,7 +67,7 @@ def test_each_line_of_json_is_a_document(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", 'bad.jsonl:2 is not JSON. Each line is to be an object like {"text": "..."}'),
+        ("{", 'bad.jsonl:2 is not JSON. Each line must be an object like {"text": "..."}'),
         ("[1]", "bad.jsonl:2 is a list. Each line"),
         ('{"body": "x", "id": 1}', "bad.jsonl:2 has no text in 'text'. It has body, id: --field NAME"),
         ('{"text": 3}', "bad.jsonl:2 has a int in 'text', which is not text: --field NAME"),

@@ -221,7 +221,7 @@ def test_a_model_that_sees_what_comes_is_refused():
     from transformers import BertConfig, BertLMHeadModel
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    with pytest.raises(FineTuneError, match="BertLMHeadModel sees the token that it is to predict"):
+    with pytest.raises(FineTuneError, match="BertLMHeadModel sees the token that it should predict"):
         Training(BertLMHeadModel(BertConfig(vocab_size=259, **sizes)), tiny.blocks(), settings())
     decoder = BertLMHeadModel(BertConfig(vocab_size=259, is_decoder=True, **sizes))
     Training(decoder, tiny.blocks(), settings(check=True, steps=1)).close()
@@ -318,7 +318,7 @@ class TestCheckpoints:
 
         with Training(tiny.source().load(), tiny.blocks(), settings()) as training:
             save_checkpoint(tmp_path, training.pipeline, optimizer=training.optimizer, data={"step": 1})
-            with pytest.raises(FineTuneError, match="begin anew in another folder"):
+            with pytest.raises(FineTuneError, match="start in another folder"):
                 training.restore(tmp_path)
 
 

@@ -284,11 +284,11 @@ class Uncuttable(nn.Module):
 def test_a_model_that_cannot_be_cut_warns_and_runs_whole():
     """With ``use_sequential_preset=True`` it is an error."""
     example = {"x": torch.ones(2, 64)}
-    with pytest.warns(CutRefusedWarning, match="Uncuttable runs in one piece, as it cannot be cut"):
+    with pytest.warns(CutRefusedWarning, match="Uncuttable runs in one piece, as it cannot be split"):
         pipeline = wrap_model_to_roundpipe(Uncuttable(), lower_threshold=0, example=example, devices="virtual:1")
     assert pipeline(torch.ones(3, 64)).shape == (3, 64)
     pipeline.close()
-    with pytest.raises(CutError, match="Uncuttable cannot be cut: There is no list"):
+    with pytest.raises(CutError, match="Uncuttable cannot be split: The model has no list"):
         wrap_model_to_roundpipe(Uncuttable(), True, lower_threshold=0, example=example)
 
 
@@ -316,7 +316,7 @@ def test_thresholds_keep_small_models_whole():
 def test_configurations_of_parts_are_refused():
     """The model is one pipeline, so only the model can have a configuration."""
     model = Toy()
-    with pytest.raises(ConfigError, match="override_config: Linear cannot have a configuration of its own"):
+    with pytest.raises(ConfigError, match="override_config: Linear cannot have its own configuration"):
         wrap_model_to_roundpipe(model, override_config={model.head: RoundPipeRunConfig()})
     own = {model: RoundPipeRunConfig(num_microbatch=7)}
     pipeline = wrap_model_to_roundpipe(model, False, override_config=own, lower_threshold=0, devices="virtual:1")

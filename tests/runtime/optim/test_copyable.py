@@ -124,7 +124,7 @@ def two(kind):
     [
         (slotted, "which keeps tensors in its attribute 'scale', where they are not found"),
         (lambda: quantized(scale=torch.ones(2), more=slotted().scale), "keeps tensors where they are not found"),
-        (lambda: two(Forgetful), "which has other numbers when it is rebuilt"),
+        (lambda: two(Forgetful), "which has different values when it is rebuilt"),
         (lambda: two(Refusing), r"cannot be rebuilt from copies \(ValueError: not here\)"),
     ],
     ids=["slots", "more slots", "others", "error"],
@@ -142,7 +142,7 @@ def test_a_layer_that_computes_otherwise_with_the_copy_is_refused():
     model[1].weight = quantized(scale=torch.ones(2))
     first = model[1].weight
     model[1].first = lambda: first
-    with pytest.raises(ConfigError, match="with a copy of which Remembering computes other numbers"):
+    with pytest.raises(ConfigError, match="with a copy of which Remembering computes other values"):
         check_copyable(model)
 
 

@@ -182,7 +182,7 @@ def test_a_publication_that_fails_is_raised_and_repeated(devices, monkeypatch, d
     run(), step(), run()  # what the first step did is published beside the run that follows
     with pytest.raises(MemoryError, match="no room") as caught:
         within(20, run)
-    assert any("made the parameters of the next run" in note for note in caught.value.__notes__)
+    assert any("copied to the parameters of the next run" in note for note in caught.value.__notes__)
     monkeypatch.undo()
     step(), within(20, run), step()
     within(20, pipe.synchronize)

@@ -62,7 +62,7 @@ class Bounds:
 
     def check_positions(self, module: object) -> None:
         """Refuse a length that a model has no positions for."""
-        # module: what is exported; only a model of transformers states its positions
+        # module: what is exported; only a Hugging Face model states its positions
         config: Any = getattr(module, "config", None)
         if self.length is None or not hasattr(config, "get_text_config"):
             return

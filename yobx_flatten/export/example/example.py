@@ -65,7 +65,7 @@ class Example:
 
     @functools.cached_property
     def runs(self) -> EagerRuns:
-        """What the module computes in the cases."""
+        """Outputs of the module in the cases."""
         return EagerRuns(self.module)
 
     def case(self, steps: int) -> Case:
@@ -259,7 +259,7 @@ def _complete(
 
 
 def _fixed_axes(example: Example, given: bool) -> list[str]:
-    """Axes that may vary, but that torch takes for fixed, since the example has size 0 or 1 there."""
+    """Axes that may vary, but that torch fixes, since the example has size 0 or 1 there."""
     if example.shapes is None:
         return []
     cache = example.kwargs.get(example.cache_is)
@@ -290,7 +290,7 @@ def _named_axes(inputs: PyTree, shapes: DynamicShapes) -> dict[tuple[str, int], 
             if leaf.shape[axis] != size:
                 raise DynamicShapesError(
                     f"{name}: axis {axis} is called {chosen!r} and has size {leaf.shape[axis]}, but {first} has size "
-                    f"{size} under that name. Axes of one name are equal: give it a name of its own."
+                    f"{size} under that name. Axes of one name are equal: give it its own name."
                 )
             names[name, axis] = chosen
     return names

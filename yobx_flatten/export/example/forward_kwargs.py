@@ -1,7 +1,7 @@
 """Name the arguments that ``forward`` takes in its ``**kwargs``, during a trace.
 
 ``torch.export`` takes dynamic shapes by the parameters of ``forward`` and has none for what ends in ``**kwargs``
-(https://github.com/pytorch/pytorch/issues/150371). Models of transformers take half of their arguments there.
+(https://github.com/pytorch/pytorch/issues/150371). Hugging Face models take half of their arguments there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def swallowed_names(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[
 
 @contextlib.contextmanager
 def named_in_forward(module: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Let ``forward`` have keyword parameters of these names inside, in the place of its ``**kwargs``."""
+    """Let ``forward`` have keyword parameters of these names inside, instead of its ``**kwargs``."""
     # names: see `swallowed_names`; nothing changes without any
     if not names:
         yield
@@ -50,7 +50,7 @@ def named_in_forward(module: torch.nn.Module, names: Sequence[str]) -> Iterator[
 
 
 def check_spelling(module: torch.nn.Module, names: Sequence[str]) -> None:
-    """Refuse names that are all but those of a parameter: they would end in ``**kwargs`` without a word."""
+    """Refuse likely misspellings of parameters, which would end in ``**kwargs`` silently."""
     known = list(_parameters(module))
     for name in names:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)

@@ -11,7 +11,7 @@ import torch
 
 @contextlib.contextmanager
 def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module have another ``forward`` inside; afterwards the one that it had, its own or that of its class."""
+    """Replace the ``forward`` of a module in the block, and restore it afterwards."""
     held = module.__dict__  # past torch's __setattr__, which a class may have replaced
     before = {"forward": held["forward"]} if "forward" in held else {}
     held["forward"] = forward

@@ -43,7 +43,7 @@ def resized_leaves(example: Example, signature: Signature, sizes: Mapping[str, i
 
 
 def arguments_with(example: Example, made: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of an example with copies of other tensors in place of its own. The block must be open."""
+    """Return the arguments of an example with copies of other tensors instead of its own. The block must be open."""
     own = dict(zip(leaf_names(example.inputs), leaves_of(example.inputs), strict=True))
     by_id = {id(own[name]): tensor for name, tensor in made.items()}
 

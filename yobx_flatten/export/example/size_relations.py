@@ -38,7 +38,7 @@ _TURNED = {"GreaterThan": "<=", "StrictGreaterThan": "<"}
 
 
 def relations_of(program: ExportedProgram, sizes: Collection[str]) -> tuple[Expression, ...]:
-    """Return what a program asserts of sizes, those of its guards among it."""
+    """Return the size constraints of a program, including its guards."""
     # sizes: the names of the sizes that a call shows; what depends on others is left out
     found = dict.fromkeys(as_expression(one) for expression in _asserted(program) for one in _one_by_one(expression))
     return tuple(
@@ -59,7 +59,7 @@ def _one_by_one(expression: sympy.Basic) -> Iterator[sympy.Basic]:
 
 
 def _violation(expression: sympy.Basic) -> sympy.Expr:
-    """A number that is 0 where a comparison holds, and more where it does not."""
+    """An expression that is 0 if a comparison holds, and positive otherwise."""
     kind = type(expression).__name__
     if kind in ("And", "Or"):
         joined = sympy.Add if kind == "And" else sympy.Mul
@@ -118,7 +118,7 @@ def _restricts(expression: sympy.Basic, examples: Mapping[Any, int]) -> bool:
 
 
 def largest_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
-    """Return sizes that a program takes up to a number: above, the code that was traced goes another way."""
+    """Return upper bounds of sizes, above which the model's code takes another branch."""
     return {
         place: int(known.upper)
         for place, known in _ranges(program)
@@ -153,7 +153,7 @@ def _ranges(program: ExportedProgram) -> Iterator[tuple[tuple[str, int], Any]]:
 
 
 def _environment(program: ExportedProgram) -> Any:
-    """What torch knows of the sizes of a program; ``None`` where all are fixed."""
+    """The symbolic sizes of a program in torch; ``None`` if all sizes are fixed."""
     values = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
     axes: Iterator[Any] = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
     return next((size.node.shape_env for size in axes if isinstance(size, torch.SymInt)), None)

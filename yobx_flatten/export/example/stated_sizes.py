@@ -35,11 +35,11 @@ Place = tuple[str, int | None]
 """The name of an input, and an axis; ``None`` for the number itself."""
 
 Relation = tuple[Expression, Mapping[str, Place]]
-"""A comparison, and where the names in it stand."""
+"""A comparison, and the places of its names."""
 
 
 def names_of(inputs: Mapping[str, Any], stated: Stated) -> dict[tuple[str, int], str]:
-    """Return the names that a specification gives to axes: variables of one name get names of their own."""
+    """Return the names of axes in a specification; different variables with one name get different names."""
     chosen: dict[Any, str] = {}
     found: dict[tuple[str, int], str] = {}
     leaves = leaf_names(inputs)

@@ -51,17 +51,17 @@ logger = logging.getLogger("yobx_flatten")
 
 
 _SHOWN = 4
-"""How many comparisons of sizes a note has: windows of pictures are compared in lines of hundreds of characters."""
+"""Largest number of size comparisons in a note: those of picture windows fill hundreds of characters."""
 
 _SEVERAL_ROWS = (
-    "GroupQueryAttention of onnxruntime takes several tokens after others for one row only: give several rows their "
-    "prompts at once, and then one token per call, as generation loops do."
+    "onnxruntime's GroupQueryAttention adds several tokens to a cache for one row only: give several rows their "
+    "whole prompts first, and then one token per call, as generation loops do."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Attempt:
-    """What is written."""
+    """One way to write the file."""
 
     opset: int | None  # version of ONNX's operators; `None` for the exporter's own choice
     fuse: bool  # whether attention is one operator that takes the cache
@@ -85,7 +85,7 @@ def write_proven(
     quantization: Quantization | None = None,
     translations: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> None:
-    """Convert a program and replay the file; where that fails, again with plainer operators. The block must be open."""
+    """Convert a program and check the file; if that fails, try simpler operators. The block must be open."""
     # report: gets the results of the last attempt, the opset and the operators, and a note on what was left out
     # opset_version: the opset to write; `None` for the newest that onnxruntime computes right
     # share: whether to try attention of onnxruntime first, whose cache stays in one piece of memory
@@ -167,7 +167,7 @@ def _written(
 
 
 def _attempts(opset_version: int | None) -> list[_Attempt]:
-    """What to try, the fastest first."""
+    """The attempts, the fastest first."""
     if opset_version is not None:
         fused = [_Attempt(opset_version, True)] if opset_version >= ATTENTION_OPSET else []
         return [*fused, _Attempt(opset_version, False)]
@@ -227,7 +227,7 @@ def _sizes_in(case: Case, example: Example, signature: Signature) -> dict[str, i
 
 
 def _met(relation: Expression, replayed: Sequence[Mapping[str, int]]) -> bool:
-    """Whether all replayed calls meet a relation; one that does not show its sizes shows nothing."""
+    """Whether all checked calls meet a relation; calls without known sizes are skipped."""
     known = (sizes for sizes in replayed if names_in(relation) <= sizes.keys())
     return all(holds(relation, sizes) for sizes in known)
 
@@ -235,7 +235,7 @@ def _met(relation: Expression, replayed: Sequence[Mapping[str, int]]) -> bool:
 def _notes(refused: Sequence[str]) -> list[str]:
     shortest = sorted(refused, key=len)
     found = [*shortest[:_SHOWN], *([f"and {len(shortest) - _SHOWN} more"] if len(shortest) > _SHOWN else [])]
-    return [f"the model's code fixes sizes, and the file stops at others: {', '.join(found)}."] * bool(found)
+    return [f"the model's code fixes sizes, and the file refuses others: {', '.join(found)}."] * bool(found)
 
 
 # Replay cases with an ONNX file in onnxruntime, and report sizes that the file cannot run.
@@ -268,7 +268,7 @@ def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> Non
 
 
 def _remarks(example: Example, traced: Traced) -> list[str]:
-    """What the file cannot do although the module can."""
+    """Limits of the file that the module does not have."""
     remarks = []
     if traced.written:
         remarks.append(
@@ -277,30 +277,29 @@ def _remarks(example: Example, traced: Traced) -> list[str]:
         )
     if traced.drawing:
         remarks.append(
-            "onnxruntime draws random numbers of its own, so that differences to it mean nothing: export what "
-            "draws none (module.eval()), or pass them as an input."
+            "onnxruntime draws its own random numbers, so a comparison shows nothing: export without random numbers "
+            "(module.eval()), or pass them as an input."
         )
     takes = argument_of(example.module.forward) is not None
     can_generate: Any = getattr(example.module, "can_generate", None)
     generates = callable(can_generate) and can_generate()
     if generates and takes and not any(name.startswith(f"{CACHE}.") for name in traced.input_names):
         remarks.append(
-            "this file takes no cache: each call reads all tokens from the first on. For one that goes on from a "
-            "cache: export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=...), or "
-            "export_folder(model, folder)."
+            "this file has no cache: each call reads all tokens from the first one. For a file with a cache: "
+            "export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=...), or export_folder(model, folder)."
         )
     return remarks
 
 
 def _why_not_loaded(module: torch.nn.Module, failure: FlattenError) -> str:
-    """What onnxruntime reports about a file that it does not load, and what to do about it."""
+    """Return the reason why onnxruntime does not load a file, and the remedy."""
     error = failure.__cause__ or failure
     reported = f"{type(error).__name__}: {first_line(error)[:300]}"
     weights = {str(tensor.dtype).removeprefix("torch.") for tensor in module.parameters()}
     half = sorted(weights & {"bfloat16", "float16"})
     if "NOT_IMPLEMENTED" in reported and half:
         reported += (
-            f"\n    onnxruntime lacks kernels for {half[0]} on the CPU, so nothing can be proven there. Export "
+            f"\n    onnxruntime lacks kernels for {half[0]} on the CPU, so the file cannot be checked there. Export "
             'in float32 (or float16), or keep it for another provider: keep_failed="a folder"'
         )
     return reported

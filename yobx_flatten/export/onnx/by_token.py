@@ -57,7 +57,7 @@ class _Group:
     moments: torch.Tensor | None = None  # of the inputs that were read, summed
 
     def add(self, other: _Group) -> None:
-        """Take over what another group has."""
+        """Add the members of another group."""
         self.nodes += other.nodes
         self.weights |= other.weights
         self.inputs |= other.inputs
@@ -178,7 +178,7 @@ def _read(value: Any, transposed: bool) -> torch.Tensor:
 
 
 def _channels(moments: torch.Tensor, sizes: list[torch.Tensor]) -> torch.Tensor:
-    """What channels are divided by, of geometric mean 1."""
+    """Divisors of the channels, of geometric mean 1."""
     # sizes: largest weight of each channel in each matrix
     inputs, weights = moments.diagonal().sqrt(), torch.stack(sizes).amax(0)
     least = [one.max().clamp(min=1e-30) * 1e-5 for one in (inputs, weights)]

@@ -73,7 +73,7 @@ class Compared:
 
 
 def compare_nodes(path: pathlib.Path, right: pathlib.Path, inputs: Mapping[str, Any]) -> Compared:
-    """Compare the values of a file with those of a right one, until one differs."""
+    """Compare the values of a file with those of a correct one, until one differs."""
     one, other = (_Values(file) for file in (path, right))
     names = [name for name in one.names if name in other.producers]
     count = 0
@@ -89,7 +89,7 @@ def compare_nodes(path: pathlib.Path, right: pathlib.Path, inputs: Mapping[str, 
 
 
 class _Values:
-    """A file whose values can be asked for."""
+    """A file whose intermediate values can be read."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Write a program to an ONNX file under a hidden name, and rename it once it is proven."""
+"""Write a program to an ONNX file under a hidden name, and rename it once it is checked."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def check_opset(opset_version: int | None) -> None:
             first_line(error.__cause__ or error).rstrip(".").rpartition(". ")[2]
         )  # the last sentence states how far
         raise InvalidArgumentError(
-            f"opset_version={opset_version}: the installed onnxruntime does not run it, so nothing could be proven "
-            f"({reason}). Take None for the exporter's own choice."
+            f"opset_version={opset_version}: the installed onnxruntime does not run it, so nothing could be checked "
+            f"({reason}). Pass None for the exporter's own choice."
         ) from error
 
 
@@ -122,7 +122,7 @@ def convert(
     open_rooms(converted.model, rooms or {})
     with quiet_about(rooms or {}):
         optimize_graph(converted.model)
-    # after the passes, one of which makes an output of an input a value of its own
+    # after the passes, one of which makes an output of an input a separate value
     for values, names in ((graph.inputs[:own], input_names), (graph.outputs, output_names)):
         for value, name in zip(values, names, strict=True):
             value.name = name
@@ -214,7 +214,7 @@ class UnprovenFile:
         return size
 
     def publish(self) -> None:
-        """Give it its name, in place of a file of that name and of the weights next to that."""
+        """Give it its name, instead of a file of that name and of the weights next to that."""
         publish_files(self.folder, self.target, data_files_of(self.target) - data_files_of(self.path))
 
     def keep(self, folder: pathlib.Path) -> pathlib.Path:
@@ -233,9 +233,9 @@ def unproven_file(target: pathlib.Path) -> Iterator[UnprovenFile]:
 
 @contextlib.contextmanager
 def _without_noise() -> Iterator[None]:
-    """Keep messages off the terminal that are about the insides of torch, or that ours repeats; others come through."""
+    """Hide messages about internals of torch, and those that ours repeat; others are shown."""
     # The ONNX exporter translates four operators of torchvision, and states of each that torchvision is not installed,
-    # also for models that use none. What cannot be converted to an opset is one line of ours in place of a traceback.
+    # also for models that use none. What cannot be converted to an opset is one line of ours instead of a traceback.
     unwanted = {
         "torch.onnx._internal.exporter._registration": ("torchvision is not installed",),
         "torch.onnx._internal.exporter._compat": ("Setting ONNX exporter to use operator set version",),
@@ -292,7 +292,7 @@ def name_axes(
 
 
 def _names_of_symbols(graph: ir.Graph, chosen: dict[tuple[str, int], str], sizes: Mapping[str, int]) -> dict[str, str]:
-    """What each symbol is called: by the user, or for the part that its axis plays."""
+    """Names of symbols: those of the user, or those of the axes."""
     inputs = {
         value.name: [_text(dim) for dim in value.shape]
         for value in graph.inputs
@@ -319,7 +319,7 @@ def _names_of_symbols(graph: ir.Graph, chosen: dict[tuple[str, int], str], sizes
 
 
 def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[Any]]) -> dict[tuple[str, int], str]:
-    """Input and axis to the part it plays, for the inputs that models of transformers take."""
+    """Input and axis to the part it plays, for the inputs that Hugging Face models take."""
     has_encoder = any(name.startswith(_ENCODER) for name in inputs) or any(".encoder." in name for name in inputs)
     cached = any(_CACHE.fullmatch(name) for name in inputs)
     own, past = ("decoder_sequence_length", "past_decoder_") if has_encoder else ("sequence_length", "past_")
@@ -377,7 +377,7 @@ def _told_apart(parts: dict[tuple[str, int], str], inputs: Mapping[str, Sequence
 
 
 def _totals(graph: ir.Graph, names: Mapping[str, str]) -> dict[str, str]:
-    """The sum of past and new tokens is the length of the mask, where the mask's length has a name of its own."""
+    """The sum of past and new tokens is the length of the mask, where the mask's length has its own name."""
     totals: dict[str, str] = {}
     lengths = {value.name: value.shape for value in graph.inputs if value.shape is not None}
     for mask, tokens in (("attention_mask", "input_ids"), ("decoder_attention_mask", "decoder_input_ids")):
@@ -445,7 +445,7 @@ def _state_rank(first: ir.Value, rank: str) -> None:
 
 @contextlib.contextmanager
 def quiet_about(rooms: Collection[str]) -> Iterator[None]:
-    """Keep a message of onnx_ir off the terminal, which comes for each input that has a value of its own."""
+    """Keep a message of onnx_ir off the terminal, which comes for each input that has its own value."""
     log = logging.getLogger("onnx_ir.passes.common.initializer_deduplication")
 
     def is_news(record: logging.LogRecord) -> bool:

@@ -39,6 +39,6 @@ def check_kernels(types: Iterable[str], caller: str) -> None:
         if not has_kernels(dtype):
             raise InvalidArgumentError(
                 f"{caller}: onnxruntime has no kernels for weights of {dtype} on the CPU, so the file cannot be "
-                f"replayed there. Take float32 or float16 (model.half()), or write it for another provider, unproven:\n"
+                "checked there. Use float32 or float16 (model.half()), or write it unchecked for another provider:\n"
                 '    proof="none"'
             )

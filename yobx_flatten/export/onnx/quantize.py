@@ -35,7 +35,7 @@ _TABLE = 2**16
 
 @dataclasses.dataclass
 class QuantizedWeights:
-    """What was stored in fewer bits."""
+    """Counts of the quantized weights, and their sizes."""
 
     count: int = 0  # number of weights, each of which is one matrix
     float_bytes: int = 0  # their size before
@@ -203,13 +203,13 @@ def quantize_model(
     found = quantize_graph(model, quantization, bits, grids, rounded, **how)
     if not found.roles and not found.by_token:
         raise InvalidArgumentError(
-            f"quantize={quantization.weights!r}: the file of {report.module} multiplies with no weights of "
-            f"{quantization.block_size} or more rows and columns. Take a smaller block_size, or leave quantize out."
+            f"quantize={quantization.weights!r}: the file of {report.module} has no matrix of "
+            f"{quantization.block_size} or more rows and columns. Use a smaller block_size, or leave quantize out."
         )
     if not found.count and quantization.weights == "keep":
         raise InvalidArgumentError(
-            f'quantize="keep": no weight of {report.module} is made of integers of 4 or 8 bits with scales. To round '
-            'them: quantize="int4" or quantize="int8" (--quantize int4)'
+            f'quantize="keep": no weight of {report.module} is stored as integers of 4 or 8 bits with scales. To '
+            f'quantize them: quantize="int4" or quantize="int8" (--quantize int4)'
         )
     return found
 
@@ -217,10 +217,10 @@ def quantize_model(
 def remark_quantized(
     found: QuantizedWeights, quantization: Quantization, report: ExportReport, bits: Bits | None = None
 ) -> None:
-    """Note in a report what was stored how."""
+    """Note in a report how weights were stored."""
     if quantization.weights == "keep":
         report.remark(
-            f"{found.count} weights are stored as the integers they were made of, {found.bytes / 1e6:.2f} MB instead "
+            f"{found.count} weights are stored as their original integers, {found.bytes / 1e6:.2f} MB instead "
             f"of {found.float_bytes / 1e6:.2f} MB; all others as they are."
         )
     else:
@@ -232,11 +232,11 @@ def remark_quantized(
         )
     if found.by_token:
         report.remark(
-            f"{found.by_token} of them have one scale for each output, and what they multiply is rounded to 8 bits "
-            "with one for each token: many tokens take less time."
+            f"{found.by_token} of them have one scale per output, and their activations are quantized to 8 bits with "
+            "one scale per token: many tokens take less time."
         )
     if found.by_text:
-        report.remark(f"{found.by_text} of them were rounded by a text: each weight makes up for those before it.")
+        report.remark(f"{found.by_text} of them were rounded with a text: each weight compensates earlier errors.")
     if found.tables:
         report.remark(f"{found.tables} of them are tables of embeddings, in int8.")
     if found.kept:
@@ -246,7 +246,7 @@ def remark_quantized(
         others = [role for role in found.roles.values() if bits and bits[role.name] == width > quantization.bits]
         if others:
             report.remark(
-                f"stored in {stored}, so that the file is near enough to the model: "
+                f"stored in {stored}, to keep the file close enough to the model: "
                 + ", ".join(f"{role.name} ({role.count} of {role.size / 1e6:.3g} million weights)" for role in others)
             )
     if found.shared:
@@ -310,7 +310,7 @@ def _rounded(
     quantization: Quantization,
     bits: int,
 ) -> StoredMatrix:
-    """Round a weight to a matrix of few bits when it is read, to 4 with onnxruntime's own kernel."""
+    """Quantize a weight when it is read, to 4 bits with onnxruntime's own kernel."""
     import onnx_ir as ir
 
     if bits == 8:
@@ -330,7 +330,7 @@ def _rounded(
     return StoredMatrix(bits, size, rows, columns, values, nbytes)
 
 
-# Put products with matrices of few bits into a graph, in the place of products in float.
+# Put products with quantized matrices into a graph, instead of products in float.
 
 
 _FLOATS, _INTEGERS = 1, 4
@@ -346,7 +346,7 @@ class Products:
         self._inputs = SplitInputs(splits)
 
     def replace(self, node: Any, stored: StoredMatrix, *, rounds_inputs: bool) -> None:
-        """Replace a ``MatMul`` or ``Gemm`` by a product with a matrix of few bits."""
+        """Replace a ``MatMul`` or ``Gemm`` by a product with a quantized matrix."""
         import onnx_ir as ir
 
         sizes = {"K": stored.rows, "N": stored.columns, "bits": stored.bits, "block_size": stored.block_size}

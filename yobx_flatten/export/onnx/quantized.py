@@ -1,4 +1,4 @@
-"""Replace a proven ONNX file by a quantised one, and measure the difference to the model.
+"""Replace a checked ONNX file by a quantised one, and measure the difference to the model.
 
 .. code-block:: text
 
@@ -82,7 +82,7 @@ def quantize_file(
         searched = functools.partial(Budget, roles, quantization.bits)
         bits, quality = (bits, measured(bits)) if is_kept or inputs_first else searched(measured).find()
         if rounds_inputs and asked == "auto" and _loss(quality) > _NOTICED:
-            # in 4 bits float inputs are read by a kernel of their own, which is faster for a prompt
+            # in 4 bits float inputs are read by their own kernel, which is faster for a prompt
             splits = _splits(file, quantization, source, report) if quantization.bits == 8 else {}
             if splits:  # in other blocks, and by moments of other inputs, than those that are read whole
                 with report.timed("round"):
@@ -95,8 +95,7 @@ def quantize_file(
             bits, quality = searched(functools.partial(try_bits, rounds_inputs=rounds_inputs, splits=splits)).find()
     if not rounds_inputs and asked == "auto" and not splits:
         report.remark(
-            'what is multiplied with these weights is not rounded: a token takes less time with activations="int8" '
-            "(--activations int8), and is further from the model's."
+            'the activations are not quantized: activations="int8" (--activations int8) is faster, and less exact.'
         )
     model, found = quantized(bits, rounds_inputs=rounds_inputs, splits=splits)
     remark_quantized(found, quantization, report, bits)
@@ -148,7 +147,7 @@ def _measured(
     report: ExportReport,
     known: list[Texts],
 ) -> Quality:
-    """Write a model to a file of its own, and measure that."""
+    """Write a model to a separate file, and measure that."""
     # found: what was stored in fewer bits
     # known: what the model makes of the text, filled by a first call for others
     trial = UnprovenFile(file.target, file.folder / "trial")
@@ -185,14 +184,14 @@ def _choose_inputs(
             return whole, True, {}
         if parted is None or _loss(parted) > 2 * _loss(exact):
             report.remark(
-                "rounding what is multiplied with these weights to 8 bits would cost more than the rounding of the "
-                f"weights: {_loss(whole):.1e} nats of divergence, not {_loss(exact):.1e}."
+                "quantizing the activations to 8 bits would cost more than quantizing the weights: "
+                f"{_loss(whole):.1e} nats of divergence, not {_loss(exact):.1e}."
             )
             return exact, False, {}
     report.remark(
-        "what is multiplied with these weights is rounded to 8 bits in two parts, small numbers and what is left of "
-        f"large ones: {_loss(parted):.1e} nats of divergence, in one part {_loss(whole):.1e}. As they are, with "
-        'activations="float" (--activations float), a token takes more time.'
+        "the activations are quantized to 8 bits in two parts, small values and the rest of large ones: "
+        f"{_loss(parted):.1e} nats of divergence, in one part {_loss(whole):.1e}. "
+        'activations="float" (--activations float) keeps them, and is slower.'
     )
     return parted, False, splits
 

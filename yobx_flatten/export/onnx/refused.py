@@ -1,4 +1,4 @@
-"""Say which operator of a model does not become ONNX, where the model's code has it, and the line to type."""
+"""Explain which operator cannot be exported to ONNX, where the model calls it, and which line to type."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TORCH = os.path.dirname(torch.__file__)
 
 
 class ConversionRefusedError(InvalidArgumentError):
-    """torch's exporter has no ONNX for a program."""
+    """torch's exporter cannot convert a program to ONNX."""
 
     def __init__(self, message: str, reason: str, axes: Collection[tuple[str, int]] | None) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class ConversionRefusedError(InvalidArgumentError):
 
 
 def refused_conversion(error: Exception, name: str, traced: Traced) -> Exception:
-    """Return an error in place of the one that torch's exporter raised; errors of ours stay as they are."""
+    """Return an error instead of the one that torch's exporter raised; errors of ours stay as they are."""
     # name: name of the class of the module
     if isinstance(error, (FlattenError, OSError, MemoryError)):
         return error
@@ -50,11 +50,11 @@ def refused_conversion(error: Exception, name: str, traced: Traced) -> Exception
         advice = f"Fix the sizes that it stops at:\n{fixed}"
     else:
         advice = (
-            "Compute it otherwise, or pass a function of onnxscript that writes it:\n"
+            "Use other operators, or pass a function of onnxscript that implements it:\n"
             f"    translations={{torch.ops.{operator}: function}}"
         )
     refused = ConversionRefusedError(
-        f"{name} does not become ONNX: {reason}. {advice}", reason, _axes(traced, text) if of_sizes else None
+        f"{name} cannot be exported to ONNX: {reason}. {advice}", reason, _axes(traced, text) if of_sizes else None
     )
     refused.__cause__ = error
     return refused

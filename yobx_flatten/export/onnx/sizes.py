@@ -6,7 +6,7 @@
 
     size = Shape(x)[2]                  not = Not(Equal(14 * (size // 14), 70))
     one = Gather([1], Cast(not))        stops where `not` is 1: there is no second entry
-    x = Reshape(x, Shape(x) * one)      what the graph reads in place of the input
+    x = Reshape(x, Shape(x) * one)      what the graph reads instead of the input
 
 A relation with an operator that has no counterpart here is met by its example's sizes, which the file states as fixed.
 """

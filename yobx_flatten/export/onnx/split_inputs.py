@@ -123,7 +123,7 @@ def _by_limit(x: ir.Value, limit: float) -> list[ir.Node]:
 
 
 def _by_channels(graph: ir.Graph, x: ir.Value, split: InputSplit, stored: StoredMatrix) -> list[ir.Node]:
-    """Take whole steps out of the large channels, and put them into a block of columns of their own."""
+    """Take whole steps out of the large channels, and put them into a separate block of columns."""
     import onnx_ir as ir
 
     channels = numpy.array(split.channels)
@@ -148,7 +148,7 @@ def _by_channels(graph: ir.Graph, x: ir.Value, split: InputSplit, stored: Stored
 
 
 def _by_blocks(x: ir.Value, rank: int, stored: StoredMatrix) -> list[ir.Node]:
-    """What the product rounds inputs to, and the rest."""
+    """Inputs as the product rounds them, and the rest."""
     import onnx_ir as ir
 
     blocks = reshaped(x, rank - 1, [stored.blocks, stored.block_size])

@@ -1,4 +1,4 @@
-"""A matrix of few bits in a graph, and the rows that an embedding reads of it."""
+"""A quantized matrix in a graph, and the rows that an embedding reads of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .weights import unmap
 
 @dataclasses.dataclass(frozen=True)
 class StoredMatrix:
-    """A matrix of few bits in a graph."""
+    """A quantized matrix in a graph."""
 
     bits: int
     block_size: int  # number of weights that share a scale
@@ -45,7 +45,7 @@ def new_value(graph: Any, name: str, tensor: Any) -> Any:
 
 
 def take_rows(node: Any, stored: StoredMatrix) -> None:
-    """Replace a ``Gather`` of rows, which are the columns of a matrix of few bits."""
+    """Replace a ``Gather`` of rows, which are the columns of a quantized matrix."""
     import onnx_ir as ir
 
     sizes = {"bits": stored.bits, "block_size": stored.block_size, "gather_axis": 0, "quantize_axis": 1}
@@ -160,7 +160,7 @@ def cast_value(graph: Any, value: Any, dtype: Any) -> Any:
 
 
 def block_offsets(graph: Any, lowest: Any, scales: Any, number: int) -> Any:
-    """What is added to ``(number - middle) * scale``: ``lowest + middle * scale``, in float32."""
+    """The offset of ``(number - middle) * scale``: ``lowest + middle * scale``, in float32."""
     import onnx_ir as ir
 
     first = graph[0]

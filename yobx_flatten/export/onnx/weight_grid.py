@@ -75,7 +75,7 @@ class WeightGrid:
 
 
 def find_grid(matrix: Floats, most_bits: int = 8) -> WeightGrid | None:
-    """Return integers and scales that give a matrix back, to the rounding of its type.
+    """Return integers and scales that reproduce a matrix up to rounding.
 
     >>> steps = numpy.arange(-8, 8, dtype=numpy.float32).reshape(1, 16)
     >>> grid = find_grid(steps * numpy.float32(0.5))
@@ -143,7 +143,7 @@ def _whole(matrix: Floats, size: int, bits: int, form: _Form) -> WeightGrid | No
 
 
 def _short(scales: Floats, lowest: Floats | None) -> tuple[Floats, Floats | None]:
-    """Take the numbers of float16 that these are, where all are: most formats store them so."""
+    """Convert scales to float16 if that is exact, as most formats store them so."""
     with numpy.errstate(over="ignore"):
         half = scales.astype(numpy.float16)
     # a scale is known as well as the weights it was computed from

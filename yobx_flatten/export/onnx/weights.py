@@ -89,7 +89,7 @@ def _transposed(tensor: ir.TensorProtocol, order: list[int]) -> ir.TensorProtoco
 
 
 def write_weights(model: ir.Model, path: pathlib.Path) -> None:
-    """Write the weights of a model to a file of their own, one after the other; each is in memory once.
+    """Write the weights of a model to their own file, one after the other; each is in memory once.
 
     Large ones begin at a page, so that they can be mapped. Progress is logged with bytes ``done`` and ``total``.
     """

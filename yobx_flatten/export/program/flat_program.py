@@ -182,7 +182,7 @@ def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[s
 
 
 def _origins(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """What a tensor was made of that has its axes, most of them as long: a mask may have entries for an image."""
+    """The producers that determine a tensor's axes; most are of the same length, as a mask may cover an image."""
     name = _name(node)
     if name != "cat" and name not in _SAME_AXES:
         yield node
@@ -198,7 +198,7 @@ def _name(node: torch.fx.Node) -> str:
 
 
 def _length_of_range(place: Any) -> Any:
-    """The length of a range from 0 on, where an index is all of one; ``None`` for others."""
+    """The length of a range that starts at 0, where an index is all of one; ``None`` for others."""
     if not isinstance(place, torch.fx.Node):
         return None
     entries = place.meta["val"].numel()

@@ -88,12 +88,12 @@ class Traced:
         check_cache_outputs(self.input_names, self.output_names, name, remedy=remedy)
 
     def remarks(self) -> list[str]:
-        """Return notes for the report on what it does to its state."""
+        """Return notes for the report on buffers that the program writes."""
         found = [] if self.left is None else self.left.remarks()
         if self.written:
             found.append(
-                f"forward writes to {', '.join(self.written)}: the program has its own, which it keeps from call to "
-                "call; the module's are as they were."
+                f"forward writes to {', '.join(self.written)}: the program updates its own copy from call to call; "
+                "the module's is unchanged."
             )
         if self.constants:
             values = [f"{name}={value}" for name, value in self.constants.items()]
@@ -105,7 +105,7 @@ class Traced:
         if returned:
             found.append(
                 f"{', '.join(returned)} {'is a constant' if len(returned) == 1 else 'are constants'}: the program "
-                "returns what the example's call returned, and a file returns tensors alone."
+                "always returns the value of the example, and a file returns tensors only."
             )
         if self.drawing:
             found.append(f"random numbers are drawn ({', '.join(self.drawing)}): model and program had the same seed.")
@@ -117,11 +117,11 @@ class Traced:
             )
         if self.fixed:
             sizes = [f"{name}.shape[{axis}] is fixed at {size}" for (name, axis), size in self.fixed.items()]
-            found.append(f"{', '.join(sizes)}, since the model's code rounds a number made of it.")
+            found.append(f"{', '.join(sizes)}, since the model's code rounds a number computed from it.")
         if self.largest:
             sizes = [f"{name}.shape[{axis}] is {size} at most" for (name, axis), size in self.largest.items()]
             found.append(
-                f"{', '.join(sizes)}: above, the model's code goes another way. The program and its "
+                f"{', '.join(sizes)}: above, the model's code takes another branch. The program and its "
                 "files refuse larger ones."
             )
         if self.asserts_values:
@@ -132,8 +132,9 @@ class Traced:
         if self.unasserted:
             sizes = [f"{name}.shape[{axis}] == {size}" for (name, axis), size in self.unasserted.items()]
             found.append(
-                f"the program was traced for {', '.join(sizes)}, since the model's code rounds a number made of it. It "
-                "takes other sizes, and its results are not the model's there. export_program fixes such sizes."
+                f"the program was traced for {', '.join(sizes)}, since the model's code rounds a number computed "
+                "from it. It accepts other sizes, but its results then differ from the model's. export_program "
+                "fixes such sizes."
             )
         return found
 
@@ -181,7 +182,7 @@ def _largest(program: ExportedProgram, example: Example) -> dict[tuple[str, int]
 def _by_leaf(
     found: Mapping[tuple[str, int], int], program: ExportedProgram, names: Sequence[str]
 ) -> dict[tuple[str, int], int]:
-    """What is known by name of an input of the graph, by name of a leaf."""
+    """Map facts about graph inputs to names of leaves."""
     leaves = [None if isinstance(spec.arg, ConstantArgument) else spec.arg.name for spec in _user_inputs(program)]
     by_argument = {leaf: name for leaf, name in zip(leaves, names, strict=True) if leaf is not None}
     return {(by_argument[leaf], axis): size for (leaf, axis), size in found.items() if leaf in by_argument}
@@ -294,7 +295,7 @@ def _explain(example: Example, error: BaseException) -> FlattenError | None:
     if re.search(r"data-dependent expression|[Dd]ata-dependent branching|Dynamic control flow is not", message):
         text = explain_error(error, module).text.removesuffix(":")
         return InvalidArgumentError(
-            f"{type(module).__qualname__} is not traced. {text}:\n    torch.where(condition, a, b), "
+            f"{type(module).__qualname__} cannot be traced. {text}:\n    torch.where(condition, a, b), "
             "torch.cond(condition, f, g, (x,)), torch._check(n > 3)"
         )
     if "Unsupported input type" in message:
@@ -305,7 +306,7 @@ def _explain(example: Example, error: BaseException) -> FlattenError | None:
             return NotRegisteredError(str(explain_error(error, module, args, kwargs)))
     if example.bounds is not None and "user-specified" in message:
         return DynamicShapesError(
-            f"{type(module).__qualname__} itself bounds a size in another way than bounds= ({example.bounds}): "
+            f"{type(module).__qualname__} bounds a size itself, and bounds= contradicts it ({example.bounds}): "
             f"{' '.join(message.split())[:400]}"
         )
     if "to be on the same device" in message:
@@ -317,7 +318,7 @@ def _explain(example: Example, error: BaseException) -> FlattenError | None:
 
 
 def _returned(program: ExportedProgram) -> Any:
-    """What the module returned in the trace, with fake tensors: their names are what is read of it."""
+    """Outputs of the module in the trace, as fake tensors: only their names are read."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     outputs = [spec.arg for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
     leaves = [arg.value if isinstance(arg, ConstantArgument) else values.get(arg.name) for arg in outputs]
@@ -350,12 +351,12 @@ def _types(program: ExportedProgram, specs: Sequence[Any]) -> list[torch.dtype |
     return [getattr(values.get(name), "dtype", None) for name in names]
 
 
-# Trace a module with other weights in place of those that a trace cannot take as they are.
+# Trace a module with other weights instead of those that a trace cannot take as they are.
 
 
 @contextlib.contextmanager
 def stand_ins(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:
-    """Put other weights in the place of some while a module is traced; afterwards it has its own again."""
+    """Put other weights instead of some while a module is traced; afterwards it has its own again."""
     # leaves: those of the inputs. Where they are also on `meta`, weights on `meta` stay as they are.
     devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
     device = next((one for one in devices if one.type != "meta"), None if devices else torch.device("cpu"))

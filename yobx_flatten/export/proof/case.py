@@ -15,7 +15,7 @@ from ...recipe.aliases import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One set of inputs to replay.
+    """One set of inputs to check.
 
     Attributes:
         name: a short description of the case, for the report.
@@ -63,7 +63,7 @@ Proof = Literal["auto", "full", "sample", "none"]
 SAMPLED_FROM = 10**9
 """Bytes of weights from which on ``"auto"`` means ``"sample"``."""
 
-UNPROVEN = 'UNPROVEN: nothing was replayed, as asked for by proof="none". Compare it with the model before it is used.'
+UNPROVEN = 'UNPROVEN: nothing was checked, as requested by proof="none". Compare it with the model before you use it.'
 
 
 def choose_proof(proof: Proof, weight_bytes: int) -> Literal["full", "sample", "none"]:

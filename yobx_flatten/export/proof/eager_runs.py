@@ -61,7 +61,7 @@ def eager_steps(
     first = named_for(forward_of(module), case.kwargs)
 
     def call(kwargs: Mapping[str, Any], number: int) -> tuple[Any, Any]:
-        """The outputs of a call, and a copy of them, which the next call does not change."""
+        """The outputs of a call and a copy of them, since the next call may change the outputs."""
         with undisturbed(seed=number, args=case.args), _naming(case, module, number), torch.no_grad():
             outputs = module(*case.args, **kwargs)
             return outputs, clone(outputs)
@@ -102,7 +102,7 @@ def _naming(case: Case, module: torch.nn.Module, step: int) -> Iterator[None]:
         explanation = explain_error(error, module)
         known = f"\n{explanation}" if explanation.known and not isinstance(error, FlattenError) else ""
         return InvalidArgumentError(
-            f"case {case.name!r}, step {step}: {type(module).__qualname__} itself stops, before anything is compared "
+            f"case {case.name!r}, step {step}: {type(module).__qualname__} itself fails, before anything is compared "
             f"({type(error).__name__}: {first_line(error)}).{known}"
         )
 
@@ -111,7 +111,7 @@ def _naming(case: Case, module: torch.nn.Module, step: int) -> Iterator[None]:
 
 
 class EagerRuns:
-    """What a module computes in the cases that several runtimes are compared with.
+    """Eager outputs of a module, computed once for all runtimes.
 
     The files of one export, its attempts and its quantised forms are all compared with the same calls of the module,
     which are the longest part of a replay of a large model. A case stands for one state of the module: where the module
@@ -148,7 +148,7 @@ def _copied(steps: list[Step]) -> list[Step]:
 
 
 def _following(module: torch.nn.Module) -> Next:
-    """What makes the inputs of the next step from the outputs of the last."""
+    """Return the function that makes the inputs of the next step from the outputs of the last."""
     if isinstance(module, SlidingDecoder):
         return module.next_inputs
 

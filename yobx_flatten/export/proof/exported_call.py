@@ -62,7 +62,7 @@ class Nested:
         return compare_outputs(eager, padding.blank_leaves(outputs, names), names)
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
-        """Put the program's own cache object in place of the eager one."""
+        """Put the program's own cache object instead of the eager one."""
         if isinstance(outputs, Mapping) and isinstance(outputs.get(PRESENT), list):  # of a `SlidingDecoder`
             return {**kwargs, "cache": outputs[PRESENT]}
         following, cache = with_present(kwargs, outputs) or dict(kwargs), cache_of(outputs)
@@ -93,7 +93,7 @@ class ByName:
         self._constants = constants or {}
 
     def from_the_start(self) -> contextlib.AbstractContextManager[object]:
-        """Run a case inside: a file keeps nothing."""
+        """Run a case in the block; files keep no state."""
         return contextlib.nullcontext()
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
@@ -129,7 +129,7 @@ class ByName:
         return differences
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Put the file's own cache in place of the eager one."""
+        """Put the file's own cache instead of the eager one."""
         leaves, spec = pytree.tree_flatten(dict(kwargs))
         own = [
             _like(leaf, outputs.get(present_of(name) or f"{PRESENT}.{name}", leaf))
@@ -139,9 +139,9 @@ class ByName:
 
 
 class InPlace(ByName):
-    """A file whose cache its library writes in place: each case is a loop, whose steps go on with that cache."""
+    """A file whose cache its library writes in place: each case is a loop, whose steps continue with that cache."""
 
-    # what the last step wrote, and whether the next one goes on with it
+    # what the last step wrote, and whether the next one continues with it
     _written: InPlaceCache | None = None
     _goes_on = False
 
@@ -150,7 +150,7 @@ class InPlace(ByName):
         self._steps = runner
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Let the next step go on with the cache that is there."""
+        """Let the next step continue with the cache that is there."""
         self._goes_on = True
         return super().feed_back(kwargs, outputs)
 
@@ -172,7 +172,7 @@ def _as_pairs(leaf: object) -> object:
 
 
 def _like(given: object, found: Any) -> Any:
-    """What came out of a graph in place of an input: a counter is a number again, not a tensor without axes."""
+    """Convert an output to the type of the input that it replaces: a 0-d counter becomes an int again."""
     return int(found) if type(given) is int else found
 
 

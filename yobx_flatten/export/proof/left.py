@@ -1,4 +1,4 @@
-"""What a call leaves in its arguments and does not return: a program and a file return it.
+"""Return from programs and files what a call writes to its arguments without returning it.
 
 .. code-block:: text
 
@@ -33,7 +33,7 @@ from ...trees.walk import key_name, node_of
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-    """What a call leaves in its arguments, as a program returns it."""
+    """Values that a call writes to its arguments, in the form in which a program returns them."""
 
     caches: tuple[str, ...]  # arguments that are caches: they are returned whole, each under its name
     leaves: tuple[str, ...]  # leaves of other arguments that are new or were written, by name
@@ -58,7 +58,7 @@ class Left:
         ]
 
     def given_back(self, found: PyTree, given: Mapping[str, Any]) -> PyTree:
-        """Return what the module itself returns, and leave in the caller's arguments what the module would."""
+        """Return the module's outputs, and make the same changes to the caller's arguments as the module."""
         # found: what the program returned
         # given: arguments of the call, by name
         own = {name: value for name, value in found.items() if name != PRESENT and name not in self.caches}

@@ -10,7 +10,7 @@ import torch
 
 
 def weight_bytes(module: torch.nn.Module) -> int:
-    """Return how many bytes the parameters and buffers of a module take, what is tied counted once.
+    """Return the bytes of a module's parameters and buffers; tied ones count once.
 
     >>> weight_bytes(torch.nn.Linear(3, 2))
     32

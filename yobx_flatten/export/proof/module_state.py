@@ -1,4 +1,4 @@
-"""What a program writes to in the state of its module, and where it draws random numbers."""
+"""Find the buffers that a program writes, and where it draws random numbers."""
 
 from __future__ import annotations
 

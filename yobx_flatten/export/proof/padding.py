@@ -24,7 +24,7 @@ _READS = (
 
 
 class Padding:
-    """The padded positions that were computed in a loop of calls, not those of a cache that came from elsewhere."""
+    """The padded positions of a loop of calls, without those of a cache that the caller passed."""
 
     def __init__(self) -> None:
         self._new: torch.Tensor | None = None
@@ -81,7 +81,7 @@ class Padding:
         return value.movedim(axis, 1)[~hidden.to(value.device)]
 
     def _hidden(self, name: str, value: object) -> tuple[torch.Tensor | None, int]:
-        """What is padded, as (batch, positions), and the axis of the positions."""
+        """The padded positions, as (batch, positions), and the axis of the positions."""
         if self._new is None or self._all is None or not isinstance(value, torch.Tensor):
             return None, 0
         if value.dim() == 3 and value.shape[:2] == self._new.shape:

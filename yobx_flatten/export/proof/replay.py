@@ -114,7 +114,7 @@ class Side(Protocol):
         ...
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
-        """Return the inputs of the next step with the cache of ``outputs`` in place of the eager one."""
+        """Return the inputs of the next step with the cache of ``outputs`` instead of the eager one."""
         ...
 
 
@@ -130,7 +130,7 @@ class Pair(NamedTuple):
 def side_by_side(
     side: Side, module: torch.nn.Module, case: Case, steps: Sequence[Step], taken: Collection[str], padding: Padding
 ) -> Iterator[Pair]:
-    """Run by what was exported the steps that the module ran, with its own cache in place of the module's."""
+    """Run the exported program or file for the same steps as the module, with its own cache."""
     # taken: names of inputs, see `naming.output_names`
     # padding: gets the inputs of each call
     positional = inspect.signature(module.forward).bind_partial(*case.args).arguments

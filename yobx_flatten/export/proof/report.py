@@ -18,21 +18,21 @@ from .yardstick import Yardstick
 
 
 def _nearer(quality: Quality) -> str:
-    """What to type for a file that is nearer to its model."""
+    """The line to type for a file that is closer to its model."""
     if quality.cosine is None:
         return (
-            "Store more of them:\n"
+            "Use more bits:\n"
             '    quantize="int8", quantize=Quantization("int4", block_size=16), or another perplexity_ratio of it\n'
             "    --quantize int8, or --perplexity-ratio RATIO on the command line"
         )
     if quality.block_size == 0:
-        return 'Leave activations="token" (--activations token) out: blocks with a scale each are nearer.'
+        return 'Leave activations="token" (--activations token) out: one scale per block is more exact.'
     return 'Leave quantize= (--quantize) out, or take float16:\n    dtype="float16" (--dtype float16)'
 
 
 @dataclasses.dataclass
 class ExportReport(Report):
-    """Times, sizes and replay results of one export. ``print(report)`` shows them as a table.
+    """Times, sizes and check results of one export. ``print(report)`` shows them as a table.
 
     Attributes:
         module: name of the exported class.
@@ -58,7 +58,7 @@ class ExportReport(Report):
         in_place: inputs of the cache that the library of the file writes in place; none where calls return all of it.
         quality: how far the file is from the model with its weights quantised; ``None`` where they are not, or nothing
             was replayed.
-        of_adapters: the same of the file with each adapter that it was proven with, by the adapter's name.
+        of_adapters: the same of the file with each adapter that it was checked with, by the adapter's name.
 
     >>> import torch
     >>> from yobx_flatten import export_program
@@ -100,7 +100,7 @@ class ExportReport(Report):
         return self.seconds.get("convert")
 
     def differences(self) -> Iterator[float]:
-        """Yield the largest difference of every case, infinite for one that stopped."""
+        """Yield the largest difference of every case; infinite for a case that failed."""
         return (case.max_difference for case in self.cases)
 
     def nan_shares(self) -> Iterator[Mapping[str, float]]:
@@ -109,7 +109,7 @@ class ExportReport(Report):
 
     @property
     def ok(self) -> bool:
-        """Whether every difference is within the tolerance, and quantised weights as close as is asked for."""
+        """Whether all differences are within the tolerance, including those of quantised weights."""
         return self._within and all(quality.ok for quality in self._qualities())
 
     def _qualities(self) -> list[Quality]:
@@ -120,13 +120,13 @@ class ExportReport(Report):
         return not self.failed() and not self.without_number()
 
     def failed(self) -> list[CaseResult]:
-        """Return the cases that stopped, or in which an output is further off than allowed."""
+        """Return the cases that failed, or in which an output differs by more than allowed."""
         return [case for case in self.cases if not case.within(self.tolerance)]
 
     def failure(self) -> str:
-        """Return why it is not ok, in a sentence."""
+        """Return the reason of a failure, in a sentence."""
         if self.without_number():
-            return f"The exported {self.module} was not proven: {self.nan_notes()[0]}"
+            return f"The exported {self.module} could not be checked: {self.nan_notes()[0]}"
         if self.quality is not None and self._within:
             name, worst = next(
                 ((name, quality) for name, quality in self.of_adapters.items() if not quality.ok), ("", self.quality)
@@ -162,7 +162,7 @@ class ExportReport(Report):
             self.peak_growth[step] = self.peak_growth.get(step, 0) + peak_memory() - before
 
     def explained(self, case: Case) -> Mapping[str, float] | None:
-        """Return by output the largest difference that is explained on a case; ``None`` where nothing is measured.
+        """Return the largest explained difference of each output; ``None`` if it was not measured.
 
         Args:
             case: the case, of which the type of the weights costs so much.
@@ -170,7 +170,7 @@ class ExportReport(Report):
         return None if self.yardstick is None else self.yardstick.allowed(case)
 
     def explained_by_float64(self, case: Case) -> Mapping[str, float] | None:
-        """Return the same for a case of a model in float32 that differs by more than the tolerance.
+        """Return the same for a float32 model, by a comparison with float64.
 
         Args:
             case: the case. The model is run in float64 for it, and from then on for each further case.
@@ -185,7 +185,7 @@ class ExportReport(Report):
         return found
 
     def remark(self, *texts: str) -> None:
-        """Add notes that are not there yet.
+        """Add notes, without repeating one.
 
         Args:
             *texts: the notes.
@@ -227,7 +227,7 @@ def _of_type(yardstick: Yardstick | None) -> list[str]:
         return []
     name = max(yardstick.costs, key=yardstick.costs.__getitem__)
     return [
-        f"the type of the weights costs the model itself up to {yardstick.costs[name]:.1e} next to "
+        f"the type of the weights changes the model itself by up to {yardstick.costs[name]:.1e} next to "
         f"{yardstick.precise} (output "
         f"{name!r}, where the file may differ by {yardstick.largest[name]:.1e} from the model)."
     ]

@@ -34,7 +34,7 @@ _TIMES = 5.0
 """A file and its model round in other places, and the largest of some thousand roundings is a matter of luck."""
 
 _IN_FLOAT32 = 1e-4
-"""What outputs in float32 may differ by, whatever the type of the weights; also where nothing is measured."""
+"""Allowed difference of float32 outputs for any type of weights, also without a measurement."""
 
 _PART = 0.1
 """The part of an output's range that is allowed at most, whatever the type costs: beyond, a comparison shows little."""
@@ -62,7 +62,7 @@ def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> flo
 
 
 class Yardstick:
-    """What a replay may differ by, output by output, for what the type of the weights costs."""
+    """The allowed difference of each output, given the error of the type of the weights."""
 
     # is_half: whether that is half precision, next to float32; else float32, next to float64. `True` by default
 

@@ -69,7 +69,7 @@ def measure(
 
 
 def _of_the_model(example: Example, written: Collection[str], tokens: torch.Tensor) -> list[Texts]:
-    """What the model makes of a text."""
+    """Losses and scores of the model on a text."""
     found: list[Texts] = []
     kept = 0
     rows = len(example.kwargs["input_ids"])

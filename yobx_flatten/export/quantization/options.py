@@ -61,7 +61,7 @@ class Quantization:
         tokens: a text for the perplexity, int64 of shape (texts, length), without padding. ``None``, the default, for
             the text that the model itself would write, see :class:`.quality.Quality`.
         calibration: a text that matrices are rounded by, int64 of shape (texts, length), without padding:
-            each weight makes up for the errors of those before it, as far as the text shows their inputs going
+            each weight compensates the errors of those before it, as far as the text shows their inputs going
             together. ``None``, the default, for ``tokens``; without either, weights are rounded to nearest.
         activations: precision of what is multiplied with these weights. ``"int8"`` rounds it to 8 bits, in blocks;
             ``"float"`` does not, and a token takes up to twice as long. ``"auto"``, the default, does not round where

@@ -39,7 +39,7 @@ def blocks_of(quantization: Quantization) -> int:
 
 
 def compress_openvino(path: pathlib.Path, quantization: Quantization, report: ExportReport) -> None:
-    """Store the weights of a model of OpenVINO in fewer bits, in the place of the model."""
+    """Store the weights of a model of OpenVINO in fewer bits, instead of the model."""
     openvino = import_openvino()
     four = quantization.bits == 4
 

@@ -100,7 +100,7 @@ aten = torch.ops.aten
 def with_buffers(
     program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], presents: Mapping[str, str]
 ) -> tuple[ExportedProgram, list[str]]:
-    """Return a program with buffers in place of inputs that come out with new tokens after them, and those inputs."""
+    """Return a program whose growing cache inputs are buffers, and the names of these inputs."""
     # program: what `flat_program` returned; it is not changed
     # presents: for each input of the cache, the output that takes its place in the next call
     # returns: a program that takes the other inputs and the buffers in the same order, and then the tensor whose length
@@ -207,7 +207,7 @@ def _shared(program: ExportedProgram) -> Iterator[list[torch.fx.Node]]:
 
 
 def _reads(user: torch.fx.Node, weight: torch.fx.Node) -> str:
-    """What a node does with a weight; nothing that is known, by default."""
+    """The way in which a node uses a weight; unknown by default."""
     if user.target is aten.linear.default and user.args[1] is weight:
         return "product"
     return "table" if user.target is aten.embedding.default and user.args[0] is weight else ""
@@ -280,7 +280,7 @@ _Shapes = Mapping[str, tuple[int, ...]]
 
 
 def refused_when_empty(program: ExportedProgram, signature: Signature) -> list[str]:
-    """Return the names of the sizes of which torch refuses 0, in runs without memory or values."""
+    """Return the sizes that may not be 0, found by runs on tensors without data."""
     # program: a program that takes tensors; see `flat_program.flat_program`
     # returns: names of sizes in the signature; none where torch cannot run the program without values
     example = {row[0]: tuple(leaf.shape) for row, leaf in zip(signature.inputs, program.example_inputs[0], strict=True)}
@@ -350,7 +350,7 @@ def _takes(program: ExportedProgram, given: list[torch.Tensor]) -> bool:
 
 
 def _storing_tails(aggregate: Callable[..., None]) -> Callable[..., None]:
-    """Make the version of ``aggregate_reduction_buffers`` that writes a block of its own for the tail."""
+    """Make the version of ``aggregate_reduction_buffers`` that writes its own block for the tail."""
 
     @functools.wraps(aggregate)
     def aggregate_reduction_buffers(self: Any, is_inner_only: bool, outer: Any) -> None:

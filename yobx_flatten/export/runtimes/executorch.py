@@ -110,7 +110,7 @@ def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack
 
 
 def _partitioners(backend: Backend) -> list[Any]:
-    """What chooses the operators that others than ExecuTorch's own kernels compute."""
+    """Return the partitioners, which assign operators to backends such as XNNPACK."""
     if backend != "xnnpack":
         return []
     xnnpack: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
@@ -132,7 +132,7 @@ def _bound_sizes(lowered: ExportedProgram, program: ExportedProgram) -> None:
 
 
 def _advice(error: Exception, backend: Backend) -> str:
-    """What can be done: other kernels do not help where an operator has none that writes into planned memory."""
+    """Return advice: other kernels do not help if an operator has none that writes into planned memory."""
     missing = re.search(r"Missing out variants: \{(.*)\}", str(error))
     if missing is not None:
         return f". {_without_kernel(missing[1])}"

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 @functools.cache
 def _operator() -> Any:
-    """What stands for the operator of ExecuTorch in a trace; it writes to nothing, so that no trace returns buffers."""
+    """The stand-in for the operator of ExecuTorch in a trace; it writes nothing, so that no trace returns buffers."""
     library = torch.library.Library("yobx_flatten", "FRAGMENT")
     library.define(
         "attend(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, SymInt seen, SymInt new, "
@@ -44,7 +44,7 @@ def _operator() -> Any:
 def with_row_buffers(
     program: ExportedProgram, presents: Mapping[str, str], signature: Signature
 ) -> tuple[ExportedProgram, Rows]:
-    """Return a program of one row with buffers in place of inputs that come out with new tokens after them."""
+    """Return a program of one row whose growing cache inputs are buffers."""
     # program: what `flat_program` returned; it is not changed
     # presents: for each input of the cache, the output that takes its place in the next call
     # returns: a program that takes the inputs in the same order, with buffers of shape (heads, room, 1, size), and
@@ -126,7 +126,7 @@ def _attend_in_place(
     past: torch.fx.Node,
     masks: dict[Any, torch.fx.Node],
 ) -> None:
-    """Put an attention over buffers in the place of one over what was put together."""
+    """Put an attention over buffers instead of one over what was put together."""
     new = [cat.args[0][1] for cat in (call.key, call.value)]  # type: ignore[index] # two parts, see `joined`
     repeats = call.query.meta["val"].shape[1] // call.key.meta["val"].shape[1]
     with graph.inserting_before(call.node):

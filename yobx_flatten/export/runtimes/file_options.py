@@ -29,7 +29,7 @@ CacheForm = Literal["in_place", "returned"]
 
 @dataclasses.dataclass(frozen=True)
 class FileOptions:
-    """What the file of a runtime is asked to be."""
+    """Options of the file for a runtime."""
 
     runtime: str  # one of `open.RUNTIMES`, other than `"torch"`
     path: pathlib.Path

@@ -76,7 +76,7 @@ def _save(model: Any, traced: Traced, path: pathlib.Path) -> None:
 
 
 def with_added_masks(model: Any) -> None:
-    """Give each attention of a model a mask of numbers in place of one of booleans; the model is changed."""
+    """Give each attention of a model a mask of numbers instead of one of booleans; the model is changed."""
     import numpy
     import openvino
     from openvino import opset13 as operators

@@ -95,7 +95,7 @@ def write_file(source: Source, options: FileOptions, file: UnprovenFile, report:
 
 
 def _otherwise(options: FileOptions, file: UnprovenFile) -> str:
-    """What became of a file that failed its replay."""
+    """State what happened to a file that failed its check."""
     nothing = f"Nothing was written to {options.path}."
     if options.keep_failed is not None:
         return f"{nothing} The file that failed is {file.keep(options.keep_failed)}."

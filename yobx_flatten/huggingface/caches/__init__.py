@@ -1,1 +1,1 @@
-"""Flatten the caches of transformers: every layer class, its leaves and its static part."""
+"""Flatten the transformers caches: every layer class, its leaves and its static part."""

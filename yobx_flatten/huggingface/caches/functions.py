@@ -287,8 +287,8 @@ def layers_of(cache: TransformersCache) -> list[CacheLayer]:
         )
     if getattr(cache, "offloading", False):
         raise CacheStructureError(
-            f"This {type(cache).__qualname__} moves its layers between devices (offloading=True), and a rebuilt one "
-            "would not go on to do so. Pass one made with offloading=False."
+            f"This {type(cache).__qualname__} moves its layers between devices (offloading=True), and a rebuilt "
+            "cache would not. Pass one made with offloading=False."
         )
     return cache.layers  # type: ignore[no-any-return]
 

@@ -48,7 +48,7 @@ def read_known_state(place: Hashable, held: dict[str, Any], *, in_cache: bool = 
 
 
 class KnownState:
-    """What the attributes of an object were, without its leaves, and what follows from them."""
+    """The attributes of an object, without its leaves, and the values derived from them."""
 
     def __init__(self, held: dict[str, Any], template: Template, leaves: list[Any]) -> None:
         self.text, self.paths = json.dumps(template), leaf_paths(template)
@@ -80,7 +80,7 @@ class KnownState:
         self._sized = [(index, leaves[index].dim() > 1) for index in sized]
 
     def leaves_of(self, held: dict[str, Any]) -> list[Any] | None:
-        """Return the leaves of attributes that have the same template; ``None`` if they may have another."""
+        """Return the leaves of attributes with the same template as before; ``None`` if it may differ."""
         if list(held) != self._attributes:
             return None
         flat: list[Any] = []

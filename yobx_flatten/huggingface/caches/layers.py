@@ -75,7 +75,7 @@ _WINDOW_TENSORS: dict[int, dict[torch.device, torch.Tensor]] = {}
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """What is to know about one class of layers, for the installed version of transformers."""
+    """Facts about one class of layers, for the installed version of transformers."""
 
     cls: Any  # the class
     letter: str  # its letter code
@@ -166,7 +166,7 @@ class LayerKind:
         return [(name, SIZES[name]) for name in self.derived]
 
     def empty(self, parameter: str) -> CacheLayer:
-        """Make a layer that holds nothing yet: only here the constructor runs."""
+        """Make an empty layer; its constructor runs here only."""
         if self.letter == "D":
             return self.cls()
         size = int(parameter.rstrip("rc"))
@@ -280,7 +280,7 @@ def _read_kind(cls: Any) -> LayerKind | None:
 
 @functools.cache
 def keeps_dtype(cls: type) -> bool:
-    """Return whether layers of a class have the type of their keys as an attribute: not since transformers 5.24."""
+    """Return whether layers of a class have a ``dtype`` attribute, as before transformers 5.24."""
     fill = [vars(base)["lazy_initialization"] for base in cls.__mro__ if "lazy_initialization" in vars(base)]
     written = (step for one in fill for step in dis.get_instructions(inspect.unwrap(one).__code__))
     return any(step.opname == "STORE_ATTR" and step.argval == "dtype" for step in written)

@@ -75,7 +75,7 @@ def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Templat
 
 
 def _is_position(name: str, value: object, held: dict[str, Any]) -> bool:
-    """Whether a static layer counts in a tensor of its own; in a trace, other layers also count in tensors."""
+    """Whether a static layer counts in its own tensor; in a trace, other layers also count in tensors."""
     return isinstance(value, torch.Tensor) and name == "cumulative_length" and "max_cache_len" in held
 
 
@@ -102,7 +102,7 @@ def _read(value: Any, name: str, leaves: list[Any]) -> list[Any]:
     except StaticDataError:
         raise StaticDataError(
             f"The attribute {name!r} holds {describe_class(value)}, which is neither a tensor nor can be stored. "
-            "Register the class with functions of your own:\n"
+            "Register the class with your own functions:\n"
             "    register_class_flattening(cls, f_flatten, f_unflatten, f_flatten_with_keys)"
         ) from None
 
@@ -110,7 +110,7 @@ def _read(value: Any, name: str, leaves: list[Any]) -> list[Any]:
 def _is_part(value: object) -> bool:
     """Whether a value is an object of a model library that holds tensors, or will: a layer of a padding cache.
 
-    So is what Quanto quantises with: an object without attributes.
+    Quantizers of Quanto count as parts also: they have no attributes.
     """
     cls = type(value)
     if cls.__module__.startswith("optimum.quanto.") and "Optimizer" in cls.__qualname__:

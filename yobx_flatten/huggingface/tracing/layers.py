@@ -76,7 +76,7 @@ def _sliding_update(original: Function) -> Function:
 
 
 def last_places(keys: torch.Tensor, most: Size) -> torch.Tensor:
-    """Return the places of the last keys, at most so many.
+    """Return the indices of the last keys, up to a number.
 
     Not ``keys[:, :, -most:]``: a slice asks whether there are as many, and its strides whether it is all of them. The
     answer is fixed in the program, which then refuses lengths on the other side of the window; and each pass over a

@@ -38,7 +38,7 @@ def model_replacements() -> Iterator[Replacement]:
 
 
 def _gates(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, experts: int) -> torch.Tensor:
-    """What every token gives to every expert, (experts, tokens, 1): zero where it was not routed to."""
+    """Routing weights of every token and expert, (experts, tokens, 1): zero if it was not routed there."""
     gates = top_k_weights.new_zeros(top_k_index.shape[0], experts)
     return gates.scatter_add(1, top_k_index, top_k_weights).t().unsqueeze(-1)
 
@@ -200,7 +200,7 @@ POSITIONS = (
 
 # -- mamba -----------------------------------------------------------------------------------------------------------
 
-# Models of the first mamba have two ways: one new token goes on from the state, several start again from zero ("initial
+# Models of the first mamba have two ways: one new token continues from the state, several start from zero ("initial
 # hidden state is not supported by the kernel path"). Both are one scan, from the state or from zero. torch assumes that
 # a size that varies is 2 or more and drops what compares it with 1, so the number of tokens is asked of a tensor.
 
@@ -214,7 +214,7 @@ def _caches_answer(*questions: str) -> bool:
 
 
 class _Waiting(threading.local):
-    """The states that the scans of the layer at work may go on from, in order."""
+    """The states that the scans of the layer at work may continue from, in order."""
 
     states: Iterator[Any] = iter(())
 
@@ -335,7 +335,7 @@ def _minimax_lightning_attention(original: Function) -> Function:
         # 0 for tokens that come later
         fade = torch.exp(-self.slope_rate * distance).masked_fill(distance < 0, 0.0)
         output = (query.matmul(key.mT) * fade).matmul(value)
-        # each key faded by its distance to the last token: what the next call goes on from
+        # each key faded by its distance to the last token: what the next call continues from
         state = (key * torch.exp(-self.slope_rate * (count - 1 - token[:, None]))).mT.matmul(value)
         if past is not None:
             # the past is one token further away than the first of these
@@ -356,7 +356,7 @@ def _minimax_lightning_attention(original: Function) -> Function:
 
 @replacement
 def _zaya_projection(original: Function) -> Function:
-    # The original cuts the last new token off. With two of them one is left, and a trace takes a size of one for fixed.
+    # The original cuts the last new token off. With two of them one is left, and a trace fixes a size of one.
     repeat = inspect.unwrap(original).__globals__.get("repeat_kv")
     if repeat is None or not _caches_answer("get_conv_state", "get_recurrent_state"):
         return original

@@ -27,7 +27,7 @@ from ..cache_names import argument_of, named_for
 Function: TypeAlias = Callable[..., Any]
 """a function or method of a model, or what takes its place"""
 Make: TypeAlias = Callable[[Function], Function]
-"""returns what takes the place of a function"""
+"""returns the replacement for a function"""
 Replacement: TypeAlias = tuple[ModuleType | type, str, Make]
 """a module or a class, the name of its function, and what makes the version to trace"""
 _CACHE = "cache"
@@ -55,7 +55,7 @@ def replacement(make: Make) -> Make:
 
 
 def misfit(version: Function, original: Function) -> str | None:
-    """Return why a version cannot stand for an original; ``None`` where it can."""
+    """Return why a replacement cannot be used for an original; ``None`` if it can."""
     own = {_CACHE if name == argument_of(original) else name for name in _named(original)}
     takes = inspect.signature(version).parameters
     reads = {name for name in _named(version) if name != "again"}
@@ -114,8 +114,8 @@ def _warn(original: Function, reason: str) -> None:
     if name not in _warned:
         _warned.add(name)
         warnings.warn(
-            f"{name} is traced as it is, since {reason}: its replacement, which a trace can follow, was not used, and "
-            f"the replay decides. The newest transformers that was tried is {NEWEST_TRIED['transformers']}.",
+            f"{name} is traced unchanged, since {reason}: its traceable replacement was not used, and the comparison "
+            f"decides. The newest transformers that was tried is {NEWEST_TRIED['transformers']}.",
             ReplacedFunctionWarning,
             stacklevel=2,
         )

@@ -110,7 +110,7 @@ def _overlapping(
 
 
 def _going_on(part: str, go_on: Callable[..., Any]) -> Make:
-    """Make the version of a ``forward`` for a cache that goes on; one that begins is the original's."""
+    """Make the version of a ``forward`` for a cache that continues; one that begins is the original's."""
 
     @replacement
     def make(original: Function) -> Function:
@@ -219,7 +219,7 @@ def _qsa_indexer(original: Function) -> Function:
         ever = visible.any(dim=1)
         number = ever.cumsum(-1) - 1  # of a visible key among those of its row
         ratio, last = self.compress_ratio, visible.shape[-1] - 1
-        # visible keys first, each with a number of its own: OpenVINO's sort leaves equal ones in any order
+        # visible keys first, each with its own number: OpenVINO's sort leaves equal ones in any order
         places = torch.arange(last + 1, device=ever.device)
         order = torch.argsort((~ever).to(torch.int64) * (last + 1) + places, dim=-1)
         count = visible.shape[-1] // ratio + 2  # two too many, never complete: a trace asks whether a size is 0 or 1

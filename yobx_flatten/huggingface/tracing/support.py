@@ -45,7 +45,7 @@ from .sparse import prepare_compressed
 
 
 class TransformersTracing:
-    """What transformers' models need while they are traced."""
+    """Replacements that transformers models need during a trace."""
 
     modules = "transformers"
 
@@ -55,7 +55,7 @@ class TransformersTracing:
         self._open = 0
 
     def acquire(self) -> None:
-        """Open a block or a trace: outputs that transformers registered without keys have them from now on."""
+        """Open a block or a trace: add keys to outputs that transformers registered without."""
         from transformers.utils.generic import ModelOutput  # here, since no import runs under the lock
 
         with LOCK:
@@ -119,7 +119,7 @@ class TransformersTracing:
 
     @contextlib.contextmanager
     def traceable(self) -> Iterator[None]:
-        """Put the traceable versions in place, and the originals back."""
+        """Install the traceable versions, and restore the originals afterwards."""
         replacements = list(_replacements())  # which may import
         with LOCK:
             patches = [self._patch(target, name, make) for target, name, make in replacements]
@@ -250,7 +250,7 @@ def rotary_replacements() -> Iterator[Replacement]:
 
 
 def _plain(forward: Function | None) -> Function | None:
-    """What transformers decorated with the update of the frequencies; ``None`` for another function."""
+    """The function that transformers decorated with the update of frequencies; ``None`` for another one."""
     while forward is not None:
         code = getattr(forward, "__code__", None)
         if code is not None and code.co_qualname.startswith(_DECORATOR):
@@ -433,7 +433,7 @@ def _imported(path: str) -> Any:
 
 def _masked_attention(original: Function) -> Function:
     # Upstream's version (5.23) leaves out the norms of queries and keys where both come from one projection, and
-    # computes something else without a word. It also wants pictures, and windows, of one size; a mask does not.
+    # computes something else silently. It also wants pictures, and windows, of one size; a mask does not.
     def forward(
         self: Any,
         hidden_states: torch.Tensor,

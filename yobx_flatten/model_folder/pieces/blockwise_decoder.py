@@ -105,7 +105,7 @@ class BlockwiseDecoder(torch.nn.Module):
 
 
 class DeepstackDecoder(torch.nn.Module):
-    """From embeddings and features of layers in between to scores.
+    """Computes scores from embeddings and features of intermediate layers.
 
     transformers adds to the places of image tokens, whose number depends on values. Here there is a feature for every
     token, zeros for text: the same sum in a graph for every call.

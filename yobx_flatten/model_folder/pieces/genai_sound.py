@@ -3,7 +3,7 @@
 .. code-block:: text
 
     sound  ──> encoder ──> features, keys and values of the sound for every layer of the decoder
-    tokens ──> decoder (also the first call, with an empty cache of its own) ──> scores, cache
+    tokens ──> decoder (also the first call, with its own empty cache) ──> scores, cache
 
 The usual split has the keys of the sound in the outputs of a first decoder, which that library does not have.
 """

@@ -20,7 +20,7 @@ _WITH_WINDOWS = ("Qwen2_5_VisionTransformerPretrainedModel",)
 
 
 class GridVisionEncoder(torch.nn.Module):
-    """One picture to the features that stand in the place of its tokens, for Qwen2-VL.
+    """One picture to the features that replace its tokens, for Qwen2-VL.
 
     Where each patch is, and in which window, follows from its number and the grid, without a size that depends on
     values.
@@ -32,7 +32,7 @@ class GridVisionEncoder(torch.nn.Module):
 
     @staticmethod
     def fits(model: TransformersModel) -> bool:
-        """Return whether a model has such an encoder, and a language model that takes what it returns."""
+        """Return whether a model has such an encoder, and a language model that accepts its outputs."""
         inside: Any = getattr(model, "model", None)
         if not all(hasattr(inside, name) for name in ("visual", "language_model", "get_rope_index")):
             return False
@@ -118,7 +118,7 @@ def grid_image(model: TransformersModel, height: int, width: int) -> dict[str, t
 
 
 class NestedVisionEncoder(torch.nn.Module):
-    """One picture to the features that stand in the place of its tokens."""
+    """One picture to the features that replace its tokens."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class NestedVisionEncoder(torch.nn.Module):
 
     @torch.no_grad()
     def check(self, model: TransformersModel, picture: torch.Tensor) -> None:
-        """Compare with what the model itself makes of a picture."""
+        """Compare with the model's own features of a picture."""
         # picture: pixels of shape (1, channels, height, width)
         found = model.get_image_features(picture[None])
         features = torch.cat(tuple(getattr(found, "pooler_output", found))).flatten(0, -2)

@@ -27,7 +27,7 @@ def plain_pieces(model: TransformersModel, rows: int | None = None) -> list[Piec
     if reads not in _INPUTS:
         raise GenerationError(
             f"{type(model).__qualname__} reads {reads}, and folders hold models that read {', '.join(_INPUTS)}. "
-            "Export it with inputs of your own:\n    export_onnx(model, kwargs=inputs, path=...)"
+            "Export it with your own inputs:\n    export_onnx(model, kwargs=inputs, path=...)"
         )
     make, unit, (length, *others) = _INPUTS[reads]
     cases = []
@@ -58,7 +58,7 @@ def compares(model: TransformersModel) -> bool:
 
 
 def two_tower_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
-    """One file from texts and pictures, of numbers of their own, to the scores of each pair."""
+    """One file from texts and pictures, of their own numbers, to the scores of each pair."""
     # rows: the number of texts, and of pictures; `None` for several numbers of them
     vision, dtype = model.config.vision_config, model.dtype
     room = getattr(model.config.text_config, "max_position_embeddings", 16)
@@ -153,13 +153,13 @@ def check_nothing_is_drawn(model: TransformersModel, example: Mapping[str, torch
         return
     if model.training:
         raise GenerationError(
-            f"{type(model).__qualname__} is in training mode, and its dropout draws. Before the export:\n"
+            f"{type(model).__qualname__} is in training mode, where dropout is random. Before the export:\n"
             "    model.eval()"
         )
     given = "; it takes noise=, which a file can take" if "noise" in inspect.signature(model.forward).parameters else ""
     raise GenerationError(
-        f"{type(model).__qualname__} draws random numbers in evaluation, and two calls of it differ: nothing "
-        f"proves a file of it{given}. Set what draws to 0 in its configuration, or export what it draws as an input: "
+        f"{type(model).__qualname__} draws random numbers in evaluation, and two calls of it differ: no file of it "
+        f"can be checked{given}. Set what draws to 0 in its configuration, or export what it draws as an input: "
         "export_onnx(model, kwargs=inputs, path=...)"
     )
 

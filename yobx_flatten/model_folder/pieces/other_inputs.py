@@ -30,9 +30,8 @@ def check_other_media(model: TransformersModel, task: str) -> None:
     if lost:
         raise GenerationError(
             f"{type(model).__qualname__} reads {', '.join(lost)} next to {model.main_input_name}, and the files for "
-            f"{task} take {model.main_input_name} alone. Export the calls of a run, with "
-            "record_calls(model) as calls: model.generate(...), or what it does without, with "
-            f"export_folder(..., task={task!r})."
+            f"{task} take {model.main_input_name} alone. Export the calls of a run, with record_calls(model) as calls: "
+            f"model.generate(...), or what it does without, with export_folder(..., task={task!r})."
         )
 
 
@@ -44,6 +43,6 @@ def note_on_other_inputs(model: TransformersModel, names: Collection[str]) -> li
     if not others:
         return []
     return [
-        f"{type(model).__qualname__} also takes {', '.join(others)}, and the file does what it does without. "
-        "With them: export_onnx(model, kwargs=inputs, path=...)"
+        f"{type(model).__qualname__} also takes {', '.join(others)}, and the file is exported without them. With "
+        "them: export_onnx(model, kwargs=inputs, path=...)"
     ]

@@ -74,7 +74,7 @@ class SoundEncoder(TextEncoder):
 
 
 class FrameDecoder(_WithCache):
-    """Goes on from a frame; the first one is zeros, and its cache holds no frame."""
+    """Continues from a frame; the first one is zeros, and its cache holds no frame."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__(model)

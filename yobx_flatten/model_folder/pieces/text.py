@@ -60,7 +60,7 @@ def decoder_pieces(
     logits: str = "all",
     proof: str = "full",
 ) -> list[Piece]:
-    """A model that reads tokens and goes on with them: one file, ``model``."""
+    """A model that reads tokens and continues with them: one file, ``model``."""
     # rows: batch size of every example and case; `None` for several
     # whole_cache: whether layers that slide keep all tokens in the cache, and leave those outside of their window out
     # by the mask; `False` by default
@@ -107,7 +107,7 @@ def decoder_pieces(
 
 
 def keeps_more(piece: Piece, model: TransformersModel) -> bool:
-    """Return whether the cache of a piece keeps tokens that the model's own would not."""
+    """Return whether a piece's cache keeps tokens that the model's own cache would drop."""
     cache = cache_of(piece.kwargs)
     slid = type(cache).__name__ == "DynamicCache" and slides(model.config.get_text_config(decoder=True))
     return slid and keeps_all(cache)
@@ -266,7 +266,7 @@ def encoder_decoder_pieces(
     modules = {"encoder_model": encoder, "decoder_model": first, "decoder_with_past_model": following}
     others_sizes = [(rows or b, s, p, n) for b, s, p, n in ((1, 9, 1, 1), (3, 5, 4, 1))]
     sizes = {f"batch {b}, source {s}, past {p}, new {n}": (b, s, p, n) for b, s, p, n in others_sizes}
-    # all sizes differ, also the sum: a branch on whether two are equal would go one way for good
+    # distinct sizes, also the sum: a test whether two are equal would be fixed by the trace
     new = 3 if _reads_several(following, calls(rows or 2, 7, 5, 3)[2]) else 1
     examples, others = calls(rows or 2, 7, 5, new), {name: calls(*size) for name, size in sizes.items()}
     pieces = []
@@ -359,7 +359,7 @@ def heads_of(model: TransformersModel) -> list[Head]:
     stated = getattr(getattr(model, "generation_config", None), "alignment_heads", None)
     if not stated or not hasattr(model, "_extract_token_timestamps"):
         raise InvalidArgumentError(
-            f"word_times=True is for a Whisper whose generation_config names alignment_heads, and this "
+            "word_times=True is for a Whisper whose generation_config names alignment_heads, and this "
             f"{type(model).__qualname__} names none. Set model.generation_config.alignment_heads, a list of [layer, "
             "head], or leave word_times= out."
         )

@@ -30,7 +30,7 @@ _OTHER_WAYS = (
 
 
 class VisionEncoder(torch.nn.Module):
-    """One image to the features that stand in the place of its tokens.
+    """One image to the features that replace its tokens.
 
     Models return a list with one entry for each image, whose length a trace fixes: so the file takes one at a time.
     """
@@ -144,7 +144,7 @@ def _check_splits(model: TransformersModel) -> None:
     """Refuse a model whose text is not read by a module that the files can have alone."""
     kinds = [name for name in inspect.signature(model.forward).parameters if name.endswith("token_type_ids")]
     if kinds and not GridVisionEncoder.fits(model) and not BlockwiseDecoder.fits(model):
-        # image tokens that have positions of their own: the language model alone does not get them
+        # image tokens that have their own positions: the language model alone does not get them
         raise GenerationError(
             f"{type(model).__qualname__} takes {kinds[0]}, by which image tokens are treated unlike text. The files "
             "of a vision-language model have no such input."
@@ -174,7 +174,7 @@ def _vision_piece(model: TransformersModel) -> Piece:
 
 
 def vision_encoder(model: TransformersModel) -> torch.nn.Module:
-    """Return what makes features of one picture, for a model whose pictures, or their tiles, are of one size."""
+    """Return the module that computes features of one picture, for models with pictures or tiles of one size."""
     if TiledVisionEncoder.fits(model):
         tiled = TiledVisionEncoder(model)
         tiled.check(model)

@@ -100,8 +100,8 @@ def _of_kind(name: str, config: Any) -> Any:
 
 
 def without_peft(model: Any) -> Any:
-    """Return the model of transformers, with its adapters, that a ``PeftModel`` is around; any other model as it is."""
-    # model: a model of transformers, or a `PeftModel`
+    """Return the Hugging Face model, with its adapters, that a ``PeftModel`` is around; any other model as it is."""
+    # model: a Hugging Face model, or a `PeftModel`
     configs = getattr(model, "peft_config", None)
     if not configs or not hasattr(model, "get_base_model"):
         return model

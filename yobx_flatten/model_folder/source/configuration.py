@@ -43,7 +43,7 @@ def read_config(
     code = own_code(stated)
     if code and not runs_code:
         raise failure(
-            f"{name} needs code of its own ({code}, in auto_map of config.json), which is not run. {of_code or remedy}"
+            f"{name} needs its own code ({code}, in auto_map of config.json), which is not run. {of_code or remedy}"
         )
 
     def refused(error: BaseException) -> Exception:
@@ -117,7 +117,7 @@ ON_PURPOSE = "Where you trust its author: trust_remote_code=True (--trust-remote
 
 
 def own_code(stated: Mapping[str, Any]) -> str:
-    """Return the class that a configuration needs code of its own for; ``""`` where transformers has the classes."""
+    """Return the class that a configuration needs its own code for; ``""`` where transformers has the classes."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -31,7 +31,7 @@ MODEL_NAMES = (
 
 _FIX = 'Write a folder with weights into adapter_config.json ("base_model_name_or_path").'
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# of other frameworks and tools, which transformers reads in part, or with an argument of its own
+# of other frameworks and tools, which transformers reads in part, or with its own argument
 _OTHER_WEIGHTS = (".h5", ".msgpack", ".gguf", ".pth", ".pt", ".ckpt", ".bin", ".npz")
 # what stands next to the weights and is not code
 _BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"]
@@ -141,7 +141,7 @@ class FoundModel:
         assert self.folder is not None
         if self.adapter is not None:
             raise ModelSourceError(
-                f"{self.name} holds an adapter of a model in few bits. Merge it with its library and save the model in "
+                f"{self.name} holds an adapter of a quantized model. Merge it with its library and save the model in "
                 f"full, or name {self.folder} for the model alone."
             )
         config = copy.deepcopy(self.config)

@@ -26,7 +26,7 @@ _PART = 4
 class OpenedModel:
     """A model to export."""
 
-    model: Any  # a model of transformers, in evaluation mode
+    model: Any  # a Hugging Face model, in evaluation mode
     folder: pathlib.Path | None = None  # the folder or the GGUF file that it is from; `None` where there is none
     is_streamed: bool = False  # whether the weights of a layer are read when it is called
     remarks: tuple[str, ...] = ()  # notes for the report

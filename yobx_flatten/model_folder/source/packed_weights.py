@@ -133,7 +133,7 @@ def _compressed(stated: Mapping[str, Any]) -> Packing | str:
     if form != "pack-quantized" or bits not in ({4}, {8}) or any(kind.get("type") != "int" for kind in kinds):
         return f" ({form})"
     if rounded:
-        return f" ({form}, with activations in few bits)"
+        return f" ({form}, with quantized activations)"
 
     def unpack(parts: Tensors, bits: int) -> torch.Tensor:
         rows, columns = parts["weight_shape"].tolist()

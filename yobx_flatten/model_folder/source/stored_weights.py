@@ -50,7 +50,7 @@ class KeyDifferences:
         # it is empty
         typed = option or 'unmatched_weights="{0}" (--unmatched-weights {0})'
         own = f"Name a folder with the weights of a {kind}, or state its class in config.json (architectures)."
-        on_purpose = f"For random ones on purpose: {typed.format('random')}"
+        on_purpose = f"To use random weights on purpose: {typed.format('random')}"
         if self.missing and choice != "random":
             raise failure(f"{name} lacks {_weights(self.missing)} of {kind}, which would be random. {own} {on_purpose}")
         if self.reshaped and choice != "random":

@@ -134,7 +134,7 @@ def _differences(
     sources: Mapping[str, str],
     tied: Sequence[tuple[list[str], torch.nn.Parameter]],
 ) -> KeyDifferences:
-    """What `from_pretrained` would state of the files, with the names that it leaves out of it."""
+    """The report of `from_pretrained` about the files, including the names that it leaves out."""
     missing, reshaped = [], []
     for names, parameter in tied:
         held = [sources[name] for name in names if name in sources]

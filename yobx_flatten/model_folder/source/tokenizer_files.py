@@ -31,7 +31,7 @@ _MOST_GROWTH = 1000  # times as long as a text may be after all replacements in 
 
 @dataclasses.dataclass(frozen=True)
 class _Stated:
-    """What is read of a configuration long after it was opened, and by then ends in an error of Python."""
+    """Entries of a configuration that are read late, and would then fail with an error of Python."""
 
     tokenizer_class: str | None = None
     model_max_length: float | None = None

@@ -88,7 +88,7 @@ _ROWS, _LENGTH = 128, 64
 """Of the text that matrices are rounded by. Sentences are shorter than texts, and more rows begin."""
 
 _LETTERS = 12
-"""Letters of a piece of the text, for each token of a row: it has more tokens, and its end is cut."""
+"""Letters of text for each token of a row: enough for one row, whose rest is truncated."""
 
 _SENTENCES = (
     "The ferry leaves the island every morning at seven, unless there is fog.",

@@ -1,4 +1,4 @@
-"""Find the first node of an exported folder that computes something else than its model."""
+"""Find the first node of an exported folder whose values differ from those of its model."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ class FolderExplanation:
 def explain_folder(
     folder: str | os.PathLike[str], model: TransformersModel | str | os.PathLike[str]
 ) -> FolderExplanation:
-    """Find the first node of the files of a folder whose value is not the model's.
+    """Find the first node of a folder's files whose value differs from the model's.
 
-    The model is exported once more, to a file that is proven next to it and thrown away. Both files run side by side
+    The model is exported once more, to a file that is checked next to it and thrown away. Both files run side by side
     on the stored cases, with the values of all their nodes as outputs.
 
     Args:

@@ -67,4 +67,7 @@ def test_a_cache_that_layers_share_is_named():
     model = known_model("image:diffusion_gemma")
     report = cut(model, batch_of("image:diffusion_gemma", model, 2, 0), check=False).report
     assert report.is_whole
-    assert "layers.0 gets a cache that the model made, and fails without what other layers write into it" in str(report)
+    assert (
+        "layers.0 gets a cache that the model made, and fails without the entries that other layers write into it"
+        in str(report)
+    )

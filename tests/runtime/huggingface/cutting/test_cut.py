@@ -148,7 +148,7 @@ def test_a_model_without_layers_stays_whole_with_a_reason():
     """No list of modules: one piece, and the report says so."""
     report = cut(nn.Sequential(nn.Linear(2, 2)), {"input": torch.ones(1, 2)}).report
     assert report.is_whole
-    assert report.refused == (("layers", "There is no list of two or more modules with parameters."),)
+    assert report.refused == (("layers", "The model has no list of two or more modules with parameters."),)
 
 
 def test_layers_that_talk_behind_the_models_back_are_refused():

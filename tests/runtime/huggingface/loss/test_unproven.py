@@ -124,7 +124,7 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(name, way):
     said = [str(one.message) for one in heard if issubclass(one.category, RoundPipeWarning)]
     assert len(said) == (way in ("joined", "whole"))
     assert all(
-        one.startswith(f"The loss of {type(plain).__name__} does not follow from those of microbatches:")
+        one.startswith(f"The loss of {type(plain).__name__} cannot be computed from the losses of microbatches:")
         for one in said
     )
 

@@ -54,20 +54,20 @@ def test_newest_is_that_of_most_steps(tmp_path):
     ("damage", "message"),
     [
         (lambda path: (path / "model.safetensors").write_text("weighty"), r"has 7 bytes, and 10 were written"),
-        (lambda path: (path / "model.safetensors").write_text("weights_12"), r"not what was written"),
+        (lambda path: (path / "model.safetensors").write_text("weights_12"), r"changed after it was written"),
         (lambda path: (path / "model.safetensors").unlink(), r"model.safetensors.*, which is not there"),
         (
             lambda path: [(path / name).unlink() for name in (MANIFEST, "trainer_state.json")],
             r"written last, is missing",
         ),
     ],
-    ids=["cut short", "changed", "removed", "never finished"],
+    ids=["truncated", "changed", "removed", "never finished"],
 )
 def test_one_that_is_not_whole_is_passed_over(tmp_path, damage, message):
     """The one before it is taken, with a warning that says what is wrong."""
     make(tmp_path, 9, 12)
     damage(tmp_path / "checkpoint-12")
-    with pytest.warns(CheckpointWarning, match=rf"one before it is tried.*checkpoint-12.*{message}"):
+    with pytest.warns(CheckpointWarning, match=rf"previous one is tried.*checkpoint-12.*{message}"):
         assert newest_whole(tmp_path) == tmp_path / "checkpoint-9"
 
 
@@ -87,7 +87,7 @@ def test_notes_of_a_checkpoint_that_are_something_else(tmp_path, name, content):
     else:
         file.write_text(content)
     if name == "trainer_state.json":
-        with pytest.warns(CheckpointWarning, match="missing or cut short"):
+        with pytest.warns(CheckpointWarning, match="missing or truncated"):
             assert newest_whole(tmp_path) == tmp_path / "checkpoint-2"
         return
     read = {"roundpipe.json": _has_shards, "fine_tune.json": read_notes}[name]
@@ -101,7 +101,7 @@ def test_checkpoints_of_a_plain_trainer_count(tmp_path):
     make(tmp_path, 2, 4, 6, manifest=False)
     (tmp_path / "checkpoint-6" / "trainer_state.json").write_text('{"global_st')
     (tmp_path / "checkpoint-4" / "checkpoint-is-incomplete.txt").write_text("")
-    with pytest.warns(CheckpointWarning, match="missing or cut short") as caught:
+    with pytest.warns(CheckpointWarning, match="missing or truncated") as caught:
         assert newest_whole(tmp_path) == tmp_path / "checkpoint-2"
     assert len(caught) == 2
 

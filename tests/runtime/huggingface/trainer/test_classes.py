@@ -605,7 +605,7 @@ def test_a_model_that_must_be_cut_and_cannot_be_is_an_error(trainers, tmp_path):
     model = make_model("bert")
     del model.bert.encoder.layer[1:]
     trainer = trainers("bert", arguments(tmp_path, 1), model=model, use_sequential_preset=True)
-    with pytest.raises(CutError, match="cannot be cut"):
+    with pytest.raises(CutError, match="cannot be split"):
         trainer.train()
     trainer._rp_pipeline = None
 

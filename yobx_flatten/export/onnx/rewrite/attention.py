@@ -63,7 +63,7 @@ def take_cache(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
 
     inputs = [*node.inputs, *[None] * (7 - len(node.inputs))]
     query, key, value, mask, *others = inputs
-    # is_causal pairs other queries and keys where the cache is an input of its own
+    # is_causal pairs other queries and keys where the cache is a separate input
     if any(other is not None for other in others) or attribute(node, "is_causal", 0) or len(node.outputs) > 1:
         return None
     keys, values = _concatenated(key), _concatenated(value)

@@ -110,7 +110,7 @@ def _is_shareable(node: ir.Node) -> bool:
 
 
 class _Lengths:
-    """What the operators of all layers take: the number of tokens, and masks as numbers that are added."""
+    """Inputs that the operators of all layers share: the number of tokens, and additive masks."""
 
     def __init__(self, graph: ir.Graph, tokens: ir.Value, mask: ir.Value) -> None:
         self.graph = graph
@@ -158,7 +158,7 @@ def _scalar(number: float, dtype: ir.DataType) -> ir.TensorProtocol:
 
 
 def _replace(node: ir.Node, lengths: _Lengths) -> None:
-    """Put the other operator in the place of an attention, with tokens before heads."""
+    """Put the other operator instead of an attention, with tokens before heads."""
     import onnx_ir as ir
 
     query, key, value, mask, *pasts = (input_of(node, place) for place in range(6))

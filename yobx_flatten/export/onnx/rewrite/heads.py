@@ -139,7 +139,7 @@ def heads_first(old: ir.Value, new: ir.Value, width: int) -> bool:
 
 
 def rotate_together(model: ir.Model) -> None:
-    """Rotate what one product made for a ``GroupQueryAttention`` in one piece, in place."""
+    """Apply one rotation to queries and keys that come from one product, in place."""
     import onnx_ir.passes.common as passes
 
     tables = _Tables(model.graph)
@@ -167,7 +167,7 @@ def _rotate(node: ir.Node, tables: _Tables) -> bool:
     if split.op_type != "Split" or not size or widths != [heads * size, kv_heads * size, kv_heads * size]:
         return False
     make = tables.make
-    # each head as a token of its own, since a row of angles is for one token
+    # each head as a separate token, since a row of angles is for one token
     apart = make("Reshape", split.inputs[0], tables.shape(size))
     given = tables.of(input_of(queries, 1), input_of(queries, 2), heads + kv_heads, kv_heads, size)
     turned = make("RotaryEmbedding", apart, *given, num_heads=1, interleaved=interleaved)

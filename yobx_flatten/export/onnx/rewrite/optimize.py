@@ -107,7 +107,7 @@ def join_projections(model: ir.Model) -> None:
 
 
 def _product(value: ir.Value | None) -> ir.Node | None:
-    """The product with a matrix of the file that a value is made of."""
+    """The product with a weight that computes a value."""
     node = None if value is None else value.producer()
     # biases, norms and rotations work on what comes out of the Split as they did on the product
     while node is not None and node.op_type in _BETWEEN:
@@ -205,7 +205,7 @@ def _fits(add: ir.Node, norm: ir.Node) -> bool:
     return list(left.shape) == list(right.shape) == list(total.shape)
 
 
-# Let a caller ask a decoder for the scores of its last tokens, by an input that has a value of its own.
+# Let a caller ask a decoder for the scores of its last tokens, by an input that has its own value.
 
 
 # what may be between the head and the scores: works on each score by itself, with numbers or weights of the file

@@ -1,1 +1,1 @@
-"""What a text decides of the integers of a file: how weights are rounded, and inputs split."""
+"""Choices that a calibration text makes for a quantized file: how weights are rounded, and inputs split."""

@@ -1,4 +1,4 @@
-"""Round a matrix to few bits so that its products change least, input by input.
+"""Quantize a matrix so that its products change least, input by input.
 
 .. code-block:: text
 
@@ -143,7 +143,7 @@ def round_with_feedback(
 
 
 def _following(moments: torch.Tensor) -> torch.Tensor:
-    """Upper triangle of what later inputs make up for of the error of each."""
+    """Upper triangle: how much of each input's error later inputs compensate."""
     if not moments.isfinite().all():
         return torch.eye(len(moments))  # to nearest
     damping = float(_DAMPING * moments.diagonal().mean()) or 1.0
@@ -188,7 +188,7 @@ def _grid(form: _Form, numbers: torch.Tensor, parts: list[tuple[torch.Tensor, to
 logger = logging.getLogger("yobx_flatten")
 
 RoundedMatrices: TypeAlias = dict[tuple[str, bool], WeightGrid]
-"""Matrices in few bits, by the name of the weight and whether it is transposed."""
+"""Quantized matrices, by the name of the weight and whether it is transposed."""
 
 
 def round_by_text(

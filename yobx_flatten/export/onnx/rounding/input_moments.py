@@ -1,4 +1,4 @@
-"""Run a file on a text, and sum the second moments of what its products multiply with their weights.
+"""Run a file on a text, and sum the second moments of the inputs of its matrix products.
 
 .. code-block:: text
 
@@ -138,7 +138,7 @@ _ROWS = 64
 """Tokens by which an input is decided."""
 
 _PARTS = (0.5, 0.65, 0.8, 0.87, 0.92, 0.95, 0.965, 0.975, 0.985, 0.99, 0.995)
-"""Parts of the numbers that are tried as the small ones."""
+"""Shares of the values that are tried as small ones."""
 
 _WORTH = 0.25
 """Part of the error of one part from which on two are not worth their nodes."""
@@ -216,7 +216,7 @@ def _error(rows: torch.Tensor, block_size: int) -> torch.Tensor:
 
 
 def _rounded(rows: torch.Tensor, block_size: int) -> torch.Tensor:
-    """What onnxruntime rounds inputs to: 127 steps for the largest of each block."""
+    """Round inputs as onnxruntime does: 127 steps for the largest of each block."""
     blocks = rows.reshape(len(rows), -1, block_size)
     steps = blocks.abs().amax(2, keepdim=True).div(127).clamp(min=1e-30)
     return blocks.div(steps).round().mul(steps).reshape(rows.shape)

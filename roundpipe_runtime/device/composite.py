@@ -248,4 +248,4 @@ def _opened_object(value: Any, kind: type) -> _Opened | None:
 def _is_made_by_python(kind: type) -> bool:
     """Whether all that instances of a class hold is in ``__dict__``."""
     bases: Sequence[type] = kind.__mro__[:-1]
-    return all(base.__flags__ & (1 << 9) and not vars(base).get("__slots__") for base in bases)  # made by `class`
+    return all(base.__flags__ & 0x300 == 0x200 and not vars(base).get("__slots__") for base in bases)  # `class`, not C

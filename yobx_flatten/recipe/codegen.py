@@ -56,7 +56,7 @@ __all__ = [
     "snake_case",
 ]
 
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
+_HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # flags of types: a class statement sets the first one alone
 _FIT = frozenset({str, int, bool, type(None), bytes, range, torch.dtype, torch.device, torch.Size})
 _approved: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 
@@ -166,7 +166,7 @@ def builtin_base(cls: type) -> type:
     >>> builtin_base(type("State", (dict,), {}))
     <class 'dict'>
     """
-    return next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    return next(base for base in cls.__mro__ if base.__flags__ & (_HEAP_TYPE | _IMMUTABLE) != _HEAP_TYPE)
 
 
 class _Items(NamedTuple):

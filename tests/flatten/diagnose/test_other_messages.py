@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import io
 import logging
+import sys
 import warnings
 from typing import Any
 
@@ -103,8 +104,9 @@ def test_a_stored_program_that_cannot_be_read(tmp_path, pair_registered):
 
 
 def test_a_memory_format_among_the_inputs_is_stored_with_a_newer_pickle(tmp_path):
-    """The line works."""
-    assert "pickle_protocol=4" in explained(lambda: torch.save(torch.channels_last, io.BytesIO())).remedy
+    """The line works; Python 3.13 stores it with the older one."""
+    if sys.version_info < (3, 13):
+        assert "pickle_protocol=4" in explained(lambda: torch.save(torch.channels_last, io.BytesIO())).remedy
     torch.save(torch.channels_last, tmp_path / "x", pickle_protocol=4)
     assert torch.load(tmp_path / "x", weights_only=False) is torch.channels_last
 

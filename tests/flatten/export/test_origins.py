@@ -1,6 +1,7 @@
 """Lines of code are named in files by their package: no folder of the author is in what is published."""
 
 import importlib
+import io
 import pathlib
 import sys
 import sysconfig
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from yobx_flatten import export_onnx, export_program
-from yobx_flatten.export.program.traced import with_relative_origins
+from yobx_flatten.export.program.traced import _WithoutGraphs, with_relative_origins
 
 CODE = """
 import torch
@@ -58,3 +59,15 @@ def test_a_line_keeps_its_number_and_its_text(module, tmp_path):
     with_relative_origins(program)
     private = f"{tmp_path}/private/"
     assert [node.meta["stack_trace"] for node in nodes] == [text.replace(private, "") for text in before]
+
+
+def test_what_hides_graphs_may_outlive_the_stream():
+    """Python 3.13 closes a stream that is collected, which flushes it."""
+    stream = io.StringIO()
+    hides = _WithoutGraphs(stream)
+    hides.write("def forward(self, x):\n")
+    hides.write("a line\n")
+    assert stream.getvalue() == "a line\n"
+    stream.close()
+    hides.close()
+    assert hides.closed

@@ -1,11 +1,14 @@
 """Frozen weights in few bits, with adapters that train: they travel as they are, and the losses are the plain ones."""
 
+import collections
+import functools
 from contextlib import closing
 
 import pytest
 import torch
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, VirtualDevice
+from roundpipe_runtime.device import composite
 from roundpipe_runtime.device.composite import all_tensors, parts_of, stored_bytes
 from tests.runtime.few_bits import CONFIG, KINDS, WIDTH, loss_of, model_of, rows, trained_in, trained_plainly
 from tests.runtime.small import without_row_check
@@ -28,6 +31,25 @@ def everything(model):
         held += [(p, vars(p)) for p in module._parameters.values() if p is not None and not p.requires_grad]
         found += [tensor.detach().clone() for tensor in all_tensors(held)]
     return found
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        type("Queue", (collections.deque,), {})([1]),
+        functools.partial(print),
+        type("Named", (collections.UserDict,), {})(a=1),
+    ],
+    ids=["deque", "partial", "of Python"],
+)
+def test_an_object_is_made_anew_where_all_it_holds_is_in_its_attributes(value):
+    """Python 3.12 marks classes in C as made by a class statement, and `object` cannot make those."""
+    opened = composite._opened(value)
+    if not isinstance(value, collections.UserDict):
+        assert opened is None
+        return
+    held, together = opened
+    assert together(held) == value
 
 
 @pytest.mark.parametrize("keep", [0, 1.0])

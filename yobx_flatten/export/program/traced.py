@@ -240,8 +240,7 @@ def described(program: ExportedProgram, example: Example, left: Left | None = No
     written, drawing = written_state(program), draws_random_numbers(program)
     own_written_state(program, written)
     outputs = [spec for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
-    returned = output_names(_returned(program), example.names)
-    names, fixed_outputs = _in_graph(returned, outputs)
+    names, fixed_outputs = _in_graph(output_names(_returned(program), example.names), outputs)
     inputs, fixed_inputs = _in_graph(example.names, _user_inputs(program))
     given = dict(zip(example.names, pytree.tree_leaves(example.inputs), strict=True))
     constants = {name: text_of(given[name]) for name, value in fixed_inputs.items() if value is not None}
@@ -272,7 +271,8 @@ class _WithoutGraphs(io.TextIOBase):
         return len(text) if is_graph else self._stream.write(text)
 
     def flush(self) -> None:
-        self._stream.flush()
+        if not self._stream.closed:  # Python 3.13 flushes what it collects
+            self._stream.flush()
 
 
 def _user_inputs(program: ExportedProgram) -> list[InputSpec]:

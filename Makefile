@@ -45,7 +45,11 @@ NEEDS_dev := --editable '.[all]' --group dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
+<<<<<<< HEAD
 .PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch quantized compat newest kills fuzz ranks release-check house lint format types doctest docs site notebooks bench bench-gpu gpu-dry-run matrix operators cut-matrix trainings genai real runtimes clients browser clean distclean
+=======
+.PHONY: tables help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch quantized compat newest kills fuzz ranks house lint format types doctest docs site notebooks bench bench-gpu gpu-dry-run matrix operators cut-matrix trainings genai real runtimes clients browser clean distclean
+>>>>>>> 0d2862c1 (The guide is half as long, on 28 pages in plain English; rows of tables are data, and pictures stand where the words are)
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -168,6 +172,9 @@ doctest: $(VENV)/.has-test  ## run the examples of the docstrings
 docs: $(VENV)/.has-docs  ## build the site into build/docs; a warning is an error
 	$(BIN)/sphinx-build -W --keep-going --quiet -b html -d build/doctrees docs build/docs
 	@echo "build/docs/index.html"
+
+tables: $(VENV)/.has-docs  ## write the tables and pictures of docs/tables from the recorded data and the helps of the commands
+	$(BIN)/python docs/generated_tables.py
 
 site: docs $(VENV)/.has-test  ## build the site, and look at each page in a browser (chromium) on a phone and on a desk
 	$(BIN)/python -m pytest -n 0 tests/site

@@ -65,7 +65,7 @@ def _export(data: Mapping[str, Any], folder: Path) -> list[str]:
         picture = folder / f"bench_export_{family}.svg"
         _draw_tokens(calls, sides, picture)
         lines += ["", f"### {family}, {found['layers']} layers, {weights / 4e6:.0f} million parameters", ""]
-        lines += [f"```{{image}} _generated/{picture.name}", ":alt: milliseconds per token by tokens in the cache"]
+        lines += [f"```{{image}} tables/{picture.name}", ":alt: milliseconds per token by tokens in the cache"]
         lines += ["```", ""]
         if "openings" in found:
             lines += [f"Each file was opened {found['openings']} times, with its weights in huge pages.", ""]
@@ -94,7 +94,7 @@ def _runtimes(data: Mapping[str, Any], folder: Path) -> list[str]:
     picture = folder / "bench_runtimes.svg"
     _draw_tokens(calls, sides, picture)
     lines = ["", f"### llama, {data['layers']} layers, {data['parameters'] / 1e6:.0f} million parameters", ""]
-    lines += [f"```{{image}} _generated/{picture.name}", ":alt: milliseconds per token by tokens in the cache"]
+    lines += [f"```{{image}} tables/{picture.name}", ":alt: milliseconds per token by tokens in the cache"]
     lines += ["```", ""]
 
     def cells(entry: str, form: str, scale: float = 1) -> list[str]:
@@ -119,7 +119,7 @@ def _largest_difference(calls: Iterable[Mapping[str, Any]], side: str) -> str:
 def _draw_tokens(calls: Sequence[Mapping[str, Any]], sides: Sequence[str], path: Path) -> None:
     decode = [call for call in calls if call["work"].startswith("decode") and not call["work"].endswith("rows")]
     lengths = [int(call["work"].split()[1]) for call in decode]
-    with _plot(path) as (axes,):
+    with plot(path) as (axes,):
         for side, colour in zip(sides, COLOURS, strict=False):
             points = [(length, call["milliseconds"].get(side)) for length, call in zip(lengths, decode, strict=True)]
             axes.plot(*zip(*[point for point in points if point[1]], strict=True), "o-", color=colour, label=side)
@@ -132,7 +132,7 @@ def _draw_tokens(calls: Sequence[Mapping[str, Any]], sides: Sequence[str], path:
 
 
 @contextmanager
-def _plot(path: Path, heights: Sequence[int] = (1,)) -> Iterator[Sequence[Any]]:
+def plot(path: Path, heights: Sequence[int] = (1,)) -> Iterator[Sequence[Any]]:
     """Axes above each other, with these shares of the height, which are written to ``path``."""
     import matplotlib
 
@@ -385,7 +385,7 @@ def _convergence(data: Mapping[str, Any], folder: Path) -> list[str]:
     ends = (sum(run["losses"][-last:]) / last for run in (plain, pipe))
     shown += [(f"mean of the last {last} steps", *ends), ("held-out text", plain["held_out"], pipe["held_out"])]
     picture = folder / "bench_convergence.svg"
-    with _plot(picture, heights=(2, 1)) as (above, below):
+    with plot(picture, heights=(2, 1)) as (above, below):
         numbers = range(1, steps + 1)
         above.plot(numbers, plain["losses"], linewidth=3, color=COLOURS[1], label="plain transformers")
         above.plot(numbers, pipe["losses"], linewidth=0.9, color=COLOURS[2], label="roundpipe train, 2 devices")
@@ -396,7 +396,7 @@ def _convergence(data: Mapping[str, Any], folder: Path) -> list[str]:
         below.set_xlabel("step", color=GREY)
     is_equal = data["bit-equal on 1, 2 and 3 devices"]
     return [
-        f"```{{image}} _generated/{picture.name}",
+        f"```{{image}} tables/{picture.name}",
         ":alt: losses of both over the steps, which lie on each other, and their difference",
         "```",
         "",

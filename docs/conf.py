@@ -12,11 +12,9 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from benchmark_tables import write_benchmarks
-from error_index import write_error_index
-from plan_table import write_plans
+from generated_tables import write_tables
+from moved import write_redirects
 from public_address import head_tags
-from tried_table import write_tried
 
 project = "yobx_flatten"
 author = "The yobx_flatten authors"
@@ -35,7 +33,7 @@ extensions = [
 ]
 
 exclude_patterns = [
-    "_generated",
+    "tables",
     "examples",
     "_build",
     *(f"auto_examples/{place}.{kind}" for place in ("*", "**/*") for kind in ("ipynb", "md5", "py")),
@@ -131,55 +129,7 @@ logging.getLogger("torch.onnx._internal.exporter._registration").addFilter(
 
 # --- generated pages --------------------------------------------------------------------------------------------------
 
-
-def _write_flattening_list() -> None:
-    """Write the table of `guide/flattening_list.md` from what the code itself states, next to it."""
-    import dataclasses
-
-    from yobx_flatten import flattening_list
-
-    kinds = {"layer": "Layers of caches", "cache": "Caches", "output": "Outputs", "container": "Containers"}
-    heads = ["class", "code", "leaves", "counts tokens in", "static", "registered by", "registered in", "since"]
-    lines = []
-    rows = [row for row in flattening_list() if not row.cls.startswith("transformers.models.")]
-    for kind, title in kinds.items():
-        # what registers a layer is its cache
-        count = len(heads) if kind != "layer" else 5
-        shown = heads[:count] if kind != "layer" else [*heads[:5], "since"]
-        lines += [f"## {title}", "", " | ".join(["", *shown, ""]).strip(), "|---" * len(shown) + "|"]
-        for row in rows:
-            if row.kind == kind:
-                _, cls, code, *rest = dataclasses.astuple(row)
-                cells = rest if kind != "layer" else [*rest[:3], rest[-1]]
-                lines.append(" | ".join(["", f"`{cls.rpartition('.')[2]}`", f"`{code}`", *cells, ""]).strip())
-        lines.append("")
-    path = Path(__file__).parent / "_generated" / "flattening_list.md"
-    text = "\n".join(lines)
-    if not path.exists() or path.read_text(encoding="utf-8") != text:  # an untouched file is not built again
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-
-
-_write_flattening_list()
-
-
-def _write_command_lines() -> None:
-    """Write the references of both command lines from the help of the commands, for the guide."""
-    from roundpipe_runtime.cli.app import app as roundpipe
-    from yobx_flatten.cli.app import app as flatten
-    from yobx_flatten.cli.reference import reference
-
-    for name, app in (("command_line", flatten), ("runtime_command_line", roundpipe)):
-        path = Path(__file__).parent / "_generated" / f"{name}.md"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(reference(app), encoding="utf-8")
-
-
-_write_command_lines()
-write_benchmarks(Path(__file__).parent / "_generated")
-write_plans(Path(__file__).parent / "_generated")
-write_error_index(Path(__file__).parent / "_generated")
-write_tried(Path(__file__).parent / "_generated")
+write_tables(Path(__file__).parent / "tables")
 
 
 def _copy_notebooks() -> None:
@@ -205,11 +155,30 @@ _copy_notebooks()
 
 
 # A reader who searches for a word finds the guide, and neither a table of hundreds of models nor how the code is built.
-NOT_SEARCHED = r"(dev/|changelog$|(matrix|cut_matrix|trainings|runtimes|genai|operators)$)"
+NOT_SEARCHED = r"(dev/|rows/|changelog$|(matrix|cut_matrix|trainings|runtimes|genai|operators)$)"
+# The reference links to these sections. A label in the page itself would be shown on a code host.
+LABELS = {
+    ("guide/register_your_class", "### Arguments of `register_class_flattening`"): "arguments-of-register",
+    ("guide/export", "### Options of `export_onnx`"): "options-of-export-onnx",
+    ("guide/generate", "## Arguments of `generate`"): "arguments-of-generate",
+    ("guide/generate", "## Arguments of `export_folder`"): "arguments-of-export-folder",
+}
+# On a code host a page links to the program of an example, on the site to what the program prints and draws.
+EXAMPLE = re.compile(r"\]\(((?:\.\./)?)examples/(export|pipelines)/(plot_\w+)\.py\)")
+# A table that a code host opens by a link stands below the link on the site.
+TABLE = re.compile(r"\[([^]]+)\]\(\.\./tables/\w+\.md\)")
 
 
 def setup(app):
-    """Add the tags that need the public address, and leave pages out of the search."""
+    """Change what the site shows of a page: labels, links, tags, the sidebar; write redirects at the end."""
+
+    def read_source(app, page, content):
+        for (where, heading), label in LABELS.items():
+            if where == page:
+                assert f"\n{heading}\n" in content[0], f"{page} has no {heading}"
+                content[0] = content[0].replace(f"\n{heading}\n", f"\n({label})=\n\n{heading}\n")
+        content[0] = TABLE.sub(r"\1", content[0])
+        content[0] = EXAMPLE.sub(r"](\1auto_examples/\2/\3.rst)", content[0])
 
     def add_tags(app, page, template, context, doctree):
         if app.config.html_baseurl:
@@ -217,9 +186,26 @@ def setup(app):
             tags = head_tags(app.config.html_baseurl, page, html.unescape(title), myst_html_meta["description"])
             context["metatags"] = context.get("metatags", "") + tags
 
-    def leave_out_of_the_search(app, doctree):
-        if re.match(NOT_SEARCHED, app.env.docname):
-            app.env.metadata[app.env.docname]["nosearch"] = True
+    def show_the_branch_of_the_page(app, page, template, context, doctree):
+        from furo.navigation import get_navigation_tree
 
+        if "toctree" in context:  # the pages below an entry of the sidebar are listed while one of them is read
+            shown = context["toctree"](collapse=True, titles_only=True, maxdepth=2, includehidden=True)
+            context["furo_navigation_tree"] = get_navigation_tree(shown)
+
+    def leave_out_of_the_search(app, doctree):
+        found = app.env.metadata[app.env.docname]
+        if re.match(NOT_SEARCHED, app.env.docname):
+            found["nosearch"] = True
+        if app.env.docname.startswith("rows/"):  # a summary page links to it
+            found["orphan"] = True
+
+    def redirect(app, error):
+        if error is None and app.builder.name == "html":
+            write_redirects(Path(app.outdir))
+
+    app.connect("source-read", read_source)
     app.connect("html-page-context", add_tags)
+    app.connect("html-page-context", show_the_branch_of_the_page, priority=900)
     app.connect("doctree-read", leave_out_of_the_search)
+    app.connect("build-finished", redirect)

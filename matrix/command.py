@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .gate import judge
+from .page import write_page
 from .results import Results, failures, installed_versions, library_state, recorded_file, symbol_of
 from .runner import Limits, Runner, Work
 
@@ -112,7 +113,7 @@ def show_recorded(
         return False
     held = Results.read(options.output)
     if options.page is not None:
-        options.page.write_text(page_of(held), encoding="utf-8")
+        write_page(options.page, page_of(held))
     if options.failures:
         console.print(failure_list(held, list(columns)), markup=False)
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -10,7 +11,7 @@ from typing import Any
 from .causes import CAUSES
 from .results import Results, passes, symbol_of, untried
 
-__all__ = ["cleaned", "codes", "page_of", "row", "rule"]
+__all__ = ["cleaned", "codes", "in_two", "page_of", "row", "rule", "write_page"]
 
 _INTRODUCTION = """# Supported models: export
 
@@ -56,6 +57,43 @@ _SHOWN_FIRST = ("onnxruntime", "past the window", "left padding", "other batch a
 
 # Logits that hardly depend on the cache say little about it.
 _SENSITIVE = 1e-3
+
+
+# Sections that stay on a page; all others are rows, which have a page of data each (docs/rows).
+_SUMMARIES = {
+    "matrix": ("At a glance", "What is asked", "Column by column", "Next to transformers' own"),
+    "cut_matrix": (),
+    "trainings": (),
+    "runtimes": ("What does not apply",),
+}
+
+
+def in_two(name: str, page: str) -> tuple[str, str]:
+    r"""Return a page with the sections that sum it up, and the page of its rows.
+
+    >>> summary, rows = in_two("cut_matrix", "# Title\n\nIn short.\n\n## Causal\n\n| a |\n")
+    >>> print(summary.splitlines()[2], rows.splitlines()[-1])
+    In short. | a |
+    """
+    introduction, *sections = re.split(r"^(?=## )", page, flags=re.MULTILINE)
+    kept = [text for text in sections if text.splitlines()[0].removeprefix("## ") in _SUMMARIES[name]]
+    rows = [text for text in sections if text not in kept]
+    title = introduction.splitlines()[0]
+    link = f"## Every row\n\n[All rows, with the reasons of failures](rows/{name}.md) are a page of data.\n"
+    summary = "\n".join(part.rstrip("\n") + "\n" for part in [introduction, *kept, link])
+    return summary, "\n".join(
+        part.rstrip("\n") + "\n" for part in [f"{title}: every row\n\n[The summary](../{name}.md).", *rows]
+    )
+
+
+def write_page(path: pathlib.Path, page: str) -> None:
+    """Write a page; of one that sums up rows also the page of these, in the folder `rows` next to it."""
+    if path.stem in _SUMMARIES:
+        page, rows = in_two(path.stem, page)
+        of_rows = path.parent / "rows" / path.name
+        of_rows.parent.mkdir(exist_ok=True)
+        of_rows.write_text(rows, encoding="utf-8")
+    path.write_text(page, encoding="utf-8")
 
 
 def page_of(results: Results, columns: list[str], peers: Iterable[Results], file: str) -> str:

@@ -82,7 +82,7 @@ def test_the_reference_of_the_runtime_lists_every_public_name_once():
 
 def test_the_guide_lists_every_error_and_warning_of_the_runtime():
     """On the page about errors, by name; the bases are what it says of all of them."""
-    text = (API.parent / "guide" / "runtime_errors.md").read_text(encoding="utf-8")
+    text = (API.parent / "guide" / "errors.md").read_text(encoding="utf-8")
     assert [name for name in roundpipe_runtime.__all__ if name.endswith("Error") and f"`{name}`" not in text] == []
     warnings = [name for name in roundpipe_runtime.__all__ if name.endswith("Warning") and name != "RoundPipeWarning"]
     assert [name for name in warnings if f"`{name}`" not in text] == []

@@ -25,7 +25,9 @@ from yobx_flatten.cli.app import app as flatten
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
-PAGES += sorted(path for path in (ROOT / "docs").rglob("*.md") if not {"auto_examples", "_generated"} & {*path.parts})
+PAGES += sorted(
+    path for path in (ROOT / "docs").rglob("*.md") if not {"auto_examples", "rows", "tables"} & {*path.parts}
+)
 RUN = {ROOT / "README.md", *(ROOT / "docs" / "guide").glob("*.md")}  # by test_docs_guide and test_readme
 COMMANDS = {"yobx-flatten": typer.main.get_command(flatten), "roundpipe": typer.main.get_command(roundpipe)}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -55,4 +55,4 @@ def test_without_a_record_the_page_states_so():
 def test_the_page_is_written_where_the_install_page_includes_it(tmp_path):
     tried_table.write_tried(tmp_path)
     assert (tmp_path / "tried.md").read_text(encoding="utf-8").startswith("| | older | development and CI | newest |")
-    assert "{include} ../_generated/tried.md" in (DOCS / "guide" / "install.md").read_text(encoding="utf-8")
+    assert "{include} ../tables/tried.md" in (DOCS / "guide" / "install.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The names and signatures are those of RoundPipe 0.1; each difference has a line in `from_roundpipe.md`."""
+"""The names and signatures are those of RoundPipe 0.1; each difference has a line in `coming_from.md`."""
 
 import inspect
 from pathlib import Path
@@ -18,7 +18,7 @@ from roundpipe_runtime import (
 )
 from roundpipe_runtime.optim.adam import Adam
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "from_roundpipe.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "coming_from.md").read_text(encoding="utf-8")
 
 # An empty container or configuration as a default: `None` and `()` say the same here.
 EMPTY = "empty"
@@ -117,7 +117,7 @@ CONTRACT = {
     "GradScaler.set_growth_interval": {"new_interval": REQUIRED},
 }
 
-# What is otherwise on purpose: the default here, and words of the line in `from_roundpipe.md` that says so.
+# What is otherwise on purpose: the default here, and words of the line in `coming_from.md` that says so.
 OTHERWISE = {("RoundPipe.step", "is_async"): (False, "`step` is asynchronous by default")}
 # What is new stands behind all that is old, and in the table of that page.
 ADDED = {

@@ -57,10 +57,10 @@ TASKS = {
         "diagnose", ("See what torch sees", "Check the inputs of an export", "Understand an error"), (), True
     ),
     "quantization": Task("quantize", (), ("onnxruntime", "onnxscript")),
-    "genai": Task("onnxruntime_genai", (), ("onnxruntime_genai", "onnxscript")),
+    "genai": Task("runtimes", ("onnxruntime-genai",), ("onnxruntime_genai", "onnxscript")),
     "training": Task("runtime_huggingface", ("",), (), True),
-    "lora": Task("runtime_lora", ("", "Save and load"), ("peft",), True),
-    "timeline": Task("runtime_devices", ("Which", "What ran where"), (), True),
+    "lora": Task("lora", ("", "Save and load"), ("peft",), True),
+    "timeline": Task("runtime_devices", ("Choose devices", "What ran where"), (), True),
 }
 
 

@@ -4,7 +4,7 @@ What a cut holds, drawn
 
 A model of transformers is cut into *pieces*: calls of its layers, and *phases*, which are the model's own code before,
 between and after them. This page draws the pieces of four models, and every tensor that passes between them. The words
-are explained in :doc:`../../guide/runtime_cut`.
+are explained in :doc:`../../guide/runtime_huggingface`.
 
 The models are as wide as the real ones and a few layers deep. The weights of three of them are on ``meta``: they have
 shapes, and take no memory.

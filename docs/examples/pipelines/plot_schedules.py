@@ -4,7 +4,7 @@ Stages, microbatches, schedules: drawn
 
 A batch is cut into *microbatches*, the layers of a model into *stages*. The *schedule* states which device runs which
 stage on which microbatch, and when. This page draws it; nothing is trained here. The words are explained in
-:doc:`../../guide/runtime_schedule`.
+:doc:`../../guide/runtime_plan`.
 """
 
 # %%

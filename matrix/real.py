@@ -53,10 +53,10 @@ the file that was written, which Linux takes back where memory is short; 0.5 bel
 "Other weights" are those of the model, each moved by up to a 2000th: its own were integers of 4 and 8 bits, which
 the export finds and keeps, and weights that are no integers have to be rounded. They are still near 16 steps from the
 lowest weight of a block, as those of a model that is trained on from such a file, and int4 finds these steps;
-{{doc}}`guide/quantize` states what weights that are near no steps cost. With `--activations int8` what is multiplied is
-also rounded to 8 bits: less time, and other tokens where two scores are close, such as those of the first answer
-below. The builder of onnxruntime-genai, in the last rows, proves nothing. The first prompt of the ten is answered by
-the files themselves:
+The [guide](guide/quantize.md) shows what weights that are near no steps cost. With `--activations int8` what is
+multiplied is also rounded to 8 bits: less time, and other tokens where two scores are close, such as those of the first
+answer below. The builder of onnxruntime-genai, in the last rows, proves nothing. The first prompt of the ten is
+answered by the files themselves:
 
 {answers}
 {failures}

@@ -63,7 +63,7 @@ takes longer: what is multiplied is not rounded to 8 bits, blocks have a lowest 
 int8 has the same integers, and the builder's rounds them again. Other weights in 8 bits have no kernel for numbers in
 float in onnxruntime, so these are rounded in two parts: channels that are large after a norm have a block of columns,
 and other large numbers a second row. `--activations int8` rounds what is multiplied whole, as the builder does
-({{doc}}`guide/quantize`): the last two rows.
+([quantize](guide/quantize.md)): the last two rows.
 
 {rows}
 """

@@ -42,10 +42,10 @@ These devices have just the room for the table of embeddings in one piece, which
 113 MB frozen under adapters; 3/10 of a device are for one stage, as the next one is loaded meanwhile and activations
 have the rest. So 755 MB is the least for all weights, of which weights, gradients and moments take 2,152 MB without a
 pipeline, and 378 MB for adapters. On a smaller device the table stays on the host, rows of it travel to the embedding
-and slices to the head ({{doc}}`guide/runtime_devices`), and the largest layer decides: 94.4 MB is the least for all
-weights, and 49.4 MB for adapters. On a device of 50 MB the second task had losses within 2.7e-06 of those of the plain
-trainer, and on one of 95 MB the first one, in 3 steps of 2 rows of 32 tokens, within 1.8e-06. What is said of a tenth
-with `--large-tables whole`:
+and slices to the head ([devices](guide/runtime_devices.md)), and the largest layer decides: 94.4 MB is the least for
+all weights, and 49.4 MB for adapters. On a device of 50 MB the second task had losses within 2.7e-06 of those of the
+plain trainer, and on one of 95 MB the first one, in 3 steps of 2 rows of 32 tokens, within 1.8e-06. What is said of
+a tenth with `--large-tables whole`:
 
 {tenth}
 Greedy answers to one prompt, before and after, by the plain trainer and by the pipeline, and by the exported folder:

@@ -76,9 +76,16 @@ def test_a_redirect_names_the_page_relative_to_the_old_one(tmp_path):
     assert 'url=lora.html"' in (tmp_path / "guide" / "runtime_lora.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", sorted(GUIDE.glob("*.md")), ids=lambda page: page.stem)
-def test_a_page_of_the_guide_reads_well_on_a_code_host(page):
-    """Links in Markdown, to files and headings that are there; no roles and labels of the site."""
+LINKED = {
+    DOCS / name for name in re.findall(r"\]\(docs/([\w/]+\.md)", (ROOT / "README.md").read_text(encoding="utf-8"))
+}
+
+
+@pytest.mark.parametrize(
+    "page", sorted({*LINKED, *GUIDE.glob("*.md")} - {DOCS / "index.md"}), ids=lambda page: page.stem
+)
+def test_a_page_of_the_guide_or_the_readme_reads_well_on_a_code_host(page):
+    """Links in Markdown, to files and headings that are there; no roles. The first page of the site is cards."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     assert re.findall(r"\{(?:doc|ref|func|class|meth)\}`", text) == []
     assert re.findall(r"^\([\w-]+\)=$", text, re.MULTILINE) == []

@@ -276,7 +276,7 @@ PROGRAMS: dict[str, Callable[[Row, torch.device], Program]] = {
 }
 # What a program needs next to torch and transformers: the name of a folder that `--wheels` fills, and modules.
 NEEDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "RoundPipe 0.1.1": ("roundpipe", ("roundpipe", "beartype")),
+    "RoundPipe 0.1.1": ("roundpipe", ("roundpipe", "beartype", "requests")),
     "DeepSpeed ZeRO-3 offload": ("deepspeed", ("deepspeed", "hjson", "pydantic")),
     "torchao CPU offload": ("torchao", ("torchao",)),
 }

@@ -22,7 +22,8 @@ _PYTHON = "3.12"
 _GROUPS = {
     "base": ["msgspec==0.22.0"],
     "roundpipe": ["roundpipe==0.1.1", "beartype==0.23.1", "transformers==4.57.6", "tokenizers==0.22.1",
-                  "huggingface_hub==0.36.0"],
+                  "huggingface_hub==0.36.0", "requests==2.32.5", "urllib3==2.5.0", "charset_normalizer==3.4.4",
+                  "idna==3.11", "certifi==2025.11.12"],
     "deepspeed": ["hjson==3.1.0", "pydantic==2.12.5", "pydantic_core==2.41.5", "annotated_types==0.7.0",
                   "typing_inspection==0.4.2"],
     "torchao": ["torchao==0.18.0"],

@@ -174,7 +174,7 @@ OTHER_ROWS: list[Row] = [
         ),
     ),
     (r"to be on the same device, but found at least two devices", _devices),
-    (r"Tensor on device \S+ is not on the expected device", _devices),
+    (r"Tensor on device \S+ is not on the expected device|found two different devices", _devices),
     (r"cannot be called on meta tensors|Cannot copy out of meta tensor", _without_data),
     (r"NestedTensorImpl doesn't support|strided NestedTensor|'NestedIntNode' object", _nested),
     (r"expected \d+ shapes, got \d+", _module_among_inputs),

@@ -120,9 +120,13 @@ def test_devices_that_differ_are_named():
         "The weights are on cpu, and input is elsewhere. Move the inputs:",
     )
     made = {"torch": torch, "inputs": args}
-    error = RuntimeError("Tensor on device meta is not on the expected device cpu!")
-    moved = explain_error(error, module, args).remedy
-    assert "tensor.to('cpu')" in moved
+    for text in (
+        "Tensor on device meta is not on the expected device cpu!",
+        # of torch 2.11
+        "Unhandled FakeTensor Device Propagation for aten.mm.default, found two different devices meta, cpu",
+    ):
+        moved = explain_error(RuntimeError(text), module, args).remedy
+        assert "tensor.to('cpu')" in moved
     # a tensor without data goes nowhere; on another device than that the line is the same
     assert eval(moved.replace("'cpu'", "'meta'"), made)[0].device.type == "meta"
 
@@ -148,6 +152,8 @@ def test_weights_without_data_are_said_to_be_that(call):
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_a_nested_tensor_is_named(layout):
     """torch ends in an internal error."""
+    if layout is torch.jagged and torch.__version__ < (2, 13):
+        pytest.skip("torch 2.11 exports it")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         args = (torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout),)
@@ -167,6 +173,7 @@ def test_a_module_among_the_inputs_is_named():
     assert (explanation.paths, explanation.remedy) == (("y",), "self.part = part")
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 refuses it in the trace")
 def test_an_enum_among_the_inputs_is_not_stored():
     """torch exports it, ignores it in a call, and cannot store the program."""
     args = (X, Color.RED)

@@ -263,6 +263,9 @@ def test_a_source_is_run_in_the_scope_it_is_given():
     assert inspect.getsource(scope["double"]) == "def double(x):\n    return two * x\n"
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="dynamo of torch 2.11 reads no `__dict__` of a frozen dataclass"
+)
 def test_a_program_takes_generated_functions_apart():
     """`torch.export`, strict and not, traces through them."""
 

@@ -141,6 +141,8 @@ def test_a_dataclass_on_a_dict_is_stored_with_its_fields(registered, tmp_path):
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_program_takes_fields_and_items(registered, strict):
     """Traced by dynamo, too: the sum of both, as eager code has it."""
+    if strict and torch.__version__ < (2, 13):
+        pytest.skip("dynamo of torch 2.11 reads no `__dict__` of a dict with fields")
 
     class Adds(torch.nn.Module):
         def forward(self, obj, rows):

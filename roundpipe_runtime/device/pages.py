@@ -73,6 +73,6 @@ def drop_cached(file: int, offset: int, nbytes: int) -> None:
 
 
 def return_freed() -> None:
-    """Return memory that was freed to the system: glibc keeps it, of tensors up to 32 MiB, as often as they come."""
+    """Return freed memory to the system, as glibc keeps that of tensors up to 32 MiB."""
     if hasattr(_libc(), "malloc_trim"):
         _libc().malloc_trim(0)

@@ -73,7 +73,7 @@ class OneGroup(Generic[AnyEngine]):
     # -- a call ------------------------------------------------------------------------------------------------------
 
     def entering(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a call that ends in :meth:`run_call`, where other ranks may wait."""
+        """Return the context of a call that ends in :meth:`run_call`, in which other ranks may wait for this one."""
         return contextlib.nullcontext()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:

@@ -78,7 +78,7 @@ class Call:
         return self.contract
 
     def add(self, run: Run, inputs: list[HostValue]) -> None:
-        """Take the run of a group that has succeeded."""
+        """Add the successful run of a group."""
         run.collected.buffers.check()
         self.runs.append((run, inputs))
 

@@ -139,7 +139,7 @@ class Planner:
 
 
 def stage_limit(memory_limit: float | None) -> float | None:
-    """Return the bytes that a stage may have, as a plan allows them: half, as the next one is loaded meanwhile."""
+    """Return the bytes that a plan allows for a stage: half of the memory, as the next stage is loaded meanwhile."""
     # memory_limit: GB for parameters and gradients; `None` where they are not known
     return None if memory_limit is None else memory_limit * 1e9 / 2
 

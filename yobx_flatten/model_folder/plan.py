@@ -50,7 +50,7 @@ _ROUNDING = 24
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """How close to the model a folder has to be, and how that is found; see :func:`.write.export_folder`."""
+    """The checks of a folder and its allowed difference from the model; see :func:`.write.export_folder`."""
 
     proof: Proof = "auto"
     quantize: WeightBits | Quantization | None = None
@@ -117,8 +117,8 @@ def plan_folder(
         asked = "keep"
     if asked is not None and task_of(model) in SPEAKS:
         raise InvalidArgumentError(
-            f"quantize= is not for {facts.name}: it reads its own frames again, and how far rounded weights change the "
-            'sound is not measured. Leave quantize= out, or take dtype="float16".'
+            f"quantize= is not for {facts.name}: each frame depends on earlier ones, and errors of quantized weights "
+            'are not measured in the sound. Leave quantize= out, or take dtype="float16".'
         )
     quantization = choose_quantization(asked, facts, "export_folder", form.runtime)
     prompts = _checked_prompts(accuracy, quantization, form)

@@ -68,7 +68,7 @@ class RankCall(Call):
         return GroupLosses(self.contract, self.firsts[turn], len(self.parts[turn]))
 
     def add(self, run: Run, inputs: list[HostValue]) -> None:
-        """Take the run of a group that has succeeded."""
+        """Add the successful run of a group."""
         if len(run.spec.contents) in run.collected.gradients:
             raise DistributedError(
                 "The loss function trains parameters of its own, which belong to no layer, so their gradients are not "

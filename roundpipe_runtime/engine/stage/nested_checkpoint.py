@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
-    """Return ``call()``; one that calls forward code again has the generator of the CPU for itself.
+    """Return ``call()``; the CPU's random generator is locked if the call repeats forward code.
 
     Which these are is seen at the first call. One that begins with checkpoints later is not noticed. A thread that has
     a profiler keeps it, and has the generator for every backward.

@@ -100,7 +100,7 @@ class Side(Protocol):
     keeps_state: bool  # whether what the module writes to is kept from call to call
 
     def from_the_start(self) -> contextlib.AbstractContextManager[object]:
-        """Run a case inside; what it writes to is put back afterwards."""
+        """Run a case in the block; values that it writes are restored afterwards."""
         ...
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:

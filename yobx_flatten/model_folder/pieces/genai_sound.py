@@ -72,7 +72,7 @@ class SoundDecoder(NextDecoder):
         self.register_buffer("at_first", at_first, persistent=False)
 
     def forward(self, input_ids: Any, cache: PlainCache) -> dict[str, Any]:  # type: ignore[override] # no mask
-        """Return the scores, those of the tokens that may follow, and the decoder's own keys and values."""
+        """Return the scores, the scores of allowed tokens, and the decoder's own keys and values."""
         found = super().forward(input_ids, cache)
         if not self.suppresses:
             return found

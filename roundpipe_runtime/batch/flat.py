@@ -105,10 +105,10 @@ def check_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], dic
 
 def check_loss_fn(loss_fn: Any) -> None:
     """Check that a loss function can be called."""
-    if not callable(loss_fn):
+    if not callable(loss_fn) or isinstance(loss_fn, type):
+        way = f"{loss_fn.__name__}()" if isinstance(loss_fn, type) else "none if the outputs are the loss"
         raise ConfigError(
-            f"loss_fn must be a function of the outputs and labels of a microbatch, found {loss_fn!r}. Leave it out "
-            "if the model returns the loss."
+            f"loss_fn must be a function of the outputs and labels of a microbatch, found {loss_fn!r}. Pass {way}."
         )
 
 

@@ -86,7 +86,7 @@ def _accelerator(device: torch.device | str) -> Device:
     if device.type in ("cpu", "meta"):
         raise ConfigError(f"{str(device)!r} is not an accelerator. To run on the CPU, use devices='virtual:2'.")
     if not torch.accelerator.is_available():
-        raise DeviceError(f"{str(device)!r} was asked for, but torch finds no accelerator here.")
+        raise DeviceError(f"{str(device)!r} was asked for, but torch finds no accelerator here. Use 'virtual:2'.")
     index: int | None = device.index  # torch's stubs know no device without one
     if index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())

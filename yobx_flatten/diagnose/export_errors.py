@@ -16,7 +16,7 @@ import torch
 from torch.export import ExportedProgram
 
 from ..core.contents import Layouts
-from ..errors import FlattenError
+from ..errors import FlattenError, InvalidArgumentError, describe_class
 from ..errors.failures import result_or
 from ..errors.tried_versions import possible_cause
 from ..recipe.aliases import DynamicShapes
@@ -225,6 +225,8 @@ def explain_error(
     is_text = isinstance(error, str)
     if isinstance(error, str):
         error = RuntimeError(error)
+    if not isinstance(error, BaseException):
+        raise InvalidArgumentError(f"explain_error: expected an exception or its text, found {describe_class(error)}.")
     if isinstance(error, FlattenError):
         return Explanation(str(error))
     failure = Failure(error, str(error), module, args, kwargs or {}, dynamic_shapes)

@@ -120,10 +120,7 @@ def _by_attributes(name: str, obj: object, layouts: Layouts) -> str:
         return f"register_class_flattening({name}, f_flatten, f_unflatten, f_flatten_with_keys)"
     children = [key for key, value in attributes if _may_hold_tensors(value, obj, layouts)]
     static = [key for key, _ in attributes if key not in children]
-    return (
-        f"f, k, u = functions_from_fields({name}, {children}{f', {static}' if static else ''})\n"
-        f"register_class_flattening({name}, f, u, k)"
-    )
+    return f"register({name}, children={children}{f', static={static}' if static else ''})"
 
 
 def _may_hold_tensors(value: object, owner: object, layouts: Layouts) -> bool:

@@ -1,14 +1,12 @@
 """Name the newest tried versions of libraries in errors, where a newer one is installed.
 
-This is the one place of these versions. A test compares them with ``constraints.txt`` and with what `make newest` has
-recorded; CONTRIBUTING.md ("Renewing the versions") states how they are renewed.
+A test compares them with ``constraints.txt`` and `make newest`; CONTRIBUTING.md ("Renewing the versions") is the way.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 
 from .failures import noted_on_failure
 
@@ -33,6 +31,8 @@ def untried_versions() -> list[Untried]:
 
     A build of a version is that version: ``2.13.0+cpu`` is 2.13.0.
     """
+    import importlib.metadata  # a tenth of a second, in which Ctrl-C would end in a stack trace
+
     from packaging.version import InvalidVersion, Version
 
     found = []

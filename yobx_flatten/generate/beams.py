@@ -64,7 +64,6 @@ class BeamSearch:
     """The beams of all rows."""
 
     # prompt: tokens, int64 of shape (batch, length)
-    # settings: how many beams, and when they are good enough
 
     def __init__(
         self, prompt: torch.Tensor, settings: BeamSettings, longest: int, ends: tuple[int, ...], fill: int

@@ -56,9 +56,6 @@ def transcribe(
 ) -> torch.Tensor:
     """Return the tokens of ``model.generate``, without those that begin every text."""
     # sound: features of shape (batch, bins, frames), of any number of frames
-    # mask: a mask of (batch, frames), 0 where a row is padded; `None` without padding
-    # sampling: how tokens are drawn; `None` for the likeliest
-    # options: further arguments of `model.generate`
     require("transformers", purpose="transcription", extra="transformers")
     asked: dict[str, Any] = {**dataclasses.asdict(call), **options, "attention_mask": mask}
     draws = sampling is not None and sampling.do_sample
@@ -122,8 +119,6 @@ def _of(names: Sequence[str], stated: Mapping[str, Any]) -> dict[str, Any]:
 
 class Generator:
     """Generates tokens with exported files. See :class:`.OnnxGenerator` and :class:`.ProgramGenerator`."""
-
-    # adapters: those of the folder that the files are in; `None`, the default, for none
 
     def __init__(self, parts: Parts, settings: GenerationSettings, *, adapters: FolderAdapters | None = None) -> None:
         self.parts, self.settings = parts, settings

@@ -161,10 +161,7 @@ def generator_for(
     providers: Providers | None = None,
 ) -> Generator:
     """Open files for generation with the generator of their runtime."""
-    # threads: see `OnnxGenerator`; of onnxruntime, OpenVINO and ExecuTorch
-    # pack: see `OnnxGenerator`; of onnxruntime only
-    # device: see `OnnxGenerator`; of onnxruntime only
-    # providers: see `OnnxGenerator`; of onnxruntime only
+    # see `OnnxGenerator` for the options; OpenVINO and ExecuTorch take the number of threads alone
     only_for_onnxruntime(runtime, device, providers)
     if runtime == "onnxruntime":
         return OnnxGenerator(model, threads=threads, pack=pack, device=device, providers=providers)

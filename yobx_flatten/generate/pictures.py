@@ -56,7 +56,6 @@ class Pictures:
 
     def seen_by(self, vision: Runner | None, decoder: Runner, tokens: torch.Tensor) -> list[Seen]:
         """Return their features, as many as the prompt has tokens for them; none of no pictures."""
-        # vision: the file from pictures to features; `None` for a model without one
         if self.pixels is None:
             return []
         if vision is None:
@@ -138,7 +137,6 @@ class Grids:
 def image_positions(tokens: torch.Tensor, mask: torch.Tensor, given: Sequence[Grids], merge: int) -> torch.Tensor:
     """Return the positions of a prompt."""
     # mask: integers of the same shape, 0 where a row is padded
-    # given: pictures and videos; empty without them
     positions = torch.zeros(3, *tokens.shape, dtype=torch.int64)
     left = {grids.token_id: _Left(grids, merge) for grids in given}
     for row, shown in enumerate(mask.bool()):

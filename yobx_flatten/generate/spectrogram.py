@@ -34,7 +34,6 @@ def speak(
 ) -> Any:
     """Return what ``model.generate_speech`` returns."""
     # read: tokens of shape (batch, length), or samples of sound
-    # asked: further arguments of `generate_speech`
     # masks: those of each frame in turn; `None`, the default, to draw them
     require("transformers", purpose="speech", extra="transformers")
     import transformers

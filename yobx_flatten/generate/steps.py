@@ -348,12 +348,24 @@ def _integers(name: str, value: Any) -> torch.Tensor:
         found = (
             f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else describe_class(value)
         )
-        texts = [value] if isinstance(value, str) else value
-        is_text = isinstance(texts, (list, tuple)) and bool(texts) and all(isinstance(one, str) for one in texts)
-        line = "return_tensors='pt').input_ids"
-        read = f' Read a text with the tokenizer of the model:\n    tokenizer("...", {line}' if is_text else ""
-        raise InvalidArgumentError(f"{name} must be integers of shape (batch, length), not empty; found {found}.{read}")
+        raise InvalidArgumentError(
+            f"{name} must be integers of shape (batch, length), not empty; found {found}.{_conversion(name, value)}"
+        )
     return value.detach().cpu().long()
+
+
+def _conversion(name: str, value: Any) -> str:
+    """The line that makes tokens of a value of another kind; empty where none does."""
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, (list, tuple)) and texts and all(isinstance(one, str) for one in texts):
+        return " Read a text with the tokenizer of the model:\n    tokenizer(\"...\", return_tensors='pt').input_ids"
+    if isinstance(value, Mapping):
+        return " Pass its entries by name:\n    generate(**inputs)"
+    if isinstance(value, (list, tuple)) or hasattr(value, "__array__"):
+        is_row = value.ndim == 1 if hasattr(value, "ndim") else not any(isinstance(one, (list, tuple)) for one in value)
+        rows = f"[{name}]" if is_row and isinstance(value, (list, tuple)) else f"{name}[None]" if is_row else name
+        return f" Make a tensor of it:\n    {name} = torch.tensor({rows})"
+    return ""
 
 
 def tokens_of(name: str, value: Any) -> torch.Tensor:

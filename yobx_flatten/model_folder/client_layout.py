@@ -54,7 +54,6 @@ _STORED: dict[str | None, str | None] = {"keep": "int4"}
 
 def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str) -> None:
     """Refuse a layout that its client would not open."""
-    # bits: type of the quantized weights; `None` without
     if layout not in LAYOUTS:
         raise InvalidArgumentError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; found {layout!r}.")
     if layout == "flat":
@@ -77,7 +76,6 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
 
 def apply_layout(folder: pathlib.Path, names: Sequence[str], bits: str | None, dtype: str) -> list[str]:
     """Give the files of a folder the places in which transformers.js looks for them."""
-    # bits: type of the quantized weights; `None` without
     kind, end = _TYPES[_most_bits([folder / name for name in names]) if bits in _STORED else bits, dtype]
     (folder / SUBFOLDER).mkdir()
     made, data = [], {}

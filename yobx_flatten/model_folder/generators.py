@@ -12,7 +12,7 @@ from ..generate.layout import MANIFEST
 from ..generate.onnx_generator import generator_for
 from ..runners.devices import Providers
 from ..runners.open import check_runtime
-from .manifest import check_digests, read_manifest
+from .manifest import check_digests, check_folder, read_manifest
 from .pieces.tasks import GENERATES, SPEAKS
 
 
@@ -68,6 +68,7 @@ def open_generator(
     if runtime is not None:
         check_runtime(runtime)
     path = pathlib.Path(folder)
+    check_folder(path, GenerationError)
     chosen = runtime_of_folder(path) if runtime is None else runtime
     if is_folder(path) and (path / MANIFEST).is_file():
         manifest = read_manifest(path)

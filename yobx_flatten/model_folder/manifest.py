@@ -10,9 +10,10 @@ import pathlib
 from collections.abc import Iterable, Mapping
 
 from ..core.compare import WEIGHT_TYPES, tolerance
-from ..errors import DamagedFileError, ForeignFileError
+from ..errors import DamagedFileError, FlattenError, ForeignFileError
 from ..export.proof.quality import Quality
 from ..files.document import inside, open_regular, read_document
+from ..files.scratch import is_folder
 from ..generate.layout import MANIFEST
 from ..runners.open import RUNTIMES
 
@@ -85,9 +86,18 @@ def write_manifest(folder: pathlib.Path, manifest: FolderManifest) -> None:
     (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
+def check_folder(path: pathlib.Path, failure: type[FlattenError] = ForeignFileError) -> None:
+    """Refuse a path where no folder is, with the line that writes one."""
+    if path.is_file():
+        raise failure(f"{path} is a file. Name the folder that yobx-flatten export wrote.")
+    if not is_folder(path):
+        raise failure(f"There is no folder {path}. To write it: yobx-flatten export MODEL -o {path}")
+
+
 def read_manifest(folder: pathlib.Path) -> FolderManifest:
     """Read the file of a folder."""
     path = folder / MANIFEST
+    check_folder(folder)
     if not path.exists():
         raise ForeignFileError(
             f"{folder} holds no {MANIFEST}: yobx-flatten export did not write it. "

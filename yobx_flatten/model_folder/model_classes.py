@@ -13,13 +13,12 @@ from typing import Any, ClassVar
 
 from ..errors import GenerationError, InvalidArgumentError
 from ..errors.dependencies import require
-from ..files.scratch import is_folder
 from ..generate.layout import MANIFEST, located
 from ..runners.devices import Providers, choose_providers, only_for_onnxruntime
 from ..runners.open import RUNTIMES, check_runtime, open_runner, thread_options
 from .chat import chat_tokenizer, reply
 from .generators import open_generator, runtime_of_folder
-from .manifest import check_digests, read_manifest
+from .manifest import check_digests, check_folder, read_manifest
 from .pieces.tasks import GENERATES, SPEAKS
 
 
@@ -67,8 +66,7 @@ class FolderModel:
         """
         require("transformers", purpose=f"{cls.__name__}", extra="transformers")
         path = pathlib.Path(folder)
-        if not is_folder(path):
-            raise GenerationError(f"There is no folder {path}. To write one: yobx-flatten export MODEL -o {path}")
+        check_folder(path, GenerationError)
         if runtime is not None:
             check_runtime(runtime)
         task = read_manifest(path).task if (path / MANIFEST).is_file() else cls.tasks[0]
@@ -78,10 +76,10 @@ class FolderModel:
                 f"{path} is for {task}, and {cls.__name__} for {' or '.join(cls.tasks)}. Open it with "
                 f"{' or '.join(others) or 'open_model'}.from_pretrained, or with open_model(folder)."
             )
+        where: dict[str, Any] = {"device": device, "providers": providers}
         if task in GENERATES:
             from ..generate.model_of_files import model_of_files
 
-            where: dict[str, Any] = {"device": device, "providers": providers}
             generator = open_generator(path, runtime=runtime, threads=threads, trust=trust, **where)
             found = model_of_files(generator.steps, (cls,))
             found.folder, found.of_folder = path, generator.of_folder
@@ -89,20 +87,11 @@ class FolderModel:
         if task in SPEAKS:
             from .plain_model import speaking_model
 
-            where = {"device": device, "providers": providers}
             return speaking_model(open_generator(path, runtime=runtime, threads=threads, trust=trust, **where), cls)
-        return cls._of_one_call(path, runtime, threads, trust, device, providers)
+        return cls._of_one_call(path, runtime, threads, trust, where)
 
     @classmethod
-    def _of_one_call(
-        cls,
-        path: pathlib.Path,
-        runtime: str | None,
-        threads: int | None,
-        trust: bool,
-        device: str | None,
-        providers: Providers | None,
-    ) -> Any:
+    def _of_one_call(cls, path: pathlib.Path, runtime: str | None, threads: int | None, trust: bool, where: Any) -> Any:
         from .plain_model import plain_model
 
         chosen = runtime_of_folder(path) if runtime is None else runtime
@@ -111,19 +100,16 @@ class FolderModel:
         file = next((one for end in RUNTIMES[chosen] if (one := located(path, f"model{end}")).is_file()), None)
         if file is None:
             raise GenerationError(f"{path} holds no model{' or model'.join(RUNTIMES[chosen])} for {chosen}.")
-        only_for_onnxruntime(chosen, device, providers)
+        only_for_onnxruntime(chosen, **where)
         options = thread_options(chosen, threads)
         if chosen == "onnxruntime":
-            options = {"options": _threads(threads), "providers": choose_providers(device, providers)}
+            from ..runners.onnx_session import require_onnxruntime, session_options
+
+            require_onnxruntime("from_pretrained")
+            given = session_options(threads=threads)
+            options = {"options": given, "providers": choose_providers(**where)}
         runner = open_runner(file, runtime=chosen, trust=trust, caller=cls.__name__, **options)
         return plain_model(runner, path, cls)
-
-
-def _threads(threads: int | None) -> Any:
-    from ..runners.onnx_session import require_onnxruntime, session_options
-
-    require_onnxruntime("from_pretrained")
-    return session_options(threads=threads)
 
 
 class OnnxForCausalLM(FolderModel):

@@ -111,6 +111,7 @@ def plan_folder(
     dtype, facts = str(model.dtype).removeprefix("torch."), ModelFacts.of(model)
     proof = choose_proof(accuracy.proof, facts.weight_bytes)
     _check_model(model, form, dtype, proof)
+    opened = dataclasses.replace(opened, remarks=(*opened.remarks, *_note_on_head(model, task)))
     # integers that a file holds would be rounded again in float
     asked = accuracy.quantize
     if asked is None and opened.has_integers and form.runtime == "onnxruntime":
@@ -193,6 +194,16 @@ def _check_class(model: TransformersModel, task: str) -> None:
     has_base = task == "feature-extraction" and model.base_model is not model
     base = f"\n    export_folder(model.base_model, ..., task={task!r})" if has_base else ""
     raise InvalidArgumentError(f"A {kind.__qualname__} {of_head}{base}")
+
+
+def _note_on_head(model: TransformersModel, task: str) -> tuple[str, ...]:
+    """A note where the outputs of a head are exported that no task is for: the class of an object is the caller's."""
+    kind = type(model)
+    if task != "auto" or task_of(model) != "feature-extraction" or model.base_model is model:
+        return ()
+    if class_of_task(model.config, "feature-extraction", kind) is kind:
+        return ()
+    return (f"{kind.__qualname__} was exported, with its head. For embeddings, export model.base_model.",)
 
 
 def _check_model(model: TransformersModel, form: FolderFormat, dtype: str, proof: Proof) -> None:

@@ -119,7 +119,6 @@ class SentenceModel(torch.nn.Module):
 
 def read_modules(folder: pathlib.Path | None) -> SentenceModules | None:
     """Return what a folder does after its model."""
-    # folder: the folder that the model is from; `None` where it is not known
     if folder is None or not (folder / MODULES).is_file():
         return None
     _, *modules = _listed(folder)
@@ -140,7 +139,6 @@ def read_modules(folder: pathlib.Path | None) -> SentenceModules | None:
 
 def pools(folder: pathlib.Path | None) -> bool:
     """Return whether a folder pools the outputs of its model; the base model is exported then."""
-    # folder: the folder; `None` where there is none
     if folder is None or not (folder / MODULES).is_file():
         return False
     return any(module.type.rpartition(".")[2] == "Pooling" for module in _listed(folder)[1:])

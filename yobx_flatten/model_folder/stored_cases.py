@@ -26,7 +26,7 @@ from ..trees.naming import leaf_names, output_names
 from .pieces.blockwise_decoder import BlockwiseDecoder
 from .pieces.grid_images import GridVisionEncoder, TiledVisionEncoder, grid_image, tiled_image
 from .pieces.spoken import spoken_input
-from .pieces.text import Piece, encoder_input
+from .pieces.text import Piece, encoder_input, input_name
 from .texts.chat_prompts import CHAT_TOKENS, CHATS
 from .texts.rounding_text import in_own_cache
 
@@ -86,15 +86,14 @@ def generation_case(
 ) -> GenerationCase:
     """Let the eager model generate greedily; of three rows two are padded on the left."""
     # tokens: the number of new tokens, where the model has room for them
-    # length: the number of tokens of a prompt that is text; 9 by default
     # prompts: text to begin with and its mask; `None`, the default, for random tokens
     text = model.config.get_text_config(decoder=True)
     room = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None) or 512
     new_tokens = min(tokens, room - 12)
     if prompts is not None:
         inputs, new_tokens = dict(prompts), tokens
-    elif model.main_input_name != "input_ids" and getattr(model.config, "is_encoder_decoder", False):
-        inputs = {model.main_input_name: encoder_input(model, rows, 3200)}
+    elif input_name(model) != "input_ids" and getattr(model.config, "is_encoder_decoder", False):
+        inputs = {input_name(model): encoder_input(model, rows, 3200)}
     else:
         inputs = _prompts(model, text, rows, length)
     if task == "image-text-to-text":

@@ -52,6 +52,8 @@ class FolderFormat:
         if self.batch is None and (self.bounds or {}).get("batch") == 1:
             # the calls that prove a folder of several rows have three
             object.__setattr__(self, "batch", 1)
+        if self.batch is not None and (type(self.batch) is not int or self.batch < 1):
+            raise InvalidArgumentError(f"batch must be None or an int of 1 or more, found {self.batch!r}.")
         if self.to not in ("onnx", "program"):
             raise InvalidArgumentError(f'to must be "onnx" or "program", found {self.to!r}.')
         check_runtime(self.runtime)
@@ -96,7 +98,6 @@ class FolderFormat:
 def _bounds(given: Mapping[str, int] | None, rows: int | None) -> Bounds | None:
     """Return the bounds of a folder, with 4 rows by default."""
     # given: `{"batch": 4, "length": 512}`, and `"new"` if it is less than the length; `None` without bounds
-    # rows: a fixed number of rows; `None` for several
     if given is None:
         return None
     found = Bounds.of({"batch": rows or 4, **given})
@@ -114,14 +115,11 @@ def _bounds(given: Mapping[str, int] | None, rows: int | None) -> Bounds | None:
 
 def room_for_tokens(bounds: Bounds | None, wanted: int) -> int:
     """Return how many new tokens a case for generation has room for."""
-    # bounds: the largest sizes; `None` without them
     return wanted if bounds is None or bounds.length is None else min(wanted, bounds.length - _PROMPT - 3)
 
 
 def fitting_text(tokens: torch.Tensor | None, bounds: Bounds | None) -> torch.Tensor | None:
     """Return a text whose rows are within the bounds: its first token is in the cache, all others in one call."""
-    # tokens: the text, int64 of shape (texts, length); `None` without one
-    # bounds: the largest sizes; `None` without them
     if tokens is None or bounds is None or bounds.length is None or bounds.new is None:
         return tokens
     return tokens[:, : min(bounds.length, bounds.new + 1)]
@@ -129,7 +127,6 @@ def fitting_text(tokens: torch.Tensor | None, bounds: Bounds | None) -> torch.Te
 
 def fitting_cases(piece: Piece, bounds: Bounds | None) -> Sequence[Case]:
     """Return the cases of a piece that are within the bounds."""
-    # bounds: the largest sizes; `None` without them
     shapes: Any = piece.dynamic_shapes
     if bounds is None or shapes is None:
         return piece.cases

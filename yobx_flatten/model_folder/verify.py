@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..diagnose.report import Report
-from ..errors import DamagedFileError, FlattenError, ForeignFileError, ReplayError
+from ..errors import DamagedFileError, FlattenError, ReplayError
 from ..errors.messages import first_line, table
 from ..export.proof.padding import Padding
 from ..export.proof.quality import Distance, Quality, text_losses
@@ -20,7 +20,6 @@ from ..export.proof.yardstick import PART_OF_FLOAT32, explained
 from ..export.quantization.measure import text_scores
 from ..export.quantization.options import CHAT_SHARES, TOKEN_SHARES
 from ..files.document import inside
-from ..files.scratch import is_folder
 from ..generate.beams import BeamSettings
 from ..generate.generator import Generator
 from ..generate.layout import SUBFOLDER, located
@@ -169,8 +168,6 @@ def verify_folder(
     (True, 'generate')
     """
     path = pathlib.Path(folder)
-    if not is_folder(path):
-        raise ForeignFileError(f"There is no folder {path}. To write it: yobx-flatten export MODEL -o {path}")
     manifest = read_manifest(path)
     check_digests(path, manifest.sha256)
     where = _where(manifest.runtime, device, providers)
@@ -195,7 +192,6 @@ def check_adapter(
     cases: pathlib.Path,
 ) -> list[FolderCheck]:
     """Run the cases of an adapter that is not in the folder yet."""
-    # cases: the folder that the paths of the cases begin in
     opened = _Opened(folder, manifest, False, _where(manifest.runtime, None, None))
     opened.adapter, opened.matrices = name, matrices
     found = _checks(opened, cases, stored.cases, manifest.quality, None)
@@ -210,7 +206,6 @@ def _checks(
     on_check: Callable[[str], None] | None,
 ) -> list[FolderCheck]:
     """Run the cases of the model, or of an adapter."""
-    # path: the folder that the paths of the cases begin in
     checks = [
         _check_quality(path, name, quality, cases.get(name, []), opened, on_check)
         for name, quality in qualities.items()

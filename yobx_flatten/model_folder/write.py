@@ -16,8 +16,10 @@ import pathlib
 from collections.abc import Mapping
 from typing import Literal
 
-from ..core.compare import tolerance
-from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
+import torch
+
+from ..core.compare import WEIGHT_TYPES, tolerance
+from ..errors import FolderExistsError, InvalidArgumentError, ReplayError, describe_class
 from ..errors.dependencies import is_installed
 from ..errors.log import STEP
 from ..export.model_facts import ModelFacts
@@ -43,7 +45,7 @@ from .sidecar_files import (
     state_tokenizer_inputs,
     write_companions,
 )
-from .source.classes import without_peft
+from .source.classes import task_of_checkpoint, without_peft
 from .source.find import FoundModel, find_model, require_transformers
 from .source.open import OpenedModel, WeightsIn, open_model
 from .source.origin import origin_of, reader_of
@@ -364,8 +366,13 @@ def _open(
         if unmatched is not None:
             check_unmatched(unmatched)
             found = dataclasses.replace(found, unmatched_weights=unmatched)
-        stated, found = found.config.architectures, found.for_task(task)
-        opened = open_model(found, dtype=dtype or "float32", weights=weights, to=to)
+        stated = found.config.architectures
+        task = task_of_checkpoint(task, stated)
+        found = found.for_task(task)
+        wanted = str(dtype or "float32").removeprefix("torch.")
+        if wanted not in WEIGHT_TYPES:
+            raise InvalidArgumentError(f"dtype must be one of {', '.join(WEIGHT_TYPES)}, found {dtype!r}.")
+        opened = open_model(found, dtype=wanted, weights=weights, to=to)
         if not stated or stated == found.config.architectures:
             return opened
         noted = f"{type(opened.model).__name__} was exported for {task}; the model is stored as a {stated[0]}."
@@ -376,6 +383,11 @@ def _open(
             raise InvalidArgumentError(
                 f"{name}={value!r} is for a model given by name; a loaded one has its own. Leave it out."
             )
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        raise InvalidArgumentError(
+            f"export_folder takes a Hugging Face model, or its folder or name; found {describe_class(model)}. A "
+            "module of your own becomes a file:\n    export_onnx(module, args, path=...)"
+        )
     folder, no_folder = origin_of(without_peft(model))
     return OpenedModel(model, folder, no_folder=no_folder)
 

@@ -274,9 +274,8 @@ def lost_attribute(cls: type, name: str, declared: Collection[str] | Iterator[st
     """Return the error for an attribute that no child and no static data holds, with the lines to type."""
     return RoundTripError(
         f"{cls.__qualname__}: an instance has the attribute {name!r}, which is not declared for {describe_class(cls)}: "
-        "it would be lost. Declare it as a field, or name it (static data goes in a second list):\n"
-        f"    f, k, u = functions_from_fields({cls.__qualname__}, {[*declared, name]})\n"
-        f"    register_class_flattening({cls.__qualname__}, f, u, k)"
+        "it would be lost. Declare it as a field, or name it (static data goes into static=[...]):\n"
+        f"    register({cls.__qualname__}, children={[*declared, name]})"
     )
 
 

@@ -23,6 +23,8 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+import torch
+
 from ..errors import InvalidRegistrationError, describe_class
 from ..private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceKey
 from .aliases import Static
@@ -44,12 +46,13 @@ def functions_of(cls: type, caller: str = "make_flattening_function_for_dataclas
             if read is not _jax_functions:  # their author states it all
                 require_content(cls, caller)
             return name_functions(cls, read(cls))
+    if cls in (torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes):
+        raise InvalidRegistrationError(f"{caller}: {describe_class(cls)} is a leaf of trees, and is not registered.")
     raise InvalidRegistrationError(
         f"{caller}: {describe_class(cls)} is neither a dataclass nor has keys() and values(), nor is it an attrs "
         "class, a pydantic model, or a class with tree_flatten() and tree_unflatten() or nothing but __slots__. Name "
         "the attributes that hold tensors, and those that are fixed:\n"
-        f"    f, k, u = functions_from_fields({cls.__qualname__}, ['x', 'y'], ['name'])\n"
-        f"    register_class_flattening({cls.__qualname__}, f, u, k)"
+        f"    register({cls.__qualname__}, children=['x', 'y'], static=['name'])"
     )
 
 

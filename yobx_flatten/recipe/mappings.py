@@ -135,15 +135,12 @@ def _check_of_constructor(cls: type) -> Callable[[Any], None]:
 def _not_an_item(obj: object, name: str, names: list[str]) -> RoundTripError:
     cls = type(obj)
     if isinstance(obj, dict):
-        line = (
-            f"f, k, u = functions_from_fields({cls.__qualname__}, {names})\n"
-            f"    register_class_flattening({cls.__qualname__}, f, u, k)"
-        )
+        line = f"register({cls.__qualname__}, children={names})"
     else:
         line = f"register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, f_flatten_with_keys)"
     return RoundTripError(
         f"{cls.__qualname__}: its attribute {name!r} would be lost: only its items are exported. Store it as an "
-        f"item, or register it (names of static data go in a second list):\n    {line}"
+        f"item, or register it (static data is named by static=[...]):\n    {line}"
     )
 
 
@@ -169,8 +166,7 @@ def _rebuilding(cls: type) -> Callable[[dict[Any, Any]], Any]:
             raise RoundTripError(
                 f"{cls.__qualname__}: its constructor, given the items, made other ones: {_format_items(found)} "
                 f"instead of {_format_items(items)}. Have it rebuilt without its constructor:\n"
-                f"    f, k, u = functions_from_fields({cls.__qualname__}, [])\n"
-                f"    register_class_flattening({cls.__qualname__}, f, u, k)"
+                f"    register({cls.__qualname__}, children=[])"
             )
         return obj
 

@@ -87,8 +87,7 @@ def _check_rebuilt(recipe: Recipe, sample: object) -> None:
         raise RoundTripError(
             f"{name}: its attribute {attribute!r} does not come back as it was, since it is neither among the children "
             "nor static data. Declare it as a field, or name it:\n"
-            f"    f, k, u = functions_from_fields({name}, [..., {attribute!r}])\n"
-            f"    register_class_flattening({name}, f, u, k)"
+            f"    register({name}, children=[..., {attribute!r}])"
         )
 
 

@@ -163,7 +163,6 @@ class Callee:
 
 def callee_of(target: object, method: str | None) -> Callee:
     """Find out what is to be recorded."""
-    # method: name of the method; `None` for `forward`, or for a target that is a method
     if inspect.ismethod(target) and method is None:
         method = target.__name__
         target = target.__self__

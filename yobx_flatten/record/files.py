@@ -36,6 +36,8 @@ def prepare_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
     """Make the folder that calls are written to."""
     require("safetensors", purpose="record_calls(..., to=...)")
     path = pathlib.Path(folder)
+    if path.is_file():
+        raise RecordError(f"{path} is a file, and calls are written to a folder:\n    record_calls(model, to=FOLDER)")
     path.mkdir(parents=True, exist_ok=True)
     if call_files(path):
         raise RecordError(f"{path} holds recorded calls already. Name another folder:\n    record_calls(model, to=...)")

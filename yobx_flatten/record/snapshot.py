@@ -44,7 +44,6 @@ class Snapshot:
     @classmethod
     def take(cls, tree: PyTree, *, name: str, device: torch.device | None) -> Snapshot:
         """Copy a nested object. The block must be open."""
-        # device: where to keep the tensors; `None` leaves them where they are
         check_no_cycles(tree, name)
         leaves, spec = pytree.tree_flatten(tree)
         _check_no_hidden_tensors(leaves, tree, name)

@@ -3,8 +3,7 @@
 ======  =================================================================
 0       all went well
 1       something was checked, and is not as it should be
-2       the request cannot be served: a wrong name, a missing library, a
-        damaged file, a full disk
+2       the request cannot be served: a wrong name, a missing library
 130     interrupted
 143     ended by SIGTERM
 ======  =================================================================
@@ -39,14 +38,21 @@ def explain_failure(
 ) -> int:
     """Print what went wrong on stderr, and return the exit status."""
     # error: whatever ended the command. A `KeyboardInterrupt` with a text reports what was written by then.
-    # debug: whether to print the stack trace; its notes are printed in any case
     # expected: errors whose message states all that a user needs; others are shown with their class
     if debug:
         traceback.print_exception(error)
+    error = interruption_behind(error) or error
     status, text = _status_and_text(error, expected)
     if is_reporter():
         sys.stderr.write(printable("\n".join([f"{program}: {text}", *getattr(error, "__notes__", ())])) + "\n")
     return status
+
+
+def interruption_behind(error: BaseException) -> KeyboardInterrupt | None:
+    """Return the Ctrl-C that an error was made of, as by a library whose import it ended."""
+    below = error.__cause__ or error.__context__
+    behind = None if below is None else interruption_behind(below)
+    return error if isinstance(error, KeyboardInterrupt) else behind
 
 
 def _status_and_text(error: BaseException, expected: tuple[type[Exception], ...]) -> tuple[int, str]:
@@ -60,7 +66,8 @@ def _status_and_text(error: BaseException, expected: tuple[type[Exception], ...]
     if isinstance(error, expected):
         line = possible_cause() if isinstance(error, VersionDependentError) else ""
         return REFUSED, _with(line, " ".join(without_cause(error).split()))
-    if _names(error) & {"ClickException", "TyperException"}:
+    # newer versions of typer carry a click of their own
+    if {base.__name__ for base in type(error).__mro__} & {"ClickException", "TyperException"}:
         return REFUSED, f"{_click_message(error)} (see --help)"
     if isinstance(error, OSError) or _is_disk_full(error):
         return REFUSED, _about_files(error)
@@ -72,11 +79,6 @@ def _status_and_text(error: BaseException, expected: tuple[type[Exception], ...]
 
 def _with(line: str, text: str) -> str:
     return f"{text}\n{line}" if line else text
-
-
-def _names(error: BaseException) -> set[str]:
-    # newer versions of typer carry their own click
-    return {base.__name__ for base in type(error).__mro__}
 
 
 def _click_message(error: BaseException) -> str:
@@ -91,9 +93,8 @@ def _is_disk_full(error: BaseException) -> bool:
 
 
 def _about_files(error: BaseException) -> str:
+    place = getattr(error, "filename", None)
     if getattr(error, "errno", None) == errno.ENOSPC or _is_disk_full(error):
-        place = getattr(error, "filename", None)
         return f"the disk is full{f', writing {place}' if place else ''}; nothing was left behind"
     reason = getattr(error, "strerror", None) or str(error)
-    place = getattr(error, "filename", None)
     return f"{place}: {reason}" if place else str(reason)

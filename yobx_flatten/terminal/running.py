@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import FlattenError
 from ..errors.dependencies import is_installed
-from .failures import explain_failure
+from .failures import explain_failure, interruption_behind
 from .termination import terminable
 
 if TYPE_CHECKING:
@@ -23,13 +23,14 @@ def starting(
     program: str, start: Callable[[], Callable[[Sequence[str] | None], int]], argv: Sequence[str] | None
 ) -> int:
     """Import a command line, which takes seconds, and run it."""
-    # argv: the arguments; `None` for those of the process
     if not has_libraries(program):
         return 2
     with terminable():
         try:
             run = start()
-        except KeyboardInterrupt as error:
+        except (ImportError, RuntimeError, KeyboardInterrupt) as error:
+            if interruption_behind(error) is None:
+                raise
             return explain_failure(error, debug=False, program=program)
         return run(argv)
 
@@ -78,8 +79,6 @@ def run_app(
 
     A reader that ends, as of ``| head``, does not end the command, whose status is that of its work.
     """
-    # argv: the arguments; by default those of the process
-    # expected: errors whose message states all that a user needs; others are shown with their class
     with lasting_streams(), terminable():
         return _run(app, argv, program, expected, is_reporter)
 

@@ -17,7 +17,7 @@ class Terminated(KeyboardInterrupt):
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
     """A block in which SIGTERM raises :class:`Terminated`, unless the process handles it in another way."""
-    # returns: A context manager. Outside of the main thread, the only one that gets signals, it does nothing.
+    # outside of the main thread, the only one that gets signals, it does nothing
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

@@ -322,7 +322,7 @@ def check_nested_kwargs(
         raise InvalidArgumentError(
             f"{type(module).__qualname__}.forward takes {names} in its **kwargs. torch {torch.__version__} exports "
             "nested values there with sizes that vary, and the program raises NameError: name 'L' is not defined. Name "
-            f"them in the signature, or let export_program do it:\n    def forward(self, ..., *, {names}, **kwargs):\n"
+            f"them in the signature, or let export_program do it:\n    def forward(self, x, *, {names}, **kwargs):\n"
             "    export_program(module, args, kwargs)"
         )
 

@@ -127,8 +127,7 @@ def check_no_modules(inputs: Mapping[str, Any]) -> None:
                     f"{path} is a {class_name(type(leaf))}, a module, which is not an input. Make it a submodule of "
                     "the one that uses it:\n    self.part = part\nor, if it only carries tensors, register its class "
                     "by the names of the attributes that hold them:\n"
-                    f"    f, k, u = functions_from_fields({cls}, ['x'])\n"
-                    f"    register_class_flattening({cls}, f, u, k)"
+                    f"    register({cls}, children=['x'])"
                 )
 
 

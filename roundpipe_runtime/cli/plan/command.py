@@ -35,10 +35,8 @@ def plan(_: typer.Context, *, what: ModelOptions, machine: MachineOptions, step:
 
     Exit status: 0 it fits, as far as is known; 1 it does not fit; 2 there is no such model or device.
     """
-    rows = step.batch
-    source = source_of(what.model, weights=False)
-    if source.folder is None and not pathlib.Path(what.model).exists() and not what.json:
-        say(f"{what.model}: a small model with random weights\n")
+    source, rows = source_of(what.model, weights=False), step.batch
+    is_small = source.folder is None and not pathlib.Path(what.model).exists()
     length = _length(source, step.length)
     with progress("building the model without allocating memory") as show:
         training = _training(source, machine, step, show)
@@ -56,8 +54,8 @@ def plan(_: typer.Context, *, what: ModelOptions, machine: MachineOptions, step:
     if what.json:
         say_json(as_dict(training, report, change, rows=rows, length=length, reference=compared))
     else:
-        shown = write_plan(training, report, change, rows=rows, length=length, reference=compared, details=what.details)
-        say(shown)
+        shown: dict[str, Any] = {"reference": compared, "details": what.details, "is_small": is_small}
+        say(write_plan(training, report, change, rows=rows, length=length, **shown))
     return CHECK_FAILED if False in (report.fits_devices, report.fits_host) else 0
 
 

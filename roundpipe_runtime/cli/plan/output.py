@@ -90,9 +90,11 @@ def write_plan(
     length: int,
     reference: Reference | None = None,
     details: bool = False,
+    is_small: bool = False,
 ) -> str:
     """Return the plan as text: whether it fits, and a table; with details, also layers, stages, memory and times."""
-    parts = [*_verdict(report, change), "", *_model(training, report), *_summary(report, rows, length)]
+    above = [*_verdict(report, change), "", *_model(training, report, is_small=is_small)]
+    parts = [*above, *_summary(report, rows, length)]
     if reference is not None:
         parts += _reference(reference)
     if not details:
@@ -124,17 +126,17 @@ def _parameters(training: PlannedTraining, *, trainable: bool = False) -> int:
     return sum(p.numel() for p in training.model.parameters() if p.requires_grad)
 
 
-def _model(training: PlannedTraining, report: PlanReport) -> list[str]:
+def _model(training: PlannedTraining, report: PlanReport, *, is_small: bool) -> list[str]:
     count, trainable = _parameters(training), _parameters(training, trainable=True)
     dtype = str(next(p.dtype for p in training.model.parameters() if p.is_floating_point())).removeprefix("torch.")
     optim = str(training.optim_dtype or dtype).removeprefix("torch.")
     some = "" if trainable == count else f", of which {format_count(trainable)} are trainable"
-    origin = report.hardware.origin.values()
+    kind = ": a small model with random weights" if is_small else ""
     lines = [
-        f"{training.cut.report.model}, {format_count(count)} parameters{some}",
+        f"{training.cut.report.model}, {format_count(count)} parameters{some}{kind}",
         f"{dtype}, gradients and AdamW in {optim}",
     ]
-    if "assumed" in origin:
+    if "assumed" in report.hardware.origin.values():
         lines.append("The devices are not here. Give their rates for better times: --bandwidth, --flops")
     return [*lines, *(f"Not split as requested, {reason}: {text}" for reason, text in training.cut.report.refused)]
 

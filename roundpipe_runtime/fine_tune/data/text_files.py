@@ -46,7 +46,7 @@ def find_texts(names: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
     # names: files, folders and patterns such as `texts/**/*.txt`
     found = [path for name in names for path in _named(os.fspath(name))]
     if not found:
-        raise FineTuneError("No text was named: --text FILE")
+        raise FineTuneError("No text was named: --text FILE, or conversations: --chat FILE")
     return list(dict.fromkeys(path.resolve() for path in found))
 
 

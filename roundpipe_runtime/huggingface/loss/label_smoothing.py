@@ -127,7 +127,7 @@ def smoothed_call(
     among = made.pop("labels", None)
     labels = among if label is None else label
     if not isinstance(labels, torch.Tensor):
-        raise LossError('SmoothedLoss needs labels:\n    forward_backward(input_kwargs={..., "labels": labels})')
+        raise LossError('SmoothedLoss needs labels:\n    forward_backward(input_kwargs={**batch, "labels": labels})')
     prepare = getattr(model_inside(model), "prepare_decoder_input_ids_from_labels", None)
     has_inputs = any(made.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
     if label is None and prepare is not None and not has_inputs:

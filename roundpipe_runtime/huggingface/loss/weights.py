@@ -133,6 +133,6 @@ def own_loss(outputs: PyTree, labels: Any) -> Any:
     if loss is None:
         raise LossError(
             "The model returned no loss. Give it labels, or give forward_backward a loss_fn:\n"
-            '    forward_backward(input_kwargs={..., "labels": labels})'
+            '    forward_backward(input_kwargs={**batch, "labels": labels})'
         )
     return loss

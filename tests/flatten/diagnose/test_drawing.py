@@ -60,8 +60,7 @@ def test_an_object_that_is_not_registered_is_marked_and_the_line_stands_below():
         └─ [2]: ✗ Opaque, not registered: 2 tensors, 72 bytes
 
         ✗ Register it first:
-            f, k, u = functions_from_fields(Opaque, ['a', 'b'])
-            register_class_flattening(Opaque, f, u, k)
+            register(Opaque, children=['a', 'b'])
     """)
 
 

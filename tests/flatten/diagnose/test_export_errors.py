@@ -100,14 +100,14 @@ CASES = {
         (X,),
         {"y": {"d": [X, Opaque()]}},
         paths=("y['d'][1]",),
-        remedy="f, k, u = functions_from_fields(Opaque, ['x'])\nregister_class_flattening(Opaque, f, u, k)",
+        remedy="register(Opaque, children=['x'])",
     ),
     "unregistered output": Case(
         r"takes no object of this class as output: output\['a'\]\[1\] is a .*Opaque\. Register it first:",
         Returns(),
         (X,),
         paths=("output['a'][1]",),
-        remedy="f, k, u = functions_from_fields(Opaque, ['x'])\nregister_class_flattening(Opaque, f, u, k)",
+        remedy="register(Opaque, children=['x'])",
     ),
     "an array": Case(
         r"y is a numpy\.ndarray\. Pass a tensor instead:",

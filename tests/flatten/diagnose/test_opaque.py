@@ -142,8 +142,7 @@ def test_the_text_names_place_class_size_and_line():
     assert str(found) == (
         "args[0] is a tests.flatten.diagnose.test_opaque.Plain, which torch does not know how to flatten. It holds "
         "2 tensors, 2.02 kB. Register it first:\n"
-        "    f, k, u = functions_from_fields(Plain, ['a', 'b'])\n"
-        "    register_class_flattening(Plain, f, u, k)"
+        "    register(Plain, children=['a', 'b'])"
     )
 
 

@@ -71,8 +71,7 @@ class Written:
     [
         (
             Plain(),
-            "f, k, u = functions_from_fields(Plain, ['key', 'value', 'mask'], ['window'])\n"
-            "register_class_flattening(Plain, f, u, k)",
+            "register(Plain, children=['key', 'value', 'mask'], static=['window'])",
         ),
         (Slotted(), "register(Slotted)"),
         (Frozen(X), "register(Frozen)"),
@@ -83,11 +82,11 @@ class Written:
         ),
         (
             with_attributes(Row([X]), scale=X, name="n"),
-            "f, k, u = functions_from_fields(Row, ['scale'], ['name'])\nregister_class_flattening(Row, f, u, k)",
+            "register(Row, children=['scale'], static=['name'])",
         ),
         (
             with_attributes(Items(a=X), scale=X),
-            "f, k, u = functions_from_fields(Items, ['scale'])\nregister_class_flattening(Items, f, u, k)",
+            "register(Items, children=['scale'])",
         ),
         (Written(X, "n"), "register_pytree_node_class(Written)"),
     ],

@@ -161,7 +161,7 @@ REFUSED = {
     "bounds above the positions": ({"to": "program", "bounds": {"length": 4096}}, "above the 2048 positions of Llama"),
     "weights in fewer bits": (
         {"to": "program", "quantize": "int8"},
-        'not of torch: leave it out, or take\n.*target="openv',
+        'not of torch: leave it out, or take\n.*target="onnxr',
     ),
     "a type that is not there": ({"target": "openvino", "quantize": "int2"}, "found 'int2'"),
 }

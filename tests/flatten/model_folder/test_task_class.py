@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 ort = pytest.importorskip("onnxruntime")
 
-from yobx_flatten import export_folder, open_generator  # noqa: E402
+from yobx_flatten import export_folder, open_generator, open_model  # noqa: E402
 from yobx_flatten.errors import GenerationError, InvalidArgumentError, ModelSourceError  # noqa: E402
 
 SIZES = {
@@ -118,3 +118,39 @@ def test_a_loaded_model_with_a_head_of_no_task_is_refused_for_embeddings(tmp_pat
     with pytest.raises(InvalidArgumentError, match=rf"A {kind} returns the scores of its head.*\n.*model\.base_model"):
         export_folder(model, tmp_path / "out", task="feature-extraction")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "base", "more"),
+    [
+        ("BertForPreTraining", "BertConfig", "BertModel", {}),
+        ("ElectraForPreTraining", "ElectraConfig", "ElectraModel", {"embedding_size": 32}),
+        ("AlbertForPreTraining", "AlbertConfig", "AlbertModel", {"embedding_size": 16}),
+    ],
+)
+def test_a_checkpoint_of_pretraining_is_exported_without_its_head(tmp_path, kind, config, base, more):
+    """No task was asked for. The scores of pretraining were exported under the name of features."""
+    folder = stored(tmp_path, kind, getattr(transformers, config)(**SIZES | more, pad_token_id=1))
+    with torch.no_grad():
+        wanted = transformers.AutoModel.from_pretrained(folder).eval()(IDS, attention_mask=MASK).last_hidden_state
+    done = export_folder(folder, tmp_path / "out", to="program", proof="sample")
+    assert done.task == "feature-extraction"
+    assert f"{base} was exported for feature-extraction; the model is stored as a {kind}." in str(
+        done.reports["model.pt2"]
+    )
+    found = open_model(tmp_path / "out", trust=True)(IDS, attention_mask=MASK).last_hidden_state
+    torch.testing.assert_close(found[MASK.bool()], wanted[MASK.bool()], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [("ElectraForPreTraining", "ElectraConfig"), ("BertForNextSentencePrediction", "BertConfig")]
+)
+def test_a_loaded_model_keeps_its_head_and_the_report_names_it(tmp_path, kind, config):
+    """The class of an object is the caller's choice. The line for embeddings is followed."""
+    model = getattr(transformers, kind)(getattr(transformers, config)(**SIZES)).eval()
+    done = export_folder(model, tmp_path / "out", to="program", proof="none")
+    assert f"{kind} was exported, with its head. For embeddings, export model.base_model." in str(
+        done.reports["model.pt2"]
+    )
+    base = export_folder(model.base_model, tmp_path / "base", to="program", proof="none")
+    assert "with its head" not in str(base.reports["model.pt2"])

@@ -316,13 +316,20 @@ def test_a_recipe_holds_the_functions():
     assert (recipe.cls, recipe.name) == (Point, f"yobx_flatten:{__name__}.Point")
 
 
-@pytest.mark.parametrize("cls", [object, int, type("Plain", (), {})], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [object, type("Plain", (), {})], ids=lambda cls: cls.__name__)
 def test_a_class_without_fields_is_refused(cls):
     """The message names the class and the call that takes functions written by hand."""
     with pytest.raises(InvalidRegistrationError) as caught:
         functions_of(cls)
     assert f"{cls.__qualname__} is neither a dataclass nor has keys() and values()" in str(caught.value)
-    assert f"\n    register_class_flattening({cls.__qualname__}, f, u, k)" in str(caught.value)
+    assert f"\n    register({cls.__qualname__}, children=['x', 'y'], static=['name'])" in str(caught.value)
+
+
+@pytest.mark.parametrize("cls", [int, str, torch.Tensor, torch.nn.Parameter], ids=lambda cls: cls.__name__)
+def test_a_class_of_leaves_needs_no_registration(cls):
+    """Lines to type were printed for them, which break every tree."""
+    with pytest.raises(InvalidRegistrationError, match=rf"{cls.__name__} is a leaf of trees, and is not registered\."):
+        functions_of(cls)
 
 
 def test_an_instance_is_refused():

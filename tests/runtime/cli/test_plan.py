@@ -216,7 +216,9 @@ def test_a_type_of_model_is_a_small_one(capsys):
     assert run(["plan", "llama", "--devices", "virtual:1", "--length", "16", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"] < 1e6
     assert run(["plan", "llama", "--devices", "virtual:1", "--length", "16"]) == 0
-    assert capsys.readouterr().out.startswith("llama: a small model with random weights\n")
+    verdict, *others = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("Devices: "), verdict
+    assert any(line.endswith(" parameters: a small model with random weights") for line in others)
 
 
 @pytest.mark.parametrize(

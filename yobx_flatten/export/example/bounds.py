@@ -79,7 +79,6 @@ class Bounds:
 
     def on(self, inputs: PyTree, shapes: DynamicShapes) -> DynamicShapes:
         """Return dynamic shapes in which every size that may vary has its bound."""
-        # shapes: its specification by argument; `None` where every size is fixed
         return None if shapes is None else self._on(inputs, shapes, (), None)
 
     def check_program(

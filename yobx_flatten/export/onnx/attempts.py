@@ -299,7 +299,7 @@ def _why_not_loaded(module: torch.nn.Module, failure: FlattenError) -> str:
     half = sorted(weights & {"bfloat16", "float16"})
     if "NOT_IMPLEMENTED" in reported and half:
         reported += (
-            f"\n    onnxruntime lacks kernels for {half[0]} on the CPU, so the file cannot be checked there. Export "
-            'in float32 (or float16), or keep it for another provider: keep_failed="a folder"'
+            f"\nonnxruntime lacks kernels for {half[0]} on the CPU, so the file cannot be checked there. Export in "
+            'float32 (or float16), or keep it for another provider:\n    keep_failed="a folder"'
         )
     return reported

@@ -42,9 +42,13 @@ LARGE = 2**28
 
 def check_opset(opset_version: int | None) -> None:
     """Refuse a version of ONNX's operators that the installed onnxruntime does not run, before anything is traced."""
-    # opset_version: the version; `None` for the exporter's own choice
     if opset_version is None:
         return
+    if type(opset_version) is not int or opset_version < 18:
+        raise InvalidArgumentError(
+            f"opset_version: expected None or an int of 18 or more, which torch's exporter writes; found "
+            f"{opset_version!r}."
+        )
     import onnx
     import onnx.helper
 
@@ -67,7 +71,6 @@ def check_opset(opset_version: int | None) -> None:
 
 def check_translations(translations: Mapping[Any, Callable[..., Any]] | None) -> None:
     """Refuse translations that are not of operators."""
-    # translations: functions by operator; `None` for none
     for operator, function in (translations or {}).items():
         if not isinstance(operator, OpOverload) or not callable(function):
             raise InvalidArgumentError(
@@ -92,7 +95,6 @@ def convert(
 ) -> torch.onnx.ONNXProgram:
     """Convert a program."""
     # program: the program; its classes must be registered
-    # opset_version: the opset of ONNX; `None` for the exporter's own choice
     # fuse: whether attention takes the cache itself, and is one operator where a model spells it out; not before opset
     # 23
     # by_torch: whether torch decomposes the program as a whole, and not the operators that need it alone

@@ -37,7 +37,6 @@ class Nested:
     """A program that is called as the module was. Its outputs are compared with their classes and static parts."""
 
     # cache_is: name of the input that is the cache; `""` without one
-    # written: parameters that the module writes to; none by default
 
     keeps_state = True
 

@@ -156,7 +156,6 @@ def replay(
 ) -> CaseResult:
     """Run one case eagerly and by what was exported, and compare every output of every step."""
     # taken: names of inputs, see `naming.output_names`; none by default
-    # written: parameters that the module writes to; none by default
     # left: what is returned of its arguments, see `left`; nothing by default
     # allowed: what outputs may differ by, as far as it was measured; nothing by default
     # all steps of the module first: what it writes to is put back before the other side runs

@@ -22,7 +22,7 @@ def _nearer(quality: Quality) -> str:
     if quality.cosine is None:
         return (
             "Use more bits:\n"
-            '    quantize="int8", quantize=Quantization("int4", block_size=16), or another perplexity_ratio of it\n'
+            '    quantize="int8"  # or Quantization("int4", block_size=16), or another perplexity_ratio of it\n'
             "    --quantize int8, or --perplexity-ratio RATIO on the command line"
         )
     if quality.block_size == 0:

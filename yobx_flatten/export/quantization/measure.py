@@ -115,7 +115,6 @@ def from_the_start(
 def text_scores(runner: Runner, feeds: Mapping[str, torch.Tensor], tokens: torch.Tensor | None) -> torch.Tensor:
     """Return the scores of a file for all tokens of a text but the first, which it also reads itself where it can."""
     # feeds: inputs by name, with the first token in the cache, as the model has read it
-    # tokens: the text; `None` where only the inputs are known
     given = {name: feeds[name] for name in runner.ports}
     whole = None
     if tokens is not None and runner.runtime == "onnxruntime":  # files of others do not take an empty cache

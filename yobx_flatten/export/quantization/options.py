@@ -160,7 +160,6 @@ def choose_quantization(
     quantize: WeightBits | Quantization | None, facts: ModelFacts, caller: str, runtime: str = "onnxruntime"
 ) -> Quantization | None:
     """Return what is quantized, ``None`` for nothing."""
-    # quantize: `"int8"`, `"int4"`, a `Quantization`, or `None`
     # runtime: the library that runs the file, `"onnxruntime"` by default
     if quantize is None:
         return None
@@ -227,7 +226,7 @@ def _check_tool(chosen: Quantization, runtime: str, caller: str) -> None:
     else:
         raise InvalidArgumentError(
             f"{caller}: {asked} is for files of onnxruntime, OpenVINO and ExecuTorch, not of {runtime}: leave it out, "
-            'or take\n    target="onnxruntime", target="openvino" or target="executorch"'
+            'or take\n    target="onnxruntime"  # or "openvino", "executorch"'
         )
 
 

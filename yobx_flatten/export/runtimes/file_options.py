@@ -48,6 +48,8 @@ class FileOptions:
     def checked(self, facts: ModelFacts, *, proof: str) -> FileOptions:
         """Refuse what this runtime or this module cannot do; return them with the quantisation that is meant."""
         # proof: what will be replayed
+        if self.path.is_dir():
+            raise InvalidArgumentError(f"{self.path} is a folder. Name a file: path={str(self.path / 'model.onnx')!r}")
         if self.optimize not in (None, "onnxruntime"):
             raise InvalidArgumentError(f'optimize must be "onnxruntime" or None, found {self.optimize!r}.')
         folder = self.keep_failed

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from ...errors import FolderExistsError, ForeignFileError, InvalidArgumentError, ReplayError
+from ...errors import FolderExistsError, InvalidArgumentError, ReplayError
 from ...errors.messages import table
 from ...export.proof.case import sampled
 from ...export.room import Adapter
-from ...files.scratch import check_writable, copy_links, is_folder, publish_folder, scratch_for
+from ...files.scratch import check_writable, copy_links, publish_folder, scratch_for
 from ...files.tensors import write_tensor_file
 from ...generate.layout import MANIFEST
 from ...recipe.aliases import TransformersModel
@@ -79,8 +79,6 @@ def add_adapter(
         MissingDependencyError: when peft or transformers is not installed.
     """
     path = pathlib.Path(folder).resolve()
-    if not is_folder(path):
-        raise ForeignFileError(f"There is no folder {folder}. To write it: yobx-flatten export MODEL -o {folder}")
     manifest = read_manifest(path)
     rooms = rooms_of_files(path)
     if manifest.runtime != "onnxruntime" or not rooms:

@@ -85,7 +85,6 @@ def image_token_of(model: TransformersModel) -> int:
 
 def genai_picture_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
     """The pieces of any vision-language model with flat features, and an ``embedding`` that takes them."""
-    # rows: batch size of every example and case; `None` for several
     vision, embed, decoder = vision_language_pieces(model, rows)
     vision = dataclasses.replace(vision, module=FlatVisionEncoder(vision.module).eval())
     with torch.no_grad():

@@ -92,7 +92,6 @@ def _is_one_of(tokens: Sequence[int] | None, vocabulary: int) -> torch.Tensor:
 
 def genai_sound_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
     """An ``encoder`` with the keys and values of the sound, and a ``decoder``."""
-    # rows: batch size of every example and case; `None` for several
     encoder, decoder = SoundEncoderWithKeys(model).eval(), SoundDecoder(model).eval()
 
     @torch.no_grad()

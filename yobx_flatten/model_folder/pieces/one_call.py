@@ -22,7 +22,6 @@ from .text import Piece, image_size, random_tokens
 
 def plain_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
     """One file, ``model``."""
-    # rows: the number of rows of every example and case; `None` for several numbers of them
     reads = model.main_input_name
     if reads not in _INPUTS:
         raise GenerationError(
@@ -39,7 +38,6 @@ def plain_pieces(model: TransformersModel, rows: int | None = None) -> list[Piec
 
 def choice_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
     """One file that scores the choices of each row: tokens of shape (batch, choices, length)."""
-    # rows: the number of rows of every example and case; `None` for several numbers of them
 
     def made(batch: int, choices: int, length: int) -> dict[str, torch.Tensor]:
         flat = _tokens(model.base_model, batch * choices, length)  # which has rows, not choices
@@ -59,7 +57,6 @@ def compares(model: TransformersModel) -> bool:
 
 def two_tower_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
     """One file from texts and pictures, of their own numbers, to the scores of each pair."""
-    # rows: the number of texts, and of pictures; `None` for several numbers of them
     vision, dtype = model.config.vision_config, model.dtype
     room = getattr(model.config.text_config, "max_position_embeddings", 16)
 

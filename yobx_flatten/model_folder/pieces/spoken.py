@@ -140,7 +140,6 @@ def spoken_input(model: TransformersModel, rows: int, length: int) -> dict[str, 
 
 def spoken_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
     """An ``encoder_model``, a ``frame_decoder`` and a ``postnet``."""
-    # rows: batch size of every example and case; `None` for several
     reads = model.main_input_name
     encoder = (TextEncoder if reads == "input_ids" else SoundEncoder)(model)
     decoder, postnet = FrameDecoder(model), Postnet(model)

@@ -9,12 +9,13 @@ from typing import Any
 from ...errors import FlattenError, GenerationError, InvalidArgumentError
 from ...errors.messages import first_line
 from ...recipe.aliases import TransformersModel
+from ...trees.arguments import did_you_mean
 from .genai_pictures import genai_picture_pieces
 from .genai_sound import genai_sound_pieces
 from .one_call import choice_pieces, compares, plain_pieces, two_tower_pieces
 from .other_inputs import check_other_media
 from .spoken import spoken_pieces, writes_spectrograms
-from .text import Piece, decoder_pieces, encoder_decoder_pieces
+from .text import Piece, decoder_pieces, encoder_decoder_pieces, input_name
 from .vision_language import vision_language_pieces
 
 TASKS: Mapping[str, Callable[[Any, int | None], list[Piece]]] = {
@@ -89,7 +90,7 @@ def task_of(model: TransformersModel) -> str:
         return SPEAKS[model.main_input_name != "input_ids"]
     one_call = next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), "text-generation")
     if getattr(config, "is_encoder_decoder", False) and one_call in GENERATES:  # RT-DETR and BART classify with both
-        return _BY_INPUT.get(model.main_input_name, "text2text-generation")
+        return _BY_INPUT.get(input_name(model), "text2text-generation")
     if compares(model):
         return "zero-shot-image-classification"
     if hasattr(model, "get_image_features") and hasattr(config, "vision_config"):
@@ -112,13 +113,12 @@ def pieces_for(
 ) -> tuple[str, list[Piece]]:
     """Make the files to be of a model."""
     # rows: the number of rows of every example and case; `None` for several numbers of them
-    # whole_cache: see `decoder_pieces`; `False` by default
-    # logits: see `decoder_pieces`; `"all"` by default
-    # word_times: see `encoder_decoder_pieces`; `False` by default
+    # whole_cache, logits: see `decoder_pieces`; word_times: see `encoder_decoder_pieces`
     # for_genai: whether the files are those that onnxruntime-genai runs, see `genai_sound`; `False` by default
     # proof: what is replayed; a decoder gets no more cases than that, since making one is a call of the model
     if task != "auto" and task not in TASKS:
-        raise InvalidArgumentError(f"There is no task {task!r}. There are auto, {', '.join(TASKS)}.")
+        known = f"{did_you_mean([str(task)], TASKS)} There are auto, {', '.join(TASKS)}."
+        raise InvalidArgumentError(f"There is no task {task!r}.{known}")
     found = task_of(model)
     wanted = found if task == "auto" else task
     if task == "auto":

@@ -61,7 +61,6 @@ def decoder_pieces(
     proof: str = "full",
 ) -> list[Piece]:
     """A model that reads tokens and continues with them: one file, ``model``."""
-    # rows: batch size of every example and case; `None` for several
     # whole_cache: whether layers that slide keep all tokens in the cache, and leave those outside of their window out
     # by the mask; `False` by default
     # logits: positions whose scores are returned, `"all"` or `"last"`; `"all"` by default
@@ -191,7 +190,8 @@ class FirstDecoder(_Decoder):
         found, weights = self.decode(input_ids, encoder_hidden_states, encoder_attention_mask, None)
         cache = cache_of(found)
         own, cross = cache.self_attention_cache, cache.cross_attention_cache
-        sides = zip(own.layers, cross.layers, strict=True)
+        # a cache may have a layer for each of the encoder's (Donut), of which the decoder fills fewer
+        sides = [pair for pair in zip(own.layers, cross.layers, strict=True) if pair[0].keys is not None]
         layers = [{"decoder": pair_of(decoder), "encoder": pair_of(encoder)} for decoder, encoder in sides]
         return {"logits": found.logits, **weights, "present": layers}
 
@@ -234,14 +234,18 @@ def encoder_decoder_pieces(
     model: TransformersModel, rows: int | None = None, *, word_times: bool = False
 ) -> list[Piece]:
     """A model that reads text, sound or pictures first: an ``encoder_model``, and a decoder in two files."""
-    # rows: batch size of every example and case; `None` for several
-    # word_times: whether the decoders return weights of attention, see `word_times`; `False` by default
     heads = heads_of(model) if word_times else ()
-    reads = model.main_input_name
+    reads = input_name(model)
     if reads not in _ENCODERS:
         raise GenerationError(
             f"{type(model).__qualname__} reads {reads}, and folders hold encoders that read {', '.join(_ENCODERS)}. "
             "Record a call and export that:\n    with record_calls(model) as calls: model.generate(...)"
+        )
+    if reads != "input_ids" and model.get_encoder().main_input_name == "input_ids":  # BLIP-2 with T5
+        raise GenerationError(
+            f"{type(model).__qualname__} puts {reads} between the tokens of an encoder, and the folder of such a model "
+            "needs a decoder alone. One call becomes a file, with decoder_input_ids among its inputs:\n"
+            "    export_onnx(model, kwargs=inputs, path=...)"
         )
     encoder = _ENCODERS[reads](model)
     read_as = encoder_output_class(model)
@@ -263,6 +267,7 @@ def encoder_decoder_pieces(
         gone_on = {"input_ids": random_tokens(model, (batch, new)), "cache": cache, **masks}
         return read, begun, gone_on
 
+    sized = {"pixel_values": {0: Dim.AUTO}}  # pictures are of the size that the configuration states
     modules = {"encoder_model": encoder, "decoder_model": first, "decoder_with_past_model": following}
     others_sizes = [(rows or b, s, p, n) for b, s, p, n in ((1, 9, 1, 1), (3, 5, 4, 1))]
     sizes = {f"batch {b}, source {s}, past {p}, new {n}": (b, s, p, n) for b, s, p, n in others_sizes}
@@ -272,7 +277,7 @@ def encoder_decoder_pieces(
     pieces = []
     for place, (stem, module) in enumerate(modules.items()):
         cases = [Case(name, (), made[place]) for name, made in others.items()]
-        shapes = dynamic_shapes(examples[place])
+        shapes = dynamic_shapes(examples[place], sized if "pixel_values" in examples[place] else None)
         if stem == "encoder_model" and reads == "input_ids":
             # what it reads is also called by the decoders
             shapes |= {name: {0: Dim.AUTO, 1: "encoder_sequence_length"} for name in shapes}
@@ -295,25 +300,33 @@ def _reads_several(decoder: NextDecoder, call: Mapping[str, Any]) -> bool:
     return True
 
 
+def input_name(model: TransformersModel) -> str:
+    """Return what a model reads first. A speech encoder-decoder names it ``inputs``, and its encoder states which."""
+    name: str = model.main_input_name
+    is_either = name == "inputs" and getattr(model.config, "is_encoder_decoder", False)
+    return model.get_encoder().main_input_name if is_either else name
+
+
 @torch.no_grad()
 def encoder_output_class(model: TransformersModel) -> Callable[..., Any]:
     """Return the class in which a model takes what its encoder returned."""
-    if model.main_input_name == "input_ids":
+    reads = input_name(model)
+    if reads == "input_ids":
         tokens = random_tokens(model, (1, 4))
         given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     else:
-        given = {model.main_input_name: encoder_input(model, 1, 4000)}
+        given = {reads: encoder_input(model, 1, 4000)}
     found = model.get_encoder()(**given)
     return (lambda last_hidden_state: (last_hidden_state,)) if isinstance(found, tuple) else type(found)
 
 
 def encoder_input(model: TransformersModel, batch: int, samples: int) -> torch.Tensor:
     """Make what the encoder of a model reads instead of tokens, of the type of its weights."""
-    # samples: number of samples of a sound, where the model reads these
-    if model.main_input_name == "input_features":
+    reads = input_name(model)
+    if reads == "input_features":
         return _spectrogram(model, batch)
     shape: tuple[int, ...] = (batch, samples)
-    if model.main_input_name == "pixel_values":
+    if reads == "pixel_values":
         config = getattr(model.config, "encoder", model.config)
         shape = (batch, getattr(config, "num_channels", 3), *image_size(config))
     return torch.randn(shape, generator=torch.Generator().manual_seed(batch)).to(model.dtype)

@@ -83,12 +83,13 @@ class TextDecoder(torch.nn.Module):
 
 def _language_model(model: TransformersModel) -> Any:
     inner = getattr(model, "model", None)
+    if inner is None and hasattr(model, "language_model") and model.can_generate():  # BLIP-2, with its head
+        return model.language_model.base_model
     return getattr(inner, "text_model" if NestedVisionEncoder.fits(model) else "language_model", None)
 
 
 def vision_language_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
     """A model that sees: ``vision_encoder``, ``embed_tokens``, ``decoder_model_merged``."""
-    # rows: batch size of every example and case; `None` for several
     _check_splits(model)
     has_grids = GridVisionEncoder.fits(model)
     kinds_of = (BlockwiseDecoder, DeepstackDecoder)

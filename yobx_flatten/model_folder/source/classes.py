@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import InvalidArgumentError
@@ -61,6 +61,12 @@ def class_for(config: Any) -> Any:
     if found is not None:
         return found
     raise InvalidArgumentError(f"transformers has no model for a {type(config).__qualname__}.")
+
+
+def task_of_checkpoint(task: str, architectures: Sequence[str] | None) -> str:
+    """Return the task asked for; ``"auto"`` of a class for pretraining asks for the model without its head."""
+    stated = str(next(iter(architectures or ()), ""))
+    return "feature-extraction" if task == "auto" and stated.endswith("ForPreTraining") else task
 
 
 def class_of_task(config: Any, task: str, own: Any) -> Any:

@@ -38,7 +38,6 @@ def chat_prompts(
     model: TransformersModel, source: pathlib.Path | None, rows: int, questions: Sequence[str] = ()
 ) -> dict[str, torch.Tensor] | None:
     """Return questions in the tokens of a model and their mask, int64 of shape (rows, length), padded on the left."""
-    # source: the folder of its tokenizer; `None` where there is none
     # questions: what to ask; by default ten questions of our own. Without a chat template these are read as they are.
     # returns: `None` where there is no tokenizer, or, for our own questions, none with a chat template; its tokens are
     # not the model's, or the model has no room for an answer

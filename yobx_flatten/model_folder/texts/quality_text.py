@@ -56,7 +56,6 @@ def python_text(
 
 def tokens_of(source: pathlib.Path | None, texts: Sequence[str], **options: Any) -> list[list[int]]:
     """Return texts in the tokens of a folder; none where it has no tokenizer that can be read."""
-    # source: the folder; `None` for a model that reads bytes
     # options: further arguments of the tokenizer
 
     def read() -> list[list[int]]:
@@ -112,7 +111,6 @@ _SENTENCES = (
 
 def encoder_rows(model: TransformersModel, source: pathlib.Path | None, multiple: int) -> torch.Tensor | None:
     """Return a text with the tokens that begin and end one in each row, int64 of shape (rows, length)."""
-    # source: the folder of its tokenizer; `None` where it is not known
     # multiple: what the number of rows is a multiple of
     # returns: `None` where there is no tokenizer, its tokens are not the model's, or the model has no room for 16
     room = getattr(model.config, "max_position_embeddings", None) or _LENGTH
@@ -132,7 +130,6 @@ def sentence_case(
 ) -> Case | None:
     """Return a call with sentences, padded on the right; ``None`` where there is no tokenizer of the model."""
     # like: an example, whose inputs are the names of those of the call
-    # rows: number of sentences; `None` for all
     room = getattr(model.config, "max_position_embeddings", None) or _LENGTH
     texts = itertools.islice(itertools.cycle(_SENTENCES), rows or len(_SENTENCES))
     if source is None:

@@ -7,24 +7,22 @@ import dataclasses
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from ...errors import DamagedFileError, ForeignFileError, InvalidArgumentError
+from ...errors import DamagedFileError, InvalidArgumentError
 from ...export.onnx.compare_nodes import Compared, compare_nodes
 from ...export.onnx.rewrite.group_query_attention import shared_inputs
 from ...export.room import leave_room
 from ...files.document import inside
 from ...files.onnx_data import read_onnx
-from ...files.scratch import is_folder
 from ...generate.layout import located
 from ...recipe.aliases import TransformersModel
 from ...runners.adapters import FIRST, SECOND
 from ...runners.folder_adapters import rooms_of_files
 from ...runners.open import open_runner
-from ...runners.runner import Runner
 from ...storage.cases import load_case
 from ..export_piece import export_piece
 from ..manifest import FolderManifest, read_manifest
@@ -88,8 +86,6 @@ def explain_folder(
         FlattenError: when the model cannot be exported here any more.
     """
     path = pathlib.Path(folder)
-    if not is_folder(path):
-        raise ForeignFileError(f"There is no folder {path}. To write it: yobx-flatten export MODEL -o {path}")
     manifest = read_manifest(path)
     if manifest.runtime != "onnxruntime" or manifest.quality:
         raise InvalidArgumentError(
@@ -160,19 +156,8 @@ def pieces_of_folder(
 ) -> tuple[list[Piece], int | None]:
     """Return the modules that the files are of, with their example and one case, and the rows they are fixed to."""
     runners = {name: open_runner(located(folder, name), caller="pieces_of_folder") for name in manifest.files}
-    rows = _rows(runners.values())
-    return _pieces(model, manifest, runners, rows), rows
-
-
-def _rows(runners: Iterable[Runner]) -> int | None:
-    """The number of rows that files are fixed to; ``None`` where they take any."""
-    sizes = {port.shape[0] for runner in runners for port in runner.ports.values() if port.shape}
-    return next(iter(sizes)) if len(sizes) == 1 else None
-
-
-def _pieces(
-    model: TransformersModel, manifest: FolderManifest, runners: dict[str, Runner], rows: int | None
-) -> list[Piece]:
+    sizes = {port.shape[0] for runner in runners.values() for port in runner.ports.values() if port.shape}
+    rows = next(iter(sizes)) if len(sizes) == 1 else None
     of_last = any("logits" in getattr(runner, "of_last", ()) for runner in runners.values())
     word_times = any(name.startswith("cross_attentions.") for runner in runners.values() for name in runner.outputs)
     asked: dict[str, Any] = {"whole_cache": manifest.cache == "shared", "logits": "last" if of_last else "all"}
@@ -184,4 +169,4 @@ def _pieces(
             f"{type(model).__qualname__} is not the model of this folder ({manifest.model}): {missing[0]} is of one of "
             "them only. Name the model that was exported: model=FOLDER"
         )
-    return pieces
+    return pieces, rows

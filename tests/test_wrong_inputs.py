@@ -1,0 +1,188 @@
+"""Wrong inputs, as a newcomer passes them: the message names what is wrong, and the line that it prints works."""
+
+import os
+import re
+
+import numpy
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+from roundpipe_runtime import RoundPipe, RoundPipeError, RoundPipeRunConfig
+from roundpipe_runtime.__main__ import main as roundpipe
+from yobx_flatten import export_folder, export_onnx, open_generator, open_model, record_calls, verify_folder
+from yobx_flatten.__main__ import main as flatten
+from yobx_flatten.errors import FlattenError, InvalidArgumentError
+
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+import transformers
+
+
+class Doubles(torch.nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+X = torch.ones(2, 3)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.txt").write_text("hello\n" * 90, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: export_onnx(Doubles(), (X,), path="empty"),
+            r"Name a file: path='empty.model\.onnx'",
+        ),
+        (lambda: export_onnx(Doubles, (X,), path="m.onnx"), r"Make an instance: Doubles\("),
+        (lambda: export_onnx(Doubles(), X, path="m.onnx"), r"args: expected a tuple"),
+        (lambda: export_onnx(Doubles(), (numpy.ones(2),), path="m.onnx"), r"torch\.from_numpy\(x\)"),
+        (lambda: export_folder(Doubles(), "out"), r"takes a Hugging Face model.*\n    export_onnx\(module"),
+        (
+            lambda: export_folder(Doubles, "out"),
+            "or its folder or name; found .*Doubles",
+        ),
+        (lambda: export_folder(None, "out"), "takes a Hugging Face model, or its folder or name; found None"),
+        (lambda: export_folder(transformers.LlamaConfig(), "out"), "found the LlamaConfig"),
+        (lambda: export_folder("llama", "out", batch=0), "batch must be None or an int of 1 or more, found 0"),
+        (lambda: export_folder("llama", "out", batch="2"), "batch must be None or an int of 1 or more, found '2'"),
+        (lambda: export_folder("llama", "out", dtype="float"), "dtype must be one of float32"),
+        (lambda: export_folder("llama", "out", task="text-genration"), "Did you mean 'text-generation'"),
+        (lambda: open_generator("nowhere"), "There is no folder nowhere"),
+        (lambda: open_model("nowhere"), "There is no folder nowhere"),
+        (lambda: open_generator("a.txt"), r"a\.txt is a file\. Name the folder"),
+        (lambda: open_model("a.txt"), r"a\.txt is a file\. Name the folder"),
+        (lambda: verify_folder("a.txt"), r"a\.txt is a file\. Name the folder"),
+        (
+            lambda: record_calls(Doubles(), to="a.txt").__enter__(),
+            "a file, and calls are written to a folder",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_an_error_of_the_package(call, words):
+    """No error of Python, of torch or of transformers, and before an export begins."""
+    with pytest.raises(FlattenError, match=f"(?s){words}"):
+        call()
+    assert sorted(os.listdir()) == ["a.txt", "empty"]
+
+
+@pytest.mark.slow
+def test_tokens_of_another_kind_are_converted_by_the_line_of_the_message():
+    """A list, nested or not, an array, and what a tokenizer returns."""
+    export_folder("llama", "out", to="program", proof="none", dtype=torch.float32)
+    generator = open_generator("out", trust=True)
+    wanted = generator.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3)
+    for input_ids in ([[5, 6, 7]], [5, 6, 7], numpy.array([[5, 6, 7]]), numpy.array([5, 6, 7])):
+        with pytest.raises(InvalidArgumentError, match="Make a tensor of it") as refused:
+            generator.generate(input_ids, max_new_tokens=3)
+        line = str(refused.value).splitlines()[-1].strip().removeprefix("input_ids = ")
+        found = generator.generate(eval(line, {"torch": torch, "input_ids": input_ids}), max_new_tokens=3)
+        assert torch.equal(found, wanted)
+    inputs = transformers.BatchEncoding({"input_ids": torch.tensor([[5, 6, 7]])})
+    with pytest.raises(InvalidArgumentError, match=r"\n    generate\(\*\*inputs\)"):
+        generator.generate(inputs)
+    assert torch.equal(generator.generate(**inputs, max_new_tokens=3), wanted)
+
+
+LAYERS = [torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [(torch.nn.MSELoss, r"Pass MSELoss\(\)"), ("mse", "found 'mse'"), (3, "found 3. Pass none if the outputs are")],
+)
+def test_a_loss_that_is_no_function_is_refused_with_what_to_pass(loss, words):
+    """A class was called with the outputs, which it took for options."""
+    pipeline = RoundPipe(torch.nn.Sequential(*LAYERS), devices="virtual:2")
+    with pytest.raises(RoundPipeError, match=words):
+        pipeline.forward_backward((torch.ones(4, 3),), label=torch.ones(4, 2), loss_fn=loss)
+
+
+def test_a_device_that_is_not_there_names_one_that_is():
+    """The line is followed."""
+    with pytest.raises(RoundPipeError, match=r"'cuda:0' was asked for.*Use 'virtual:2'") as refused:
+        RoundPipe(torch.nn.Sequential(*LAYERS), devices="cuda:0")
+    devices = re.search(r"Use '(.*)'", str(refused.value))[1]
+    config = RoundPipeRunConfig(loss_reduction="mean")
+    pipeline = RoundPipe(torch.nn.Sequential(*LAYERS), devices=devices, model_run_config=config)
+    x, y = torch.ones(4, 3), torch.ones(4, 2)
+    found = pipeline.forward_backward((x,), label=y, loss_fn=mse_loss)
+    torch.testing.assert_close(found.detach(), mse_loss(torch.nn.Sequential(*LAYERS)(x), y).detach())
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["verify", "a.txt"], "a.txt is a file. Name the folder"),
+        (["chat", "a.txt"], "a.txt"),
+        (["export", "lama", "-o", "out"], "Did you mean llama"),
+        (["export", r"C:\Users\me\model", "-o", "out"], r"There is no folder C:\Users\me\model. Name one"),
+        (["export", "empty", "-o", "out"], "holds no config.json: it is not a folder that save_pretrained wrote"),
+        (["export", "llama", "-o", "a.txt"], "a.txt is a file. Name a folder that is new or empty"),
+        (["exprot", "llama"], "Did you mean 'export'"),
+    ],
+)
+def test_a_wrong_command_is_one_line_and_status_2(command, words, capsys):
+    """Nothing is written."""
+    assert flatten(command) == 2
+    shown = capsys.readouterr().err
+    assert words in shown
+    assert (shown.count("\n"), sorted(os.listdir())) == (1, ["a.txt", "empty"])
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["train", "llama", "-o", "out"], "No text was named: --text FILE, or conversations: --chat FILE"),
+        (["train", "llama", "--text", "nowhere.txt", "-o", "out"], "There is no file nowhere.txt"),
+        (["train", "a.txt", "--text", "a.txt", "-o", "out"], "Name a folder that save_pretrained wrote"),
+        (["train", "llama", "--text", "empty", "-o", "out"], "empty holds no text"),
+        (["train", "llama", "--text", "a.txt", "-o", "a.txt"], "a.txt exists"),
+        (["plan", "llama", "--memory", "lots"], "--memory 24GiB"),
+        (["trian", "llama"], "Did you mean 'train'"),
+    ],
+)
+def test_a_wrong_training_is_one_line_and_status_2(command, words, capsys):
+    """Nothing is written."""
+    assert roundpipe(command) == 2
+    shown = capsys.readouterr().err
+    assert words in shown
+    assert (shown.count("\n"), sorted(os.listdir())) == (1, ["a.txt", "empty"])
+
+
+def interrupted_import(*_arguments, **_options):
+    """What transformers makes of Ctrl-C while it imports a model, in a class body of torch."""
+    try:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise RuntimeError("Error calling __set_name__") from error
+    except RuntimeError as error:
+        raise ModuleNotFoundError("Could not import module 'LlamaForCausalLM'.") from error
+
+
+@pytest.mark.parametrize(
+    ("main", "command", "program"),
+    [
+        (flatten, ["export", "llama", "-o", "out"], "yobx-flatten"),
+        (flatten, ["check", "llama"], "yobx-flatten"),
+        (roundpipe, ["plan", "llama"], "roundpipe"),
+        (roundpipe, ["train", "llama", "--text", "a.txt", "-o", "out"], "roundpipe"),
+    ],
+)
+def test_ctrl_c_that_a_library_renames_is_an_interruption(main, command, program, monkeypatch, capsys):
+    """It was an error of the model with status 2, two seconds after the start."""
+    from yobx_flatten.model_folder.source import tiny_models
+
+    monkeypatch.setattr(tiny_models, "_shrunk", interrupted_import)
+    assert main(command) == 130
+    assert capsys.readouterr().err.endswith(f"{program}: interrupted, nothing was written\n")

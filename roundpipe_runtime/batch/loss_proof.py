@@ -22,10 +22,11 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from yobx_flatten.core.compare import tolerance
+from yobx_flatten.core.compare import compare, tolerance
 from yobx_flatten.errors.failures import result_or
 
 Way: TypeAlias = Literal["rows", "items", "sum"]
+Role: TypeAlias = Literal["label", "mask", "output"]
 
 
 class NotProvenError(Exception):
@@ -98,9 +99,7 @@ def _is_same(one: Part, other: Part) -> bool:
 
 
 def _is_near(expected: torch.Tensor, found: torch.Tensor) -> bool:
-    one, other = (tensor.detach().double().cpu() for tensor in (expected, found))
-    limit = tolerance("sums", expected.dtype)
-    return bool(torch.allclose(one, other, rtol=limit, atol=limit * 1e-2, equal_nan=True))
+    return bool(compare(expected, found, "sums"))
 
 
 def _is_comparable(whole: Part, parts: Sequence[Part]) -> bool:
@@ -196,8 +195,8 @@ class Column:
 
     value: torch.Tensor
     axis: int  # axis of the rows
-    role: Literal["label", "mask", "output"]
-    others: torch.Tensor | None = None  # labels of more rows, which also occur. Default: only its own.
+    role: Role
+    others: object = None  # labels of more rows, which also occur. Default: only its own.
 
 
 def variants(columns: Sequence[Column], ignored: Sequence[int] = (-100,)) -> Iterator[list[torch.Tensor]]:
@@ -236,8 +235,9 @@ def _drawn(column: Column, draw: torch.Generator, extra: Sequence[int] = ()) -> 
         return value
     if value.is_floating_point():
         return (value * torch.rand(value.shape, generator=draw)).to(value.dtype)
-    held = value.flatten() if column.others is None else torch.cat([value.flatten(), column.others.flatten()])
-    pool: torch.Tensor = torch.unique(torch.cat([held, torch.tensor(extra, dtype=value.dtype)]))
+    more, given = column.others, torch.tensor(extra, dtype=value.dtype)
+    also = [more.flatten()] if isinstance(more, torch.Tensor) and more.dtype == value.dtype else []
+    pool: torch.Tensor = torch.unique(torch.cat([value.flatten(), *also, given]))
     return pool[torch.randint(len(pool), value.shape, generator=draw)]
 
 

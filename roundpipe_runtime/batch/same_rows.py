@@ -124,6 +124,6 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor, coarsest: torch.dtype
 def shared_by_rows(leaves: Sequence[object], of_batch: Sequence[object]) -> list[bool]:
     """Report for each leaf of some rows whether it is for all rows: weights of classes, as many as rows by chance."""
     # of_batch: the same leaves of the batch; where none is longer, it is not known
-    pairs = zip(leaves, of_batch, strict=False)
-    same = [getattr(one, "shape", None) == getattr(other, "shape", 0) for one, other in pairs]
-    return same if len(same) == len(leaves) and not all(same) else [False] * len(leaves)
+    same = [getattr(a, "shape", None) == getattr(b, "shape", 0) for a, b in zip(leaves, of_batch, strict=False)]
+    is_known = any(hasattr(one, "shape") and not kept for one, kept in zip(leaves, same, strict=False))
+    return same if is_known and len(leaves) == len(of_batch) else [False] * len(leaves)

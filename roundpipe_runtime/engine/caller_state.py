@@ -158,7 +158,7 @@ def values_of(function: types.FunctionType) -> Iterator[Any]:
         codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
         for name in code.co_names:
             value = function.__globals__.get(name)
-            if isinstance(value, types.ModuleType) and _is_own(value.__name__):
-                yield from (vars(value)[one] for one in code.co_names if one in vars(value))
-            elif value is not None:
+            if not isinstance(value, types.ModuleType | None):
                 yield value
+            elif value is not None and _is_own(value.__name__):
+                yield from (vars(value)[one] for one in code.co_names if one in vars(value))

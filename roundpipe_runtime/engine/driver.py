@@ -285,7 +285,7 @@ class Engine(RunLifecycle):
             whole, *parts = [
                 (output, _host_labels(one), one.rows or 0) for output, one in zip(outputs, given, strict=True)
             ]
-            yield Sample(whole, parts, others)
+            yield Sample.of(whole, parts, others)
         largest = max(microbatches, key=lambda one: one.rows or 0)
         chosen = [largest] if (largest.rows or 0) > 1 else microbatches[:_FEW]
         with set_apart(self.layers), raised_as(_not_run):
@@ -301,7 +301,7 @@ class Engine(RunLifecycle):
         finally:
             self.loss_checks.end()
             if self.row_check is not None:
-                self.row_check.end(self.layers)
+                self.row_check.end()
 
     def cut(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[list[FlatMicrobatch]]:
         """Return the microbatches of each group of this process; there may be fewer rows than groups."""

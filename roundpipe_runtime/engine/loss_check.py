@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -28,17 +30,17 @@ from ..batch.averages import count_items
 from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..batch.joining import join
 from ..batch.loss import Reduction, read_loss
-from ..batch.loss_proof import Column, Evaluation, NotProvenError, Part, Proof, Way, in_32_bits, prove, variants
-from ..batch.same_rows import rows_of, shared_by_rows
+from ..batch.loss_proof import Column, Evaluation, NotProvenError, Part, Proof, Role, Way, in_32_bits, prove, variants
 from ..batch.splitting import split_flat
 from ..batch.steady_draws import SteadyDraws
 from ..device.generator import generator_alone
 from ..errors import JoinError, LossError, RoundPipeWarning, SplitError, warn
 from .layer_graph import other_leaves
-from .repeats import Repeats, state_of
+from .repeats import Repeats
+from .rows import with_shared
 
-# Rows that are enough for two parts with different numbers of rows.
-_ROWS = 3
+# Rows that are enough for two parts of unlike sizes, and values that are compared when a proof is repeated.
+_ROWS, _AGAIN = 3, 3
 
 _WAYS: dict[str, tuple[Way, ...]] = {
     "auto": ("rows", "items", "sum"),
@@ -64,89 +66,108 @@ class JoinedLossError(LossError):
         )
 
 
+# Computes the loss of all rows (0) or of a part (1, 2, ...), of other leaves.
+Loss: TypeAlias = Callable[[int, Sequence[Any]], Part]
+
+
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Outputs and labels of a few rows, each with its number: in one piece, and in parts."""
+    """What a loss reads of a few rows, in one piece and in parts, with each tensor in one place."""
 
-    whole: tuple[Any, Any, int]
-    parts: Sequence[tuple[Any, Any, int]]
-    others: Sequence[Any] = ()  # leaves of the labels of the batch: other values that occur
+    leaves: Sequence[Sequence[Any]]  # those of all rows, then those of each part
+    rows: Sequence[int]  # how many rows these are
+    roles: Sequence[Role | None]  # what each leaf is; `None` for one that has no other values
+    others: Mapping[int, object]  # labels of the batch by place: other values that occur
+    spec: pytree.TreeSpec  # structure of the leaves
 
-    def evaluate(
-        self, loss_fn: Callable[[Any, Any], Any], values: Sequence[torch.Tensor], places: Sequence[int]
-    ) -> Evaluation:
-        """Compute the losses of other values, in the places of leaves with rows."""
-        held, spec = pytree.tree_flatten(self.whole[:2])
-        number = len(pytree.tree_leaves(self.whole[0]))
-        given = dict(zip(places, values, strict=True))
-        whole = [given.get(place, leaf) for place, leaf in enumerate(held)]
-        leaves: dict[int, torch.Tensor] = {}
-        for place, leaf in enumerate(whole[:number]):
-            if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-                leaves[place] = whole[place] = leaf.detach().requires_grad_()
-        starts = [0] * len(whole)
-        found = [_called(loss_fn, whole, spec, self.whole[2])]
-        axes = self.axes()
-        for outputs, labels, rows in self.parts:
-            cut = pytree.tree_leaves((outputs, labels))
-            for place, axis in enumerate(axes):
+    @classmethod
+    def of(
+        cls, whole: tuple[Any, Any, int], parts: Sequence[tuple[Any, Any, int]], others: Sequence[Any] = ()
+    ) -> Sample:
+        """Return what a function of outputs and labels reads."""
+        # whole, parts: outputs, labels and rows. others: leaves of the labels of the batch
+        number, (held, spec) = len(pytree.tree_leaves(whole[0])), pytree.tree_flatten(whole[:2])
+        leaves = [held, *(pytree.tree_leaves(one[:2]) for one in parts)]
+        if len({len(one) for one in leaves}) > 1:
+            raise SplitError("The outputs of some rows have another structure.")
+        of_tensors: list[Role] = ["output" if place < number else "label" for place in range(len(held))]
+        has_values = [isinstance(leaf, torch.Tensor) and leaf.dtype != torch.bool for leaf in held]
+        roles = [role if there else None for role, there in zip(of_tensors, has_values, strict=True)]
+        return cls(leaves, [whole[2], *(one[2] for one in parts)], roles, dict(enumerate(others, number)), spec)
+
+    def prove(
+        self, loss: Loss, ways: Sequence[Way], ignored: Sequence[int] = (-100,), *, again: bool, as_stated: bool = False
+    ) -> Proof:
+        """Find the first weights with which the losses of parts give that of all rows, for all values."""
+        # again: whether the weights were checked before, so that few values are compared
+        columns = {
+            place: Column(leaf.detach(), axis, role, self.others.get(place))
+            for place, (leaf, axis, role) in enumerate(zip(self.leaves[0], self.axes, self.roles, strict=True))
+            if axis is not None and role is not None
+        }
+        values = itertools.islice(variants([*columns.values()], ignored), _AGAIN if again else None)
+        evaluate = partial(self._evaluate, loss, [*columns])
+        return prove(evaluate, values, ways, as_stated=as_stated)
+
+    def _evaluate(self, loss: Loss, places: Sequence[int], values: Sequence[torch.Tensor]) -> Evaluation:
+        """The losses of other values in some places, and the tensors in which gradients end."""
+        whole = list(self.leaves[0])
+        for place, value in zip(places, values, strict=True):
+            whole[place] = value
+        for place, role in enumerate(self.roles):
+            if role == "output" and (whole[place].is_floating_point() or whole[place].is_complex()):
+                whole[place] = whole[place].detach().requires_grad_()
+        found, starts = [loss(0, whole)], [0] * len(whole)
+        for number, part in enumerate(self.leaves[1:], 1):
+            cut = list(part)
+            for place, axis in enumerate(self.axes):
                 if axis is not None:
-                    size = cut[place].shape[axis]
+                    size = part[place].shape[axis]
                     cut[place] = whole[place].narrow(axis, starts[place], size)
                     starts[place] += size
-            found.append(_called(loss_fn, cut, spec, rows))
-        own = [leaves[place] for place in leaves if axes[place] is not None]
-        trained = other_leaves([loss for one in found for loss in one.losses if loss.requires_grad], own)
-        return (
-            found[0],
-            found[1:],
-            [*own, *(one for one in trained if not any(one is leaf for leaf in leaves.values()))],
-        )
-
-    @property
-    def is_short(self) -> bool:
-        """Whether some outputs have 16 bits."""
-        return any(in_32_bits(leaf) is not leaf for leaf in pytree.tree_leaves(self.whole[0]))
+            found.append(loss(number, cut))
+        trained = [leaf for leaf in whole if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        own = [whole[place] for place, axis in enumerate(self.axes) if axis is not None and whole[place].requires_grad]
+        return found[0], found[1:], [*own, *other_leaves([one for part in found for one in part.losses], trained)]
 
     def widened(self) -> Sample:
         """Return the same rows in 32 bits: 16 would hide wrong weights, and take rounding for a difference."""
-        whole, parts, others = pytree.tree_map(in_32_bits, (self.whole, list(self.parts), list(self.others)))
-        return Sample(whole, parts, others)
+        if all(in_32_bits(leaf) is leaf for leaf in self.leaves[0]):
+            return self
+        others = {place: in_32_bits(one) for place, one in self.others.items()}
+        return dataclasses.replace(self, leaves=[[*map(in_32_bits, one)] for one in self.leaves], others=others)
 
+    @functools.cached_property
     def axes(self) -> list[int | None]:
-        """The axis of the rows of each leaf."""
-        last = pytree.tree_leaves(self.parts[-1][:2])
-        whole = pytree.tree_leaves(self.whole[:2])
-        if len(whole) != len(last):
-            raise SplitError("The outputs of some rows have another structure.")
-        return [rows_of(one, part, self.whole[2]) for one, part in zip(whole, last, strict=True)]
-
-    def columns(self) -> tuple[list[Column], list[int]]:
-        """The leaves with rows, and their places."""
-        held, number = pytree.tree_leaves(self.whole[:2]), len(pytree.tree_leaves(self.whole[0]))
-        columns, places = [], []
-        for place, (leaf, axis) in enumerate(zip(held, self.axes(), strict=True)):
-            if axis is None or leaf.dim() == 0 or leaf.dtype == torch.bool:
-                continue
-            is_label = place >= number
-            others = self.others[place - number] if is_label and place - number < len(self.others) else None
-            others = others if isinstance(others, torch.Tensor) and others.dtype == leaf.dtype else None
-            columns.append(Column(leaf.detach(), axis, "label" if is_label else "output", others))
-            places.append(place)
-        return columns, places
+        """The axis of each leaf along which it is cut, whose sizes add up; ``None`` without one."""
+        return [_cut_axis(*column) for column in zip(*self.leaves, strict=True)]
 
 
-def _called(loss_fn: Callable[[Any, Any], Any], leaves: Sequence[Any], spec: pytree.TreeSpec, rows: int) -> Part:
-    """The loss of some rows, of clones, which may be written in place; drawn from the same seed for all."""
-    torch.default_generator.manual_seed(1)  # and no other: devices have theirs
-    given = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    outputs, labels = pytree.tree_unflatten(given, spec)
-    with torch.enable_grad(), SteadyDraws(), count_items() as items:
-        found = read_loss(loss_fn(outputs, labels))
-    counts = set(items.trained)
-    is_mean = found.kind == "tensor" and len(counts) == 1 and not (items.others or items.sums)
-    known = counts.pop() if is_mean else None
-    return Part(found.tensors, rows, known, found.weight)
+def _cut_axis(whole: Any, *parts: Any) -> int | None:
+    if any(not isinstance(one, torch.Tensor) or one.dim() != getattr(whole, "ndim", -1) for one in parts):
+        return None
+    axes = [axis for axis, size in enumerate(whole.shape) if any(part.shape[axis] != size for part in parts)]
+    return axes[0] if len(axes) == 1 and sum(part.shape[axes[0]] for part in parts) == whole.shape[axes[0]] else None
+
+
+@contextlib.contextmanager
+def calls_apart(called: object) -> Iterator[Callable[[], None]]:
+    """Undo what calls for a proof do to an object and to generators; the function in the block undoes one call."""
+    # no other thread draws meanwhile; autocast would hide wrong weights; warnings about single rows are not the user's
+    with (
+        generator_alone(),
+        torch.autocast("cpu", enabled=False),
+        undisturbed(called=called) as before,
+        warnings.catch_warnings(),
+        torch.enable_grad(),
+    ):
+        warnings.simplefilter("ignore")
+
+        def next_call() -> None:
+            before.restore()  # each call is the next one after those of the training
+            torch.default_generator.manual_seed(1)  # and no other: devices have theirs
+
+        yield next_call
 
 
 def sample_of(found: Sequence[tuple[Any, Any, int]], others: Sequence[Any]) -> Sample:
@@ -156,7 +177,7 @@ def sample_of(found: Sequence[tuple[Any, Any, int]], others: Sequence[Any]) -> S
         return _cut(*found[0], others)
     if len(found) < 2:
         raise SplitError("There is one row.")
-    return Sample(_joined(found), [_joined(found[:-1]), found[-1]], others)
+    return Sample.of(_joined(found), [_joined(found[:-1]), found[-1]], others)
 
 
 def _joined(found: Sequence[tuple[Any, Any, int]]) -> tuple[Any, Any, int]:
@@ -172,12 +193,12 @@ def _cut(outputs: Any, labels: Any, count: int, others: Sequence[Any]) -> Sample
     held = pytree.tree_unflatten(first.labels, first.label_spec)
     if (first.rows or 0) < 2:
         raise SplitError("There is one row.")
-    parts, shared = [], shared_by_rows(pytree.tree_leaves(labels), others)
+    parts = []
     for part in split_flat(FlatBatch.of((own,), {}, held), 2):
         (some,), _ = pytree.tree_unflatten(part.inputs, part.spec)
-        given = [one if kept else cut for one, cut, kept in zip(first.labels, part.labels, shared, strict=True)]
+        given = with_shared(part.labels, first.labels, others)
         parts.append((some, pytree.tree_unflatten(given, part.label_spec), part.rows or 0))
-    return Sample((own, held, first.rows or 0), parts, others)
+    return Sample.of((own, held, first.rows or 0), parts, others)
 
 
 def loss_code(function: Any) -> Hashable:
@@ -195,7 +216,6 @@ class LossChecks:
     def __init__(self) -> None:
         self._found: dict[Hashable, Reduction | JoinedLossError] = {}
         self._repeats = Repeats()
-        self._last: tuple[Hashable, object] | None = None
         self._reason: str | None = None  # why nothing was shown in this call
 
     def reduction(
@@ -206,13 +226,11 @@ class LossChecks:
         samples: Callable[[], Iterator[Sample]],
     ) -> Reduction:
         """Return how the losses of microbatches add up."""
-        # samples: function that runs layers on some rows
         if getattr(loss_fn, "has_proven_weights", False):
             return "sum"
         kind = loss_code(loss_fn), stated, tuple(map(_kind, microbatches[0].labels))
-        self._last = kind, loss_fn
         known = self._found.get(kind)
-        is_due = self._repeats.is_due(kind, state_of(loss_fn)) or known is None
+        is_due = self._repeats.is_due(kind, loss_fn) or known is None
         # a batch that shows less takes nothing back: what was not a weighted sum once is never one
         if is_due and not isinstance(known, JoinedLossError):
             found = self._checked(loss_fn, stated, samples, known, kind)
@@ -228,9 +246,7 @@ class LossChecks:
     def end(self) -> None:
         """Note what the loss function holds at the end of a call, which may have changed it."""
         self._reason = None
-        if self._last is not None:
-            self._repeats.end(self._last[0], state_of(self._last[1]))
-            self._last = None
+        self._repeats.end()
 
     def warn(self) -> None:
         """Warn, after a successful call, that its loss could not be checked."""
@@ -259,7 +275,7 @@ class LossChecks:
                 if found.shown is not None:
                     return _not_additive(stated, *found.shown, has_other_values=found.has_other_values)
                 if found.compared or found.is_pair:
-                    return _REDUCTIONS[stated, found.way or "rows"]
+                    return _reduction(stated, found.way or "rows")
                 is_shown = True
         except (SplitError, JoinError) as error:
             reason = str(error)
@@ -268,36 +284,30 @@ class LossChecks:
             self._reason = None if is_shown else reason
         if stated == "auto":
             return "nothing" if is_shown else JoinedLossError(reason, unclear=kind)
-        return "mean" if stated == "mean" else "sum"
+        return _reduction(stated, "rows")
 
     def _proof(self, loss_fn: Callable[[Any, Any], Any], stated: str, sample: Sample, known: Reduction | None) -> Proof:
-        if sample.is_short:  # in the types of the layers only where the loss takes no others
+        if (wide := sample.widened()) is not sample:  # in the types of the layers only where the loss takes no others
             with contextlib.suppress(NotProvenError):
-                return self._proof(loss_fn, stated, sample.widened(), known)
-        columns, places = sample.columns()
-        ways = [way for way in _WAYS[stated] if known is None or _REDUCTIONS[stated, way] == known]
-        # no other thread draws meanwhile
-        with generator_alone(), torch.autocast("cpu", enabled=False), undisturbed(loss_fn=loss_fn) as before:
+                return self._proof(loss_fn, stated, wide, known)
+        ways = [way for way in _WAYS[stated] if known is None or _reduction(stated, way) == known]
+        with calls_apart(loss_fn) as next_call:
 
-            def called(outputs: Any, labels: Any) -> Any:
-                before.restore()  # each call is the next one after those of the training
-                return loss_fn(outputs, labels)
+            def loss(number: int, leaves: Sequence[Any]) -> Part:
+                next_call()
+                given = pytree.tree_map_only(torch.Tensor, torch.clone, leaves)  # which it may write in place
+                outputs, labels = pytree.tree_unflatten(given, sample.spec)
+                with SteadyDraws(), count_items() as items:
+                    found = read_loss(loss_fn(outputs, labels))
+                counts = set(items.trained)
+                is_mean = found.kind == "tensor" and len(counts) == 1 and not (items.others or items.sums)
+                return Part(found.tensors, sample.rows[number], counts.pop() if is_mean else None, found.weight)
 
-            return prove(
-                lambda values: sample.evaluate(called, values, places),
-                itertools.islice(variants(columns), None if known is None else _AGAIN),
-                ways,
-                as_stated=stated == "mean",
-            )
+            return sample.prove(loss, ways, again=known is not None, as_stated=stated == "mean")
 
 
-# Sets of values that are compared when a proof is repeated: those of the batch, and some others.
-_AGAIN = 3
-
-_REDUCTIONS: dict[tuple[str, str], Reduction] = {
-    ("auto", "rows"): "rows", ("auto", "items"): "items", ("auto", "sum"): "sum", ("mean", "rows"): "mean",
-    ("sum", "sum"): "sum", ("sum", "rows"): "sum", ("sum", "items"): "sum",
-}  # fmt: skip
+def _reduction(stated: str, way: Way) -> Reduction:
+    return way if stated == "auto" else "mean" if stated == "mean" else "sum"
 
 
 def _refuse(found: Reduction | JoinedLossError, stated: str) -> Reduction:

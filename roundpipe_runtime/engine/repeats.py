@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import types
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from .looks import is_due
 _CHANGES = 8
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
-_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class Repeats:
@@ -27,55 +26,49 @@ class Repeats:
         self._calls: collections.Counter[Hashable] = collections.Counter()
         self._changes: collections.Counter[Hashable] = collections.Counter()
         self._states: dict[Hashable, Hashable] = {}
+        self._open: dict[Hashable, object] = {}  # code of this call
 
-    def is_due(self, kind: Hashable, state: Hashable) -> bool:
-        """Count a call; report whether something is to be shown again."""
+    def is_due(self, kind: Hashable, code: object = None) -> bool:
+        """Count a call of some code, as in :func:`state_of`; report whether something is to be shown again."""
         # what calls change themselves, such as a counter, is in the state of their end
-        is_changed = kind in self._states and self._states[kind] != state
+        state = state_of(code)
+        is_changed = self._states.get(kind, state) != state
+        self._open[kind] = code
         self._changes[kind] += is_changed
         self._calls[kind] += 1
         changes = self._changes[kind]
         return is_due(self._calls[kind] - 1) or (is_changed and (changes <= _CHANGES or is_due(changes - 1)))
 
-    def end(self, kind: Hashable, state: Hashable) -> None:
-        """Note the state at the end of a call."""
-        self._states[kind] = state
+    def end(self) -> None:
+        """Note what the code of a call holds at its end."""
+        self._states |= {kind: state_of(code) for kind, code in self._open.items()}
+        self._open.clear()
 
 
 def state_of(code: object) -> Hashable:
     """Return marks of the numbers, texts and tensors that layers or a loss function read, to see changes."""
-    return tuple(_state(code))
-
-
-def _state(code: object) -> Iterator[Hashable]:
-    while isinstance(code, functools.partial):
-        yield from _marks([*code.args, *code.keywords.values()])
-        code = code.func
-    if isinstance(code, types.MethodType):
-        yield from _marks([code.__self__])
-        code = code.__func__
-    if isinstance(code, types.FunctionType):
-        yield from _marks(values_of(code))
-    else:
-        yield from _marks(code if isinstance(code, list) else [code])
-
-
-def _marks(values: Iterable[object]) -> Iterator[Hashable]:
-    for value in values:
-        if isinstance(value, nn.Module):
-            yield id(value)
-            for module in value.modules():
-                yield from _held(module)
+    # of a function: its closure, defaults, globals, and attributes of modules of the user's
+    found: list[Hashable] = []
+    values, is_read = [*code] if isinstance(code, list) else [code], False
+    for value in values:  # grows
+        if isinstance(value, functools.partial):
+            values += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, types.MethodType):
+            values += [value.__func__, value.__self__]
+        elif isinstance(value, types.FunctionType) and not is_read:
+            values += values_of(value)
+            is_read = True
         else:
-            yield _mark(value)
-            if not isinstance(value, torch.Tensor):
-                yield from _held(value)
+            found.append(_mark(value))
+            for one in value.modules() if isinstance(value, nn.Module) else [value]:
+                found += _held(one)
+    return tuple(found)
 
 
 def _held(value: object) -> Iterator[Hashable]:
     """The attributes of an object that are numbers, texts or tensors."""
     attributes = getattr(value, "__dict__", None)
-    if type(attributes) is dict:
+    if type(attributes) is dict and not isinstance(value, torch.Tensor):
         for name, one in attributes.items():
             if type(one) in _PLAIN:
                 yield name, one

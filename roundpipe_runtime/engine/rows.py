@@ -36,7 +36,7 @@ from ..batch.same_rows import changes_with_others, mixes_rows, rows_of, shared_b
 from ..errors import RoundPipeWarning, SplitError, warn
 from .config import RoundPipeRunConfig
 from .recompute.attributes import LayerAttributes
-from .repeats import Repeats, state_of
+from .repeats import Repeats
 from .run import Trial
 
 # Rows that are enough for two parts with different numbers of rows, and for two with several rows each.
@@ -98,7 +98,6 @@ class RowCheck:
         self._repeats = Repeats()
         self._shown: set[Hashable] = set()
         self._failures: collections.Counter[Hashable] = collections.Counter()
-        self._last: Hashable = None
         self.tried: list[RowTrial] = []  # rows on which layers have run in this call
 
     def check(self, engine: Rows, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
@@ -106,15 +105,15 @@ class RowCheck:
         self.tried.clear()
         if callable(config.split_input) or None in rows or sum(count or 0 for count in rows) < 2:
             return
-        self._last = kind = _kind_of(engine.layers, batch)
-        if not self._repeats.is_due(kind, state_of(engine.layers)):
+        kind = _kind_of(engine.layers, batch)
+        if not self._repeats.is_due(kind, engine.layers):
             return
         layer, total = None, sum(count or 0 for count in rows)
         for number in (math.ceil(total / _FEW), max(1, total // _SEVERAL)):
             trials: list[RowTrial] = []
-            some = _noted(few_rows(engine, batch, dataclasses.replace(config, num_microbatch=number)), trials)
+            some = few_rows(engine, batch, dataclasses.replace(config, num_microbatch=number))
             try:
-                layer = first_that_mixes(engine, some, config, len(engine.layers))
+                layer = first_that_mixes(engine, some, config, len(engine.layers), tried=trials)
             except CannotTryError as error:  # a norm may want several rows in each part
                 reason = str(error)
             else:
@@ -127,12 +126,10 @@ class RowCheck:
         self._shown.add(kind)
         self.tried += [trial for trial in trials if trial.outputs]
 
-    def end(self, layers: Sequence[nn.Module]) -> None:
+    def end(self) -> None:
         """Note what layers hold at the end of a call, which may have changed them."""
         self.tried.clear()
-        if self._last is not None:
-            self._repeats.end(self._last, state_of(layers))
-            self._last = None
+        self._repeats.end()
 
     def _note(self, kind: Hashable, reason: str) -> None:
         """Warn about a kind of call that could not be checked, when it comes again."""
@@ -155,10 +152,12 @@ def first_that_mixes(
     leaves_of: Callable[[Any], Sequence[object]] = pytree.tree_leaves,
     *,
     with_hooks: bool = False,
+    tried: list[RowTrial] | None = None,
 ) -> int | None:
     """Return the first layer whose outputs for some rows depend on others; ``None`` if there is none."""
     # leaves_of: function that returns what is compared of an output. Default: all of its leaves.
     # with_hooks: whether hooks of the caller on modules run, who may collect what they see. Default: no.
+    # tried: list that gets the trials. Default: none is wanted.
     engine.wait_exact_step()
     compare = _Comparison(engine, config, leaves_of)
     found = None
@@ -168,6 +167,8 @@ def first_that_mixes(
         set_apart(engine.layers, with_hooks),
     ):
         for trial in itertools.islice(trials, _TRIALS):
+            if tried is not None:
+                tried.append(trial)
             found = compare.mixing(trial, number)
             if found is None:
                 break
@@ -242,41 +243,37 @@ class _Comparison:
         return [output for outputs in found for output in outputs]
 
 
-def _noted(trials: Iterator[RowTrial], found: list[RowTrial]) -> Iterator[RowTrial]:
-    for trial in trials:
-        found.append(trial)
-        yield trial
-
-
-def few_rows(engine: Rows, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
+def few_rows(
+    engine: Rows,
+    batch: FlatBatch,
+    config: RoundPipeRunConfig,
+    split_again: Callable[[FlatBatch, RoundPipeRunConfig], RoundPipeRunConfig] = lambda few, config: config,
+) -> Iterator[RowTrial]:
     """Yield some rows at a time; none where they cannot be cut once more, as in packed data."""
+    # split_again: function that returns the settings with which a few rows are cut; those of the batch by default
+    in_two = dataclasses.replace(config, num_microbatch=2)
     with contextlib.suppress(SplitError):
         inputs = [leaf.value for leaf in (*batch.args.leaves, *batch.kwargs.leaves)]
         labels = [leaf.value for leaf in batch.label.leaves]
         for some in engine.split(batch, config):
-            yield from _cut_again(
-                engine, some, config, shared_by_rows(some.inputs, inputs), shared_by_rows(some.labels, labels)
-            )
+            args, kwargs = pytree.tree_unflatten(some.inputs, some.spec)
+            few = FlatBatch.of(args, kwargs, pytree.tree_unflatten(some.labels, some.label_spec))
+            parts = [
+                dataclasses.replace(
+                    part,
+                    inputs=with_shared(part.inputs, some.inputs, inputs),
+                    labels=with_shared(part.labels, some.labels, labels),
+                )
+                for part in engine.split(few, split_again(few, in_two))
+            ]
+            if len(parts) == 2 and None not in (some.rows, *(one.rows for one in parts)):
+                yield RowTrial(some, parts)
 
 
-def _cut_again(
-    engine: Rows, some: FlatMicrobatch, config: RoundPipeRunConfig, inputs: Sequence[bool], labels: Sequence[bool]
-) -> Iterator[RowTrial]:
-    # inputs, labels: whether each leaf is for all rows
-    args, kwargs = pytree.tree_unflatten(some.inputs, some.spec)
-    few = FlatBatch.of(args, kwargs, pytree.tree_unflatten(some.labels, some.label_spec))
-    parts = [
-        dataclasses.replace(
-            part, inputs=_chosen(inputs, some.inputs, part.inputs), labels=_chosen(labels, some.labels, part.labels)
-        )
-        for part in engine.split(few, dataclasses.replace(config, num_microbatch=2))
-    ]
-    if len(parts) == 2 and None not in (some.rows, *(one.rows for one in parts)):
-        yield RowTrial(some, parts)
-
-
-def _chosen(shared: Sequence[bool], whole: Sequence[Any], cut: Sequence[Any]) -> list[Any]:
-    return [one if kept else other for kept, one, other in zip(shared, whole, cut, strict=True)]
+def with_shared(cut: list[Any], some: Sequence[Any], of_batch: Sequence[Any]) -> list[Any]:
+    """The leaves of a part of some rows, with those that are for all rows as they are."""
+    shared = shared_by_rows(some, of_batch)
+    return [one if kept else other for kept, one, other in zip(shared, some, cut, strict=True)] if any(shared) else cut
 
 
 def _kind_of(layers: Sequence[nn.Module], batch: FlatBatch) -> Hashable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -22,11 +22,11 @@ from .cutting.caches import HeldCache, cache_argument, has_layers, home, split_h
 from .cutting.capture import asked_for, install_hooks
 from .cutting.cut import Cut
 from .cutting.example import plain_rows, without_cache
-from .errors import rows_are_mixed
+from .errors import other_loss, rows_are_mixed
 from .loss.call_options import CALL_OPTIONS, CallOptions
 from .loss.moe_aux_loss import has_router_logits, wants_tuple
 from .loss.weights import UnprovenLossError, has_labels, rows_of_call
-from .loss_proof import LossProof, Way
+from .loss_proof import LossOfModel, LossProof, Way
 from .loss_ways import LossWays
 from .merge_outputs import merge_as_asked, merge_as_tuple, merge_with_cache, merge_with_loss
 from .row_lists import is_packed, keeps_texts_apart, split_lists
@@ -47,11 +47,6 @@ class CutModel(RoundPipe):
         """How losses are computed, by kind of call."""
         return LossWays(self._rp_cut, self._rp_engine, shares_batches=self._rp_options.has_groups)
 
-    @functools.cached_property
-    def _rp_shown_losses(self) -> set[Hashable]:
-        """Loss functions that were found to return a multiple of the model's loss."""
-        return set()
-
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
         return list(self.cut.pieces)
 
@@ -65,8 +60,7 @@ class CutModel(RoundPipe):
         made = self._rp_cut.current()
         if made is not self._rp_cut:
             self._rp_cut = made
-            for name in ("_rp_losses", "_rp_shown_losses"):
-                self.__dict__.pop(name, None)
+            self.__dict__.pop("_rp_losses", None)
 
     def _rp_check_model(self) -> None:
         """Do nothing: calls read the model when their arguments are prepared."""
@@ -114,6 +108,22 @@ class CutModel(RoundPipe):
             self._rp_warn_of_loss(proof, rows_of_call(args, kwargs))
         return proof.way
 
+    def _rp_way_of_function(
+        self, args: tuple[Any, ...], kwargs: Kwargs, function: LossOfModel, config: RoundPipeRunConfig, way: Way
+    ) -> Way:
+        """Return how a function of the model's loss is computed, which has its weights, or none."""
+        resolved = self._rp_config(config)
+        if way in ("joined", "whole") or resolved.num_microbatch == 1:
+            return way
+        proof = self._rp_losses.find(args, kwargs, resolved, function)
+        if self._rp_options.has_groups and (proof.way in ("joined", "whole") or not proof.variants):
+            raise other_loss()
+        if proof.way in ("items", "rows", "sum"):
+            return way
+        if proof.variants or proof.way == "whole":
+            self._rp_warn_of_loss(proof, rows_of_call(args, kwargs), "loss_fn")
+        return proof.way
+
     def _rp_way_for_rows(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: Way) -> Way:
         """Return how a call is computed whose layers may mix rows: layers that do run once for the whole batch."""
         options: CallOptions = kwargs[CALL_OPTIONS]
@@ -149,8 +159,9 @@ class CutModel(RoundPipe):
         self._rp_warn_of_loss(LossProof(way, "its labels in this batch are not of the kind that was checked"), 0)
         return way
 
-    def _rp_warn_of_loss(self, proof: LossProof, rows: int) -> None:
+    def _rp_warn_of_loss(self, proof: LossProof, rows: int, whose: str = "") -> None:
         """Warn once how a loss is computed that cannot be added over microbatches."""
+        # whose: what returns the loss. Default: the model.
         if self._rp_warned_of_loss:
             return
         self._rp_warned_of_loss = True
@@ -161,8 +172,8 @@ class CutModel(RoundPipe):
             else "such batches run in one microbatch"
         )
         warn(
-            f"The loss of {type(self.cut.model).__name__} cannot be computed from the losses of microbatches: "
-            f"{proof.reason}. So {how}, and the loss is the model's own.",
+            f"The loss of {whose or type(self.cut.model).__name__} cannot be computed from the losses of microbatches: "
+            f"{proof.reason}. So {how}, and the loss is that of the whole batch.",
             RoundPipeWarning,
         )
 

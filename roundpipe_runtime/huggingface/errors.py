@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from yobx_flatten.errors.tried_versions import VersionDependentError, without_cause
 
-from ..errors import ConfigError, RoundPipeError, RoundPipeWarning, SplitError
+from ..errors import ConfigError, LossError, RoundPipeError, RoundPipeWarning, SplitError
 
 REPLACED_FORWARD = (
     ". Its forward was replaced by a function, which may call the model itself and not its copy. If batches take "
@@ -82,4 +82,14 @@ def rows_are_mixed(title: str) -> SplitError:
     return SplitError(
         f"{title} computes different values for a whole batch than for its parts, and each process has its own rows "
         "only. Train in one process, where such a batch runs in one microbatch:\n    wrap_model_to_roundpipe(model)"
+    )
+
+
+def other_loss() -> LossError:
+    """Return the error for a function of a model's loss, which has other weights, in one of several processes."""
+    return LossError(
+        "loss_fn was not found to return a multiple of the loss that the model computed, for labels among its "
+        "arguments: it returns something else, or this process has one row only. Each process has its own rows, so it "
+        "cannot be computed of all rows. Give labels to the loss function only, which is then checked by itself:\n"
+        "    forward_backward(input_kwargs=without_labels, label=labels, loss_fn=loss_fn)"
     )

@@ -7,26 +7,24 @@ or added. Where no weights fit, or where the code draws random numbers, the loss
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
-from yobx_flatten.core.effects import undisturbed
+from yobx_flatten.core.compare import compare
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs
 
-from ..batch.loss_proof import Column, Evaluation, NotProvenError, Part, in_32_bits, variants
-from ..batch.loss_proof import prove as prove_weights
-from ..batch.same_rows import rows_of
+from ..batch.loss import read_loss
+from ..batch.loss_proof import NotProvenError, Part, Role, in_32_bits
 from ..batch.steady_draws import NoDropout
-from ..device.generator import generator_alone
+from ..engine.loss_check import Sample, calls_apart
 from .cutting.cut_plan import CutState
+from .cutting.placeholder import Key
 from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share
 from .loss.moe_aux_loss import has_auxiliary_loss, without_auxiliary_loss
 from .loss.weights import WeightBy, counting, label_names, loss_of, with_loss_weight
@@ -63,165 +61,142 @@ class SomeRows:
     args: tuple[object, ...]  # positional arguments of the model
     kwargs: Kwargs  # keyword arguments of the model, without the options of the call
     count: int  # number of rows
+    label: Any = None  # labels of a function of its loss
     state: CutState | None = None  # what the layers returned; `None` for a model in one piece
 
-    def widened(self) -> SomeRows:
-        """Return rows whose tensors of 16 bits have 32, as rounding would hide wrong weights.
 
-        What the layers returned are leaves, in which gradients end: the parameters that follow may all be frozen.
-        """
-        args, kwargs = pytree.tree_map_only(torch.Tensor, in_32_bits, (self.args, self.kwargs))
-        state = self.state
-        if state is not None:
-            values = {key: in_32_bits(value.detach()) for key, value in state.values.items()}
-            for value in values.values():
-                value.requires_grad_(value.is_floating_point())
-            state = dataclasses.replace(state, values=values)
-        return dataclasses.replace(self, args=args, kwargs=kwargs, state=state)
+@dataclasses.dataclass(frozen=True)
+class LossOfModel:
+    """A function of what a model returns for a batch with labels; its weights have to be those of the model's loss."""
+
+    function: Callable[[Any, Any], Any]
+    label: Any
 
 
-def gives_loss(piece: nn.Module, state: CutState, options: CallOptions) -> bool:
-    """Report whether the code after the last layer returns a loss."""
-    with _left_as_found(piece), torch.no_grad():
-        output, _, _ = piece(dataclasses.replace(state, options=dataclasses.replace(options, weight_by="items")))
-    return loss_of(output) is not None
+class Tail:
+    """The code after the last layer, which computes the loss of some rows, in 32 bits at least."""
 
-
-def prove(
-    model: nn.Module,
-    piece: nn.Module,
-    whole: SomeRows,
-    parts: Sequence[SomeRows],
-    options: CallOptions,
-    others: Mapping[str, object],
-    split: Callable[[CutState], Sequence[CutState]] | None = None,
-    known: LossProof | None = None,
-) -> LossProof:
-    """Find the weights with which the losses of parts add up to that of all rows."""
-    # known: an earlier proof of this kind of call, whose weights have to hold again; none by default
-    # piece: last piece of the cut model, or the only one
-    # parts: the same rows in consecutive parts, of which the last one has the last row
-    # others: arguments of the batch, whose labels also occur
-    # split: function that cuts a state of all rows into those of the parts. Default: there are no states.
-    otherwise: Way = "whole" if split is None else "joined"
-    rows = whole.widened()
-    tail = _Tail(model, piece, options, rows, [part.widened() for part in parts], split)
-    columns = tail.columns(others)
-    with _left_as_found(piece), NoDropout():
-        first, has_drawn = tail.loss(rows, seed=1)
-        if first is None or not first.losses[0].requires_grad:
-            return LossProof("items")  # nothing to weigh
-        if has_drawn and not _is_equal(first, tail.loss(rows, seed=2)[0]):
-            return LossProof("whole", "the model draws random numbers after its layers")
-        own = getattr(getattr(model, "config", None), "semantic_loss_ignore_index", None)
-        ignored = (*_IGNORED, *([own] if isinstance(own, int) else []))
-        try:
-            found = prove_weights(tail.evaluate, variants(columns, ignored), _ways(known, gives_share(whole.kwargs)))
-        except NotProvenError as error:
-            return LossProof(otherwise, str(error), 1)
-    if not found.compared:
-        return LossProof(otherwise, "no labels count in its first rows, or it is not finite there")
-    if found.way is None:
-        reason = "it is not a mean or sum over rows, nor over labels that torch's loss functions count"
-        return LossProof(otherwise, reason, found.compared)
-    is_share = found.way == "sum" and gives_share(whole.kwargs)  # the items are those of the batch
-    return LossProof("items" if is_share else found.way, variants=found.compared)
-
-
-def _ways(known: LossProof | None, is_share: bool) -> Sequence[WeightBy]:
-    """The weights to try: those of an earlier proof, as rows with as many labels each would also fit others."""
-    way = None if known is None or not known.variants else known.way
-    if way is None or way == "joined" or way == "whole":
-        return "items", "rows", "sum"
-    return ("items", "sum") if way == "items" and is_share else (way,)
-
-
-class _Tail:
-    """The code after the last layer, for some rows in one piece and in parts."""
+    # model: model whose last piece, or only one, is `piece`
+    # kwargs: keyword arguments of the model in the call that is checked
+    # function: function of its output that computes the loss. Default: the loss is the model's.
 
     def __init__(
         self,
         model: nn.Module,
         piece: nn.Module,
         options: CallOptions,
-        whole: SomeRows,
-        parts: Sequence[SomeRows],
-        split: Callable[[CutState], Sequence[CutState]] | None,
+        kwargs: Kwargs,
+        function: LossOfModel | None = None,
     ) -> None:
-        self._model, self._piece, self._whole, self._parts, self._split = model, piece, whole, parts, split
+        self._model, self._piece, self._kwargs, self._function = model, piece, kwargs, function
+        self._own_way = options.weight_by
         self._options = dataclasses.replace(options, weight_by="rows")  # a loss over no items stays as it is
-        self._has_auxiliary = has_auxiliary_loss(model, whole.kwargs)
+        self._has_auxiliary = has_auxiliary_loss(model, kwargs)
         self._parameters = _widened(piece)
-        self._places: list[object] = []
 
-    def columns(self, others: Mapping[str, object]) -> list[Column]:
-        """Labels, masks, and what the layers have returned."""
-        columns: list[Column] = []
-        places = self._places
+    def without_proof(self, rows: SomeRows) -> LossProof | None:
+        """Return how a loss is computed that is not to be weighed, or not to be compared; ``None`` for any other."""
+        values = {} if rows.state is None else rows.state.values
+        held = {key: value.detach().requires_grad_(value.is_floating_point()) for key, value in values.items()}
+        with calls_apart(self._piece), NoDropout():
+            first, has_drawn = self._loss(rows, held, seed=1)
+            if first is None or not first.losses[0].requires_grad:
+                return LossProof("items")
+            again = self._loss(rows, held, seed=2)[0] if has_drawn else first
+            if again is None or not compare(first.losses[0], again.losses[0], "sums"):
+                return LossProof("whole", "the model draws random numbers after its layers")
+        return None
+
+    def prove(self, rows: Sequence[SomeRows], known: LossProof | None) -> LossProof:
+        """Find the weights with which the losses of parts add up to that of all rows."""
+        # rows: all of them, then the same rows in consecutive parts
+        # known: an earlier proof of this kind of call, whose weights have to hold again; none by default
+        otherwise: Way = "whole" if rows[0].state is None else "joined"
+        roles = self._roles(rows[0])
+        keys = [] if rows[0].state is None else list(rows[0].state.values)
+        leaves = [
+            [*(one.kwargs[name] for name in roles), *(one.state.values[key] for key in keys if one.state is not None)]
+            for one in rows
+        ]
+        others = {place: self._kwargs[name] for place, name in enumerate(roles) if roles[name] == "label"}
+        outputs: list[Role] = ["output"] * len(keys)
+        spec = pytree.tree_structure([*roles, *keys])
+        sample = Sample(leaves, [one.count for one in rows], [*roles.values(), *outputs], others, spec).widened()
+        way = known.way if known is not None and known.variants else None
+        own = getattr(getattr(self._model, "config", None), "semantic_loss_ignore_index", None)
+        is_share = gives_share(self._kwargs)
+        ways = _ways(way if self._function is None else self._own_way, is_share)
+        called = self._piece, None if self._function is None else self._function.function
+        with calls_apart(called) as next_call, NoDropout():
+
+            def loss(number: int, leaves: Sequence[Any]) -> Part:
+                next_call()
+                some, named = rows[number], zip(roles, leaves, strict=False)
+                values = dict(zip(keys, leaves[len(roles) :], strict=True))
+                found, _ = self._loss(dataclasses.replace(some, kwargs=some.kwargs | dict(named)), values, seed=1)
+                if found is None:
+                    raise ValueError("no loss")
+                return found
+
+            try:
+                ignored = (*_IGNORED, *([own] if isinstance(own, int) else []))
+                found = sample.prove(loss, ways, ignored, again=way is not None)
+            except NotProvenError as error:
+                return LossProof(otherwise, str(error), 1)
+        if not found.compared:
+            return LossProof(otherwise, "no labels count in its first rows, or it is not finite there")
+        if found.way is None:
+            reason = "it is not a mean or sum over rows, nor over labels that torch's loss functions count"
+            if self._function is not None:
+                reason = "it is not a multiple of the model's loss, with or without a term that is the same for all"
+            return LossProof(otherwise, reason, found.compared)
+        # where it is a share, the items are those of the batch
+        return LossProof("items" if found.way == "sum" and is_share else found.way, variants=found.compared)
+
+    def _roles(self, rows: SomeRows) -> dict[str, Role]:
+        """The labels and masks among the arguments."""
+        found: dict[str, Role] = {}
         labels = label_names(self._model)
-        for name, value in sorted(self._whole.kwargs.items()):
-            if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] != self._whole.count:
-                continue
-            is_mask = value.dim() > 1 and bool(((value == 0) | (value == 1)).all())
-            if is_mask or (name in labels and value.dtype != torch.bool):
-                is_label = name in labels and value.dtype != torch.bool
-                also = others.get(name) if is_label else None
-                also = also if isinstance(also, torch.Tensor) and also.dtype == value.dtype else None
-                columns.append(Column(value, 0, "label" if is_label else "mask", also))
-                places.append(name)
-        states = self._whole.state, self._parts[-1].state
-        if states[0] is not None and states[1] is not None:
-            for key, value in states[0].values.items():
-                axis = rows_of(value, states[1].values.get(key), self._whole.count)
-                if axis is not None and value.is_floating_point():
-                    columns.append(Column(in_32_bits(value.detach()), axis, "output"))
-                    places.append(key)
-        return columns
+        for name, value in sorted(rows.kwargs.items()):
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows.count:
+                if name in labels and value.dtype != torch.bool:
+                    found[name] = "label"
+                elif value.dim() > 1 and bool(((value == 0) | (value == 1)).all()):
+                    found[name] = "mask"
+        return found
 
-    def evaluate(self, values: Sequence[torch.Tensor]) -> Evaluation:
-        """The losses of other values of the columns, and the tensors in which gradients end."""
-        given = dict(zip(self._places, values, strict=True))
-        whole, leaves = self._whole, []
-        if whole.state is not None:
-            held = {key: given.get(key, in_32_bits(value.detach())) for key, value in whole.state.values.items()}
-            leaves = [one.requires_grad_() for one in held.values() if one.is_floating_point()]
-            whole = dataclasses.replace(whole, state=dataclasses.replace(whole.state, values=held))
-        named = {name: value for name, value in given.items() if isinstance(name, str)}
-        states = [None] * len(self._parts) if whole.state is None or self._split is None else self._split(whole.state)
-        rows, start = [dataclasses.replace(whole, kwargs=whole.kwargs | named)], 0
-        for part, state in zip(self._parts, states, strict=True):
-            cut = {name: value[start : start + part.count] for name, value in named.items()}
-            rows.append(dataclasses.replace(part, kwargs=part.kwargs | cut, state=state))
-            start += part.count
-        found = [self.loss(one, seed=1)[0] for one in rows]
-        if any(one is None for one in found):
-            raise ValueError("no loss")
-        first, *others = [one for one in found if one is not None]
-        trained = [parameter for parameter in self._parameters.values() if parameter.requires_grad]
-        return first, others, [*leaves, *trained]
-
-    def loss(self, rows: SomeRows, *, seed: int) -> tuple[Part | None, bool]:
+    def _loss(self, rows: SomeRows, values: dict[Key, torch.Tensor], *, seed: int) -> tuple[Part | None, bool]:
         """The loss of some rows, ``None`` without one, and whether random numbers were drawn."""
-        torch.default_generator.manual_seed(seed)  # and no other: devices have theirs
+        # values: what the layers returned
+        torch.default_generator.manual_seed(seed)
         before = torch.default_generator.get_state()
+        args, kwargs, values = pytree.tree_map(in_32_bits, (rows.args, rows.kwargs, values))
         if rows.state is None:
-            args, kwargs = rows.args, {**rows.kwargs, CALL_OPTIONS: self._options}
+            kwargs = {**kwargs, CALL_OPTIONS: self._options}
         else:
-            call = rows.args, rows.kwargs
-            args, kwargs = (dataclasses.replace(rows.state, call=call, options=self._options, seed=seed),), {}
-        with torch.enable_grad(), counting() as items:
+            options: dict[str, Any] = {"options": self._options, "seed": seed}
+            args = (dataclasses.replace(rows.state, call=(args, kwargs), values=values, **options),)
+            kwargs = {}
+        with counting() as items:
             output, _, _ = functional_call(self._piece, dict(self._parameters), args, kwargs)
             loss = loss_of(output)
             if loss is not None and self._has_auxiliary:
                 loss = without_auxiliary_loss(self._model, output)
         has_drawn = not torch.equal(before, torch.default_generator.get_state())
+        if loss is None:
+            return None, has_drawn
         _, count, _ = with_loss_weight({}, items, rows.count)
-        known = count if 0 <= count < float("inf") else None
-        return None if loss is None else Part((loss,), rows.count, known), has_drawn
+        found = read_loss(loss if self._function is None else self._function.function(output, rows.label))
+        if found.kind == "sequence":
+            raise ValueError("it returns several losses")
+        return Part(found.tensors, rows.count, count if 0 <= count < float("inf") else None, found.weight), has_drawn
 
 
-def _is_equal(one: Part, other: Part | None) -> bool:
-    return other is not None and torch.allclose(one.losses[0], other.losses[0], rtol=1e-5)
+def _ways(way: Way | None, is_share: bool) -> Sequence[WeightBy]:
+    """The weights to try: those of an earlier proof, as rows with as many labels each would also fit others."""
+    if way is None or way == "joined" or way == "whole":
+        return "items", "rows", "sum"
+    return ("items", "sum") if way == "items" and is_share else (way,)
 
 
 def _widened(piece: nn.Module) -> Mapping[str, torch.Tensor]:
@@ -231,17 +206,3 @@ def _widened(piece: nn.Module) -> Mapping[str, torch.Tensor]:
         wide = in_32_bits(parameter.detach())
         found[name] = parameter if wide.dtype == parameter.dtype else wide.requires_grad_(parameter.requires_grad)
     return found
-
-
-@contextlib.contextmanager
-def _left_as_found(piece: nn.Module) -> Iterator[None]:
-    """Undo the effects of a call on the piece and on generators, and hide warnings about single rows."""
-    # without autocast, as rounding would hide wrong weights
-    with (
-        generator_alone(),
-        undisturbed(piece=piece),
-        torch.autocast("cpu", enabled=False),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        yield

@@ -19,19 +19,20 @@ from yobx_flatten.recipe.aliases import Kwargs
 from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
+from ..engine.loss_check import loss_code
 from ..engine.repeats import Repeats
-from ..engine.rows import CannotTryError, RowTrial, first_that_mixes
+from ..engine.rows import CannotTryError, RowTrial, few_rows, first_that_mixes
 from ..errors import DeviceMemoryError, RoundPipeError, SplitError
 from .batches import split_pictures
 from .cutting.capture import asked_for
 from .cutting.check import checking, engine_on_host
 from .cutting.cut import Cut
 from .cutting.cut_plan import CutState, drops_layers
-from .cutting.joined_state import CannotJoinError, RowAxes, join_states, split_state, state_leaves
+from .cutting.joined_state import CannotJoinError, RowAxes, join_states, state_leaves
 from .cutting.pieces import LayerCall
 from .errors import BatchStructureError
 from .loss.call_options import CallOptions, split_options
-from .loss_proof import LossProof, SomeRows, gives_loss, prove
+from .loss_proof import LossOfModel, LossProof, SomeRows, Tail
 from .row_lists import split_lists
 
 # Rows that a proof runs: the fewest of which two parts have different numbers.
@@ -51,24 +52,30 @@ class LossWays:
         self._made, self._engine, self._shares_batches = made, engine, shares_batches
         self.proofs: dict[Hashable, LossProof] = {}
         self.shown: list[str] = []  # lines for the report of the cut
-        self._repeats = Repeats()
+        self.repeats = Repeats()
         self._axes: dict[Hashable, RowAxes] = {}
         self._mixing: dict[Hashable, int | None] = {}
 
-    def find(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossProof:
+    def find(
+        self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, function: LossOfModel | None = None
+    ) -> LossProof:
         """Return how the loss of a call is computed; a proof runs at calls 1, 2, 4, 8, ... of its kind."""
-        kind = self.kind_of(args, kwargs)
-        is_due = self._repeats.is_due(kind, None)
+        # function: function of the model's loss, whose weights were found before. Default: the loss is the model's.
+        kind, code = self.kind_of(args, kwargs), None
+        if function is not None:
+            kind, code = (kind, loss_code(function.function)), function.function
+        is_due = self.repeats.is_due(kind, code)
         known = self.proofs.get(kind)
         # a batch that shows less takes nothing back: what was not a weighted sum once is never one
         if known is not None and (not is_due or known.way in ("joined", "whole")):
             return known
-        if len(self._engine.split(FlatBatch.of(args, kwargs, None), config)) == 1:
+        batch = FlatBatch.of(args, kwargs, None if function is None else function.label)
+        if len(self._engine.split(batch, config)) == 1:
             return LossProof("items")  # nothing to weigh
         self._engine.steps.wait_written()  # a step would change weights between two evaluations
         try:
             with _with_all_layers(self._made):
-                proof = self._prove(args, kwargs, config)
+                proof = self._prove(kind, batch, config, function)
         except CannotJoinError as error:
             proof = LossProof("whole", str(error))
         except (torch.OutOfMemoryError, DeviceMemoryError, BatchStructureError):
@@ -79,7 +86,8 @@ class LossWays:
         before = None if known is None else known.way
         if proof.variants or proof.way != "joined":
             self.proofs[kind] = proof
-        if before != proof.way and (proof.variants or proof.way not in ("items", "joined")):  # there is a loss
+        has_loss = proof.variants or proof.way not in ("items", "joined")
+        if function is None and before != proof.way and has_loss:
             mode = "training" if self._made.model.training else "evaluation"
             given = ", ".join(name for name, value in split_options(kwargs)[0].items() if value is not None)
             self.shown.append(f"{mode} with {given}: {proof}")
@@ -90,13 +98,14 @@ class LossWays:
     ) -> int | None:
         """Return the first piece whose outputs for some rows of a call depend on others; ``None`` without one."""
         kind = self.kind_of(args, kwargs), number
-        if self._repeats.is_due(kind, None) or kind not in self._mixing:
-            if number == 0 or len(self._engine.split(FlatBatch.of(args, kwargs, None), config)) == 1:
+        if self.repeats.is_due(kind) or kind not in self._mixing:
+            batch = FlatBatch.of(args, kwargs, None)
+            if number == 0 or len(self._engine.split(batch, config)) == 1:
                 return None
             self._engine.steps.wait_written()  # a step would change weights between two evaluations
             with self._trial_engine() as engine:
                 asks = asked_for(self._made.model, kwargs) != "none"  # of hooks of transformers
-                trials = (RowTrial(*one) for one in self.some_rows(args, kwargs, config))
+                trials = self.some_rows(batch, config)
                 try:
                     self._mixing[kind] = first_that_mixes(engine, trials, config, number, _leaves, with_hooks=asks)
                 except (CannotJoinError, CannotTryError):  # it is not clear what the rows are, or the call fails itself
@@ -121,7 +130,8 @@ class LossWays:
         kind = self.kind_of(args, kwargs)
         if kind not in self._axes:
             try:
-                states, shown = self._some_states(*next(self.some_rows(args, kwargs, config)), config)
+                trial = next(self.some_rows(FlatBatch.of(args, kwargs, None), config))
+                states, shown = self._some_states(trial, config)
                 self._axes[kind] = RowAxes.of(shown, states[-1])
             except CannotJoinError:
                 return None
@@ -134,13 +144,14 @@ class LossWays:
         named = frozenset((name, _kind(value)) for name, value in given.items() if value is not None)
         return named, tuple(map(_kind, args)), self._made.model.training, asked
 
-    def _prove(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossProof:
+    def _prove(
+        self, kind: Hashable, batch: FlatBatch, config: RoundPipeRunConfig, function: LossOfModel | None
+    ) -> LossProof:
         proof = LossProof("joined", "no labels count in this batch, or it is not finite")
-        kind = self.kind_of(args, kwargs)
         error: CannotJoinError | None = None
-        for rows in itertools.chain(self.some_rows(args, kwargs, config), self._repeated_rows(args, kwargs, config)):
+        for trial in itertools.chain(self.some_rows(batch, config), self._repeated_rows(batch, config)):
             try:
-                proof = self._prove_with(kind, *rows, kwargs, config)
+                proof = self._prove_with(kind, trial, batch.kwargs.tree, config, function)
             except CannotJoinError as found:  # of these rows: a mask may be there for some only
                 error = found
                 continue
@@ -151,93 +162,75 @@ class LossWays:
             raise error
         return proof
 
-    def _repeated_rows(
-        self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig
-    ) -> Iterator[tuple[FlatMicrobatch, list[FlatMicrobatch]]]:
+    def _repeated_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
         """Yield the first rows once more, one of them in both parts: what layers get for it is there in both."""
         in_two = dataclasses.replace(config, num_microbatch=2)
-        for first, parts in itertools.islice(self.some_rows(args, kwargs, config), 1):
-            trial = RowTrial(first, parts)
+        for trial in itertools.islice(self.some_rows(batch, config), 1):
             for one, other in itertools.permutations(range(trial.count), 2):
                 whole = dataclasses.replace(trial.in_order([one, other, one]), rows=3)
-                again = self._split_again(*_call_of(whole), in_two)
-                found = self._engine.split(FlatBatch.of(*_call_of(whole), None), again)
+                few = FlatBatch.of(*_call_of(whole), None)
+                found = self._engine.split(few, self._split_again(few, in_two))
                 if [part.rows for part in found] == [2, 1]:
-                    yield whole, found
+                    yield RowTrial(whole, found)
 
     def _prove_with(
         self,
         kind: Hashable,
-        first: FlatMicrobatch,
-        microbatches: Sequence[FlatMicrobatch],
+        trial: RowTrial,
         of_batch: Kwargs,
         config: RoundPipeRunConfig,
+        function: LossOfModel | None,
     ) -> LossProof:
         others, given = split_options(of_batch)
-        options = given or CallOptions()
-        made, whole, parts = self._made, _rows_of(first), [_rows_of(one) for one in microbatches]
-        if made.report.is_whole:
-            return prove(made.model, made.pieces[-1], whole, parts, options, others, known=self.proofs.get(kind))
-        states, shown = self._some_states(first, microbatches, config)
-        if not gives_loss(made.pieces[-1], states[0], options):
-            return LossProof("items")  # nothing to weigh
-        axes = self._axes[kind] = RowAxes.of(shown, states[-1])
-        nbytes = sum(value.nbytes for state in states for value in state.values.values())
-        proof = prove(
-            made.model,
-            made.pieces[-1],
-            dataclasses.replace(whole, state=join_states(states, axes, *_call_of(first))),
-            [dataclasses.replace(part, state=state) for part, state in zip(parts, states, strict=True)],
-            options,
-            others,
-            lambda state: split_state(state, states, axes),
-            known=self.proofs.get(kind),
-        )
-        return dataclasses.replace(proof, row_nbytes=nbytes // max(whole.count, 1))
+        made, rows = self._made, [*map(_rows_of, (trial.whole, *trial.parts))]
+        tail = Tail(made.model, made.pieces[-1], given or CallOptions(), others, function)
+        nbytes = 0
+        if not made.report.is_whole:
+            states, shown = self._some_states(trial, config)
+            rows[1:] = [dataclasses.replace(part, state=state) for part, state in zip(rows[1:], states, strict=True)]
+        if function is None and (found := tail.without_proof(rows[1])) is not None:
+            return found
+        if not made.report.is_whole:
+            axes = self._axes[kind] = RowAxes.of(shown, states[-1])
+            rows[0] = dataclasses.replace(rows[0], state=join_states(states, axes, *_call_of(trial.whole)))
+            nbytes = sum(value.nbytes for state in states for value in state.values.values())
+        proof = tail.prove(rows, self.proofs.get(kind))
+        return dataclasses.replace(proof, row_nbytes=nbytes // max(rows[0].count, 1))
 
     def few_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
         """Yield a few rows of a batch at a time, with their labels; none where they cannot be cut."""
         with contextlib.suppress(CannotJoinError, SplitError):
-            for one in self.some_rows(batch.args.tree, batch.kwargs.tree, config, batch.label.tree):
-                yield RowTrial(*one)
+            yield from self.some_rows(batch, config)
 
-    def some_rows(
-        self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, label: Any = None
-    ) -> Iterator[tuple[FlatMicrobatch, list[FlatMicrobatch]]]:
-        """Yield a few rows of a batch at a time, and the same rows in two parts."""
-        batch = FlatBatch.of(args, kwargs, label)
+    def some_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
+        """Yield a few rows of a batch at a time; one time at least."""
         counts = [one.rows for one in self._engine.split(batch, config)]
         if None in counts:
             raise CannotJoinError("it is not clear how many rows a microbatch has")
-        number = math.ceil(sum(count or 0 for count in counts) / _ROWS)
-        in_two = dataclasses.replace(config, num_microbatch=2)
-        for first in self._engine.split(batch, dataclasses.replace(config, num_microbatch=number)):
-            if first.rows == 1:
-                continue
-            given = _call_of(first)
-            again = self._split_again(*given, in_two)
-            labels = pytree.tree_unflatten(first.labels, first.label_spec)
-            microbatches = self._engine.split(FlatBatch.of(*given, labels), again)
-            if len(microbatches) != 2 or None in (first.rows, *(one.rows for one in microbatches)):
-                raise CannotJoinError("it is not clear how many rows a part of the batch has")
-            yield first, microbatches
+        number, is_cut = math.ceil(sum(count or 0 for count in counts) / _ROWS), False
+        for trial in few_rows(
+            self._engine, batch, dataclasses.replace(config, num_microbatch=number), self._split_again
+        ):
+            is_cut = True
+            yield trial
+        if not is_cut:
+            raise CannotJoinError("it is not clear how many rows a part of the batch has")
 
-    def _split_again(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> RoundPipeRunConfig:
+    def _split_again(self, few: FlatBatch, config: RoundPipeRunConfig) -> RoundPipeRunConfig:
         """The settings for a few rows: a split function that was made for the batch is made for them."""
         if not getattr(config.split_input, "is_of_batch", False):
             return config
+        kwargs: Kwargs = few.kwargs.tree
         pictures = split_pictures(getattr(self._made.model, "config", None), kwargs)
-        return dataclasses.replace(config, split_input=split_lists(self._made.model, args, kwargs, pictures))
+        return dataclasses.replace(config, split_input=split_lists(self._made.model, few.args.tree, kwargs, pictures))
 
-    def _some_states(
-        self, first: FlatMicrobatch, parts: Sequence[FlatMicrobatch], config: RoundPipeRunConfig
-    ) -> tuple[list[CutState], CutState]:
+    def _some_states(self, trial: RowTrial, config: RoundPipeRunConfig) -> tuple[list[CutState], CutState]:
         """Outputs of the layers for parts of some rows, and for more rows than the last part has."""
         with self._trial_engine() as engine:
             # devices have room for a microbatch, so no more rows run at once than it takes
-            shown = [first] if parts[0].rows == parts[-1].rows else []
-            states = engine.outputs_before_last([*parts, *shown], config)
-        return states[: len(parts)], states[-1] if shown else states[0]
+            shown = [trial.whole] if trial.parts[0].rows == trial.parts[-1].rows else []
+            states = engine.outputs_before_last([*trial.parts, *shown], config)
+        return states[: len(trial.parts)], states[-1] if shown else states[0]
 
     def _trial_engine(self) -> contextlib.AbstractContextManager[Engine]:
         if self._shares_batches:
@@ -252,7 +245,8 @@ def _call_of(microbatch: FlatMicrobatch) -> tuple[tuple[Any, ...], Kwargs]:
 
 def _rows_of(microbatch: FlatMicrobatch) -> SomeRows:
     args, kwargs = _call_of(microbatch)
-    return SomeRows(args, split_options(kwargs)[0], microbatch.rows or 0)
+    label = pytree.tree_unflatten(microbatch.labels, microbatch.label_spec)
+    return SomeRows(args, split_options(kwargs)[0], microbatch.rows or 0, label)
 
 
 def _kind(value: Any) -> Hashable:

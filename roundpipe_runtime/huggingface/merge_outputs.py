@@ -18,7 +18,6 @@ from .batches import join_outputs
 from .cutting.caches import is_held, join_held, swapped
 from .loss.call_options import gives_share, is_proven
 from .loss.moe_aux_loss import (
-    OwnTerms,
     batch_auxiliary_loss,
     has_auxiliary_loss,
     has_router_logits,
@@ -33,11 +32,9 @@ def loss_fn_with_weight(
     *,
     is_share: bool = False,
     is_proven: bool = True,
-    own_terms: OwnTerms | None = None,
 ) -> Callable[[Any, Any], Any]:
     """Return a loss function for outputs that carry the weight of their loss."""
     # batch: function that returns the rows of the batch, for models that compute their loss; `None` for others
-    # own_terms: check of what the function adds to the model's loss. Default: none is due.
 
     def weighted_loss(outputs: PyTree, labels: Any) -> Any:
         output, count, rows = outputs
@@ -46,8 +43,6 @@ def loss_fn_with_weight(
             return result
         if rows < batch():
             check_weights([count, count], is_share=is_share, is_proven=is_proven)
-            if own_terms is not None:
-                own_terms.check(loss_fn, output, labels, is_share=count < 0)
         elif not 0 < count < math.inf:  # the whole batch
             return WeightedLoss(result, 1.0)
         if count < 0:  # already a share of the batch's loss: shares are added

@@ -15,7 +15,7 @@ from yobx_flatten.huggingface.cache_names import cache_of, is_cache, name_in
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..engine.config import RoundPipeRunConfig
-from ..engine.loss_check import JoinedLossError, loss_code
+from ..engine.loss_check import JoinedLossError
 from ..errors import ConfigError
 from ..pipeline.call_types import back_from, forward_backward_method
 from .batches import join_outputs
@@ -26,8 +26,9 @@ from .errors import moved_away, resized_late
 from .generate.generation import GenerationPath, forward_of, generation_paths, reason_for_host, use_paths
 from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share, is_proven
 from .loss.label_smoothing import SmoothedLoss, smoothed_call
-from .loss.moe_aux_loss import OwnTerms, auxiliary_loss_of, has_auxiliary_loss, wants_tuple, without_auxiliary_loss
+from .loss.moe_aux_loss import auxiliary_loss_of, has_auxiliary_loss, wants_tuple, without_auxiliary_loss
 from .loss.weights import (
+    ShareOfOwnLoss,
     UnprovenLossError,
     check_weights,
     has_labels,
@@ -37,7 +38,7 @@ from .loss.weights import (
     shares_of,
     with_loss,
 )
-from .loss_proof import Way
+from .loss_proof import LossOfModel, Way
 from .merge_outputs import loss_fn_with_weight
 
 _LOG = logging.getLogger(__name__)
@@ -221,6 +222,8 @@ class WrappedModel(CutModel):
                 )
                 return found if return_outputs else found[0]
             return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config, way)
+        if computes_loss and not isinstance(loss_fn, ShareOfOwnLoss) and loss_fn is not own_loss:
+            way = self._rp_way_of_function(input_args, kwargs, LossOfModel(loss_fn, label), config, way)
         if way == "joined" or (not computes_loss and self._rp_config(config).loss_reduction == "joined"):
             self._rp_check_alone()
             return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config, way)
@@ -229,10 +232,7 @@ class WrappedModel(CutModel):
         if computes_loss:  # shares of a mean are added
             config = dataclasses.replace(config, loss_reduction="sum")
         batch = self._rp_rows_of_batch(input_args, kwargs) if computes_loss else None
-        terms = OwnTerms() if loss_fn is not own_loss and loss_code(loss_fn) not in self._rp_shown_losses else None
-        weighted = loss_fn_with_weight(
-            loss_fn, batch, is_share=gives_share(kwargs), is_proven=is_proven(kwargs), own_terms=terms
-        )
+        weighted = loss_fn_with_weight(loss_fn, batch, is_share=gives_share(kwargs), is_proven=is_proven(kwargs))
         run = functools.partial(super().forward_backward, input_args, kwargs, label, weighted, return_outputs)
         try:
             result = run(config)
@@ -247,7 +247,7 @@ class WrappedModel(CutModel):
             if self._rp_way_without_parts(kwargs) == "joined":
                 return joined()
             result = run(dataclasses.replace(config, num_microbatch=1))
-        self._rp_shown_losses.add(loss_code(loss_fn))
+        self._rp_losses.repeats.end()
         return (result[0], result[1][0]) if return_outputs and config.merge_output is False else result
 
     def _rp_rows_of_batch(self, args: tuple[Any, ...], kwargs: Kwargs) -> Callable[[], int]:

@@ -73,23 +73,6 @@ def join_states(states: Sequence[CutState], axes: RowAxes, args: tuple[Any, ...]
     return CutState((args, own), options, values, boxes, _joined_log(logs, axes), states[0].seed)
 
 
-def split_state(whole: CutState, states: Sequence[CutState], axes: RowAxes) -> list[CutState]:
-    """Return states of microbatches whose tensors are parts of those of a joined state."""
-    leaves, spec = _leaves(whole)
-    found, starts = [], [0] * len(leaves)
-    for state in states:
-        cut = []
-        for number, (value, part, axis) in enumerate(zip(leaves, _leaves(state)[0], axes.values, strict=True)):
-            if axis is not None:
-                value = value.narrow(axis, starts[number], part.shape[axis])
-                starts[number] += part.shape[axis]
-            cut.append(value)
-        values, boxes = pytree.tree_unflatten(cut, spec)
-        call_log = dataclasses.replace(state.call_log, is_of_others=True)
-        found.append(dataclasses.replace(state, values=values, boxes=boxes, call_log=call_log))
-    return found
-
-
 def state_leaves(state: CutState) -> list[Any]:
     """Return what layers and phases have put into a state, without the arguments of the call."""
     return _leaves(state)[0]

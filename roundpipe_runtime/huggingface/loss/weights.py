@@ -9,6 +9,7 @@ That this holds for a model is checked before it is used; see `loss_proof`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -125,6 +126,17 @@ def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         if isinstance(value, torch.Tensor) and value.dim():
             return value.shape[0]
     return 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ShareOfOwnLoss:
+    """The loss that the model computed, divided by a number."""
+
+    share: float
+
+    def __call__(self, outputs: PyTree, labels: Any) -> Any:
+        """Return the quotient."""
+        return own_loss(outputs, labels) / self.share
 
 
 def own_loss(outputs: PyTree, labels: Any) -> Any:

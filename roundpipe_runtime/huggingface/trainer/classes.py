@@ -26,7 +26,7 @@ from ...device.parse import DeviceSpec
 from ...engine.config import RoundPipeRunConfig
 from ...errors import ConfigError
 from ..loss.label_smoothing import SmoothedLoss, is_causal
-from ..loss.weights import has_labels, own_loss
+from ..loss.weights import ShareOfOwnLoss, has_labels
 from ..wrapped_model import WrappedModel
 from .frozen_models import FrozenModelTrainer
 from .group_trainer import GroupTrainer
@@ -167,7 +167,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
             share *= self.args.world_size  # each rank was given the number of its own items
         inputs = dict(self._prepare_inputs(inputs))
         labels: torch.Tensor | None = None
-        loss_fn: Callable[[Any, Any], Any] = functools.partial(_share_of_own_loss, share)
+        loss_fn: Callable[[Any, Any], Any] = ShareOfOwnLoss(share)
         if self.label_smoother is not None and "labels" in inputs:
             labels, loss_fn = inputs.pop("labels"), self._rp_smoothed_loss(num_items_in_batch, share)
         with self.compute_loss_context_manager():
@@ -209,7 +209,3 @@ class _Shifted:
 
     def __call__(self, outputs: PyTree, labels: torch.Tensor, **options: Any) -> Any:
         return self.smoother(outputs, labels, **{"shift_labels": True, **options})
-
-
-def _share_of_own_loss(share: float, outputs: PyTree, labels: Any) -> Any:
-    return own_loss(outputs, labels) / share

@@ -1,6 +1,7 @@
 """The check of a loss function leaves no trace: generators, buffers and other threads are as without its calls."""
 
 import copy
+import functools
 import queue
 import random
 import threading
@@ -15,6 +16,7 @@ from torch import nn
 from roundpipe_runtime import LossError, RoundPipe, RoundPipeRunConfig, RoundPipeWarning, WeightedLoss
 from roundpipe_runtime.device.generator import generator_lock
 from roundpipe_runtime.engine.loss_check import LossChecks, sample_of
+from roundpipe_runtime.engine.repeats import state_of
 from tests.runtime.small import batch, near
 
 F = nn.functional
@@ -235,6 +237,78 @@ def test_a_layer_that_returns_the_loss_is_weighted_as_well(reduction):
 
 
 # -- shown again -------------------------------------------------------------------------------------------------------
+
+
+class Setting:
+    """What code reads."""
+
+    def __init__(self):
+        self.value, self.weights = 1, torch.ones(2)
+
+    def of(self, *given):
+        return self.value
+
+
+def by_closure(setting):
+    return lambda *given: setting.value
+
+
+def by_default(setting):
+    def function(*given, own=setting):
+        return own.value
+
+    return function
+
+
+class Inside(nn.Module):
+    """A module that holds a number."""
+
+    def __init__(self, setting):
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.value, self.inner.weights = setting.value, setting.weights
+
+
+# how code reads a setting, each time made anew as scripts do
+CODE = {
+    "closure": by_closure,
+    "default": by_default,
+    "method": lambda setting: setting.of,
+    "partial": lambda setting: functools.partial(torch.add, setting),
+    "partial of a method": lambda setting: functools.partial(setting.of, 1),
+    "object": lambda setting: setting,
+}
+
+
+@pytest.mark.parametrize("way", CODE)
+def test_what_code_reads_is_noted(way):
+    """A number that is set and a tensor that is written; code made anew from the same things is the same."""
+    setting = Setting()
+    before = state_of(CODE[way](setting))
+    assert state_of(CODE[way](setting)) == before
+    setting.value = 2
+    changed = state_of(CODE[way](setting))
+    assert changed != before
+    setting.weights.add_(1)
+    assert state_of(CODE[way](setting)) not in (before, changed)
+
+
+def test_what_layers_hold_is_noted():
+    """Also in modules within them."""
+    layers = [Inside(Setting()), nn.Linear(1, 1)]
+    before = state_of(layers)
+    assert state_of(layers) == before
+    layers[0].inner.value = 2
+    assert state_of(layers) != before
+
+
+def with_modules_of_torch(outputs, labels):
+    return F.cross_entropy(outputs, labels) + torch.zeros(()) + nn.functional.relu(outputs).sum()
+
+
+def test_attributes_of_libraries_are_not_noted():
+    """Torch has thousands of numbers and texts among its attributes, which no training changes."""
+    assert len(state_of(with_modules_of_torch)) < 10
 
 
 class Curriculum:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, SplitError
-from roundpipe_runtime.batch.same_rows import mixes_rows
+from roundpipe_runtime.batch.same_rows import mixes_rows, shared_by_rows
 from yobx_flatten.core.compare import tolerance
 
 F = nn.functional
@@ -245,7 +245,7 @@ def test_layers_that_cannot_be_tried_are_named_when_they_run():
     pipe = pipeline(Layer(four))
     inputs = torch.cat([X, X[:2]])
     call(pipe, "no gradients", inputs)
-    with pytest.warns(UserWarning, match=r"not shown.*four rows, please"):
+    with pytest.warns(UserWarning, match=r"could not be checked.*four rows, please"):
         call(pipe, "no gradients", inputs)
     call(pipe, "no gradients", inputs)
     pipe.close()
@@ -322,3 +322,11 @@ def test_rounding_that_many_layers_enlarge_is_not_taken_for_mixing():
         assert not mixes_rows([whole], [[others[:2]], [others[2:]]], [2, 1])
         assert mixes_rows([whole], [[others[:2] + 0.01], [others[2:]]], [2, 1])
     assert largest > tolerance("sums", torch.float32)
+
+
+def test_what_all_rows_share_is_not_known_of_a_whole_batch():
+    """Also next to a switch, which has no rows: all tensors of a batch of three rows would be taken for shared."""
+    some, table = torch.zeros(3, 2), torch.zeros(3)
+    assert shared_by_rows([some, table, True], [torch.zeros(5, 2), table, True]) == [False, True, False]
+    assert shared_by_rows([some, table, True], [some, table, True]) == [False, False, False]
+    assert shared_by_rows([some, table], [torch.zeros(5, 2), table, table]) == [False, False]

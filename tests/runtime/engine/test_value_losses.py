@@ -179,3 +179,34 @@ def test_labels_of_another_kind_are_checked_anew():
     with pytest.raises(LossError, match="not a mean over rows"):
         pipeline.forward_backward((x,), label=torch.rand(ROWS, 4), loss_fn=loss_fn, run_config=config)
     pipeline.close()
+
+
+class Flat(nn.Module):
+    """Its outputs have rows and tokens on one axis."""
+
+    def forward(self, x):
+        return x.flatten(0, 1)
+
+
+def of_confident_tokens(outputs, labels):
+    chosen = outputs.detach().softmax(-1).amax(-1) > 0.5
+    return each(outputs, labels.flatten())[chosen].mean()
+
+
+@pytest.mark.parametrize("is_mean", [True, False])
+def test_rows_and_tokens_on_one_axis_get_other_values(is_mean):
+    """In all rows of the batch, each token is chosen: only other values show that the loss chooses tokens."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), Flat())
+    model[2].bias.data[0] = 3.0
+    x, y = torch.randn(ROWS, 6, 4), torch.randint(0, 4, (ROWS, 6))
+    assert (model(x).softmax(-1).amax(-1) > 0.5).all()
+    pipeline = RoundPipe(model, devices="virtual:2")
+    call = {"label": y, "run_config": RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean")}
+    if is_mean:
+        found = pipeline.forward_backward((x,), loss_fn=lambda out, y: each(out, y.flatten()).mean(), **call)
+        assert near(found, F.cross_entropy(model(x), y.flatten()))
+    else:
+        with pytest.raises(LossError, match="other values"):
+            pipeline.forward_backward((x,), loss_fn=of_confident_tokens, **call)
+    pipeline.close()

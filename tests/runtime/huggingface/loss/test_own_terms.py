@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from roundpipe_runtime import LossError, RoundPipeRunConfig
+from roundpipe_runtime import LossError, RoundPipeRunConfig, RoundPipeWarning
 from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
 from tests.runtime.huggingface.hf_small import worst_gradient
 
@@ -59,14 +59,77 @@ def squared(outputs, _):
     return outputs.loss**2
 
 
-@pytest.mark.parametrize("loss_fn", [of_its_own, in_addition, squared])
-def test_anything_else_is_refused(loss_fn):
-    """Its weights are not those of the model's loss, and nothing states them; no gradient is changed."""
-    _, model, batch = made()
+def several(outputs, _):
+    return [outputs.loss, outputs.logits.square().mean()]
+
+
+def of_large_losses(outputs, _):
+    return outputs.loss * (2 if outputs.loss > 4.6 else 1)
+
+
+def value(found):
+    return torch.stack([one.cpu() for one in found]).sum() if isinstance(found, list) else found
+
+
+@pytest.mark.parametrize("loss_fn", [of_its_own, in_addition, squared, several, of_large_losses])
+def test_anything_else_is_computed_once(loss_fn):
+    """Its weights are not those of the model's loss: loss and gradients are the reference model's, with a warning."""
+    plain, model, batch = made()
+    expected = value(loss_fn(plain(**batch), None))
+    expected.backward()
     pipeline = wrap_model_to_roundpipe(model, devices="virtual:2", lower_threshold=0)
-    with pytest.raises(LossError, match="more than a multiple of the loss"):
-        pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=RoundPipeRunConfig(num_microbatch=3))
+    with pytest.warns(RoundPipeWarning, match="The loss of loss_fn cannot be computed from the losses of microbatches"):
+        found = pipeline.forward_backward(
+            input_kwargs=batch, loss_fn=loss_fn, run_config=RoundPipeRunConfig(num_microbatch=3)
+        )
+    assert value(found).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert worst_gradient(model, plain) < 1e-6
+    pipeline.close()
+
+
+def test_groups_of_rows_take_multiples_only():
+    """Each group has its own rows: what is not a multiple is refused, before any gradient is changed."""
+    plain, model, batch = made()
+    expected = 2 * plain(**batch).loss
+    expected.backward()
+    pipeline = wrap_model_to_roundpipe(model, devices="virtual:2", lower_threshold=0, replicas=2)
+    with pytest.raises(LossError, match="not found to return a multiple"):
+        pipeline.forward_backward(input_kwargs=batch, loss_fn=in_addition)
     assert all(parameter.grad is None for parameter in model.parameters())
+    found = pipeline.forward_backward(input_kwargs=batch, loss_fn=lambda outputs, _: 2 * outputs.loss)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert worst_gradient(model, plain) < 1e-6
+    pipeline.close()
+
+
+class Curriculum:
+    """A loss that counts its calls, and becomes another one."""
+
+    def __init__(self):
+        self.calls, self.then = 0, None
+
+    def __call__(self, outputs, labels):
+        self.calls += 1
+        return outputs.loss if self.then is None else self.then(outputs, labels)
+
+
+@pytest.mark.parametrize(("then", "after"), [(in_addition, 1), (squared, 2), (in_addition, 3)])
+def test_a_function_that_becomes_another_one_is_shown_again(then, after):
+    """In the call before which an attribute was changed; proofs do not count as calls of it."""
+    plain, model, batch = made()
+    pipeline = wrap_model_to_roundpipe(model, devices="virtual:2", lower_threshold=0)
+    loss_fn, config = Curriculum(), RoundPipeRunConfig(num_microbatch=3)
+    for _ in range(after):
+        pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=config)
+    assert loss_fn.calls == 3 * after
+    loss_fn.then = then
+    model.zero_grad()
+    expected = then(plain(**batch), None)
+    expected.backward()
+    with pytest.warns(RoundPipeWarning, match="loss_fn"):
+        found = pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=config)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert worst_gradient(model, plain) < 1e-6
     pipeline.close()
 
 

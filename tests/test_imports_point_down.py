@@ -41,7 +41,6 @@ MAY_IMPORT_AT_THE_TOP: dict[str, set[str]] = {
     "roundpipe_runtime.huggingface.trainer.pipeline_trainer": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.classes": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.checkpoints": {"transformers"},
-    "roundpipe_runtime.huggingface.trainer.group_trainer": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.saving_trainer": {"transformers"},
 }
 

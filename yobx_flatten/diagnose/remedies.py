@@ -6,17 +6,19 @@ import dataclasses
 import sys
 import types
 from collections import OrderedDict
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core.contents import Layouts, is_known_base
-from ..errors import InvalidRegistrationError
+from ..errors import InvalidRegistrationError, NotRegisteredError
 from ..recipe.codegen import builtin_base
 from ..recipe.contract import is_constant_class
 from ..recipe.fields import functions_of
 from ..recipe.mappings import is_mapping
 from ..registry.claims import REGISTRY
+from ..trees.walk import class_name, torch_leaves
 
 
 class Remedy(NamedTuple):
@@ -141,3 +143,22 @@ def _may_hold_tensors(value: object, owner: object, layouts: Layouts) -> bool:
             seen.update(map(id, below))
             left += below
     return False
+
+
+# Find the object among the inputs that ``torch.export`` refuses.
+
+
+def explain_leaf(inputs: Mapping[str, Any], refusal: str) -> NotRegisteredError | None:
+    """Say where among the inputs the object is that torch refuses, and the line that registers its class."""
+    # refusal: what `torch.export` states, which names the class and neither place nor remedy
+    layouts = Layouts()
+    for name, value in inputs.items():
+        for path, leaf in torch_leaves(value, name):
+            if str(type(leaf)) in refusal:
+                remedy = remedy_for(type(leaf), leaf, layouts, path)
+                line = remedy.line.replace("\n", "\n    ")
+                return NotRegisteredError(
+                    f"{path} is a {class_name(type(leaf))}, which torch does not know how to flatten. "
+                    f"{remedy.advice}:\n    {line}"
+                )
+    return None

@@ -2,13 +2,177 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import json
+from collections.abc import Container, Iterable
 from types import ModuleType
 from typing import Any
 
-from ..recipe.contract import Recipe
+from ..private_names.of_torch import MappingKey, pytree
+from ..recipe.aliases import TransformersCache
+from ..recipe.codegen import builtin_base
+from ..recipe.contract import Flatten, FlattenWithKeys, Recipe, Unflatten
 from .caches import functions as caches
-from .caches.other_caches import cache_recipes, cache_recipes_of_module
+from .caches.functions import axes_of_leaf, label_of_leaf, layers_of, new_cache
+from .caches.known_state import read_known_state
+from .caches.layers import PLACEHOLDERS
+from .caches.layouts import flatten_layers, holds_full_only, is_leaf_name, rebuild_by_attributes, unflatten_layers
+from .caches.state import StateBuilder, follow_state, leaf_paths
+from .caches.stored_templates import read_template
+from .loaded import ModelClasses, classes_of, subclasses_of
 from .outputs import output_recipes, output_recipes_of_module
+
+# Flatten every other cache: subclasses of ``Cache``, and caches that do not inherit it.
+#
+# A subclass is flattened as its parent is; attributes of its own follow an entry ``cache=...`` that states how to
+# rebuild them. A class that is not a ``Cache`` (``xLSTMCache``, padding caches of audio codecs) is flattened by its
+# attributes.
+
+
+# What every cache has; the rest is the subclass's own.
+_STANDARD = {"layers", "layer_class_to_replicate", "offloading", "only_non_sliding", "prefetch_stream", PLACEHOLDERS}
+_OWN = "cache="
+
+
+def cache_recipes(known: set[type], remedy: str) -> list[Recipe]:
+    """Recipes of all cache classes defined so far."""
+    import transformers.cache_utils as cache_utils
+
+    classes = dict.fromkeys(subclasses_of(cache_utils.Cache))
+    classes.update(dict.fromkeys(_PLAIN_CACHES()))
+    if hasattr(cache_utils, "KVSharingDict"):
+        classes[cache_utils.KVSharingDict] = None
+    recipes = (_recipe_of_cache(cls, remedy) for cls in classes if cls not in known)
+    return [recipe for recipe in recipes if recipe is not None]
+
+
+def cache_recipes_of_module(module: ModuleType, remedy: str) -> list[Recipe]:
+    """Recipes of the cache classes that one module of a model defines."""
+    from transformers.cache_utils import Cache
+
+    classes = [cls for cls in classes_of(module) if issubclass(cls, Cache) or _is_plain_cache(cls)]
+    return [recipe for recipe in (_recipe_of_cache(cls, remedy) for cls in classes) if recipe is not None]
+
+
+_RECIPES: dict[type, Recipe] = {}
+
+
+def _recipe_of_cache(cls: type, remedy: str) -> Recipe | None:
+    """The recipe of a class, ``None`` for a class that its author registered with torch."""
+    theirs = cls.__module__.split(".")[0] == "transformers"
+    # each is read once, and the node first: other threads write the recipe before the node, and take the node away
+    node = pytree.SUPPORTED_NODES.get(cls)
+    recipe = _RECIPES.get(cls)
+    if not theirs and node is not None and (recipe is None or node.flatten_fn is not recipe.flatten):
+        return None
+    if recipe is None:
+        from transformers.cache_utils import Cache
+
+        flatten, unflatten = (_cache_functions if issubclass(cls, Cache) else _plain_functions)(cls)
+        prefix = "yobx_flatten.transformers:" if theirs else "yobx_flatten:"
+        short = cls.__name__ if cls.__module__ == "transformers.cache_utils" else f"{cls.__module__}.{cls.__qualname__}"
+        recipe = Recipe(
+            cls,
+            flatten,
+            unflatten,
+            _with_keys(flatten),
+            prefix + short,
+            remedy,
+            axes=axes_of_leaf,
+            label=label_of_leaf,
+        )
+        recipe = _RECIPES.setdefault(cls, recipe)  # one for all threads
+    return recipe
+
+
+# -- subclasses of Cache ---------------------------------------------------------------------------------------------
+
+
+def _cache_functions(cls: type) -> tuple[Flatten, Unflatten]:
+    from transformers.cache_utils import DynamicCache
+
+    plain = issubclass(cls, DynamicCache)
+
+    def flatten(cache: TransformersCache) -> tuple[list[Any], list[str]]:
+        values, names = flatten_layers(layers_of(cache), plain=plain)
+        if not vars(cache).keys() <= _STANDARD:
+            template, paths, leaves = _read_object(cache, _STANDARD)
+            values = [*values, *leaves]
+            names = [*names, _OWN + template, *paths]
+        return values, names
+
+    def unflatten(values: Iterable[Any], context: list[str], output_type: type | None = None) -> TransformersCache:
+        leaves = list(values)
+        split = next((index for index, name in enumerate(context) if name.startswith(_OWN)), len(context))
+        names = context[:split]
+        count = sum(map(is_leaf_name, names))
+        cache = new_cache(cls, unflatten_layers(leaves[:count], names), grows=plain and holds_full_only(names))
+        if split < len(context):
+            builder = _builder_of(context[split])
+            held, _, real = builder.build(iter(leaves[count:]), 0)
+            cache.__dict__.update(held)
+            if not real:
+                cache.__dict__[PLACEHOLDERS] = builder.template
+        return cache
+
+    return flatten, unflatten
+
+
+def _read_object(obj: object, without: Container[str]) -> tuple[str, list[str], list[Any]]:
+    """Read an object by its attributes: their template as JSON, and paths and values of its leaves."""
+    held = vars(obj)
+    own = {name: value for name, value in held.items() if name not in without}
+    if PLACEHOLDERS in held:
+        template = held[PLACEHOLDERS]
+        return json.dumps(template), leaf_paths(template), follow_state(template, own)
+    state, leaves = read_known_state((type(obj),), own)
+    return state.text, state.paths, leaves
+
+
+@functools.lru_cache(maxsize=1024)
+def _builder_of(name: str) -> StateBuilder:
+    return StateBuilder(read_template(name.removeprefix(_OWN)))
+
+
+# -- no Cache at all -------------------------------------------------------------------------------------------------
+
+
+def _plain_functions(cls: type) -> tuple[Flatten, Unflatten]:
+    new: Any = builtin_base(cls).__new__  # `KVSharingDict` is a dict
+
+    def flatten(obj: object) -> tuple[list[Any], list[str]]:
+        template, paths, leaves = _read_object(obj, {PLACEHOLDERS})
+        return leaves, [_OWN + template, *paths]
+
+    def unflatten(values: Iterable[Any], context: list[str], output_type: type | None = None) -> TransformersCache:
+        return rebuild_by_attributes(cls, _builder_of(context[0]), iter(values), 0, new)
+
+    return flatten, unflatten
+
+
+def _with_keys(flatten: Flatten) -> FlattenWithKeys:
+    def flatten_with_keys(obj: object) -> tuple[list[tuple[Any, Any]], list[str]]:
+        values, names = flatten(obj)
+        keys: list[Any] = [MappingKey(name) for name in names if is_leaf_name(name)]
+        return list(zip(keys, values, strict=True)), names
+
+    return flatten_with_keys
+
+
+# -- which classes there are -----------------------------------------------------------------------------------------
+
+
+def _is_plain_cache(cls: type) -> bool:
+    """Return whether a class is a model's cache without being a ``Cache``, by its name and what it is not."""
+    if not cls.__name__.endswith("Cache") or inspect.isabstract(cls):
+        return False
+    bases = {base.__name__ for base in cls.__mro__}
+    return not bases & {"Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "Module", "PreTrainedConfig"}
+
+
+_PLAIN_CACHES = ModelClasses(_is_plain_cache)  # of imported models, that do not inherit `Cache`
+
 
 _REMEDY = "with register_flattening_functions(patch_transformers=True): ..."
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dataclasses
+import enum
 import functools
 import io
 import logging
@@ -21,25 +22,25 @@ from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec,
 
 from ...core.effects import undisturbed
 from ...diagnose.export_errors import explain_error
-from ...diagnose.refused import explain_leaf
-from ...errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError
+from ...diagnose.remedies import explain_leaf
+from ...errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError, StaticDataError
 from ...errors.failures import raised_as
 from ...errors.log import STEP
 from ...errors.tried_versions import naming_untried_versions
-from ...huggingface.cache_names import CACHE
+from ...huggingface.cache_names import CACHE, is_cache
 from ...huggingface.layer_weights import Reader, offloaded_readers, paused, streamed_readers
 from ...private_names.of_torch import FakeTensor, FakeTensorMode, pytree
+from ...recipe.aliases import PyTree
 from ...registry.patches import AttributePatch
 from ...runners.ports import check_cache_outputs
 from ...trace.program_inputs import text_of
 from ...trees.arguments import about_devices, on_other_devices
 from ...trees.naming import output_names
-from ...trees.walk import torch_leaves
+from ...trees.walk import key_name, node_of, torch_leaves
 from ..example.example import Example
 from ..example.forward_kwargs import check_all_read, named_in_forward, swallowed_names
 from ..example.size_relations import asserts_values, largest_sizes, unasserted_sizes
 from ..example.stated_sizes import asserted_in_forward
-from ..example.static_sizes import check_static_parts, static_constants
 from ..proof.case import clone
 from ..proof.left import Left, returning_left
 from ..proof.module_state import draws_random_numbers, own_written_state, written_state
@@ -480,3 +481,51 @@ def kept_sizes(module: torch.nn.Module) -> Iterator[None]:
 
 
 _PATCHES: dict[int, AttributePatch] = {}
+
+
+# The static parts of inputs and outputs: a program always has those of its example.
+
+
+def check_static_parts(program: ExportedProgram) -> None:
+    """Refuse a program whose outputs hold a size of the trace as static data."""
+    for spec in program.call_spec:
+        for cls, place, size in [] if spec is None else list(_sizes(spec)):
+            raise StaticDataError(
+                f"The static part of {cls} holds {size} at {place}, a size that varies in the trace: the program would "
+                f"always return the size of its example. Return it among the children of {cls}, as an int."
+            )
+
+
+def _sizes(spec: pytree.TreeSpec) -> Iterator[tuple[str, str, Any]]:
+    if spec.type is not None and not spec.is_leaf():
+        name = getattr(spec.type, "__qualname__", str(spec.type))
+        for place, size in _within(spec.context, "static"):
+            yield name, place, size
+        for child in spec.children():
+            yield from _sizes(child)
+
+
+def _within(value: object, place: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        yield place, value
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _within(item, f"{place}[{index}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _within(item, f"{place}[{key!r}]")
+
+
+def static_constants(tree: PyTree, name: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the numbers, texts and enums that objects of registered classes among the inputs hold as static data."""
+    node = None if is_cache(tree) else node_of(tree)  # what is static in a cache is how it is made
+    if node is None:
+        return
+    names = [f"{name}.{key_name(key)}" if name else key_name(key) for key in node.keys]
+    if node.recipe is not None and not isinstance(tree, Mapping):
+        children = {key_name(key) for key in node.keys}
+        for attribute, value in getattr(tree, "__dict__", {}).items():
+            if attribute not in children and isinstance(value, (bool, int, float, str, enum.Enum)):
+                yield f"{name}.{attribute}", value
+    for below, child in zip(names, node.children, strict=True):
+        yield from static_constants(child, below)

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from transformers.cache_utils import Cache
 
-from yobx_flatten.huggingface.tracing.chunk_scans import CHUNK_SCANS
+from yobx_flatten.huggingface.tracing.models import CHUNK_SCANS
 
 pytestmark = pytest.mark.skipif(
     not hasattr(Cache, "get_recurrent_state"), reason="before 5.23 these functions have another form"

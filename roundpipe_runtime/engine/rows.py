@@ -181,6 +181,7 @@ class _Comparison:
     def __init__(self, engine: Rows, config: RoundPipeRunConfig, leaves_of: Callable[[Any], Sequence[object]]) -> None:
         self._engine, self._leaves_of = engine, leaves_of
         self._config = dataclasses.replace(config, requires_grad=False, execute_plan=None, output_device=None)
+        self._attributes = [LayerAttributes(layer) for layer in engine.layers]
 
     def mixing(self, trial: RowTrial, number: int) -> int | None:
         """The first of the layers that mixes these rows."""
@@ -237,10 +238,13 @@ class _Comparison:
     def _outputs(
         self, microbatches: Sequence[FlatMicrobatch], number: int, trial: Trial, *, together: bool
     ) -> list[Any]:
-        """The outputs of one run, or of one each, which all begin with the same buffers."""
-        runs = [microbatches] if together else [[one] for one in microbatches]
-        found = [self._engine.try_layers(run, self._config, range(number), trial) for run in runs]
-        return [output for outputs in found for output in outputs]
+        """The outputs of one run, or of one each, which all begin with the same buffers and attributes."""
+        found: list[Any] = []
+        for run in [microbatches] if together else [[one] for one in microbatches]:
+            for attributes in self._attributes:
+                attributes.restore()
+            found += self._engine.try_layers(run, self._config, range(number), trial)
+        return found
 
 
 def few_rows(

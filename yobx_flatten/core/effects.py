@@ -48,6 +48,8 @@ _MANY_OBJECTS = 200_000
 
 _PLAIN = (*NUMBERS, torch.dtype, torch.device, torch.layout)
 
+_REMEMBERING = type(functools.cache(len))
+
 
 class Effects(dict[str, Effect]):
     """Changes that a call made, by key path; empty, so false, if there are none.
@@ -71,23 +73,18 @@ class Effects(dict[str, Effect]):
 
 
 class Snapshot:
-    """Which object was where before a call: identities, versions and storages; no copies.
+    """Which object was where before a call: identities, versions and storages; no copies."""
 
-    ``is_complete`` is false where the walk ended before it had seen everything.
-    """
-
-    def __init__(self, holders: list[_Holder], contents: list[_Content], is_complete: bool) -> None:
-        self._holders, self._contents, self.is_complete = holders, contents, is_complete
+    def __init__(self, holders: list[_Holder], contents: list[_Content]) -> None:
+        self._holders, self._contents = holders, contents
 
     @classmethod
-    def of(cls, *, values: bool = False, **roots: object) -> Snapshot:
+    def of(cls, **roots: object) -> Snapshot:
         """Note the contents of objects; each keyword names one in the key paths of :meth:`changes`."""
-        # values: compare the values of all tensors, and not only their versions: writes through `.data` and through
-        # arrays of NumPy leave no other trace. Reads all tensors twice. Values of buffers are always compared, as the
-        # statistics of a batch norm are written without a version.
-        walk = _Walk(values)
+        # Values of buffers are compared, as the statistics of a batch norm are written without a version.
+        walk = _Walk()
         walk.enter(roots)
-        return cls(walk.holders, walk.contents, walk.is_complete)
+        return cls(walk.holders, walk.contents)
 
     def changes(self) -> Effects:
         """Compare with the present contents."""
@@ -123,29 +120,38 @@ def undisturbed(
     The same objects are in the same places, with the same values and versions. So are the generators of random numbers
     of torch, NumPy and Python. Results that share memory with a root change with it: take copies of them inside.
     """
-    # seed: what torch's random numbers begin with in the block; by default the block draws what comes next
+    # seed: what random numbers begin with in the block; by default the block draws what comes next
     # parameters: those that the call writes to; none by default. Others are shared, as they are large and hardly any
     # call writes to them; they keep what was written.
     # returns: a context manager; inside, the snapshot from before the block
-    before = Snapshot.of(values=False, **roots)
+    before, shared = Snapshot.of(**roots), Snapshot.of(**shared_generators())
     before.keep_values(parameters)
-    with _generators_restored(seed), contextlib.ExitStack() as stack:
+    shared.keep_values(())
+    with contextlib.ExitStack() as stack:
+        stack.callback(shared.restore)
         stack.callback(before.restore)
+        stack.enter_context(_torch_generators_restored(seed))
         yield before
+
+
+def shared_generators() -> dict[str, Any]:
+    """Return the generators that the functions of Python's and NumPy's modules draw from, by the name of the module."""
+    numpy = sys.modules.get("numpy.random")
+    shared: dict[str, Any] = {"random": random.getstate} | ({} if numpy is None else {"numpy.random": numpy.get_state})
+    return {name: read.__self__ for name, read in shared.items()}
 
 
 # -- the walk --------------------------------------------------------------------------------------------------------
 
 
 class _Walk:
-    def __init__(self, values: bool) -> None:
+    def __init__(self) -> None:
         self.holders: list[_Holder] = []
         self.contents: list[_Content] = []
-        self.is_complete = True
-        self._values, self._layouts = values, Layouts()
+        self._layouts = Layouts()
         self._seen: set[int] = set()
         self._buffers: set[int] = set()
-        self._readers: dict[type, _Readers | None] = {}
+        self._readers: dict[type, _Reader | None] = {}
         self._waiting: collections.deque[tuple[str, Any]] = collections.deque()
 
     def enter(self, roots: Mapping[str, object]) -> None:
@@ -155,7 +161,6 @@ class _Walk:
             if type(obj) in _PLAIN_TYPES or id(obj) in self._seen:
                 continue
             if len(self._seen) >= _MANY_OBJECTS:
-                self.is_complete = False
                 break
             self._seen.add(id(obj))
             self._visit(path, obj)
@@ -172,21 +177,19 @@ class _Walk:
             self._visit_class(obj)
         elif (content := self._content(path, obj)) is not None:
             self.contents.append(content)
-            if content.grad is not None:
-                self._waiting.append((f"{path}.grad", content.grad))
+            self._waiting += [(f"{path}.grad", content.grad)]
+            self._waiting += [(path, obj.__wrapped__)] if kind is _REMEMBERING else []
         else:
             self._visit_object(path, obj, self._layouts(kind))
 
     def _content(self, path: str, obj: Any) -> _Content | None:
         kind = type(obj)
         if kind not in self._readers:
-            self._readers[kind] = _readers(kind)
-        readers = self._readers[kind]
-        if readers is None:
-            return None
-        if issubclass(kind, torch.Tensor) and (self._values or id(obj) in self._buffers or obj.is_inference()):
-            readers = _mark_of_tensor, _bits
-        return _Content(path, obj, *readers)
+            self._readers[kind] = _reader(kind)
+        reader = self._readers[kind]
+        if reader is _mark_of_tensor and (id(obj) in self._buffers or obj.is_inference()):
+            reader = _mark_with_bits
+        return None if reader is None else _Content(path, obj, reader)
 
     def _visit_object(self, path: str, obj: Any, layout: Layout) -> None:
         if _is_pipeline(type(obj)) or isinstance(obj, torch.optim.Optimizer):
@@ -228,7 +231,8 @@ class _Walk:
         if _is_own_code(cls.__module__):
             self._hold(cls.__qualname__, cls, _CLASS)
             functions = [getattr(one, "__func__", one) for one in vars(cls).values()]
-            self._waiting += [(f.__qualname__, f) for f in functions if type(f) is types.FunctionType]
+            kinds = types.FunctionType, _REMEMBERING
+            self._waiting += [(f.__qualname__, f) for f in functions if type(f) in kinds]
 
     def _hold(self, path: str, owner: Any, way: _Way) -> None:
         before = way.read(owner)
@@ -506,22 +510,21 @@ def _is_longer(one: object, other: object) -> bool:
 # -- what has values -------------------------------------------------------------------------------------------------
 
 
-# What changes with each write that leaves a trace, and the values themselves.
-_Readers: TypeAlias = tuple[Callable[[Any], object], Callable[[Any], object]]
+# Returns what changes with each write: the values, and of tensors what leaves a trace.
+_Reader: TypeAlias = Callable[[Any], object]
 
 
 class _Content:
     """A tensor, an array or a generator of random numbers, whose values a call can write in place."""
 
-    def __init__(self, path: str, obj: Any, mark: Callable[[Any], object], digest: Callable[[Any], object]) -> None:
-        self.path, self.obj, self._mark, self._digest = path, obj, mark, digest
-        self._before, self._values = mark(obj), digest(obj)
+    def __init__(self, path: str, obj: Any, read: _Reader) -> None:
+        self.path, self.obj, self._read, self._before = path, obj, read, read(obj)
         is_leaf = isinstance(obj, torch.Tensor) and obj.requires_grad and obj.is_leaf
         self.grad = obj.grad if is_leaf else None
         self._restore: Callable[[], object] | None = None
 
     def compare(self, found: Effects) -> None:
-        if self._mark(self.obj) != self._before or self._digest(self.obj) != self._values:
+        if self._read(self.obj) != self._before:
             found.note(self.path, "written", self.obj, self.obj)
         if isinstance(self.obj, torch.Tensor) and self.obj.requires_grad and self.obj.is_leaf:
             now = self.obj.grad
@@ -540,29 +543,24 @@ class _Content:
             self._restore()
 
 
-def _readers(kind: type) -> _Readers | None:
-    """Functions that read the value of an instance, to see whether it changed; None for classes without values."""
+def _reader(kind: type) -> _Reader | None:
+    """A function that reads the value of an instance, to see whether it changed; None for classes without values."""
     if issubclass(kind, torch.Tensor):
-        return _mark_of_tensor, _nothing
+        return _mark_of_tensor
     if issubclass(kind, torch.Generator):
-        return _nothing, lambda one: bytes(one.get_state().tolist())
+        return lambda one: bytes(one.get_state().tolist())
     if issubclass(kind, random.Random):
-        return _nothing, lambda one: hash(one.getstate())
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    if issubclass(kind, numpy.ndarray):
-        return _nothing, _bits_of_array
-    if issubclass(kind, (numpy.random.Generator, numpy.random.RandomState)):
-        return _nothing, lambda one: repr(_numpy_state(one))
-    return None
+        return lambda one: hash(one.getstate())
+    if kind is _REMEMBERING:
+        return lambda one: None
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and issubclass(kind, numpy.ndarray):
+        return _bits_of_array
+    is_of_numpy = numpy is not None and issubclass(kind, (numpy.random.Generator, numpy.random.RandomState))
+    return _numpy_state if is_of_numpy else None
 
 
-def _nothing(obj: object) -> object:
-    return None
-
-
-def _mark_of_tensor(tensor: torch.Tensor) -> object:
+def _mark_of_tensor(tensor: torch.Tensor) -> tuple[object, ...]:
     """A mark of a tensor that changes with each write that torch knows of, and with its memory."""
     version = None if tensor.is_inference() else tensor._version
     place = result_or(lambda: _place(tensor), lambda error: None)
@@ -573,30 +571,36 @@ def _place(tensor: torch.Tensor) -> object:
     return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride()
 
 
-def _bits(tensor: torch.Tensor) -> object:
+def _mark_with_bits(tensor: torch.Tensor) -> object:
     def read() -> object:
         flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         return zlib.crc32(ctypes.string_at(flat.data_ptr(), flat.nbytes)) if flat.nbytes else 0
 
-    return result_or(read, lambda error: None)  # no values: a fake tensor, or a layout without memory
+    # no values: a fake tensor, or a layout without memory
+    return *_mark_of_tensor(tensor), result_or(read, lambda error: None)
 
 
 def _bits_of_array(array: Any) -> object:
     return None if array.dtype.hasobject else zlib.crc32(array.tobytes())
 
 
-def _numpy_state(generator: Any) -> Any:
-    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+def _numpy_state(generator: Any) -> object:
+    if hasattr(generator, "bit_generator"):
+        return repr(generator.bit_generator.state)
+    _, keys, *others = generator.get_state()
+    return keys.tobytes(), others
 
 
 def _restoring(obj: Any, mark: Any, grad: torch.Tensor | None, copied: dict[object, Any]) -> Callable[[], object]:
     """Copy the values of an object, and return what writes them back."""
     if isinstance(obj, torch.Tensor):
         return _restoring_tensor(obj, mark, grad, copied)
-    if isinstance(obj, torch.Generator):
-        return functools.partial(obj.set_state, obj.get_state())
     if isinstance(obj, random.Random):
         return functools.partial(obj.setstate, obj.getstate())
+    if isinstance(obj, _REMEMBERING):
+        misses = obj.cache_info().misses
+        # of what a trace made it remember, tensors have no data
+        return lambda: obj.cache_clear() if obj.cache_info().misses != misses else None
     if hasattr(obj, "bit_generator"):
         return functools.partial(setattr, obj.bit_generator, "state", obj.bit_generator.state)
     if hasattr(obj, "set_state"):
@@ -618,7 +622,7 @@ def _restoring_tensor(
 
     def restore() -> None:
         with torch.inference_mode(tensor.is_inference()):
-            if result_or(lambda: _place(tensor), lambda error: None) != mark[-1] or tensor.shape != mark[1]:
+            if result_or(lambda: _place(tensor), lambda error: None) != mark[4] or tensor.shape != mark[1]:
                 tensor.data = alias
             if storage.nbytes() != values.nbytes():
                 storage.resize_(values.nbytes())
@@ -639,19 +643,14 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _generators_restored(seed: int | None) -> Iterator[None]:
-    """Restore the generators of torch, Python and NumPy after the block; start with a seed, if there is one."""
-    numpy = sys.modules.get("numpy.random")
-    state, of_numpy = random.getstate(), None if numpy is None else numpy.get_state()
+def _torch_generators_restored(seed: int | None) -> Iterator[None]:
+    """Restore torch's generators after the block; start with a seed, if there is one, and start the shared ones."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            if seed is not None:
-                torch.default_generator.manual_seed(seed)
-                if devices:
-                    torch.cuda.manual_seed_all(seed)
-            yield
-    finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.set_state(of_numpy)
+    with torch.random.fork_rng(devices=devices):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+            if devices:
+                torch.cuda.manual_seed_all(seed)
+            for generator in shared_generators().values():
+                generator.seed(seed)
+        yield

@@ -39,8 +39,8 @@ def _tensors(failure: Failure) -> list[tuple[str, torch.Tensor]]:
 
 
 def _fixed(text: str, line: str) -> Callable[[Failure, re.Match[str]], Explanation]:
-    """The same words for whatever was found."""
-    return lambda failure, found: Explanation(text, (), line)
+    """The same words for whatever was found, with the first group of the pattern for ``FOUND``."""
+    return lambda failure, found: Explanation(text.replace("FOUND", found[found.lastindex or 0]), (), line)
 
 
 def _old_tracer(failure: Failure, found: re.Match[str]) -> Explanation:
@@ -133,24 +133,6 @@ def _not_storable(failure: Failure, found: re.Match[str]) -> Explanation:
     )
 
 
-def _no_tensor_for_vmap(failure: Failure, found: re.Match[str]) -> Explanation:
-    return Explanation(
-        f"torch.vmap accepts tensors only, and a leaf is a {found[1]}. Give the axes in the structure of the input, "
-        "with None for leaves that are not tensors:",
-        (),
-        "in_dims=(torch.utils._pytree.tree_map(lambda x: 0 if isinstance(x, torch.Tensor) else None, input),)",
-    )
-
-
-def _no_tensor_for_grad(failure: Failure, found: re.Match[str]) -> Explanation:
-    return Explanation(
-        f"torch.func differentiates with respect to tensors only, and a leaf is a {found[1]}. Pass the tensors, and "
-        "rebuild the object inside:",
-        (),
-        "torch.func.grad(lambda x: function(dataclasses.replace(obj, x=x)))(obj.x)",
-    )
-
-
 OTHER_ROWS: list[Row] = [
     (r"are supported as JIT inputs/outputs", _old_tracer),
     (r"are supported as inputs or outputs of traced functions", _old_tracer),
@@ -179,8 +161,31 @@ OTHER_ROWS: list[Row] = [
     (r"NestedTensorImpl doesn't support|strided NestedTensor|'NestedIntNode' object", _nested),
     (r"expected \d+ shapes, got \d+", _module_among_inputs),
     (r"Failed serializing node (\w+) in graph.*Unimplemented graph input type: (\S+)", _not_storable),
-    (r"but the input is of type <class '([^']+)'>\. We cannot vmap over non-Tensor", _no_tensor_for_vmap),
-    (r"passed to transform API must be Tensor, got <class '([^']+)'>", _no_tensor_for_grad),
+    (
+        r"but the input is of type <class '([^']+)'>\. We cannot vmap over non-Tensor",
+        _fixed(
+            "torch.vmap accepts tensors only, and a leaf is a FOUND. Give the axes in the structure of the input, "
+            "with None for leaves that are not tensors:",
+            "in_dims=(torch.utils._pytree.tree_map(lambda x: 0 if isinstance(x, torch.Tensor) else None, input),)",
+        ),
+    ),
+    (
+        r"passed to transform API must be Tensor, got <class '([^']+)'>",
+        _fixed(
+            "torch.func differentiates with respect to tensors only, and a leaf is a FOUND. Pass the tensors, and "
+            "rebuild the object inside:",
+            "torch.func.grad(lambda x: function(dataclasses.replace(obj, x=x)))(obj.x)",
+        ),
+    ),
+    (
+        r"functorch tensor|object has no attribute 'constant'|constant's list|\.numpy\(\) is not supported for tensor",
+        _fixed(
+            "forward uses torch.func, .data or .numpy(), which a trace does not follow. Let autograd differentiate, "
+            "write in place, compute with torch:",
+            "with torch.enable_grad():\n    (gradient,) = torch.autograd.grad(function(x).sum(), x)\n"
+            "with torch.no_grad():\n    tensor.mul_(2)",
+        ),
+    ),
     (
         r"No conversion rule .*sym_(?:max|min)",
         _fixed(
@@ -285,11 +290,8 @@ def _unregistered(what: str, name: str, trees: dict[str, Any]) -> Explanation:
     paths = tuple(path for path, _ in places)
     leaf = places[0][1]
     remedy = remedy_for(type(leaf), leaf, layouts, paths[0])
-    return Explanation(f"{what}: {_some(paths)} is a {class_name(type(leaf))}. {remedy.advice}:", paths, remedy.line)
-
-
-def _some(paths: tuple[str, ...]) -> str:
-    return paths[0] if len(paths) == 1 else f"{paths[0]} (one of {len(paths)} such places)"
+    some = paths[0] if len(paths) == 1 else f"{paths[0]} (one of {len(paths)} such places)"
+    return Explanation(f"{what}: {some} is a {class_name(type(leaf))}. {remedy.advice}:", paths, remedy.line)
 
 
 def _not_registered_now(failure: Failure, found: re.Match[str]) -> Explanation | None:
@@ -326,13 +328,11 @@ _TORCH = os.path.dirname(torch.__file__)
 def _looks_at_values(failure: Failure, found: re.Match[str]) -> Explanation:
     places = re.findall(r'File "([^"]+)", line (\d+), in (\w+)(?:\n {4,}(\S.*))?', failure.message)
     own = [place for place in places if not place[0].startswith(_TORCH)]
-    where = place_of(failure.error)
-    if where:
-        pass  # what the traceback shows, the message has in fewer words
-    elif own:
+    where = place_of(failure.error)  # what the traceback shows, the message has in fewer words
+    if not where and own:
         file, line, function, code = own[-1]
         where = f" in {function}, {file}:{line}{': ' + code.strip() if code else ''}"
-    else:
+    elif not where:
         caused = re.search(r"Caused by: .*?\(?([\w./\\-]+\.py):(\d+) in (\w+)", failure.message)
         if caused is not None and not os.path.exists(os.path.join(_TORCH, caused[1])):
             where = f" in {caused[3]}, {caused[1]}:{caused[2]}"

@@ -316,9 +316,6 @@ def left_out(count: int) -> list[str]:
     return [f"{count} cases were left out: they are larger than the bounds."] if count else []
 
 
-# State sizes that a trace fixed although the model takes others: an LSTM's length, a loop over tokens.
-
-
 _REFUSALS = (RuntimeError, ValueError, LookupError, TypeError, AssertionError, AttributeError, ArithmeticError)
 
 
@@ -336,14 +333,10 @@ def notes_on_fixed_axes(example: Example, traced: Traced) -> list[str]:
         for size, axes in fixed.items()
         if _takes_more(example, traced, axes) or (every[size] != axes and _takes_more(example, traced, every[size]))
     ]
-    places = [_place(name, axis, size) for size, axes in taken for name, axis in _each(axes)]
+    places = [f"{name}.shape[{i}] is fixed at {size} by the trace" for size, axes in taken for name, i in _each(axes)]
     if not places:
         return []
     return [f"{', '.join(places)}: the model accepts other sizes there. Its program and files refuse them."]
-
-
-def _place(name: str, axis: int, size: int) -> str:
-    return f"{name}.shape[{axis}] is fixed at {size} by the trace"
 
 
 def _each(axes: Mapping[str, list[int]]) -> Iterator[tuple[str, int]]:

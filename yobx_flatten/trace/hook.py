@@ -224,7 +224,7 @@ class ExportHook:
                 refuse_specs_of_keys(mod, args, kwargs, dynamic_shapes, REGISTRY.recipe_in_force)
             args, kwargs, members = enums_as_texts(args, kwargs)
             dynamic_shapes = adapted_shapes(mod, args, kwargs, dynamic_shapes, REGISTRY.recipe_in_force)
-            args, kwargs = _without_slices(args), _without_slices(kwargs)
+            args, kwargs = _with_own_memory((args, kwargs))
             with contextlib.ExitStack() as stack:
                 stack.enter_context(tracing_here())
                 stack.enter_context(duck_shapes_off())
@@ -256,15 +256,19 @@ def _wrapping(
     return make
 
 
-def _without_slices(tree: PyTree) -> PyTree:
-    """Example inputs whose tensors are not slices of larger ones.
+def _with_own_memory(tree: PyTree) -> PyTree:
+    """Example inputs whose tensors are not slices of larger ones, and each in one place.
 
     ``ids[:, 5:]`` has strides that nothing else has: the program would refuse all contiguous tensors ("Guard
     failed: input_ids.stride()[0] != input_ids.size()[1]"). Permuted tensors (channels last) keep their strides.
+    A tensor in two places is one input for torch, which the program would read for both.
     """
-    if not any(map(_is_slice, pytree.tree_leaves(tree))):
-        return tree
-    return pytree.tree_map(lambda leaf: leaf.contiguous() if _is_slice(leaf) else leaf, tree)
+    leaves, spec = pytree.tree_flatten(tree)
+    made = []
+    for place, leaf in enumerate(leaves):
+        is_again = isinstance(leaf, Tensor) and any(leaf is one for one in leaves[:place])
+        made.append(leaf.contiguous() if _is_slice(leaf) else leaf.clone() if is_again else leaf)
+    return tree if all(a is b for a, b in zip(made, leaves, strict=True)) else pytree.tree_unflatten(made, spec)
 
 
 def _is_slice(leaf: object) -> bool:
@@ -313,10 +317,11 @@ def check_nested_kwargs(
     """Refuse an export whose program would end in a ``NameError`` at every call."""
     # shapes: its dynamic shapes; without any there are no such guards
     parameters = inspect.signature(module.forward).parameters
-    takes_more = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    if shapes is None or not takes_more:
+    if shapes is None or not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return
-    nested = [name for name, value in (kwargs or {}).items() if name not in parameters and _is_nested(value)]
+    more = [(name, value) for name, value in (kwargs or {}).items() if name not in parameters]
+    inner = {name: [one for one in pytree.tree_leaves(value) if one is not value] for name, value in more}
+    nested = [name for name, leaves in inner.items() if any(isinstance(leaf, Tensor) for leaf in leaves)]
     if nested and _has_defect(export):
         names = ", ".join(nested)
         raise InvalidArgumentError(
@@ -325,11 +330,6 @@ def check_nested_kwargs(
             f"them in the signature, or let export_program do it:\n    def forward(self, x, *, {names}, **kwargs):\n"
             "    export_program(module, args, kwargs)"
         )
-
-
-def _is_nested(value: object) -> bool:
-    leaves, spec = pytree.tree_flatten(value)
-    return not spec.is_leaf() and any(isinstance(leaf, torch.Tensor) for leaf in leaves)
 
 
 class _Smallest(torch.nn.Module):

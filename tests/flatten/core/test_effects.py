@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import random
 import threading
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from yobx_flatten.core.effects import Snapshot, undisturbed
+from yobx_flatten.core.effects import Snapshot, shared_generators, undisturbed
 
 HISTORY: list[float] = []
 COUNT = 0
@@ -111,14 +112,18 @@ def test_a_change_has_its_key_path(act, expected):
     assert before.changes() == expected
 
 
-def test_a_write_without_a_version_is_seen_where_values_are_compared():
-    """Arrays of NumPy and ``.data`` share memory and leave no version."""
+def test_a_write_without_a_version_is_seen_in_buffers():
+    """Arrays of NumPy and ``.data`` share memory and leave no version; so does the norm of a batch in its buffers."""
     for act in (through_numpy, lambda state: state.keys.data.add_(1)):
-        state = _state()
-        by_version, by_value = Snapshot.of(state=state), Snapshot.of(state=state, values=True)
+        state, holder = _state(), nn.Module()
+        before = Snapshot.of(state=state)
         act(state)
-        assert not by_version.changes()
-        assert by_value.changes() == {"state.keys": "written"}
+        assert not before.changes()
+        state = _state()
+        holder.register_buffer("keys", state.keys)
+        before = Snapshot.of(holder=holder)
+        act(state)
+        assert before.changes() == {"holder.keys": "written"}
 
 
 def test_the_objects_before_and_after_are_known():
@@ -134,11 +139,10 @@ def test_the_objects_before_and_after_are_known():
 def test_a_read_changes_nothing():
     """A forward in evaluation mode, with a cache that is only read, has no effects."""
     model, state = Counting().eval(), _state()
-    before = Snapshot.of(model=model, state=state, values=True)
+    before = Snapshot.of(model=model, state=state)
     with torch.no_grad():
         model.inner[1](model.inner[0](state.keys[:, :2]))
     assert before.changes() == {}
-    assert before.is_complete
 
 
 def test_state_of_a_module_is_named_as_users_name_it():
@@ -420,3 +424,44 @@ def test_an_optimizer_is_not_entered():
         layer(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     assert len(optimizer.state) == 2
+
+
+@functools.cache
+def table(length):
+    return torch.zeros(length)
+
+
+class Tables(nn.Module):
+    def forward(self, length):
+        return table(length) + self.bounded(length)
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019 # as users write it
+    def bounded(self, length):
+        return torch.ones(length)
+
+
+def test_what_a_function_remembers_of_a_call_is_forgotten():
+    """A trace would leave tensors without data in it; what it knew before stays where nothing was added."""
+    model = Tables()
+    known = model(2), table(2)
+    with undisturbed(model=model):
+        model(2)
+    assert table(2) is known[1]
+    with undisturbed(model=model):
+        model(3)
+    assert table.cache_info().currsize == Tables.bounded.cache_info().currsize == 0
+
+
+@pytest.mark.parametrize(("name", "draw"), [("random", random.random), ("numpy.random", np.random.rand)])
+def test_shared_generators_are_seeded_and_put_back(name, draw):
+    """As those of torch; a draw is seen under the name of the module."""
+    with undisturbed(seed=3):
+        first = draw()
+    with undisturbed():
+        expected = draw()
+    with undisturbed(seed=3):
+        assert draw() == first
+    before = Snapshot.of(**shared_generators())
+    assert not before.changes()
+    assert draw() == expected
+    assert before.changes() == {name: "written"}

@@ -1,12 +1,16 @@
 """The module computes a case once for all runtimes, and what one of them writes to its inputs reaches no other."""
 
 import copy
+import functools
 import itertools
+import random
 
+import numpy as np
 import pytest
 import torch
 
-from yobx_flatten import Case, export_onnx
+from yobx_flatten import Case, export_onnx, export_program
+from yobx_flatten.errors import ReplayError
 from yobx_flatten.export.proof import eager_runs
 from yobx_flatten.export.proof.eager_runs import EagerRuns
 
@@ -73,3 +77,58 @@ def test_a_file_is_compared_with_the_calls_of_the_program(module, tmp_path):
     both = export_onnx(module, (torch.ones(2, 3),), path=tmp_path / "n.onnx", cases=[Case("b", (torch.ones(2, 3),))])
     assert len(both.report.cases) == 4
     assert module.calls - before == before + 1
+
+
+class Draws(torch.nn.Module):
+    def __init__(self, draw, factor=1.0):
+        super().__init__()
+        self.draw, self.factor = draw, factor
+
+    def forward(self, x):
+        return x + self.factor * self.draw()
+
+
+DRAWS = {
+    "random": random.random,
+    "numpy.random": np.random.rand,
+    "random of a list": functools.partial(random.choice, range(10**6)),
+    "numpy.random of a norm": np.random.standard_normal,
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_what_python_draws_is_a_constant_and_refused(kind):
+    """A trace holds the number that it drew: each call of the program would have it."""
+    source = kind.split(" ", maxsplit=1)[0]
+    with pytest.raises(ReplayError, match=f"forward draws from {source}: a program has the numbers of its trace"):
+        export_program(Draws(DRAWS[kind]), (torch.ones(3),))
+
+
+def test_what_is_drawn_and_not_used_is_a_note():
+    """As a layer that is left out in training only; the generators are those of before."""
+    random.seed(5)
+    expected = random.random()
+    random.seed(5)
+    exported = export_program(Draws(random.random, 0.0), (torch.ones(3),))
+    assert random.random() == expected
+    assert any(note.startswith("forward draws from random:") for note in exported.report.remarks)
+    assert torch.equal(exported(torch.zeros(4)), torch.zeros(4))
+
+
+@functools.lru_cache
+def places(length):
+    return torch.arange(length).float()
+
+
+class Remembered(torch.nn.Module):
+    def forward(self, x):
+        return x * places(x.shape[1])
+
+
+def test_an_export_leaves_no_tensor_of_its_trace_in_a_cache_of_functions():
+    """Sizes are no keys of a cache, so this length is fixed; the module itself computes with numbers afterwards."""
+    x = torch.randn(2, 3)
+    exported = export_program(Remembered(), (x,))
+    assert torch.equal(exported(x), x * torch.arange(3))
+    assert torch.equal(Remembered()(x), x * torch.arange(3))
+    assert type(places(3)) is torch.Tensor

@@ -93,3 +93,61 @@ def test_what_was_not_equal_is_in_the_first_line():
     first = str(caught.value).splitlines()[0]
     assert "seven rows: step 0" in first
     assert "inf" not in first
+
+
+class Gradient(torch.nn.Module):
+    def forward(self, x):
+        return torch.vmap(torch.func.grad(lambda row: row.pow(3).sum()))(x)
+
+
+class GradientOfLayer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 1)
+
+    def forward(self, x):
+        return torch.func.grad(lambda y: self.linear(y).pow(2).sum())(x)
+
+
+class SetsData(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        self.weight.data = self.weight.data * 2
+        return x * self.weight
+
+
+class WritesData(torch.nn.Module):
+    def forward(self, x):
+        x.data.add_(1)
+        return x * 2
+
+
+class AsksForNumbers(torch.nn.Module):
+    def forward(self, x):
+        return x * torch.tensor(x.numpy() ** 2)
+
+
+@pytest.mark.parametrize("kind", [Gradient, GradientOfLayer, SetsData, WritesData, AsksForNumbers])
+def test_what_a_trace_does_not_follow_has_a_cure(kind):
+    """Each is one of torch's own assertions, which name neither the cause nor what to write."""
+    with pytest.raises(InvalidArgumentError, match=f"{kind.__name__} is not traced. forward uses torch.func, .data"):
+        export_program(kind(), (torch.ones(4, 3),))
+
+
+class Differentiates(torch.nn.Module):
+    """The cure for the first two."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(x.pow(3).sum(), x)
+        return gradient
+
+
+def test_the_cure_is_exported():
+    """The derivative of a cube, at other sizes than the example's."""
+    x = torch.randn(5, 3)
+    assert torch.allclose(export_program(Differentiates(), (torch.ones(4, 3),))(x), 3 * x**2)

@@ -1,5 +1,6 @@
 """What a call leaves in its arguments comes out of the program and of its files, or the report says so."""
 
+import collections
 import copy
 import dataclasses
 
@@ -311,3 +312,22 @@ class TestCacheOfTransformers:
         presents = [f"present.{layer}.{leaf}" for layer in (0, 1) for leaf in ("key", "value")]
         assert report.output_names == ["y", *presents]
         assert {case.steps for case in report.cases if case.case == "the example"} == {3}
+
+
+class Queued(torch.nn.Module):
+    """Puts what it reads at the end of a queue."""
+
+    def forward(self, x, queue):
+        queue.append(x * 2)
+        return sum(queue)
+
+
+@pytest.mark.parametrize("make", [list, collections.deque, lambda items: collections.deque(items, maxlen=4)])
+def test_a_queue_grows_as_in_the_module(make):
+    """The program leaves in the caller's queue what the module leaves there."""
+    exported = export_program(Queued(), (torch.ones(3), make([torch.ones(3)])))
+    x, first = torch.randn(3), torch.randn(3)
+    found, expected = make([first]), make([first])
+    assert torch.equal(exported(x, found), Queued()(x, expected))
+    assert type(found) is type(expected)
+    assert [one.tolist() for one in found] == [one.tolist() for one in expected]

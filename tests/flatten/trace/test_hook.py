@@ -389,3 +389,54 @@ def test_a_spec_of_a_program_is_the_spec_of_its_inputs(program):
     with register_flattening_functions(patch_transformers=True):
         spec = pytree.tree_structure(((tokens(5), cache_of(batch=5, length=9)), {}))
     assert program.call_spec.in_spec == spec
+
+
+class Weighs(torch.nn.Module):
+    """Reads tensors of a nested object, each with a weight of its own."""
+
+    def forward(self, x, more):
+        return x + 10 * more["y"][0] + 100 * more["z"]
+
+
+def _one_tensor(x):
+    return x, {"y": [x], "z": x}
+
+
+def _two_tensors(x):
+    return x, {"y": [x * 2], "z": x}
+
+
+@pytest.mark.parametrize("example", [_one_tensor, _two_tensors])
+@pytest.mark.parametrize("number", [torch.float32, torch.float64, torch.int64])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_tensor_in_two_places_is_two_inputs(example, number, strict):
+    """torch 2.13 takes one object for one input: the program would read ``z`` for ``x``."""
+    args = example(torch.ones(3, 4, dtype=number))
+    every = {0: Dim.AUTO}
+    with register_flattening_functions():
+        program = export(Weighs(), args, dynamic_shapes=(every, {"y": [every], "z": every}), strict=strict)
+    others = [torch.arange(20).reshape(5, 4).to(number) + place for place in range(3)]
+    given = others[0], {"y": [others[1]], "z": others[2]}
+    assert torch.equal(program.module()(*given), Weighs()(*given))
+
+
+def test_a_file_of_a_tensor_in_two_places_has_two_inputs():
+    """As ``torch.onnx.export`` writes it in a block, with keyword arguments."""
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    x = torch.ones(3, 4)
+    every = {0: Dim.AUTO}
+    with register_flattening_functions():
+        written = torch.onnx.export(
+            Weighs().eval(),
+            (),
+            kwargs={"x": x, "more": {"y": [x], "z": x}},
+            dynamic_shapes={"x": every, "more": {"y": [every], "z": every}},
+            dynamo=True,
+            verbose=False,
+        )
+    session = onnxruntime.InferenceSession(written.model_proto.SerializeToString())
+    others = [torch.full((5, 4), float(value)) for value in (1, 2, 3)]
+    feeds = {one.name: value.numpy() for one, value in zip(session.get_inputs(), others, strict=True)}
+    expected = Weighs()(others[0], {"y": [others[1]], "z": others[2]})
+    assert torch.equal(torch.from_numpy(session.run(None, feeds)[0]), expected)

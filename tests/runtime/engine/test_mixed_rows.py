@@ -55,6 +55,26 @@ class Noisy(nn.Module):
         return x + noise - x.mean(0)
 
 
+class Average(nn.Module):
+    """Takes a moving average of all rows away, which stands in an attribute, in a list, or on an object."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.linear, self.where = nn.Linear(8, 8), where
+        self.average, self.held, self.state = torch.zeros(8), [torch.zeros(8)], Layer(None)
+        self.state.average = torch.zeros(8)
+
+    def forward(self, x):
+        x, mean = self.linear(x), x.detach().mean((0, 1))
+        if self.where == "attribute":
+            self.average = average = 0.9 * self.average + 0.1 * mean
+        elif self.where == "list":
+            average = self.held[0].mul_(0.9).add_(mean, alpha=0.1)
+        else:
+            self.state.average = average = 0.9 * self.state.average + 0.1 * mean
+        return x - average
+
+
 def largest(layer, x):
     return x * (x >= x.topk(2, 0).values[-1])
 
@@ -75,6 +95,9 @@ MIXES = {
     "by the place of a row": lambda: Layer(lambda layer, x: x + torch.arange(len(x)).to(x)[:, None, None]),
     "one position": lambda: Layer(lambda layer, x: torch.cat([x[:, :1] - x[:, :1].mean(0), x[:, 1:]], 1)),
     "with noise of NumPy": Noisy,
+    "average in an attribute": lambda: Average("attribute"),
+    "average in a list": lambda: Average("list"),
+    "average of another module": lambda: Average("module"),
 }
 
 

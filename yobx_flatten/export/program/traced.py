@@ -198,7 +198,9 @@ def _traced(example: Example, strict: bool) -> tuple[ExportedProgram, Left | Non
         asserted = asserted_in_forward(module, example.args, example.kwargs, example.names, example.relations)
         # a trace writes to tensors that are plain attributes, and leaves symbols in attributes
         untouched, traceable = undisturbed(module=module), stand_ins(module, leaves)
-        left = _left_of(example, strict)
+        # a strict trace reads no hooks
+        is_returned = example.loop and not strict
+        left = returning_left(module, finds=True) if is_returned else contextlib.nullcontext()
         kept = contextlib.nullcontext() if example.shapes is None else kept_sizes(module)
         calm = contextlib.redirect_stderr(_WithoutGraphs(sys.stderr))
         quiet = warnings.catch_warnings()
@@ -255,12 +257,6 @@ def described(program: ExportedProgram, example: Example, left: Left | None = No
     return Traced(program, inputs, names, types, written, drawing, readers, left, **sizes, **fixed)
 
 
-def _left_of(example: Example, strict: bool) -> contextlib.AbstractContextManager[Any]:
-    """Let the trace return what the module leaves in its arguments; a strict one reads no hooks."""
-    returned = example.loop and not strict
-    return returning_left(example.module, finds=True) if returned else contextlib.nullcontext()
-
-
 class _WithoutGraphs(io.TextIOBase):
     """Where torch prints the graph of a trace that failed, twice: all but that goes to the stream."""
 
@@ -299,6 +295,8 @@ def _explain(example: Example, error: BaseException) -> FlattenError | None:
             f"{type(module).__qualname__} cannot be traced. {text}:\n    torch.where(condition, a, b), "
             "torch.cond(condition, f, g, (x,)), torch._check(n > 3)"
         )
+    if re.search(r"program constant's list|functorch tensor|no attribute 'constant'|for tensor subclasses", message):
+        return InvalidArgumentError(f"{type(module).__qualname__} is not traced. {explain_error(error, module)}")
     if "Unsupported input type" in message:
         return explain_leaf(inputs, message)
     if "in output, which is not a known type" in message:

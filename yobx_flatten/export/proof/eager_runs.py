@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.effects import Snapshot, undisturbed
+from ...core.effects import Snapshot, shared_generators, undisturbed
 from ...diagnose.export_errors import explain_error
 from ...errors import FlattenError, InvalidArgumentError
 from ...errors.failures import raised_as
@@ -55,15 +55,19 @@ def eager_steps(
     Afterwards the state of the module is restored; from step to step the module keeps its changes.
     """
     # left: what is returned in addition; nothing by default
-    # lost: gets what the module changes in its arguments and does not return; `None`, the default, where no caller asks
+    # lost: gets what the module changes in its arguments and does not return, and the generators from which it draws
+    # that a program does not have; `None`, the default, where no caller asks
     steps: list[Step] = []
+    lost = {} if lost is None else lost
     following = _following(module)
     first = named_for(forward_of(module), case.kwargs)
 
     def call(kwargs: Mapping[str, Any], number: int) -> tuple[Any, Any]:
         """The outputs of a call and a copy of them, since the next call may change the outputs."""
         with undisturbed(seed=number, args=case.args), _naming(case, module, number), torch.no_grad():
+            generators = Snapshot.of(**shared_generators())
             outputs = module(*case.args, **kwargs)
+            lost.update(dict.fromkeys(generators.changes(), "drawn"))
             return outputs, clone(outputs)
 
     before = undisturbed(module=module, parameters=written_parameters(module, written))
@@ -78,8 +82,7 @@ def eager_steps(
         if twice and len(steps) == 1 and _exchanges(module, snapshot):
             with undisturbed(kwargs=first):
                 steps.append(Step(steps[0].given, call(first, 1)[1], goes_on=False))
-        if lost is not None:
-            lost |= watch.lost
+        lost |= watch.lost
     return steps
 
 

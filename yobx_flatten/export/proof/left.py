@@ -13,6 +13,7 @@ Hooks around ``forward`` compare the leaves of each argument before a call and a
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import inspect
@@ -76,14 +77,16 @@ class Left:
 
 
 def note_on_lost(lost: Mapping[str, str]) -> list[str]:
-    """Return a note on what calls changed in their arguments and no program returns; none where there is nothing."""
-    if not lost:
-        return []
-    changes = ", ".join(f"{path} ({effect})" for path, effect in lost.items())
-    return [
-        f"forward changes {changes} in its arguments and does not return that. Files do not return it either; the "
-        "program writes to tensors in place, and changes nothing else."
-    ]
+    """Return notes on what calls changed in their arguments, or drew, and no program does; none where it is nothing."""
+    drawn = [f"{name}: a program" for name, effect in lost.items() if effect == "drawn"]
+    found = [f"forward draws from {one} has the numbers of its trace in each call. Draw with torch." for one in drawn]
+    changes = ", ".join(f"{path} ({effect})" for path, effect in lost.items() if effect != "drawn")
+    if changes:
+        found.append(
+            f"forward changes {changes} in its arguments and does not return that. Files do not return it either; the "
+            "program writes to tensors in place, and changes nothing else."
+        )
+    return found
 
 
 def with_present(kwargs: Mapping[str, Any], outputs: PyTree) -> dict[str, Any] | None:
@@ -270,8 +273,10 @@ def _adopted(old: Any, new: Any) -> Any:
     """Give an object of the caller what another one of its class holds; return what stands in its place."""
     if old is new or type(old) is not type(new) or isinstance(old, torch.Tensor):
         return new
-    if isinstance(old, list):
-        old[:] = [*map(_adopted, old, new), *new[len(old) :]]
+    if isinstance(old, (list, collections.deque)):
+        items = [*map(_adopted, old, new), *list(new)[len(old) :]]
+        old.clear()
+        old.extend(items)
         return old
     if isinstance(old, dict):
         made = {key: _adopted(old[key], value) if key in old else value for key, value in new.items()}

@@ -169,8 +169,7 @@ def first_that_mixes(
         for trial in itertools.islice(trials, _TRIALS):
             if tried is not None:
                 tried.append(trial)
-            found = compare.mixing(trial, number)
-            if found is None:
+            if (found := compare.mixing(trial, number)) is None:
                 break
     return found
 
@@ -221,8 +220,7 @@ class _Comparison:
         """Whether rows are computed otherwise next to other rows."""
         last = trial.count - 1
         order = [[*range(last), last - 1], [last, *range(1, trial.count)]]
-        others = [trial.in_order(one) for one in order]
-        whole, part, *found = self._run([trial.whole, trial.parts[-1], *others], number, "others")
+        whole, part, *found = self._run([trial.whole, trial.parts[-1], *map(trial.in_order, order)], number, "others")
         kept = [range(last), range(1, trial.count)]
         return any(
             changes_with_others(whole, one, part, rows, trial.count, _coarsest())
@@ -235,12 +233,10 @@ class _Comparison:
         """The leaves of outputs."""
         return [*map(self._leaves_of, self._outputs(microbatches, number, trial, together=together))]
 
-    def _outputs(
-        self, microbatches: Sequence[FlatMicrobatch], number: int, trial: Trial, *, together: bool
-    ) -> list[Any]:
+    def _outputs(self, given: Sequence[FlatMicrobatch], number: int, trial: Trial, *, together: bool) -> list[Any]:
         """The outputs of one run, or of one each, which all begin with the same buffers and attributes."""
         found: list[Any] = []
-        for run in [microbatches] if together else [[one] for one in microbatches]:
+        for run in [given] if together else [[one] for one in given]:
             for attributes in self._attributes:
                 attributes.restore()
             found += self._engine.try_layers(run, self._config, range(number), trial)

@@ -211,7 +211,7 @@ def test_a_repeated_proof_leaves_a_step_in_the_background_one_step_late(term, op
 def test_the_report_states_how_losses_are_computed():
     """Once for each kind of call: the weights that were proven, or that it is computed once, and why."""
     for term, expected in (
-        (rows_alone, "weighted by rows, proven with"),
+        (rows_alone, "weighted by rows, checked with"),
         (spread, "computed once for the whole batch"),
     ):
         model, batch = made(term)

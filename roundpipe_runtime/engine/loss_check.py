@@ -151,8 +151,8 @@ def _cut_axis(whole: Any, *parts: Any) -> int | None:
 
 
 @contextlib.contextmanager
-def calls_apart(called: object) -> Iterator[Callable[[], None]]:
-    """Undo what calls for a proof do to an object and to generators; the function in the block undoes one call."""
+def calls_apart(called: object) -> Iterator[Callable[[int], None]]:
+    """Undo what calls for a proof do to an object and to generators; the function in the block begins one call."""
     # no other thread draws meanwhile; autocast would hide wrong weights; warnings about single rows are not the user's
     with (
         generator_alone(),
@@ -163,8 +163,9 @@ def calls_apart(called: object) -> Iterator[Callable[[], None]]:
     ):
         warnings.simplefilter("ignore")
 
-        def next_call() -> None:
-            before.restore()  # each call is the next one after those of the training
+        def next_call(number: int) -> None:
+            if number < 2:  # later parts find what the parts before them have left, as in the training
+                before.restore()
             torch.default_generator.manual_seed(1)  # and no other: devices have theirs
 
         yield next_call
@@ -250,10 +251,9 @@ class LossChecks:
 
     def warn(self) -> None:
         """Warn, after a successful call, that its loss could not be checked."""
-        reason, self._reason = self._reason, None
-        if reason is not None:
+        if self._reason is not None:
             warn(
-                f"It could not be checked that the loss is the same for any split of a batch: {reason} If it "
+                f"It could not be checked that the loss is the same for any split of a batch: {self._reason} If it "
                 "compares rows with each other, or selects some of them, write:"
                 '\n    RoundPipeRunConfig(loss_reduction="joined")',
                 RoundPipeWarning,
@@ -294,7 +294,7 @@ class LossChecks:
         with calls_apart(loss_fn) as next_call:
 
             def loss(number: int, leaves: Sequence[Any]) -> Part:
-                next_call()
+                next_call(number)
                 given = pytree.tree_map_only(torch.Tensor, torch.clone, leaves)  # which it may write in place
                 outputs, labels = pytree.tree_unflatten(given, sample.spec)
                 with SteadyDraws(), count_items() as items:
@@ -326,7 +326,7 @@ def _not_additive(stated: str, whole: Part, parts: Sequence[Part], *, has_other_
     returned = " and ".join(f"{part.value} for {part.rows}" for part in parts)
     return JoinedLossError(
         f"loss_fn returns {whole.value} for {whole.rows} rows, and {returned} of them{when}. So it is not {what}: it "
-        "would depend on how the batch is split. It may compare rows, or select them by their values."
+        "would depend on how the batch is split. It may compare rows, select them, or read what its own calls change."
     )
 
 

@@ -130,7 +130,7 @@ class Tail:
         with calls_apart(called) as next_call, NoDropout():
 
             def loss(number: int, leaves: Sequence[Any]) -> Part:
-                next_call()
+                next_call(number)
                 some, named = rows[number], zip(roles, leaves, strict=False)
                 values = dict(zip(keys, leaves[len(roles) :], strict=True))
                 found, _ = self._loss(dataclasses.replace(some, kwargs=some.kwargs | dict(named)), values, seed=1)

@@ -373,6 +373,66 @@ def test_a_loss_that_changes_by_itself_is_found_at_calls_2_4_8():
     pipeline.close()
 
 
+class Warmed:
+    """A loss that grows with its calls, as a weight that is warmed up."""
+
+    calls = 0
+
+    def __call__(self, outputs, labels):
+        self.calls += 1
+        return F.cross_entropy(outputs, labels) * self.calls
+
+
+class Balanced(nn.Module):
+    """A loss with class weights that follow the labels it has seen, in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.ones(5))
+
+    def forward(self, outputs, labels):
+        self.seen += torch.bincount(labels, minlength=5)
+        return F.cross_entropy(outputs, labels, weight=1 / self.seen, reduction="sum") / len(labels)
+
+
+class Smoothed:
+    """A loss next to the average of the losses before, in a list."""
+
+    def __init__(self):
+        self.before = [1.0]
+
+    def __call__(self, outputs, labels):
+        loss = F.cross_entropy(outputs, labels)
+        self.before.append(loss.item())
+        return loss / (sum(self.before) / len(self.before))
+
+
+class Noted(Smoothed):
+    """A loss that only notes its values."""
+
+    def __call__(self, outputs, labels):
+        super().__call__(outputs, labels)
+        return F.cross_entropy(outputs, labels)
+
+
+@pytest.mark.parametrize("loss", [Warmed, Balanced, Smoothed, Noted])
+def test_a_loss_that_reads_what_its_calls_change_is_called_once_in_a_step(loss):
+    """As in the loop without a pipeline; a loss that only notes something is called for each microbatch."""
+    layers, x, y = made(9)
+    own, given = loss(), loss()
+    expected = [own(layers(x), y).item() for _ in range(4)]
+    pipeline = RoundPipe(layers, devices="virtual:2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RoundPipeWarning)
+        config = RoundPipeRunConfig(num_microbatch=3)
+        found = [pipeline.forward_backward((x,), label=y, loss_fn=given, run_config=config) for _ in range(4)]
+    assert [one.item() for one in found] == pytest.approx(expected, rel=1e-5)
+    assert found_ways(pipeline) == ["items" if loss is Noted else "joined"]
+    if loss is Noted:
+        assert len(given.before) == 13  # and none of a proof
+    pipeline.close()
+
+
 class Checked(nn.Module):
     """A layer, or a loss of rows, that refuses what is no number."""
 

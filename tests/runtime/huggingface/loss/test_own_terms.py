@@ -2,6 +2,7 @@
 
 import copy
 import time
+import warnings
 
 import pytest
 import torch
@@ -130,6 +131,28 @@ def test_a_function_that_becomes_another_one_is_shown_again(then, after):
         found = pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=config)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     assert worst_gradient(model, plain) < 1e-6
+    pipeline.close()
+
+
+def test_a_function_that_reads_what_its_calls_change_is_called_once_in_a_step():
+    """A weight that is warmed up with the calls."""
+
+    class Warmed:
+        calls = 0
+
+        def __call__(self, outputs, labels):
+            self.calls += 1
+            return outputs.loss * self.calls
+
+    plain, model, batch = made()
+    pipeline = wrap_model_to_roundpipe(model, devices="virtual:2", lower_threshold=0)
+    loss_fn, own, config = Warmed(), Warmed(), RoundPipeRunConfig(num_microbatch=3)
+    for _ in range(2):
+        expected = own(plain(**batch), None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RoundPipeWarning)
+            found = pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=config)
+        assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     pipeline.close()
 
 

@@ -161,7 +161,7 @@ def test_the_programs_of_the_readme_are_all_that_it_shows():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     found = list(newest_programs.blocks(text))
     assert len(found) == text.count("```python\n") > 1
-    assert found[0][0] == "Export a model and generate with it"
+    assert found[0][0] == "Export a model and generate text"
     assert found[0][1].startswith("import torch\n")
 
 

@@ -182,7 +182,7 @@ OTHER_ROWS: list[Row] = [
         _fixed(
             "forward uses torch.func, .data or .numpy(), which a trace does not follow. Let autograd differentiate, "
             "write in place, compute with torch:",
-            "with torch.enable_grad():\n    (gradient,) = torch.autograd.grad(function(x).sum(), x)\n"
+            "with torch.enable_grad():\n    (gradient,) = torch.autograd.grad(model(x).sum(), x)\n"
             "with torch.no_grad():\n    tensor.mul_(2)",
         ),
     ),

@@ -218,7 +218,7 @@ X = _tensors(4, 4)
     ("make", "said"),
     [
         (lambda: {"x": TensorSpec([ShapeVar("b")])}, "x: expected one entry for each of the 2 axes"),
-        (lambda: {"x": TensorSpec([None, 5])}, "x: axis 1 is to be 5, but is 4 in the example"),
+        (lambda: {"x": TensorSpec([None, 5])}, "x: axis 1 should be 5, but is 4 in the example"),
         (lambda: {"x": TensorSpec([ShapeVar("b", min=5), None])}, "x: axis 0 is 4 in the example, and b is at least 5"),
         (lambda: {"x": TensorSpec([ShapeVar("b", max=3), None])}, "at least 0, at most 3"),
         (lambda: {"x": TensorSpec([ShapeVar("b") * 2, None])}, r"x: axis 0: 2\*b depends on \['b'\]"),

@@ -61,7 +61,7 @@ def test_a_prompt_as_long_as_the_limit_is_refused():
     model, generator = _pair(max_length=4)
     with pytest.raises(ValueError, match="max_length"):
         _tokens(model)
-    with pytest.raises(InvalidArgumentError, match=r"There are 4 tokens.*max_length=4\. Pass max_new_tokens"):
+    with pytest.raises(InvalidArgumentError, match=r"has 4 tokens.*max_length in .* is 4\. Pass max_new_tokens"):
         generator.generate(PROMPT, MASK)
     assert generator.generate(PROMPT, MASK, max_new_tokens=2).shape == (2, 6)
 

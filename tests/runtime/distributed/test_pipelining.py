@@ -52,7 +52,7 @@ def test_an_unregistered_class_is_refused_in_all_processes(two):
     """The process of the stage names the class, the others the stage."""
     first, second = (rank["errors"]["unregistered"] for rank in two)
     assert first.startswith("UnregisteredObjectError: The output of stage 0: tree is a ")
-    assert "register_class_flattening(Unregistered, f, u, k)" in first
+    assert "register(Unregistered, children=['value'])" in first
     assert second.startswith("StageError: Stage 0, in another process, cannot be made: UnregisteredObjectError: ")
 
 

@@ -20,7 +20,7 @@ def test_the_first_signal_is_noted(number, status, capfd):
         assert interruption.status == 0
         os.kill(os.getpid(), number)
         assert interruption.status == status
-    assert "this step will be the last" in capfd.readouterr().err
+    assert "stopping after this step; press Ctrl-C again to quit now" in capfd.readouterr().err
 
 
 def test_the_handlers_of_before_come_back():

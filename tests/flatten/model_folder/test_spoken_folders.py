@@ -152,7 +152,8 @@ def test_a_call_that_cannot_be_done_is_refused_in_a_line(folder, change, words):
 
 
 @pytest.mark.parametrize(
-    ("option", "words"), [({"quantize": "int8"}, "each frame depends on earlier ones"), ({"layout": "transformers.js"}, "one file")]
+    ("option", "words"),
+    [({"quantize": "int8"}, "depends on earlier ones"), ({"layout": "transformers.js"}, "one file")],
 )
 def test_what_nothing_proves_is_refused(option, words, tmp_path):
     """Before the work."""

@@ -144,7 +144,7 @@ class Secret:
 
 def test_an_unregistered_object_is_refused_with_its_place(tmp_path):
     """Nothing is written then."""
-    with pytest.raises(NotRegisteredError, match=r"(?s)a\.0\.b is a .*Secret.*1 tensor.*register\(Secret, children=\['x'\]\)"):
+    with pytest.raises(NotRegisteredError, match=r"(?s)a\.0\.b is a .*Secret.*1 tensor.*register\(Secret, .*\['x'\]\)"):
         save_nested(tmp_path / "x.onnx", {"a": [{"b": Secret(torch.zeros(1))}]})
     assert os.listdir(tmp_path) == []
 

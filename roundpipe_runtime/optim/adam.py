@@ -49,18 +49,10 @@ class Adam(torch.optim.Adam):
             raise ConfigError("Adam: capturable and differentiable are not supported here. Use torch.optim.Adam.")
         if foreach is not None or fused is not None:
             warn("Adam: foreach and fused are ignored; the fused kernel is used.", UserWarning)
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            fused=True,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
+        how = {"maximize": maximize, "decoupled_weight_decay": decoupled_weight_decay}
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, fused=True, **how)
         self._choose_kernels()
+        self.register_step_pre_hook(_check_shapes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with a kernel that supports them."""
@@ -78,3 +70,12 @@ class Adam(torch.optim.Adam):
             group["fused"] = not any(parameter.is_complex() for parameter in group["params"])
         # a GradScaler hands its scale to an optimizer that states it; the loop does not take it
         self._step_supports_amp_scaling = all(group["fused"] for group in self.param_groups)
+
+
+def _check_shapes(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    # the fused kernel compares no shapes: it would write outside of the moments of a parameter that was resized
+    for one in [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]:
+        moments = optimizer.state.get(one, {}).get("exp_avg", one)
+        if one.grad.shape != one.shape or moments.shape != one.shape:
+            shapes = f"{tuple(one.shape)}, its gradient has {tuple(one.grad.shape)}, its moments {tuple(moments.shape)}"
+            raise ConfigError(f"Adam: a parameter was resized to {shapes}. Make the optimizer again.")

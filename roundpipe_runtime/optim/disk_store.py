@@ -326,8 +326,7 @@ def _on_host(contents: HasParameters) -> list[torch.Tensor]:
 
 def _can_move(parameter: torch.Tensor) -> bool:
     data = parameter.data
-    is_plain = type(data) is torch.Tensor and data.device.type == "cpu" and data.numel() > 0
-    return is_plain and _is_dense(data)
+    return type(data) is torch.Tensor and data.device.type == "cpu" and data.numel() > 0 and _is_dense(data)
 
 
 def _is_state(value: Any) -> bool:

@@ -110,17 +110,16 @@ def ambiguous_without(model: TransformersModel, kwargs: Mapping[str, Any]) -> st
     )
 
 
-def default_sizes(model: TransformersModel) -> tuple[list[DecodeSizes], str | None]:
-    """Choose sizes that are hard: below, at and past the smallest window, one and several tokens, a padded row.
-
-    Where positions change with the length (longrope, dynamic), two more pass that length.
-    """
+def default_sizes(model: TransformersModel, cache: object = None) -> tuple[list[DecodeSizes], str | None]:
+    """Choose sizes that are hard: below, at and past the smallest window, one and several tokens, a padded row."""
+    # cache: that of the example; a static one has room for some tokens only
+    # where positions change with the length (longrope, dynamic), two more sizes pass that length
     # returns: the sizes, and a remark when a window, or the length where positions change, is too long to be passed
     config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-    room = getattr(config, "max_position_embeddings", None) or _LONGEST
-    if not isinstance(window, int) or window < 3:
-        window = None
+    static = [one for one in getattr(cache, "layers", ()) if hasattr(one, "max_cache_len") and not one.is_sliding]
+    room = min([getattr(config, "max_position_embeddings", None) or _LONGEST, *(one.max_cache_len for one in static)])
+    window = window if isinstance(window, int) and window >= 3 else None
     remark = None
     if window is not None and 2 * window + 8 > min(_LONGEST, room):
         remark = f"The sliding window of {window} was not passed: that takes more than {min(_LONGEST, room)} tokens."
@@ -132,7 +131,9 @@ def default_sizes(model: TransformersModel) -> tuple[list[DecodeSizes], str | No
     elif switch is not None and switch > 4:
         across = [DecodeSizes(1, switch - 2, 1), DecodeSizes(2, switch + 3, 2, padding=3)]
     if window is None:
-        return [DecodeSizes(3, 6, 1), DecodeSizes(1, 9, 3), DecodeSizes(2, 17, 2, padding=3), *across], remark
+        few, more, most = (max(1, min(past, room - 9)) for past in (6, 9, 17))  # three calls of three tokens follow
+        padded = DecodeSizes(2, most, 2, padding=min(3, most))
+        return [DecodeSizes(3, few, 1), DecodeSizes(1, more, 3), padded, *across], remark
     return [
         DecodeSizes(3, max(2, window // 2), 2, padding=1),
         DecodeSizes(1, window - 1, 1),
@@ -344,7 +345,6 @@ def slides(config: TransformersConfig) -> bool:
 
 def keeps_all(cache: TransformersCache) -> bool:
     """Return whether every layer of a ``DynamicCache`` keeps all tokens."""
-    # cache: the cache, possibly without layers yet
     return all(type(layer).__name__ == "DynamicLayer" for layer in cache.layers)
 
 

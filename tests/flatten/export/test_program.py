@@ -8,7 +8,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from transformers import DynamicCache, MixtralConfig, MixtralForCausalLM
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from tests.cache_words import WORD, cache_of
 from tests.cases import cases
@@ -364,14 +364,25 @@ def test_a_prefill_without_a_cache_is_replayed_in_other_sizes():
     assert "present.length" in report.output_names
 
 
-def test_a_static_cache_is_exported_and_replayed():
-    """Keys of fixed length, counted by a tensor: other batch sizes and numbers of tokens seen."""
+@pytest.mark.parametrize("room", [32, 12])
+def test_a_static_cache_is_exported_and_replayed(room):
+    """Keys of fixed length, counted by a tensor: other batch sizes, and as many tokens seen as there is room for."""
     from tests.models import new_cache
 
     model = make_model("llama")
     like = dict.fromkeys(("input_ids", "attention_mask", WORD))
-    like[WORD] = new_cache("llama", static=True, room=32)
+    like[WORD] = new_cache("llama", static=True, room=room)
     exported = export_program(model, (), decode_inputs(model, DecodeSizes(batch=2, past=5, new=2), like=like), steps=2)
+    assert exported.report.ok
+    assert len(exported.report.cases) == 4
+
+
+@pytest.mark.parametrize("positions", [20, 12])
+def test_a_model_with_few_learned_positions_is_replayed_within_them(positions):
+    """GPT-2 has an embedding for each position; no case asks for one more."""
+    sizes = {"vocab_size": 96, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, n_positions=positions)).eval()
+    exported = export_program(model, (), decode_inputs(model, DecodeSizes(batch=2, past=2, new=2)))
     assert exported.report.ok
     assert len(exported.report.cases) == 4
 

@@ -97,7 +97,7 @@ class Example:
             return [], []
         from ...huggingface.cases import default_sizes
 
-        sizes, remark = default_sizes(self.module)
+        sizes, remark = default_sizes(self.module, self.kwargs.get(self.cache_is))
         if only_largest:
             sizes = [max(sizes, key=lambda s: s.batch * (s.past + s.new))]
         cache, kwargs = self.kwargs.get(self.cache_is), self.kwargs

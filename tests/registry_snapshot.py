@@ -6,7 +6,7 @@ put back stands at the end of its table.
 Two changes are the right of whoever imports a module, and are no difference:
 
 * torch, transformers, diffusers and roundpipe_runtime register classes of their own for good while the module that
-  defines them is imported, and transformers the base of its outputs when one of that class is first made;
+  defines them is imported, and transformers an output when one is first made, if its module was imported in a trace;
 * the first import of ``torch.utils._cxx_pytree`` moves what was pending into optree's namespace ``"torch"``, and the
   first import of optree what waited for it into our own namespace.
 
@@ -114,6 +114,8 @@ def differences(before: Snapshot, after: Snapshot) -> list[str]:
     for name, old in _after_first_imports(before, after).items():
         # By key, so that this covers the one key that all classes without a serialised name share.
         excused = {entry.key for entry in after.tables[name] if _registered_by_its_import(entry.cls, imported)}
+        first = {entry.key for entry in after.tables[name] if _registered_by_its_first_object(entry.cls)}
+        excused |= first - {entry.key for entry in old}
         was = {entry.key: entry for entry in old if entry.key not in excused}
         now = {entry.key: entry for entry in after.tables[name] if entry.key not in excused}
         found += [f"{name}: {change}" for change in _table_changes(was, now)]
@@ -239,6 +241,13 @@ def _registered_by_its_import(cls: type, imported: frozenset[str]) -> bool:
     return cls.__module__ in imported and (
         library in ("torch", "roundpipe_runtime") or (library in _OUTPUT_BASES and _is_output(cls, library))
     )
+
+
+def _registered_by_its_first_object(cls: type) -> bool:
+    """Tell whether transformers registered an output: one whose module was imported in a trace waits for an object."""
+    node = pytree.SUPPORTED_NODES.get(cls)
+    of_transformers = cls.__module__.startswith("transformers.") and _is_output(cls, "transformers")
+    return of_transformers and getattr(node, "flatten_fn", cls).__module__ == "transformers.utils.generic"
 
 
 _OUTPUT_BASES = {"transformers": "ModelOutput", "diffusers": "BaseOutput"}

@@ -224,6 +224,28 @@ def test_a_model_output_defined_by_a_test_is_found():
     assert "torch.utils._pytree.SUPPORTED_NODES: mine.Mine was added" in found
 
 
+@pytest.mark.parametrize(
+    ("late", "is_found"),
+    [
+        ("SiglipOutput()", False),
+        ("pytree.register_pytree_node(SiglipOutput, lambda x: ([], None), lambda x, c: x)", True),
+    ],
+    ids=["by transformers", "by somebody else"],
+)
+def test_an_output_whose_module_was_imported_in_a_trace_is_registered_by_its_first_object(late, is_found):
+    """transformers registers nothing while `torch.compiler.is_compiling()`, and catches up with the first object."""
+    pytest.importorskip("transformers", minversion="5.17")
+    found = in_a_fresh_process(
+        "import torch, torch.utils._pytree as pytree, transformers.modeling_utils",
+        "torch.compiler.is_compiling, real = (lambda: True), torch.compiler.is_compiling",
+        "from transformers.models.siglip.modeling_siglip import SiglipOutput",
+        "torch.compiler.is_compiling = real",
+        "before = registry_snapshot.take()",
+        late,
+    )
+    assert ("SUPPORTED_NODES: transformers.models.siglip.modeling_siglip.SiglipOutput was added" in found) == is_found
+
+
 def test_the_fixture_fails_the_test_that_leaks(tmp_path):
     """A leaking test is reported with the table and the class; its neighbour is not."""
     (tmp_path / "conftest.py").write_text("from tests.conftest import registries_left_as_found  # noqa: F401\n")

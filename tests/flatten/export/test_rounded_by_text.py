@@ -106,7 +106,7 @@ def test_a_file_rounded_by_a_text_is_nearer_to_its_model(tmp_path, bits, part):
     held_out = text_of(heapq)[4 * 96 : 12 * 96].reshape(8, 96)
     found = [_divergence(tmp_path / name, held_out) for name in ("text.onnx", "nearest.onnx")]
     assert found[0] < part * found[1]
-    assert any("by a text" in remark for remark in exported.report.remarks)
+    assert any("with a text" in remark for remark in exported.report.remarks)
     assert (tmp_path / "text.onnx").stat().st_size < 1.08 * (tmp_path / "nearest.onnx").stat().st_size
 
 

@@ -113,7 +113,7 @@ def of_name(name: str) -> Any:
 
 
 def called(node: ast.Call) -> Any:
-    """What is called, where that is known."""
+    """The function or class that a call names; ``None`` for a name of the user."""
     if isinstance(node.func, ast.Name):
         return of_name(node.func.id) or _method(node.func.id)
     return _method(node.func.attr) if isinstance(node.func, ast.Attribute) else None

@@ -380,7 +380,7 @@ def test_a_place_that_cannot_be_written_is_found_before_and_nothing_stays(tmp_pa
 
 
 def test_a_folder_that_is_a_mount_point_is_refused_before_it_would_be_replaced(tmp_path, monkeypatch):
-    """What is renamed into its place would leave it as it is; what is in it can be written."""
+    """A rename cannot replace a mount point; files inside of it can be written."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk")
     found = [types.SimpleNamespace(mountpoint="/"), types.SimpleNamespace(mountpoint=str(tmp_path.resolve() / "disk"))]

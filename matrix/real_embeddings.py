@@ -69,12 +69,13 @@ def fetch(place: pathlib.Path) -> pathlib.Path:
 
 
 def sentences() -> list[str]:
-    """Return 100 sentences of Python's help, from all of its topics."""
+    """Return 100 different sentences of Python's help, from all of its topics."""
     from pydoc_data.topics import topics
 
     text = re.sub(r"\s+", " ", " ".join(topics.values()))
     found = [one.strip() for one in re.split(r"(?<=[.!?])\s+", text) if 30 < len(one) < 300]
-    return found[:: len(found) // _COUNT][:_COUNT]
+    # Topics of Python 3.13 repeat sentences of each other.
+    return [*dict.fromkeys(found[:: len(found) // _COUNT])][:_COUNT]
 
 
 class Encoder:

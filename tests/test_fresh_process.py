@@ -78,7 +78,7 @@ def test_a_program_runs_no_longer_than_it_is_needed():
 
 def test_a_module_runs_as_main():
     """`-m` as Python's own."""
-    command = ["-m", "base64", "-t"]
+    command = ["-m", "calendar", "2026"]
     expected = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
     assert fresh_process.run(*command).stdout == expected.stdout
 

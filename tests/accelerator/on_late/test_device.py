@@ -105,7 +105,7 @@ def test_a_download_is_pinned(device):
         there = torch.ones(1000, device=device.torch_device)
     host, event = device.copy_out(there)
     assert host.is_pinned()
-    assert not host.eq(1).any()
+    assert not host.eq(1).all()
     event.result()
     assert host.eq(1).all()
     assert late.counts()["bytes down, pinned"] == 4000

@@ -1,8 +1,6 @@
 """The module computes a case once for all runtimes, and what one of them writes to its inputs reaches no other."""
 
-import copy
 import functools
-import itertools
 import random
 
 import numpy as np
@@ -20,7 +18,7 @@ class Counts(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self._numbers = itertools.count()
+        self._numbers = iter(range(1000))
 
     def forward(self, x):
         if not torch.compiler.is_exporting():
@@ -29,7 +27,7 @@ class Counts(torch.nn.Module):
 
     @property
     def calls(self):
-        return next(copy.copy(self._numbers))
+        return 1000 - self._numbers.__length_hint__()
 
 
 @pytest.fixture

@@ -74,8 +74,8 @@ def _export(data: Mapping[str, Any], folder: Path) -> list[str]:
             return [format(made[side][entry] / scale, form) if entry in made.get(side, {}) else "" for side in sides]
 
         rows = [
-            ["to make the file, s", *cells("processor seconds", ".1f")],
-            ["peak of memory, times the weights", *cells("peak bytes", ".1f", scale=weights)],
+            ["export, CPU s", *cells("processor seconds", ".1f")],
+            ["peak memory / weights", *cells("peak bytes", ".1f", scale=weights)],
             ["nodes", *cells("nodes", ",.0f")],
         ]
         for call in calls:
@@ -84,7 +84,7 @@ def _export(data: Mapping[str, Any], folder: Path) -> list[str]:
         rows.append(["largest difference to eager", *(_largest_difference(calls, side) for side in sides)])
         lines += _table(["", *sides], rows)
         failed = [(side, costs["error"]) for side, costs in made.items() if "error" in costs]
-        lines += [f"\n{side} made no file: `{error}`." for side, error in failed]
+        lines += [f"\n{side} wrote no file: `{error}`." for side, error in failed]
     return lines
 
 
@@ -101,7 +101,7 @@ def _runtimes(data: Mapping[str, Any], folder: Path) -> list[str]:
         return [format(made[side][entry] / scale, form) if entry in made.get(side, {}) else "" for side in sides]
 
     rows = [
-        ["to write the file, s", *cells("processor seconds", ".1f")],
+        ["write the file, CPU s", *cells("processor seconds", ".1f")],
         ["size of the file, MB", *cells("bytes on disk", ",.0f", 1e6)],
         ["planned memory, MB", *cells("planned bytes", ",.0f", 1e6)],
     ]
@@ -170,9 +170,9 @@ def _pipeline(data: Mapping[str, Any], _: Path) -> list[str]:
     ]
     per_layer = data["microseconds per layer and microbatch"]
     return [
-        *_table(["a step", "ms", "the pipeline takes", "ms of processors"], rows),
+        *_table(["a step", "ms", "pipeline / this row", "CPU ms"], rows),
         "",
-        f"The pipeline adds {per_layer['overhead, processor']:.0f} µs of processor time per layer and microbatch.",
+        f"The pipeline adds {per_layer['overhead, processor']:.0f} µs of CPU time per layer and microbatch.",
     ]
 
 
@@ -180,26 +180,26 @@ def _proof(data: Mapping[str, Any], _: Path) -> list[str]:
     now, before = data["found"]["now"], data["found"]["before"]
     rows = []
     for part, name in (
-        ("wrap", "wrap, with the check of the cut"),
+        ("wrap", "wrap, with the check of the split model"),
         ("first step", "first step"),
         ("later step", "later step"),
     ):
         cells = [f"{side[part]['seconds']:.1f} s, {side[part]['bytes'] / 1e9:.2f} GB" for side in (before, now)]
         rows.append([name, *cells])
-    rows.append(["proof of the loss / check of the cut", "", f"{data['ratios']['proof / check before']:.2f}"])
-    return _table(["", "before losses were proven", "now"], rows)
+    rows.append(["check of the loss / check of the split model", "", f"{data['ratios']['proof / check before']:.2f}"])
+    return _table(["", "without a check of the loss", "now"], rows)
 
 
 def _ranks(data: Mapping[str, Any], _: Path) -> list[str]:
     cost, line, kept = data["cost"], data["line"], data["memory and sent"]
     rows = [
-        ["exchange, processor time over that of the pipeline alone", f"{cost['ranks over alone']:.2f}"],
-        ["all of it, processor time over that of FSDP2", f"{cost['ranks over FSDP2']:.2f}"],
-        ["exposed of a line that takes half of the compute", f"{line['exposed']:.0%}"],
+        ["CPU time / CPU time of the same pipeline in one process", f"{cost['ranks over alone']:.2f}"],
+        ["CPU time / CPU time of FSDP2", f"{cost['ranks over FSDP2']:.2f}"],
+        ["share of communication that is not hidden, if it takes half the time of compute", f"{line['exposed']:.0%}"],
         ["bytes per parameter kept on each host", f"{kept['bytes per parameter kept']:.2f}"],
-        ["of these by the formula 2 + 16 / N", f"{kept['bytes per parameter kept, formula']:.2f}"],
+        ["the same by the formula 2 + 16 / N", f"{kept['bytes per parameter kept, formula']:.2f}"],
         ["bytes per parameter sent by each rank in a step", f"{kept['bytes per parameter sent']:.2f}"],
-        ["of these by the formula", f"{kept['bytes per parameter sent, formula']:.2f}"],
+        ["the same by the formula", f"{kept['bytes per parameter sent, formula']:.2f}"],
         ["collectives of gradients and weights per layer", f"{kept['collectives of a step'] / kept['layers']:.0f}"],
     ]
     return _table([f"{data['ranks']} processes, {data['parameters'] / 1e6:.0f} million parameters", ""], rows)
@@ -248,8 +248,8 @@ def _lengths(data: Mapping[str, Any], _: Path) -> list[str]:
     ]
     text = (
         f"Memory grows linearly: each further token takes {further[-2]:.1f} kB between {sizes[-3]:,} and {sizes[-2]:,} "
-        f"tokens, and {further[-1]:.1f} kB between {sizes[-2]:,} and {sizes[-1]:,}. Time does not, as each token "
-        "attends to all before it."
+        f"tokens, and {further[-1]:.1f} kB between {sizes[-2]:,} and {sizes[-1]:,}. Time grows faster, because each "
+        "token attends to all earlier tokens."
     )
     return [*_table(["one row of", "MB", "kB per token", "seconds"], rows), "", text]
 
@@ -274,13 +274,13 @@ def _size(data: Mapping[str, Any], _: Path) -> list[str]:
         row("million parameters", lambda found: f"{found['parameters'] / 1e6:,.0f}"),
         row("memory of a device, MB", lambda found: f"{found['limit of a device'] / 1e6:,.0f}"),
         row("stages", lambda found: str(found["planned"]["stages"])),
-        row("peak of a device, MB: measured, by the plan", beside_plan("device bytes", 1e6)),
-        row("peak of the host, GB: measured, by the plan", beside_plan("host bytes", 1e9)),
-        row("to plan, to wrap, s", lambda f: f"{f['planned']['seconds to plan']:.0f}, {f['seconds to wrap']:.0f}"),
+        row("peak of a device, MB: measured, planned", beside_plan("device bytes", 1e6)),
+        row("peak of the host, GB: measured, planned", beside_plan("host bytes", 1e9)),
+        row("seconds to plan, to wrap", lambda f: f"{f['planned']['seconds to plan']:.0f}, {f['seconds to wrap']:.0f}"),
         row("first step, s", lambda found: f"{found['seconds of the first step']:.0f}"),
-        row("next step, s; of processors", lambda found: ", ".join(f"{found[name]:.0f}" for name in _OF_A_STEP)),
-        row("a tenth of the layers, s: pipeline, plain loop", on_both(_OF_A_STEP[0])),
-        row("the same, of processors", on_both(_OF_A_STEP[1])),
+        row("next step: seconds, CPU seconds", lambda found: ", ".join(f"{found[name]:.0f}" for name in _OF_A_STEP)),
+        row("a tenth of the layers, s: pipeline, PyTorch loop", on_both(_OF_A_STEP[0])),
+        row("the same in CPU seconds", on_both(_OF_A_STEP[1])),
     ]
     lines = ["", *_table([f"{data['layers']} layers, {data['tokens']} tokens a step", *ways], rows)]
     for way, found in ways.items():
@@ -289,10 +289,10 @@ def _size(data: Mapping[str, Any], _: Path) -> list[str]:
             read, whole = disk["bytes read"] / 1e9, disk["file bytes"] / 1e9
             lines += [
                 "",
-                f"{way}, where no weight of the file stays in memory: a step reads {read:.2f} GB from the file of "
+                f"{way}, if no weight of the file stays in memory: a step reads {read:.2f} GB from the file of "
                 f"{whole:.2f} GB, with {disk['page faults']:,} page faults that wait for the disk, in "
-                f"{disk['seconds']:.0f} s. Each weight is read forward and backward; the system reads the rest "
-                "around the pages that are missed.",
+                f"{disk['seconds']:.0f} s. Each weight is read in forward and in backward; the rest is "
+                "read-ahead of the system.",
             ]
     return lines
 
@@ -301,7 +301,7 @@ def _kept(data: Mapping[str, Any], _: Path) -> list[str]:
     def both(found: Mapping[str, Any], what: str, unit: float = 1e6, form: str = ",.1f") -> str:
         return " → ".join(format(found[side][what] / unit, form) for side in ("off", "auto"))
 
-    head = ["", "device, MB", "uploaded in a step, MB", "stay, MB", "peak of copies, MB", "seconds of a step"]
+    head = ["", "device, MB", "uploaded per step, MB", "kept, MB", "peak of copies, MB", "seconds per step"]
     rows = [
         [
             name,
@@ -368,11 +368,11 @@ def _dry(data: Mapping[str, Any], _: Path) -> list[str]:
     host, again = data["host"]["overhead"], data["host"]["with torch's checkpoints"] - data["host"]["layers alone"]
     least, most = data["delay"].values()
     text = (
-        f"A layer call takes {host:.0f} µs of processor time in torch and Python beyond the layer, on a busy machine, "
-        f"where torch's checkpoints take {again:.0f} µs; what the reference accelerator takes for copies, events and "
-        "waits is left out. No layer of a millisecond waits for it: a step of 32 of them in 4 microbatches takes "
-        f"{least:.1f} ms with a host that takes no time, and {most:.1f} ms with one that takes 1,000 µs for each layer "
-        "and microbatch."
+        f"On a busy machine, a layer call costs {host:.0f} µs of CPU time in torch and Python on top of the layer; "
+        f"torch's activation checkpointing costs {again:.0f} µs. The time of the reference accelerator for copies, "
+        "events and waits is not included. Layers of one millisecond do not wait for the host: a step with 32 such "
+        f"layers and 4 microbatches takes {least:.1f} ms if the host takes no time, and {most:.1f} ms if the host "
+        "takes 1,000 µs per layer and microbatch."
     )
     return [*_table(head, rows), "", text]
 
@@ -397,7 +397,7 @@ def _convergence(data: Mapping[str, Any], folder: Path) -> list[str]:
     is_equal = data["bit-equal on 1, 2 and 3 devices"]
     return [
         f"```{{image}} tables/{picture.name}",
-        ":alt: losses of both over the steps, which lie on each other, and their difference",
+        ":alt: the losses of both trainings, which overlap, and their difference",
         "```",
         "",
         *_table(
@@ -427,4 +427,4 @@ def _store(data: Mapping[str, Any], _: Path) -> list[str]:
         [f"`{name}`", f"{found['seconds']:.1f}", f"{found['above'] / 1e6:.0f}"]
         for name, found in data["results"].items()
     ]
-    return _table(["", "seconds", "memory above the values, MB"], rows)
+    return _table(["", "seconds", "memory in addition to the values, MB"], rows)

@@ -12,25 +12,27 @@ __all__ = ["page_of"]
 
 _INTRODUCTION = """# Supported models: training through a pipeline
 
-These tables show which types of models run through a pipeline: every model type of the installed transformers, with
-random weights from a small configuration, is cut into layers. `make cut-matrix` runs it (`python -m matrix.cut
---help` states how to run less); this page is written from `data/{file}`, with {versions}.
+These tables list every model type in the installed transformers, and whether the model trains through a pipeline.
+Each model is built from a small configuration with random weights, and split into layers. `make cut-matrix` runs all
+of them (`python -m matrix.cut --help` lists the options to run fewer). This page is written from `data/{file}`, with
+{versions}.
 
-`.ci/run` runs 25 types again, one of every kind (family, experts, recurrent states, shared keys, number of phases), and
-fails where one that passed does not any more.
+CI (`.ci/run`) runs 25 types again, at least one for each family and each special feature (experts, recurrent states,
+shared keys, several phases). It fails if a type that passed does not pass any more.
 
-| column | what is asked |
+| column | what is checked |
 |---|---|
-| built | the small configuration makes a model |
-| cut | `cut` finds layers; on one batch in float32, outputs are within 1e-6 of the model's, gradients within 1e-5 |
-| microbatches | 5 rows, one padded, in 3 microbatches on 2 virtual devices: loss, logits, gradients within 1e-6 |
-| trained | 3 steps of SGD, another batch each: the losses of the reference model |
+| built | the model can be built from the small configuration |
+| cut | the model is split into layers; on one float32 batch, outputs are within 1e-6 and gradients within 1e-5 |
+| microbatches | 5 rows, one padded, in 3 microbatches on 2 simulated devices: loss, logits, gradients within 1e-6 |
+| trained | 3 steps of SGD, each on a different batch: the same losses as the reference model without a pipeline |
 
-The last two run in float64. Some models compute parts in float32 whatever their dtype; for them an error counts as
-rounding while it is below three times that of a multiple of the reference model's loss, divided again. A gradient that
-is zero but for rounding, like that of the bias of keys, is compared with the largest of the model.
+The last two columns run in float64. Some models always compute some parts in float32. Their rounding error is estimated
+from the reference model: its loss is multiplied by a constant, and its gradients are divided by this constant. A
+difference of up to three times this error passes. A gradient that is zero apart from rounding errors (the bias of the
+attention keys) is compared relative to the largest gradient of the model.
 
-✓ passed, ✗ failed, – does not apply or was not tried because an earlier column did not pass, empty: not run.
+✓ passed. ✗ failed. – does not apply, or an earlier column failed. Empty: not run.
 """
 
 _FAMILIES = {

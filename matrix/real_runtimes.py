@@ -38,14 +38,14 @@ BASE = "float32 fused"
 _FORMS = ("OpenVINO", "AOTInductor", "ExecuTorch")
 _PAST = (128, 1024, 4096)
 _ROUNDS, _TOKENS = 8, 3
-_SECTION = """## Next to onnxruntime
+_SECTION = """## Other runtimes compared with onnxruntime
 
-Milliseconds of the processor, one thread, for one more token with 128, 1,024 and 4,096 tokens in the cache, and the
-ratio to onnxruntime's fused file in float32. Each folder is opened by `open_generator(folder, threads=1, trust=True)`
-in a process of its own; the processes take turns, {tokens} tokens at a time, on two cores shared with other work, and
-medians of {rounds} turns are shown. AOTInductor runs in the threads of torch (`torch.set_num_threads(1)`). ExecuTorch
-is the form of the table above, whose bounds hold 4,352 tokens. Recorded in `data/{file}` by
-`python -m matrix.real_runtimes`, with {versions}.
+CPU milliseconds with one thread for one more token with 128, 1,024 and 4,096 tokens in the cache, and the ratio to
+onnxruntime's fused float32 file. `open_generator(folder, threads=1, trust=True)` opens each folder in its own
+process. The processes take turns of {tokens} tokens on two cores shared with other work, and values are medians of
+{rounds} turns. AOTInductor uses torch's threads (`torch.set_num_threads(1)`). The ExecuTorch file is the one in the
+table above, which accepts up to 4,352 tokens. Recorded in `data/{file}` by `python -m matrix.real_runtimes`, with
+{versions}.
 
 {rows}
 """

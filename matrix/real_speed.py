@@ -50,20 +50,20 @@ CALLS: dict[str, tuple[int, int, int]] = {
 """By name: rows, new tokens of each, and tokens in the cache."""
 
 _KEPT = "num_logits_to_keep"
-_SECTION = """## Next to the files of onnxruntime-genai's builder
+_SECTION = """## Compared with the files of onnxruntime-genai's builder
 
-Milliseconds of the processor, one thread, for one call of a file: ours, the builder's, and the ratio. Both run by turns
-in one process through the same calls of onnxruntime, with keys and values written in place; medians of both orders, on
-two cores shared with other work. A token is measured with 128, 1,024 and 4,096 tokens in the cache, several rows with
-128. Of a prompt ours computes the scores of the last token, which a loop asks it for; the builder's has no input for
-that. Recorded in `data/{file}` by `python -m matrix.real_speed`, with {versions}.
+CPU milliseconds with one thread for one call of a file: ours, the builder's, and the ratio. Both files run
+alternately in one process, through the same calls of onnxruntime, with keys and values written in place. Values are
+medians over both orders, on two cores shared with other work. A token is measured with 128, 1,024 and 4,096 tokens in
+the cache, and several rows with 128. For a prompt, our file computes the scores of the last token only; the builder's
+file computes the scores of all tokens. Recorded in `data/{file}` by `python -m matrix.real_speed`, with {versions}.
 
-Our int4 answers as the model does, with its own integers, and the builder's with 66.8 % of its tokens. For that a token
-takes longer: what is multiplied is not rounded to 8 bits, blocks have a lowest weight, and the head has 8 bits. Our
-int8 has the same integers, and the builder's rounds them again. Other weights in 8 bits have no kernel for numbers in
-float in onnxruntime, so these are rounded in two parts: channels that are large after a norm have a block of columns,
-and other large numbers a second row. `--activations int8` rounds what is multiplied whole, as the builder does
-([quantize](guide/quantize.md)): the last two rows.
+Our int4 file keeps the model's own integers and gives the model's tokens; the builder's file gives 66.8 % of them.
+Our file is slower per token, because it does not round activations to 8 bits, each block has its own minimum, and the
+head has 8 bits. In int8, our file keeps the model's integers, and the builder rounds them again. For "other weights"
+in 8 bits, onnxruntime has no kernel with float activations, so our file rounds the activations in two parts: channels
+that are large after a norm get their own block of columns, and other large values get a second row. The last two rows
+are `--activations int8`, which rounds the activations once, as the builder does ([quantize](guide/quantize.md)).
 
 {rows}
 """

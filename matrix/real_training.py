@@ -21,34 +21,35 @@ _WAY = "real weights, trained"
 
 _SECTION = """## Fine-tuned by one command
 
-`roundpipe train` on a virtual device of limited memory, next to the Trainer of transformers (text) and `SFTTrainer` of
-TRL (conversations) without a pipeline: {steps} steps of 4 rows of at most 128 tokens from the same weights, in the same
-order, in float32 with AdamW, one thread. The text is help topics of Python, and the conversations ask for the first
-paragraph of each topic; adapters are LoRA of rank 8. Recorded in `data/{file}`, with {versions}.
+`roundpipe train` on a simulated device with limited memory, compared with the Hugging Face `Trainer` (text) and TRL's
+`SFTTrainer` (conversations) without a pipeline. Both train {steps} steps of 4 rows with at most 128 tokens, from the
+same weights, in the same order, in float32 with AdamW and one thread. The text is Python's help topics; the
+conversations ask
+for the first paragraph of each topic. Adapters are LoRA with rank 8. Recorded in `data/{file}`, with {versions}.
 
 | column | what is measured |
 |---|---|
-| device | memory that the virtual device may use; the weights alone take 538 MB |
-| losses | of the first and the last step |
-| held out | loss of rows that are not trained on, before and after |
-| difference | largest relative difference of a loss, or of the held-out loss, from the plain trainer's; at most 1e-5 |
-| step | seconds, pipeline and plain; the machine was shared with other work |
-| host | most memory of the process, GB, pipeline and plain |
-| killed, resumed | killed after {killed} of {steps} steps, and resumed: losses and weights next to a whole run |
-| int4 | MB, `export OUT --quantize int4 --optimize onnxruntime`; share of the trained greedy tokens in one answer |
+| device | memory limit of the simulated device; the weights alone take 538 MB |
+| losses | loss of the first and of the last step |
+| held out | loss on rows that are not trained on, before and after |
+| difference | largest relative difference of a loss, or of the held-out loss, from the Trainer's; the limit is 1e-5 |
+| step | seconds with the pipeline and with the Trainer; the machine was shared with other work |
+| host | peak memory of the process in GB, with the pipeline and with the Trainer |
+| killed, resumed | killed after {killed} of {steps} steps and resumed; compared with an uninterrupted training |
+| int4 | MB after `export OUT --quantize int4 --optimize onnxruntime`; share of equal greedy tokens in one answer |
 
-{rows}
-These devices have just the room for the table of embeddings in one piece, which with its gradients takes 226 MB, and
-113 MB frozen under adapters; 3/10 of a device are for one stage, as the next one is loaded meanwhile and activations
-have the rest. So 755 MB is the least for all weights, of which weights, gradients and moments take 2,152 MB without a
-pipeline, and 378 MB for adapters. On a smaller device the table stays on the host, rows of it travel to the embedding
-and slices to the head ([devices](guide/runtime_devices.md)), and the largest layer decides: 94.4 MB is the least for
-all weights, and 49.4 MB for adapters. On a device of 50 MB the second task had losses within 2.7e-06 of those of the
-plain trainer, and on one of 95 MB the first one, in 3 steps of 2 rows of 32 tokens, within 1.8e-06. What is said of
-a tenth with `--large-tables whole`:
+{rows} These devices have just enough memory for the embedding table as a whole: 226 MB with its gradients, or 113 MB
+when the table is frozen (adapters). One stage may take 3/10 of a device, because the next stage is loaded meanwhile
+and activations need the rest. So training all weights needs at least 755 MB (weights, gradients and moments take
+2,152 MB without a pipeline), and training adapters needs 378 MB. On a smaller device the table stays in CPU memory:
+rows of the table are sent to the embedding, and slices of it to the head ([devices](guide/runtime_devices.md)). The
+largest layer then sets the minimum: 94.4 MB for all weights, and 49.4 MB for adapters. On a device of 50 MB, the
+second task had losses within 2.7e-06 of the Trainer's. On a device of 95 MB, the first task had losses within
+1.8e-06, in 3 steps of 2 rows with 32 tokens. With `--large-tables whole` and a tenth of the weights as memory,
+`roundpipe train` stops with these errors:
 
-{tenth}
-Greedy answers to one prompt, before and after, by the plain trainer and by the pipeline, and by the exported folder:
+{tenth} Greedy answers to one prompt: before training, after training with the Trainer ("plain") and with the
+pipeline, and by the exported int4 folder:
 
 {answers}
 {failures}"""

@@ -14,17 +14,20 @@ __all__ = ["page_of"]
 
 _PAGE = """# Runtimes
 
-These tables show which causal language models of transformers run in OpenVINO, AOTInductor and ExecuTorch, from
-small configurations with random weights. A program is exported once by `export_program`, written by `to_openvino`,
-`to_aotinductor` and `to_executorch(backend="portable")`, and replayed there next to the eager model: the example
-and other batch sizes (one sample among them) and lengths, one and several tokens at once, more tokens than a window
-holds, a padded row; three calls each that hand on the cache. Then each case runs again with inputs in other places
-of memory: slices of larger tensors, and axes in another order. ExecuTorch has bounds of {batch} samples and
-{length} tokens. `make runtimes` runs it, and goes on where it stopped (`python -m matrix.runtimes --help` lists how
-to run less); this page is written from `data/{file}`, with {versions}.
+These tables list which Hugging Face causal language models run in OpenVINO, AOTInductor and ExecuTorch. The models
+are built from small configurations with random weights. `export_program` exports each model once. `to_openvino`,
+`to_aotinductor` and `to_executorch(backend="portable")` then write this program for each runtime. `make runtimes`
+runs all of them, and continues where it stopped (`python -m matrix.runtimes --help` lists the options to run fewer).
+This page is written from `data/{file}`, with {versions}.
 
-✓ passed, ✗ failed, – does not apply or was not tried because an earlier column did not pass; an empty cell was not run
-yet. The number is the largest difference of an output to the eager model's.
+Each file runs in its runtime on the example and on further cases, and its outputs are compared with the eager model.
+The cases have different batch sizes (including one) and lengths, one or several new tokens, more tokens than the
+sliding window, and a padded row. A case is three calls; each call uses the cache that the last call returned. Then
+each case runs again with inputs in a different memory layout: slices of larger tensors, and transposed tensors. Files
+for ExecuTorch accept at most {batch} rows and {length} tokens.
+
+✓ passed. ✗ failed. – does not apply, or an earlier column failed. Empty: not run yet. The number is the largest
+difference between an output and the output of the eager model.
 
 {counts}
 {failures}
@@ -33,10 +36,10 @@ yet. The number is the largest difference of an output to the eager model's.
 {types}
 ## Folders that generate
 
-Folders of `export_folder(model, folder, target=...)`, proven in their runtime: each file with the example and cases of
-other batch sizes and lengths, one padded, three calls each that hand on the cache, and 40 tokens of `model.generate`
-for three rows, two of them padded. Then the stored cases run again with inputs in other places of memory.
-`python -m matrix.runtimes --folders` runs it.
+`export_folder(model, folder, target=...)` wrote these folders and checked them in their runtime. Each file ran the
+example and cases with different batch sizes and lengths, one of them padded; a case is three calls that pass the
+cache on. 40 generated tokens were compared with `model.generate` for three rows, two of them padded. Then the stored
+cases ran again with inputs in a different memory layout. `python -m matrix.runtimes --folders` runs this table.
 
 {folders}"""
 
@@ -64,7 +67,7 @@ def page_of(results: Results, file: str) -> str:
 
 
 def _counts(results: Results) -> str:
-    lines = [row(["", "tried", "right", "fail"]), rule(4)]
+    lines = [row(["", "tried", "correct", "failed"]), rule(4)]
     for column in runtimes_programs.COLUMNS:
         held = [entry["columns"][column]["ok"] for entry in results.types.values() if column in entry["columns"]]
         right, failed = held.count(True), held.count(False)
@@ -87,7 +90,7 @@ def _failures(results: Results) -> str:
             rows.setdefault((", ".join(columns), reason), []).append(name)
     parts = []
     if rows:
-        parts += ["## What fails, and why\n", row(["types", "where", "cause, or what is reported"]), rule(3)]
+        parts += ["## What fails, and why\n", row(["types", "where", "cause, or the error"]), rule(3)]
         parts += [row([codes(names), where, why]) for (where, why), names in sorted(rows.items())]
     if skipped:
         parts += ["\n## What does not apply\n"]

@@ -13,35 +13,37 @@ from .trainings_kinds import KINDS
 
 __all__ = ["outcome_of", "page_of"]
 
-_PAGE = """# What was trained next to reference models
+_PAGE = """# Trainings compared with the reference model
 
-Each row trains a small model with random weights through a pipeline of two virtual devices, next to the reference model
-(or the Trainer of transformers) with the same data. `make trainings` runs them, and goes on where it stopped
-(`python -m matrix.trainings --help` states how to run less); this page is written from `data/{file}`, with {versions}.
-`.ci/run` runs one row of each task and kind again, and fails where a number is wrong or an error is not of this
-package.
+Each row trains a small model with random weights through a pipeline on two simulated devices. The *reference model*
+is the same model without a pipeline, in a PyTorch loop or in the Hugging Face Trainer, on the same data. `make
+trainings` runs all rows, and continues where it stopped (`python -m matrix.trainings --help` lists the options to run
+fewer). This page is written from `data/{file}`, with {versions}. CI (`.ci/run`) runs one row of each task and kind
+again, and fails if a number is wrong or an unexpected error is raised.
 
-| column | what is asked |
+| column | what is compared |
 |---|---|
-| 1, 2, 3 | `forward_backward` of five rows in so many microbatches: loss and all gradients, in evaluation mode |
-| without labels | in 3 microbatches, where the first two rows have no labels of each kind |
-| other labels | in 3 microbatches, with numbers and with several labels for each row (`problem_type`) |
-| called | `model(**batch).loss.backward()` in 3 microbatches |
-| no example | models of texts, cut with tokens without labels that the package makes: in 3 microbatches |
-| trained | three steps with 5, 4 and 3 rows in training mode: losses and weights (options of the Trainer: six steps) |
+| 1, 2, 3 | `forward_backward` on five rows in 1, 2 or 3 microbatches, in evaluation mode: the loss and all gradients |
+| without labels | 3 microbatches; all labels of the first two rows are missing |
+| other labels | 3 microbatches; labels for regression and for several classes in one row (`problem_type`) |
+| called | `model(**batch).loss.backward()` with 3 microbatches |
+| no example | text models that were split without an example batch; 3 microbatches |
+| trained | three steps with 5, 4 and 3 rows in training mode: losses and weights (Trainer options: six steps) |
 
-A number is the largest relative difference from the reference model. Rows differ in how many of their labels are
-ignored, and microbatches in how many rows they have. Everything runs in float64 and may differ by {tolerance:.0e}; a
-model that does not run in float64 may differ by {single:.0e}, and is marked "float32". A gradient that is zero but for
-rounding is compared with the largest of the model. Nothing is random in training: dropout and masks are off.
+Each number is the largest relative difference from the reference model. Each row of a batch has a different number of
+ignored labels, and each microbatch a different number of rows. Everything runs in float64 with a limit of
+{tolerance:.0e}. Models that do not run in float64 have a limit of {single:.0e} and are marked "float32". A gradient
+that is zero apart
+from rounding errors is compared relative to the largest gradient of the model. Dropout and random masks are off.
 
-`joined:` before a number: the loss was not proven to be a weighted sum over microbatches, so the last layer and the
-loss ran once, on what the layers before return for the batch. `1:` – the same of a model in one piece, or one that
-draws random numbers after its layers: the batch ran in one microbatch.
-**refused**: an error or a warning of this package states so, below. – : the reference model has no such case (why is
-stated below); empty: not run.
-Models that gather statistics in training, as batch norm does, gather those of each microbatch, as in a loop over them:
-they train in one.
+- `joined:` The losses of the microbatches did not add up to the loss of the batch. So the last layer and the loss ran
+  once, on the whole batch.
+- `1:` The batch ran as one microbatch, because the model is not split into layers or draws random numbers after them.
+- **refused**: The package raised an error or a warning; the reasons are listed under "What is refused".
+- –: The reference model has no such case; the reasons are listed under "What is not compared". Empty: not run.
+
+Models that collect statistics in training, such as batch norm, would collect them for each microbatch, as gradient
+accumulation does. These models train with one microbatch.
 
 {summary}
 {wrong}
@@ -53,15 +55,23 @@ they train in one.
 {untried}"""
 
 _KINDS = {
-    "own_loss": ("Own losses", "A `loss_fn` of logits of BERT, with the `loss_reduction` that is right for it."),
-    "adapter": ("Methods of PEFT", "On a Llama of three layers; parameters that begin as zeros are random."),
-    "optimizer": ("Optimizers", "Of `torch.optim`, on a Llama of three layers."),
-    "trainer": ("Options of the Trainer", "`RoundPipeTrainer` next to `Trainer`: losses, norms, rates and weights."),
+    "own_loss": (
+        "Your own loss functions",
+        "A `loss_fn` on the logits of BERT, with the matching `loss_reduction`.",
+    ),
+    "adapter": (
+        "PEFT methods",
+        "On a Llama with three layers. Parameters that PEFT sets to zero are random here.",
+    ),
+    "optimizer": ("Optimizers", "The optimizers of `torch.optim`, on a Llama with three layers."),
+    "trainer": (
+        "Trainer options",
+        "`RoundPipeTrainer` and `Trainer`: losses, gradient norms, learning rates, weights.",
+    ),
     "trl": (
-        "Trainers of TRL",
-        "A class of TRL that is also a `RoundPipeTrainer`, next to TRL's: all numbers that are logged (losses, "
-        "norms, rewards, entropies) and weights. TRL puts "
-        "packed texts into one row, which is one microbatch.",
+        "TRL trainers",
+        "A class derived from `RoundPipeTrainer` and a TRL trainer is compared with that trainer: all logged numbers "
+        "(losses, norms, rewards, entropies) and the weights. TRL packs texts into one row, which is one microbatch.",
     ),
 }
 _HEADS = {"1 microbatch": "1", "2 microbatches": "2", "3 microbatches": "3", "rows without labels": "without labels"}

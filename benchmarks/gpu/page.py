@@ -93,22 +93,26 @@ _HEAD = """# On a GPU
 
 {state}
 
-`python benchmarks/gpu_day.py --out DIR` measures it, from a checkout, without pip and without a network. It ends within
-nine minutes, and the same line again goes on where it stopped. Parts may be named: `profile`, the speed of the machine;
-`tests`, which is `pytest -m gpu`; `1.7B`, `8B`, `lora` and `long`, trainings next to what else trains with help of the
-host. Of several parts, the first two programs of each row run before the others. Where wheels are missing,
-`python benchmarks/gpu_day.py --wheels DIR` fetches them on a machine with a network, below 40 MB, and the same option
-names them afterwards. `--page --out DIR` writes this page.
+`python benchmarks/gpu_day.py --out DIR` measures a GPU from a checkout of this repository. The program needs no pip and
+no network, ends within nine minutes, and continues where it stopped when you run the same line again. To run some parts
+only, add their names: `profile` measures the machine, `tests` runs `pytest -m gpu`, and `1.7B`, `8B`, `lora` and `long`
+are trainings, compared with other libraries that offload to CPU memory. If you name several parts, the first two
+programs of each row run first. If wheels are missing, `python benchmarks/gpu_day.py --wheels DIR` downloads them on a
+machine with a network (less than 40 MB); on the GPU machine, pass the same option to use them. `--page --out DIR`
+writes this page.
 
 ## How the rows are measured
 
-Every program is a process of its own, and trains the same random weights of a Llama in bfloat16 on the same tokens:
-two steps that do not count, then three that are timed, or fewer after 60 seconds. Attention is PyTorch's, AdamW is
-fused, no gradient is clipped. *TFLOPS* are 6 operations for each weight and token, 4 where most weights are frozen.
-*card* is the peak of allocated memory; *host* is the larger one of the peak of the process and of what it took of
-the free memory, pinned memory included; *optimizer* is the time of a step beyond one without the optimizer; *link*
-is what the profiler counts in one more step. The plan is `roundpipe plan` with the measured machine, and was
-written before the row ran.
+Each program is a separate process. All programs train the same random weights of a Llama in bfloat16 on the same
+tokens: two warm-up steps, then three timed steps, or fewer if 60 seconds have passed. They use PyTorch's attention
+and the fused AdamW, without gradient clipping.
+
+- *TFLOPS* counts 6 operations per weight and token, or 4 if most weights are frozen.
+- *card* is the peak of allocated GPU memory.
+- *host* is the peak memory of the process, or the drop in free memory (which includes pinned memory) if that is larger.
+- *optimizer* is the step time minus the step time without the optimizer.
+- *link* is the number of bytes that the profiler counts in one more step.
+- The plan is the output of `roundpipe plan` for the measured machine, written before the row ran.
 
 | row | master weights and moments | tokens of a step | microbatches | programs |
 | --- | --- | ---: | ---: | --- |

@@ -16,7 +16,7 @@ from .options import Folder
 
 def adapter(
     folder: Folder,
-    added: Annotated[list[str], typer.Argument(metavar="NAME=FOLDER", help="A PEFT adapter; or several.")],
+    added: Annotated[list[str], typer.Argument(metavar="NAME=FOLDER", help="One or more PEFT adapters.")],
     model: Annotated[
         str | None, typer.Option(help="The exported model (default: the base model that the adapter names).")
     ] = None,
@@ -25,8 +25,9 @@ def adapter(
 ) -> int:
     """Add LoRA adapters to an exported folder, and check them against PEFT.
 
-    DIR was exported with --adapter or --room-for-adapters. The model is loaded for the comparison; the files of DIR
-    stay as they are. Exit status: 0 right; 1 the files do not compute what PEFT computes, nothing written.
+    DIR must have been exported with --adapter or --room-for-adapters. The model is loaded for the comparison; the
+    ONNX files of DIR do not change. Exit status: 0 all checks passed; 1 the files differ from PEFT, and nothing was
+    written.
     """
     found = []
     for name, place in named_folders(added).items():

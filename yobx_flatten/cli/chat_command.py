@@ -29,7 +29,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System prompt, before the first turn.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens per reply.")] = 256,
     sample: Annotated[
-        bool | None, typer.Option("--sample/--greedy", help="Sample, or take the likeliest tokens; as configured.")
+        bool | None, typer.Option("--sample/--greedy", help="Sample or not (default: as in generation_config.json).")
     ] = None,
     temperature: Temperature = 1.0,
     top_k: TopK = None,
@@ -44,7 +44,7 @@ def chat(
 ) -> int:
     """Talk to an exported folder, one turn per line; replies appear as they are generated.
 
-    The tokenizer's chat template makes the prompt, of all turns so far. An empty line, or the end of the input, ends
+    The tokenizer's chat template formats all turns so far as the prompt. An empty line, or the end of the input, ends
     the conversation.
     """
     if not is_folder(folder):

@@ -23,7 +23,7 @@ def check(
         str,
         typer.Argument(
             metavar="CALL_OR_MODEL",
-            help="MODULE:NAME, a function that returns (module, kwargs) or (module, args, kwargs); or a model. "
+            help="MODULE:NAME of a function that returns (module, kwargs) or (module, args, kwargs); or a model. "
             + MODEL_NAMES,
         ),
     ],
@@ -31,8 +31,8 @@ def check(
 ) -> int:
     """Check the inputs of an export before anything is traced.
 
-    Names what fails or goes wrong: classes that are not registered, arguments that forward does not take, one tensor
-    passed twice, sizes of 0 and 1. Exit status: 0 no errors (warnings do not count); 1 errors.
+    The report lists what would fail or give wrong results: unregistered classes, arguments that forward does not
+    accept, one tensor passed twice, sizes of 0 and 1. Exit status: 0 no errors (warnings do not count); 1 errors.
     """
     calls = [_own(target)] if is_object_name(target) else _of_model(target)
     found: dict[str, Findings] = {}

@@ -16,13 +16,14 @@ def demo(
     output: Annotated[pathlib.Path, typer.Option(metavar="DIR", help="Folder for the ONNX files.")] = pathlib.Path(
         "yobx_flatten_demo"
     ),
-    models: Annotated[str, typer.Option(metavar="NAME,...", help=f"Which of {', '.join(MODELS)}.")] = ",".join(MODELS),
+    models: Annotated[str, typer.Option(metavar="NAME,...", help=f"Some of {', '.join(MODELS)}.")] = ",".join(MODELS),
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Export small models to ONNX, run them in onnxruntime, and compare with eager PyTorch.
 
-    The models have random weights and caches as inputs; each is exported once, and decodes the Zen of Python in a loop
-    over its own outputs. Exit status: 0 all programs do what their models do; 1 one differs.
+    The models have random weights. Each is exported once, with its cache as an input. Then it reads the Zen of Python
+    token by token; each call gets the cache that the last one returned. Exit status: 0 all files compute what their
+    models compute; 1 one differs.
     """
     names = list(dict.fromkeys(name.strip() for name in models.split(",")))
     unknown = [name for name in names if name not in MODELS]

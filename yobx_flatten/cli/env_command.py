@@ -49,7 +49,7 @@ def versions() -> dict[str, str | None]:
 
 
 def env(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
-    """Print all versions for a bug report, and the newest versions that were tried."""
+    """Print all versions for a bug report, and the newest versions that were tested."""
     found = versions()
     untried = untried_versions()
     if json:

@@ -27,11 +27,12 @@ def explain(
         str,
         typer.Argument(
             metavar="FILE_OR_CALL",
-            help="A model (.onnx, .pt2), stored inputs (.onnx, .case), a folder of either or of recorded calls, "
-            "or MODULE:NAME, an object or a function that returns one; of (module, kwargs) the inputs are drawn.",
+            help="A model (.onnx, .pt2), stored inputs (.onnx, .case), a folder of such files or of recorded calls, "
+            "or MODULE:NAME of an object or of a function that returns an object. If the function returns (module, "
+            "kwargs), the inputs are drawn.",
         ),
     ],
-    plain: Annotated[bool, typer.Option(help="Show it without the registrations of this package.")] = False,
+    plain: Annotated[bool, typer.Option(help="Show what torch flattens without this package.")] = False,
     trust: Annotated[
         bool, typer.Option("--trust", help="Load files that may run code (pickles). Only if you trust their author.")
     ] = False,
@@ -39,8 +40,8 @@ def explain(
 ) -> int:
     """Draw the structure of an object or a file.
 
-    Of a model: its inputs and outputs. Of stored inputs and of objects: the tree of what is flattened, with every leaf
-    that torch would not flatten marked, and the line that registers its class.
+    For a model file, draw inputs and outputs. For stored inputs and for objects, draw the tree of leaves. Objects that
+    torch cannot flatten are marked, with the line that registers their class.
     """
     path = pathlib.Path(target)
     if path.exists():

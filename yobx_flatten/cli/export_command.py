@@ -51,9 +51,10 @@ def export(
 ) -> int:
     """Export a transformers model to a folder that generates text, and check it against the model.
 
-    Files have the names and inputs that generation tools know, with configuration and tokenizer next to them. Each is
-    replayed against the model, and 40 tokens are generated as model.generate does; from 1 GB of weights, 8 (--proof).
-    DIR is created only if every check passes. Exit status: 0 right; 1 a file differs from the model, nothing written.
+    Files have the names and inputs that generation tools expect, and the folder contains configuration and tokenizer.
+    Each file runs next to the model. Then 40 generated tokens are compared with model.generate, or 8 for models with
+    1 GB of weights or more (--proof). DIR is created only if every check passes. Exit status: 0 all checks passed; 1 a
+    file differs from the model, and nothing was written.
     """
     quantization = _quantization(quantize, perplexity_ratio, activations)
     adapters = named_folders(adapter) if adapter else {} if room_for_adapters else None
@@ -146,15 +147,15 @@ Model = Annotated[
 Output = Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")]
 Target = Annotated[
     Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
-    typer.Option(help="Target runtime (default: the runtime of --to)."),
+    typer.Option(help="Target runtime (default: onnxruntime, or torch.export with --to program)."),
 ]
-Task = Annotated[str, typer.Option(metavar="TASK", help=f"One of {_TASKS}.")]
+Task = Annotated[str, typer.Option(metavar="TASK", help=f"Task of the model, one of {_TASKS}.")]
 To = Annotated[Literal["onnx", "program"], typer.Option(help="Write ONNX files or torch.export programs.")]
 Dtype = Annotated[
     Literal["float32", "float16", "bfloat16"],
     typer.Option(help="Data type of the weights; bfloat16 only for programs, or with --proof none."),
 ]
-Opset = Annotated[int | None, typer.Option(min=18, help="ONNX opset (default: the fastest that passes the proof).")]
+Opset = Annotated[int | None, typer.Option(min=18, help="ONNX opset (default: the fastest that passes the checks).")]
 Dynamic = Annotated[Literal["all", "length"], typer.Option(help="Dynamic sizes: batch and lengths, or lengths only.")]
 Batch = Annotated[int, typer.Option(min=1, help="Batch size, with --dynamic length.")]
 MaxBatch = Annotated[int, typer.Option(min=1, help="Largest batch size, with --max-length.")]
@@ -213,8 +214,8 @@ WordTimes = Annotated[
 Layout = Annotated[
     Literal["flat", "transformers.js", "genai"],
     typer.Option(
-        help="How the files are laid out: flat, as transformers.js looks for them (onnx/model_q4.onnx), or split as "
-        "onnxruntime-genai runs them (Whisper)."
+        help="Names and number of files. transformers.js: the names that it looks for (onnx/model_q4.onnx); genai: the "
+        "files that onnxruntime-genai needs for Whisper and pictures."
     ),
 ]
 Adapters = Annotated[
@@ -222,7 +223,7 @@ Adapters = Annotated[
     typer.Option(
         "--adapter",
         metavar="NAME=FOLDER",
-        help="A LoRA adapter that generate --adapter NAME switches on; may be repeated.",
+        help="A LoRA adapter to include, for generate --adapter NAME; may be repeated.",
     ),
 ]
 RoomForAdapters = Annotated[

@@ -43,8 +43,8 @@ def generate(
 ) -> int:
     """Generate text from an exported folder, token by token.
 
-    One prompt is printed as it grows; several, and those of a search, are printed at the end. The folder's own
-    tokenizer is used.
+    A single prompt is printed while its text is generated. Several prompts, and the results of a beam search, are
+    printed at the end.
     """
     sampling = Sampling(do_sample=sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if not is_folder(folder):

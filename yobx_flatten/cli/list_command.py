@@ -26,8 +26,8 @@ def list_classes(
 ) -> int:
     """List the registered classes: code, leaves, and the libraries that know them.
 
-    These are the transformers classes that `register_flattening_functions(patch_transformers=True)` knows. Classes
-    of a model are there once its module is imported.
+    The list has the transformers classes that `register_flattening_functions(patch_transformers=True)` registers.
+    Classes of a single model are listed after its module is imported (--import).
     """
     if kind and kind not in _KINDS:
         raise UserError(f"there is no kind {kind!r}; there are {', '.join(_KINDS)}")

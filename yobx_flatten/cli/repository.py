@@ -35,9 +35,10 @@ def repository(what: str) -> pathlib.Path:
 
 
 def matrix(arguments: typer.Context) -> int:
-    """Run every type of model against every promise; what follows is for `python -m matrix` (try -- --help).
+    """Export every model type in transformers, and check each step.
 
-    Only in a clone of the repository. Hours for all types; --sample 8 does less.
+    Arguments are passed to `python -m matrix` (try -- --help). This needs a clone of the repository. All types take
+    hours; --sample 8 runs eight of them.
     """
     root = repository("the matrix")
     paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -46,12 +47,12 @@ def matrix(arguments: typer.Context) -> int:
 
 
 def bench(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="One of them; without a name they are listed.")] = "",
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Benchmark; without it, all are listed.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the names as JSON.")] = False,
 ) -> int:
-    """Run a benchmark, and print a table with its alternatives side by side.
+    """Run a benchmark, and print a table that compares this package with its alternatives.
 
-    Only in a clone of the repository.
+    The benchmarks are part of the repository, so this needs a clone.
     """
     root = repository("the benchmarks")
     found = {path.stem.removeprefix("bench_"): path for path in sorted((root / "benchmarks").glob("bench_*.py"))}

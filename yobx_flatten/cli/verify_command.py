@@ -24,10 +24,10 @@ def verify(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Check an exported folder: replay its stored cases, and generate with its files.
+    """Check an exported folder: run its stored inputs, generate tokens, and compare both with the model's results.
 
-    The model is not needed: its outputs, and its tokens, are stored next to the files. Exit status: 0 all are as they
-    were; 1 one differs. With --explain the model is exported once more, and runs side by side with the files.
+    The model is not needed, because its results are stored in the folder. Exit status: 0 all results are equal; 1 a
+    result differs. With --explain, the model is exported again, and its values are compared with those of the files.
     """
     with progress(f"reading {folder}") as show:
         report = verify_folder(folder, on_check=show, trust=trust, device=device)

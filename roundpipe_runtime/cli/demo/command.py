@@ -53,10 +53,10 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Number of steps to train.")] = STEPS,
     json: Annotated[bool, typer.Option("--json", help="Print JSON; the tables go to stderr.")] = False,
 ) -> int:
-    """Train a transformer larger than its devices next to plain PyTorch, and draw a timeline.
+    """Train a transformer that is larger than its devices, compare it with PyTorch alone, and draw a timeline.
 
-    The pipeline runs on two virtual devices, each with less memory than the weights take. Plain training does not fit
-    there, so it runs in the memory of the host.
+    The pipeline runs on two simulated devices; each has less memory than the weights need. PyTorch alone does not fit
+    on them, so it trains in CPU memory.
 
     Exit status: 0 the losses are equal up to rounding; 1 they differ; 2 the demo cannot run.
     """

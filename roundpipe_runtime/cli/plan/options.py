@@ -42,7 +42,7 @@ class MachineOptions:
         str,
         option(
             "DEVICES",
-            "auto, virtual:N, or cuda:0,cuda:1 (which need not exist here). auto is all GPUs; without a GPU it is "
+            "auto, virtual:N, or cuda:0,cuda:1 (which need not exist here). auto: all GPUs; without a GPU, it is "
             "one of the size of --memory, or virtual:2.",
         ),
     ] = "auto"

@@ -61,7 +61,7 @@ KeepParameters = Annotated[
 LargeTables = Annotated[
     Literal["auto", "whole", "slices"],
     typer.Option(
-        help="How the tables of a large vocabulary reach a device. auto: rows of the embedding, and the head in slices "
+        help="How large vocabulary tables are copied to a device. auto: the embedding by rows, and the head in slices "
         "if it does not fit; slices: always; whole: like other weights.",
         rich_help_panel=_STEP,
     ),
@@ -78,7 +78,7 @@ Host = Annotated[
     str,
     option(
         "PLACE",
-        "Where weights, gradients and the optimizer's state live: memory, or disk:DIR, a folder of a disk.",
+        "Where weights, gradients and optimizer states are kept: memory, or disk:DIR, a folder on a disk.",
         _STEP,
     ),
 ]
@@ -174,7 +174,7 @@ class TextOptions:
     ] = None
     ignore_fields: Annotated[
         str | None,
-        option("NAMES", "Fields of conversations that nothing learns, separated by commas: source,score.", _TEXT),
+        option("NAMES", "Fields of conversations to ignore, separated by commas: source,score.", _TEXT),
     ] = None
     pack: Annotated[
         bool,
@@ -296,7 +296,7 @@ class LearningOptions:
     ] = 0.01
     clip: Annotated[
         float,
-        option("X", "Largest norm of the gradients; 0: no clipping.", _RATE, min=0.0),
+        option("X", "Maximum norm of the gradients; 0: no clipping.", _RATE, min=0.0),
     ] = 1.0
     seed: Annotated[int, _number("Random seed of initial weights, row order and dropout.", _RATE, least=0)] = 0
     eval_every: Annotated[int | None, _number("Steps between evaluations (default: one at the end).", _RATE)] = None
@@ -338,7 +338,9 @@ class FileOptions:
     timeline: Annotated[
         pathlib.Path | None, _path("Write a timeline of one of the first steps, for roundpipe timeline.")
     ] = None
-    log_every: Annotated[int | None, _number("Steps between printed lines, without a terminal.", _FILES)] = None
+    log_every: Annotated[
+        int | None, _number("Steps between printed lines, if the output is not a terminal.", _FILES)
+    ] = None
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace files that exist.", rich_help_panel=_FILES)
     ] = False

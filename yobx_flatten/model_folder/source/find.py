@@ -24,8 +24,8 @@ from .stored_weights import UnmatchedWeights, load_stored
 from .tiny_models import small_config
 
 MODEL_NAMES = (
-    "A folder that save_pretrained wrote, also one of adapters, a GGUF file, or an id of the hub (owner/name); or, "
-    "with random weights, a config.json, a folder without weights, or a type such as llama, for a small one."
+    "A checkpoint folder of a model or an adapter, a GGUF file, or a Hugging Face id (owner/name). For random weights: "
+    "a config.json, a folder without weights, or a model type such as llama, which makes a small model."
 )
 """What a model can be named by, in both command lines."""
 

@@ -122,8 +122,7 @@ def check_labels(label: FlatTree) -> None:
             if is_packed:
                 line = "with torch.no_grad(): label = teacher(x)"
             raise ConfigError(
-                f"{leaf.path} requires a gradient, and labels never get one. If you do not need it, as for a "
-                "teacher's outputs:\n"
-                f"    {line}\n"
-                "Otherwise pass it to the model as an argument, and let the last layer return it."
+                f"{leaf.path} requires a gradient, but labels never get gradients. If it needs none, as the outputs "
+                f"of a teacher:\n    {line}\nOtherwise pass it to the model as an argument, and let the last layer "
+                "return it."
             )

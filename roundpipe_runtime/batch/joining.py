@@ -168,9 +168,8 @@ def _mean(path: str, tensors: Sequence[torch.Tensor], given: Sequence[float | No
         if all(_equal(tensor, tensors[0]) and not tensor.requires_grad for tensor in tensors):
             return tensors[0]
         raise JoinError(
-            f"{path} is a scalar, which is averaged by the rows of the microbatches, and these are not known. Give a "
-            "function that joins it:\n"
-            "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
+            f"{path} is a scalar. Scalars are averaged by the rows of the microbatches, but these row counts are not "
+            "known. Give a function that joins it:\n    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
         )
     total = math.fsum(weights)
     if total == 0:

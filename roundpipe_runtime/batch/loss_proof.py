@@ -83,7 +83,7 @@ def prove(
         whole, parts, leaves = found
         is_pair = is_pair or whole.weight is not None
         if number == 0 and not _is_same(whole, evaluate(values)[0]):
-            raise NotProvenError("it returns other numbers each time")
+            raise NotProvenError("it returns different values each time")
         if not _is_comparable(whole, parts) or (as_stated and _has_other_items(whole, parts)):
             continue
         compared += 1

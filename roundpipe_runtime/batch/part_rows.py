@@ -51,10 +51,9 @@ def rows_with_packed(
     if apart or not cut:
         return [None] * count
     raise SplitError(
-        f"{paths}: it is not known how many rows each of the {count} microbatches has, and "
-        f"{', '.join(cut)} must be cut along with them. Say it where the data is made, or cut by a function:\n"
-        "    RoundPipePackedData(values, rows=[...])\n"
-        "    RoundPipeRunConfig(split_input=...)"
+        f"{paths}: it is not known how many rows each of the {count} microbatches has, but {', '.join(cut)} must be "
+        "split at the same rows. Give the row counts with the data, or split by a function:\n"
+        "    RoundPipePackedData(values, rows=[...])\n    RoundPipeRunConfig(split_input=...)"
     )
 
 

@@ -276,8 +276,8 @@ def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whos
         axes = [None] * len(entries)
     elif not decided.apart and (None in rows or sum(count or 0 for count in rows) != decided.batch):
         raise SplitError(
-            f"{', '.join(trees)}: {decided.batch} rows are to follow the sizes {list(rows)} that the split function "
-            "made of the other side. Give a function for both sides:\n"
+            f"{', '.join(trees)}: {decided.batch} rows should be split into the sizes {list(rows)} that the split "
+            "function returned, but these belong to the other side. Give a function for both sides:\n"
             "    RoundPipeRunConfig(split_input=..., split_label=...)"
         )
     spec = pytree.tree_structure(held(tuple(trees.values())))
@@ -295,8 +295,8 @@ def _entry_by_entry(
             return value
         if len(value) != count:
             raise SplitError(
-                f"The split function made {count} microbatches, and handed on packed data of {len(value)}. It must "
-                "make as many microbatches, or return one entry for each."
+                f"The split function made {count} microbatches, but the packed data has {len(value)}. It must make as "
+                "many microbatches, or return one entry for each."
             )
         return value[index]
 

@@ -29,8 +29,8 @@ def check_writes_at_once(model: nn.Module) -> None:
     for _, pipeline in _pipelines(model):
         if pipeline.host != HOST_IN_MEMORY:
             raise ConfigError(
-                f"save_checkpoint(is_async=True) copies the state in memory, and {pipeline.name} has host="
-                f'"{pipeline.host}", because it does not fit there. Write it at once:\n'
+                f"save_checkpoint(is_async=True) copies the state in memory, and {pipeline.name} has "
+                f'host="{pipeline.host}", so it does not fit in memory. Write it synchronously:\n'
                 "    save_checkpoint(folder, model, optimizer=optimizer, is_async=False)"
             )
 
@@ -72,8 +72,8 @@ def check_model(
     missing, unknown = sorted(set(expected) - found), sorted(found - set(expected))
     if missing or unknown:
         raise CheckpointError(
-            f"The checkpoint is of another model. {_format_names('It has no', missing)}"
-            f"{_format_names('The model has no', unknown)}Parameters are found by name."
+            "The checkpoint is for a different model. "
+            f"{_format_names('It has no', missing)}{_format_names('The model has no', unknown)}Names must be equal."
         )
     for name, value in expected.items():
         tensor = tensors.get(stored["aliases"].get(name, name))
@@ -81,8 +81,8 @@ def check_model(
             continue
         if tensor.shape != value.shape or (goes_on and tensor.dtype != value.dtype):
             raise CheckpointError(
-                f"The checkpoint is of another model: {name} is {_described(tensor)} in it, and {_described(value)} in "
-                "the model."
+                f"The checkpoint is for a different model: {name} is {_described(tensor)} in it, and "
+                f"{_described(value)} in the model."
             )
     check_frozen(model, frozen)
 
@@ -94,8 +94,8 @@ def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
     if homeless:
         dtype = stored["masters"][homeless[0]].dtype
         raise CheckpointError(
-            f"The optimizer that was saved worked on {dtype} copies of {len(homeless)} parameters, like {homeless[0]}, "
-            f"and the one given does not. Make the pipeline as it was:\n    RoundPipe(model, optim_dtype={dtype})"
+            f"The saved optimizer used {dtype} copies of {len(homeless)} parameters, like {homeless[0]}, the given "
+            f"one does not. Make the pipeline with the same master weights:\n    RoundPipe(model, optim_dtype={dtype})"
         )
 
 
@@ -112,7 +112,7 @@ def check_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
                 raise TypeError(f"{name} is not a tensor")
             target = targets.get(name)
             if table is not stored["buffers"] and target is not None and value.shape != target.shape:
-                raise CheckpointError(f"The checkpoint is of another model: {name} is {_described(value)} in it.")
+                raise CheckpointError(f"The checkpoint is for a different model: {name} is {_described(value)} in it.")
 
 
 def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -291,9 +291,9 @@ def check_frozen(model: nn.Module, stored: Mapping[str, str]) -> None:
     changed = [name for name, digest in stored.items() if found.get(name) != digest]
     if changed:
         raise CheckpointError(
-            f"The checkpoint is of another model: {changed[0]} and {len(changed) - 1} more frozen quantized weights "
-            "are not stored in it, and those of the model are others. Quantize the same weights in the same way first, "
-            "and load the checkpoint then."
+            f"The checkpoint is for a different model: {changed[0]} and {len(changed) - 1} more frozen quantized "
+            "weights differ from those that it was saved with. Quantize the same weights in the same way before you "
+            "load the checkpoint."
         )
 
 

@@ -93,7 +93,7 @@ def ranks_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Checkpoin
     members = {tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}
     if len(members) > 1:
         raise CheckpointError(
-            f"Parts of the model are on different ranks, {sorted(members)}, and a checkpoint is written by all ranks "
-            "that have the model. Save each part in its own folder."
+            f"Parts of the model are on different ranks, {sorted(members)}, but all ranks that write one checkpoint "
+            "must have the same model. Save each part in its own folder."
         )
     return CheckpointRanks(members.pop(), meshes[0]) if members else CheckpointRanks()

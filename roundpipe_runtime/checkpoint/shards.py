@@ -84,7 +84,7 @@ def read_shards(
     held = sum(file.stat().st_size for file in (folder / SHARDS).iterdir())
     if stated > held:
         raise DamagedCheckpointError(
-            f"{folder / SHARDS} is damaged: its files have {held:,} bytes, and state tensors of {stated:,}."
+            f"{folder / SHARDS} is damaged: its files have {held:,} bytes, but its tensors need {stated:,}."
         )
     for name, described in metadata.items():
         if not names(name):

@@ -263,7 +263,7 @@ def check_random_state(state: dict[str, Any]) -> None:
         for number, generator in enumerate(stored["states"][: library.device_count()]):
             present = library.get_rng_state(number)
             if (generator.dtype, generator.shape) != (present.dtype, present.shape):
-                raise TypeError(f"the state of {kind}:{number} is not one")
+                raise TypeError(f"the entry {kind}:{number} is not an optimizer state")
 
 
 def restore_random_state(state: dict[str, Any]) -> None:

@@ -154,9 +154,9 @@ class Rebuilding:
         if copies and made.device != copies[0].device:
             kind = type(tensor)
             raise ConfigError(
-                f"A weight of class {kind.__module__}.{kind.__qualname__} that is rebuilt from tensors on "
-                f"{copies[0].device} states that it is on {made.device}: the class keeps the device in its metadata. "
-                "Quantize with another class, or run on virtual devices:\n"
+                f"A weight of class {kind.__module__}.{kind.__qualname__} is rebuilt from tensors on "
+                f"{copies[0].device} but reports that it is on {made.device}: the class keeps the device in its "
+                "metadata. Quantize with another class, or run on virtual devices:\n"
                 '    wrap_model_to_roundpipe(model, devices="virtual:2")'
             )
         return made

@@ -427,8 +427,8 @@ class Dispatch:
         """Check that the caller is none of the devices' threads."""
         if any(device.worker.is_here() for device in self.devices):
             raise StageError(
-                "A pipeline was called from inside of a layer that runs on one of its own devices, which would wait "
-                "for itself. Give the inner pipeline devices of its own."
+                "A layer called a pipeline that runs on the same device, which would be a deadlock. Give the inner "
+                "pipeline its own devices."
             )
 
     def run(self, run: Run, stages: Sequence[Stage]) -> None:

@@ -129,9 +129,9 @@ def check_leaves(
         ]
         what = f"reads {names[0]}, which requires a gradient" if names else "reads a tensor that requires a gradient"
         raise StageError(
-            f"{layer.title} {what}, of shape {tuple(leaf.shape)}, and it is neither an input nor a parameter of it. "
-            "Each call has its own backward, so this gradient would be wrong. Give it to the model, or make it a "
-            "parameter:\n    model(x, delta)\n    layer.delta = torch.nn.Parameter(delta)"
+            f"{layer.title} {what}, of shape {tuple(leaf.shape)}, which is neither an input nor a parameter of the "
+            "layer. Its gradient would be wrong, because each layer call has its own backward. Pass the tensor to "
+            "the model, or make it a parameter:\n    model(x, delta)\n    layer.delta = torch.nn.Parameter(delta)"
         )
 
 

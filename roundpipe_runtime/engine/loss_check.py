@@ -89,7 +89,7 @@ class Sample:
         number, (held, spec) = len(pytree.tree_leaves(whole[0])), pytree.tree_flatten(whole[:2])
         leaves = [held, *(pytree.tree_leaves(one[:2]) for one in parts)]
         if len({len(one) for one in leaves}) > 1:
-            raise SplitError("The outputs of some rows have another structure.")
+            raise SplitError("The outputs of some rows have a different structure.")
         of_tensors: list[Role] = ["output" if place < number else "label" for place in range(len(held))]
         has_values = [isinstance(leaf, torch.Tensor) and leaf.dtype != torch.bool for leaf in held]
         roles = [role if there else None for role, there in zip(of_tensors, has_values, strict=True)]

@@ -136,8 +136,8 @@ class Training:
             return
         if found is None and self.step:
             raise FineTuneError(
-                f"This training was stopped after step {self.step}, and a Trainer starts at the first one. Continue "
-                "with a new one, from a checkpoint:\n    training = Training(...)\n    training.restore(folder)"
+                f"This training was stopped after step {self.step}, and a Trainer starts at step 0. Continue with a "
+                "new Training, from a checkpoint:\n    training = Training(...)\n    training.restore(folder)"
             )
         self.trainer.train(resume_from_checkpoint=None if found is None else os.fspath(found))
 
@@ -230,8 +230,8 @@ class Training:
             return
         if self.job.size == 1:
             raise FineTuneError(
-                f"{folder} was trained in {replicas} groups, and sums depend on their number. Continue with as many: "
-                f"--replicas {replicas}"
+                f"{folder} was trained in {replicas} groups, and results depend on this number. Continue with the "
+                f"same number: --replicas {replicas}"
             )
         self.pipeline._rp_keep_replicas(replicas)
 
@@ -260,7 +260,7 @@ class Training:
         for name in now:
             if name == "model" and before.get(name) not in (None, now[name]):
                 raise CheckpointError(
-                    f"{folder}: The checkpoint is of another model. Names or shapes of weights differ."
+                    f"{folder}: The checkpoint is for a different model. Names or shapes of weights differ."
                 )
             if before.get(name) != now[name]:
                 was = f"--{name} {before.get(name)}" if name in ("length", "batch", "accumulate", "seed") else ""
@@ -344,6 +344,6 @@ def _check_causal(model: nn.Module) -> None:
     rounding = 1e-4 if first.dtype == torch.float32 else 2e-2
     if (first - second).float().norm() > rounding * first.float().norm():
         raise FineTuneError(
-            f"{type(model).__name__} sees the token that it should predict, so it cannot learn text this way. Is it an "
-            'encoder? Then config.json wants "is_decoder": true'
+            f"{type(model).__name__} sees the token that it should predict, so it cannot learn text this way. Is it "
+            'an encoder? Then set "is_decoder": true in config.json'
         )

@@ -236,8 +236,8 @@ class CutModel(RoundPipe):
         if name is None or cache is None or not has_layers(cache) or not callable(merge):
             made = "" if name is None else f"    model(..., {name}=DynamicCache(config=model.config))\n"
             raise ConfigError(
-                "A cache through a pipeline needs joined outputs, and a list of layers: give the model one, or none:\n"
-                f"{made}    model(..., use_cache=False)"
+                "A pipeline can use a cache only if outputs are joined and the cache has a list of layers. Pass such "
+                f"a cache, or none:\n{made}    model(..., use_cache=False)"
             )
         joined = functools.partial(merge_with_cache, cache, merge)
         cut = config.split_input

@@ -265,8 +265,8 @@ def _check_heads(model: nn.Module, size: int) -> None:
         )
     if getattr(config, "output_router_logits", False):
         raise ConfigError(
-            f"{type(model).__name__} has a loss of its router that compares all tokens of a batch, which LongRows "
-            "cuts. Leave it out: model.config.output_router_logits = False"
+            f"{type(model).__name__} has a router loss over all tokens of a batch, but LongRows splits the tokens. "
+            "Switch it off: model.config.output_router_logits = False"
         )
 
 

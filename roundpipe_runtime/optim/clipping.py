@@ -62,8 +62,8 @@ def check_clipped(parameters: Iterable[torch.Tensor]) -> None:
     without, dtype = _originals(parameters)
     if any(without):
         raise ConfigError(
-            f"{sum(without)} parameters of the model are to be clipped, whose gradients are in their copies of {dtype} "
-            "(optim_dtype). Nothing would be clipped. Clip these:\n"
+            f"{sum(without)} of these parameters have their gradients in {dtype} master weights (optim_dtype), so "
+            "nothing would be clipped. Clip the master weights:\n"
             "    torch.nn.utils.clip_grad_norm_(model.optim_parameters(), ...)"
         )
 
@@ -73,10 +73,10 @@ def _check_stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
     if without and all(without):  # after `synchronize`, parameters have gradients too
         kind = type(optimizer).__name__
         raise ConfigError(
-            f"{kind} holds {len(without)} parameters of the model, whose gradients are in their copies of {dtype} "
-            "(optim_dtype). It would change nothing. Make it of these:\n"
-            f"    optimizer = {kind}(model.optim_parameters(), ...)\n"
-            "In create_optimizer of a Trainer they are self.pipeline.optim_parameters()."
+            f"{kind} holds {len(without)} parameters of the model, but their gradients are in {dtype} master weights "
+            "(optim_dtype), so it would change nothing. Make it from the master weights:\n"
+            f"    optimizer = {kind}(model.optim_parameters(), ...)\nIn create_optimizer of a Trainer they are "
+            "self.pipeline.optim_parameters()."
         )
 
 

@@ -197,8 +197,8 @@ class StepRunner:
             if ahead is not None and not ahead.is_ahead:
                 return  # the step runs as it would in the caller's thread, which waits for it
             raise StageError(
-                f"A function given to {self._call()} called the pipeline, which waits for that function. Let "
-                "it call the optimizer only. An optimizer that calls the model, like LBFGS, must step at once:\n"
+                f"A function given to {self._call()} called the pipeline, which waits for that function. Call only "
+                "the optimizer in it. An optimizer that calls the model, like LBFGS, must step at once:\n"
                 "    model.step(step_fn)"
             )
         call = self._call()

@@ -143,7 +143,7 @@ class PipelineOptions:
         narrow: Any = self.gradient_dtype
         if narrow is not None and not (isinstance(narrow, torch.dtype) and narrow.is_floating_point and dtype):
             raise ConfigError(
-                f"gradient_dtype is the dtype of the gradients of master weights, found {narrow!r} with "
+                f"gradient_dtype is the dtype of gradients of master weights; found {narrow!r} with "
                 f"optim_dtype={dtype!r}. Give both:\n"
                 "    RoundPipe(model, optim_dtype=torch.float32, gradient_dtype=torch.bfloat16)"
             )
@@ -160,7 +160,7 @@ class PipelineOptions:
         check_large_tables(self.large_tables)
         if disk_folder(self.host) is not None and self.has_groups:
             raise ConfigError(
-                f'host="{self.host}" trains in one process without groups, and mesh= or replicas= asks for others. '
+                f'host="{self.host}" trains in one process without groups, but mesh= or replicas= asks for several. '
                 'Leave them out, or train in memory:\n    RoundPipe(model, mesh=mesh, host="memory")'
             )
         if self.replicas is not None and not (type(self.replicas) is int and self.replicas >= 1):

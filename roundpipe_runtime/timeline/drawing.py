@@ -97,7 +97,7 @@ def save_picture(records: Sequence[Record], path: str | os.PathLike[str]) -> Non
     suffix = pathlib.Path(path).suffix.lstrip(".").lower()
     if suffix not in canvas.get_supported_filetypes():
         known = ", ".join(f".{name}" for name in ("png", "svg", "pdf"))
-        raise TimelineFileError(f"{os.fspath(path)}: a picture is written into a file that ends in {known}.")
+        raise TimelineFileError(f"{os.fspath(path)}: the file name of a picture must end in {known}.")
     with whole_file(path) as file:
         figure.savefig(file)
 

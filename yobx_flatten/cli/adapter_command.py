@@ -25,9 +25,8 @@ def adapter(
 ) -> int:
     """Add LoRA adapters to an exported folder, and check them against PEFT.
 
-    DIR must have been exported with --adapter or --room-for-adapters. The model is loaded for the comparison; the
-    ONNX files of DIR do not change. Exit status: 0 all checks passed; 1 the files differ from PEFT, and nothing was
-    written.
+    DIR must have been exported with --adapter or --room-for-adapters. The model is loaded for the comparison. Exit
+    status: 0 all checks passed; 1 the files differ from PEFT, and nothing was written.
     """
     found = []
     for name, place in named_folders(added).items():

@@ -28,8 +28,7 @@ def explain(
         typer.Argument(
             metavar="FILE_OR_CALL",
             help="A model (.onnx, .pt2), stored inputs (.onnx, .case), a folder of such files or of recorded calls, "
-            "or MODULE:NAME of an object or of a function that returns an object. If the function returns (module, "
-            "kwargs), the inputs are drawn.",
+            "or MODULE:NAME of an object or a function that returns one (its kwargs, if it returns (module, kwargs)).",
         ),
     ],
     plain: Annotated[bool, typer.Option(help="Show what torch flattens without this package.")] = False,

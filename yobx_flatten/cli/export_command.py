@@ -51,10 +51,9 @@ def export(
 ) -> int:
     """Export a transformers model to a folder that generates text, and check it against the model.
 
-    Files have the names and inputs that generation tools expect, and the folder contains configuration and tokenizer.
-    Each file runs next to the model. Then 40 generated tokens are compared with model.generate, or 8 for models with
-    1 GB of weights or more (--proof). DIR is created only if every check passes. Exit status: 0 all checks passed; 1 a
-    file differs from the model, and nothing was written.
+    Files have the names and inputs that generation tools expect. Each file runs next to the model. Then 40 generated
+    tokens (8 from 1 GB of weights on) are compared with model.generate (--proof). DIR is created only if all checks
+    pass. Exit status: 0 all checks passed; 1 a file differs from the model, and nothing was written.
     """
     quantization = _quantization(quantize, perplexity_ratio, activations)
     adapters = named_folders(adapter) if adapter else {} if room_for_adapters else None

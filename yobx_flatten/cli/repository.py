@@ -37,8 +37,7 @@ def repository(what: str) -> pathlib.Path:
 def matrix(arguments: typer.Context) -> int:
     """Export every model type in transformers, and check each step.
 
-    Arguments are passed to `python -m matrix` (try -- --help). This needs a clone of the repository. All types take
-    hours; --sample 8 runs eight of them.
+    This needs a clone of the repository. Arguments go to `python -m matrix` (try -- --help); --sample 8 runs 8 types.
     """
     root = repository("the matrix")
     paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -81,7 +81,7 @@ def register(
         return _claim(cls, functions_from_fields, ([*children], static), "register", backends)
     if static:
         raise InvalidRegistrationError(
-            f"register({cls.__qualname__}): static= names attributes, and children= does not. Name them all:\n"
+            f"register({cls.__qualname__}): static= was given without children=. Name all attributes:\n"
             f"    register({cls.__qualname__}, children=[...], static={static})"
         )
     return _claim(cls, functions_of, ("register",), "register", backends)

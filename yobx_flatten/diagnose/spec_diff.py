@@ -247,7 +247,7 @@ def compare_outputs(expected: PyTree, found: PyTree, names: Sequence[str]) -> di
     if spec != other_spec:
         places = compare_specs(spec, other_spec, name="output", names=("expected", "found"))
         first = " ".join(str(places[0]).split()) if places else f"expected {spec}, found {other_spec}"
-        raise ReplayError(f"the outputs have another structure: {first}")
+        raise ReplayError(f"the outputs have a different structure: {first}")
     differences = {}
     for name, one, other in zip(names, leaves, other_leaves, strict=True):
         try:

@@ -76,8 +76,8 @@ def prove_program(
     """
     if not isinstance(program, ExportedProgram):
         raise InvalidArgumentError(
-            f"prove_program: expected a torch.export.ExportedProgram, found {describe_class(program)}. What "
-            "transformers' DynamoExporter returns holds one:\n    prove_program(exported.program, model)"
+            f"prove_program: expected a torch.export.ExportedProgram, found {describe_class(program)}. The result of "
+            "transformers' DynamoExporter contains one:\n    prove_program(exported.program, model)"
         )
     asked = Asked.of(module, cases, steps, tolerance, proof)
     report = asked.report()

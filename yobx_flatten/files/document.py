@@ -186,4 +186,4 @@ def _check(found: os.stat_result, path: pathlib.Path, failure: type[Exception], 
     if not stat.S_ISREG(found.st_mode):
         raise failure(f"{path} is not a regular file.")
     if most is not None and found.st_size > most:
-        raise failure(f"{path} has {found.st_size / 1e6:.0f} MB, and no such file has more than {most / 1e6:.0f} MB.")
+        raise failure(f"{path} has {found.st_size / 1e6:.0f} MB, and the limit for such files is {most / 1e6:.0f} MB.")

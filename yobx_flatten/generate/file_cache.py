@@ -45,7 +45,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         known = isinstance(given, Cache) and type(given).__module__.startswith("transformers.")
         if not known or any(isinstance(part, QuantizedCache) for part in (given, *vars(given).values())):
             raise InvalidArgumentError(
-                f"The cache is {describe_class(given)}, and files keep keys and values as the model computes them. "
+                f"The cache is {describe_class(given)}, but exported files keep keys and values in the model's dtype. "
                 "Pass DynamicCache(), or none."
             )
         if has_read(given):
@@ -73,8 +73,8 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidArgumentError(
-            "A cache of files cannot be stored: its keys and values are in the memory of the library that runs them. "
-            "Store the tokens, and read them again; copy.deepcopy(cache) copies it in this process."
+            "The cache of an exported model cannot be stored: its keys and values are in the memory of the library "
+            "that runs them. Store the tokens, and read them again; copy.deepcopy(cache) copies it in this process."
         )
 
     def hold(self) -> None:

@@ -288,7 +288,7 @@ class Generator:
         """
         if self.parts.postnet is None:
             raise InvalidArgumentError(
-                f"{self.parts.decoder.name} writes tokens: call generate(), not generate_speech."
+                f"{self.parts.decoder.name} generates tokens: call generate(), not generate_speech."
             )
         asked = {"speaker_embeddings": speaker_embeddings, **options}
         return refusals_named("generate_speech", lambda: speak(self.parts, self.settings, read, asked))
@@ -296,8 +296,8 @@ class Generator:
     def _check_writes(self, method: str) -> None:
         if self.parts.postnet is not None:
             raise InvalidArgumentError(
-                f"{self.parts.decoder.name} writes spectrograms: call generate_speech(ids, speaker_embeddings), not "
-                f"{method}."
+                f"{self.parts.decoder.name} generates spectrograms: call generate_speech(ids, speaker_embeddings), "
+                f"not {method}."
             )
 
     def _by_transformers(self, given: dict[str, Any], sampling: Sampling | None) -> Any:

@@ -142,14 +142,13 @@ class FileModel(ModelWithoutWeights):
         config = self._config_of_call(args, kwargs)
         if config.cache_implementation in _OTHER_CACHES:
             raise InvalidArgumentError(
-                f"cache_implementation={config.cache_implementation!r}: files keep keys and values as the model "
-                "computes them, in their own cache. Leave it out, or of generation_config.json:\n"
-                "    model.generation_config.cache_implementation = None"
+                f"cache_implementation={config.cache_implementation!r}: exported files have their own cache. Leave it "
+                "out, also in generation_config.json:\n    model.generation_config.cache_implementation = None"
             )
         if config.get_generation_mode(kwargs.get("assistant_model")) == _DRAFTS and not self._returns_all:
             raise InvalidArgumentError(
-                f"{self.steps.parts.decoder.name} returns the scores of the last token, and drafted tokens are checked "
-                'by those of all. Export it without logits="last".'
+                f"{self.steps.parts.decoder.name} returns the scores of the last token only, but assisted generation "
+                'needs the scores of all tokens. Export it without logits="last".'
             )
         if self.steps.parts.vision is not None:
             kwargs = self._with_pictures(inputs, kwargs)
@@ -161,8 +160,8 @@ class FileModel(ModelWithoutWeights):
         places = _by_layer(self.steps.heads.values())
         if not places:
             raise InvalidArgumentError(
-                "return_token_timestamps: the files return scores only. Export them with "
-                "export_folder(..., word_times=True) (--word-times), or ask the model itself."
+                "return_token_timestamps: the files return scores only. Export them with export_folder(..., "
+                "word_times=True) (--word-times), or call the model itself."
             )
         configs = (kwargs, *(vars(one) for one in (kwargs.get("generation_config"), self.generation_config) if one))
         wanted: list[list[int]] = next(
@@ -347,7 +346,7 @@ class FileModel(ModelWithoutWeights):
             raise InvalidArgumentError(f"{self.steps.parts.decoder.name} reads tokens: pass decoder_input_ids.")
         if mask is not None and not bool(mask.all()):
             raise InvalidArgumentError(
-                "decoder_attention_mask holds zeros, and the files of the decoder take no mask of their own tokens. "
+                "decoder_attention_mask contains zeros, but the exported decoder has no mask for its own tokens. "
                 "Pass rows of one length, or one row at a time (Whisper: condition_on_prev_tokens)."
             )
         if encoder_mask is None:

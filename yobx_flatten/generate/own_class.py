@@ -89,7 +89,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
 
     def use_adapter(self, name: str | None) -> None:
         """Call the files with an adapter from now on; ``None`` for none."""
-        raise InvalidArgumentError(f"{type(self).__name__} has no files whose adapters are switched.")
+        raise InvalidArgumentError(f"{type(self).__name__} was exported without switchable adapters.")
 
     def set_adapter(self, adapter_name: str | list[str]) -> None:
         """Compute with an adapter of the folder from now on."""
@@ -130,8 +130,8 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         if self.anchor.device.type != "cpu":
             found, self.anchor = self.anchor.device, torch.nn.Parameter(torch.zeros(()), requires_grad=False)
             raise InvalidArgumentError(
-                f"The files take and return tensors of the host, not of {found}. Choose where they compute when they "
-                'are opened: open_model(folder, device="cuda")'
+                f"The files accept and return CPU tensors, not {found} tensors. Choose the device when you open them: "
+                'open_model(folder, device="cuda")'
             )
         return moved
 

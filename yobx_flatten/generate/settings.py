@@ -54,10 +54,10 @@ class Switch:
         if self.rereads is None:
             raise GenerationError(
                 f"This text grew past {self.length} tokens, where the rotary angles of the model change (longrope, "
-                "dynamic), and the folder does not state whether the model then reads its text again, as Phi-3 does: "
-                "other tokens could follow. yobx_flatten.json of an exported folder states it; write the folder with\n"
-                "    export_folder(model, folder)\n"
-                f"or begin with a prompt of more than {self.length} tokens, or ask for fewer new ones."
+                "dynamic), and the folder does not state whether the model then reads its text again, as Phi-3 does, "
+                "so the next tokens could be wrong. yobx_flatten.json of an exported folder states it; write the "
+                f"folder with\n    export_folder(model, folder)\nor begin with a prompt of more than {self.length} "
+                "tokens, or ask for fewer new ones."
             )
         return True
 

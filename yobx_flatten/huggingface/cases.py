@@ -230,8 +230,8 @@ def _check_decodes(model: TransformersModel) -> None:
         )
     if getattr(model.config, "is_encoder_decoder", False) and not _encoder_reads_tokens(model):
         raise InvalidArgumentError(
-            f"decode_inputs: the encoder of {type(model).__qualname__} reads {model.main_input_name}, and tokens are "
-            "all that is made here. Record a call instead:\n    with record_calls(model) as calls: "
+            f"decode_inputs makes only tokens, but the encoder of {type(model).__qualname__} reads "
+            f"{model.main_input_name}. Record a call instead:\n    with record_calls(model) as calls: "
             f"model.generate({model.main_input_name}, max_new_tokens=4)\n    calls.example('decode')"
         )
 

@@ -64,7 +64,7 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
         return
     if TASKS[task] is spoken_pieces:
         raise InvalidArgumentError(
-            f"transformers.js reads a decoder of speech that is one file, and folders for {task} have two. Leave "
+            f"transformers.js expects one file for a speech decoder, but folders for {task} have two. Leave "
             f'layout="{layout}" out.'
         )
     if (_STORED.get(bits, bits), dtype) not in _TYPES:

@@ -159,8 +159,8 @@ def _with_adapters(plan: FolderPlan, folders: Adapters) -> FolderPlan:
         found = plan.task if in_place else f"layout={form.layout!r}"
         found = found if form.runtime == "onnxruntime" else form.runtime
         raise InvalidArgumentError(
-            f"adapters= is for ONNX files that onnxruntime runs, which write text or take one call; found {found}. "
-            "Merge the adapter instead: export_folder(ADAPTER, folder), with the folder that PEFT wrote."
+            "adapters= is for ONNX files of onnxruntime, of models that generate text or run in one call; found "
+            f"{found}. Merge the adapter instead: export_folder(ADAPTER, folder), with the folder that PEFT wrote."
         )
     adapters = read_adapters(plan.model, folders)
     return dataclasses.replace(plan, adapters=adapters, rooms=rooms_of(plan.model, adapters))
@@ -225,8 +225,8 @@ def _checked_prompts(accuracy: Accuracy, quantization: Quantization | None, form
     has_text = quantization is not None and quantization.tokens is not None
     if prompts and (quantization is None or has_text or form.logits == "last"):
         raise InvalidArgumentError(
-            "calibration= (--calibration) is the text of quantised weights: add quantize=, without tokens= of its own "
-            'and without logits="last".'
+            "calibration= (--calibration) needs quantize=, and cannot be combined with tokens= of a Quantization or "
+            'with logits="last".'
         )
     if has_text and form.logits == "last":
         raise InvalidArgumentError(

@@ -107,8 +107,8 @@ def _bounds(given: Mapping[str, int] | None, rows: int | None) -> Bounds | None:
         value = getattr(found, name)
         if value < least:
             raise InvalidArgumentError(
-                f"bounds: {name}={value} is less than {least}, which the calls that prove the folder have. For one "
-                "row: batch=1 (--max-batch 1)."
+                f"bounds: {name}={value} is less than {least}, which the checks of the folder need. For one row: "
+                "batch=1 (--max-batch 1)."
             )
     return found
 

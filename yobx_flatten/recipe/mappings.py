@@ -164,8 +164,8 @@ def _rebuilding(cls: type) -> Callable[[dict[Any, Any]], Any]:
         found = dict(base.items(obj))
         if list(found) != list(items) or not all(map(_kept, found.values(), items.values())):
             raise RoundTripError(
-                f"{cls.__qualname__}: its constructor, given the items, made other ones: {_format_items(found)} "
-                f"instead of {_format_items(items)}. Have it rebuilt without its constructor:\n"
+                f"{cls.__qualname__}: its constructor changes the items: {_format_items(found)} instead of "
+                f"{_format_items(items)}. To rebuild it without its constructor:\n"
                 f"    register({cls.__qualname__}, children=[])"
             )
         return obj

@@ -74,20 +74,19 @@ def _check_rebuilt(recipe: Recipe, sample: object) -> None:
     children_again, static_again = _flatten(recipe, rebuilt)
     if not _same(children_again, children):
         raise RoundTripError(
-            f"{name}: the rebuilt object has other children than the original "
-            f"({_difference(children_again, children)}). f_unflatten must "
-            "take the children in the order in which f_flatten returns them, and not copy them."
+            f"{name}: the rebuilt object has different children than the original "
+            f"({_difference(children_again, children)}). f_unflatten must take the children in the order in which "
+            "f_flatten returns them, and not copy them."
         )
     if not _equal(static_again, static):
         raise RoundTripError(
-            f"{name}: the rebuilt object has another static part than the original.\n"
-            f"  original: {static!r}\n  rebuilt:  {static_again!r}"
+            f"{name}: the rebuilt object has a different static part than the original.\n  original: {static!r}\n  "
+            f"rebuilt:  {static_again!r}"
         )
     for attribute in _lost_attributes(sample, rebuilt):
         raise RoundTripError(
-            f"{name}: its attribute {attribute!r} does not come back as it was, since it is neither among the children "
-            "nor static data. Declare it as a field, or name it:\n"
-            f"    register({name}, children=[..., {attribute!r}])"
+            f"{name}: attribute {attribute!r} is not restored, because it is neither a child nor static data. Declare "
+            f"it as a field, or name it:\n    register({name}, children=[..., {attribute!r}])"
         )
 
 

@@ -124,9 +124,9 @@ def check_static(value: Static, *, where: str = "") -> None:
 
     if not result_or(fits, failed):  # whatever an __eq__ or a from_dict raises
         raise StaticDataError(
-            f"Static data holds {describe_class(value)}{_at(where)}, which is not equal to itself once it was stored "
-            "and loaded: a loaded program would refuse its own inputs. Give its class an __eq__ that compares what it "
-            "holds and returns a bool, or store its numbers."
+            f"Static data holds {describe_class(value)}{_at(where)}, which is not equal to itself after it is stored "
+            "and loaded: a loaded program would refuse its own inputs. Give its class an __eq__ that compares what "
+            "it holds and returns a bool, or store its numbers."
         )
 
 
@@ -192,7 +192,7 @@ def _load_dataclass(name: str, values: dict[str, Any]) -> Any:
     obj = object.__new__(cls)
     fields = {field.name for field in dataclasses.fields(cls)}
     if not values.keys() <= fields:  # __class__, say, which would make it another object
-        raise StaticDataError(f"A file sets {sorted(values.keys() - fields)} of {name}, which are no fields of it.")
+        raise StaticDataError(f"A file sets {sorted(values.keys() - fields)} of {name}, which are not fields of it.")
     for field, value in values.items():
         object.__setattr__(obj, field, load_static(value))
     return obj
@@ -318,7 +318,7 @@ def check_spec(text: str) -> None:
     for node in _dicts(_parsed(text)):
         context = node.get("context")
         if node.get("type") == "collections.defaultdict" and not _is_built_in(context):
-            raise StaticDataError("A tree spec has a defaultdict that is filled by something that is not built in.")
+            raise StaticDataError("A tree spec has a defaultdict whose default factory is not a built-in type.")
         for part in _dicts(_parsed(context) if isinstance(context, str) else context):
             if "__enum__" in part:
                 find_named(part.get("fqn"), "enum")

@@ -57,7 +57,7 @@ def check_matrices(found: Mapping[str, torch.Tensor], rooms: Mapping[str, Port],
             layers = dict.fromkeys(room.rpartition(".")[0].rpartition(".")[2] for room in rooms)
             room = f"they have room in {', '.join(layers)}" if layers else "they have none for adapters"
             raise DamagedFileError(
-                f"{where} holds {name}, and the files take no such input: {room}. Export the model again with this "
+                f"{where} holds {name}, but the files have no such input: {room}. Export the model again with this "
                 "adapter: export_folder(..., adapters={...}) (--adapter NAME=FOLDER)"
             )
         if matrix.dtype != port.dtype:
@@ -66,7 +66,7 @@ def check_matrices(found: Mapping[str, torch.Tensor], rooms: Mapping[str, Port],
         if matrix.ndim != 2 or any(size not in (None, given) for given, size in sizes):
             raise DamagedFileError(
                 f"{where}: {name} has shape {tuple(matrix.shape)}, and the files take {_shape(port)}: the adapter is "
-                "of another model."
+                "for a different model."
             )
     for name, matrix in found.items():
         room, _, which = name.rpartition(".")

@@ -136,7 +136,7 @@ def load_attention() -> None:
     for library in (file for folder in folders for file in pathlib.Path(folder).glob("*custom_ops_aot_lib.*")):
         torch.ops.load_library(str(library))
         return
-    raise MissingDependencyError("The installed executorch has no kernels for language models. Install one of PyPI.")
+    raise MissingDependencyError("The installed executorch has no kernels for language models. Install it from PyPI.")
 
 
 def require_executorch(caller: str) -> None:

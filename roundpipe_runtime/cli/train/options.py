@@ -338,9 +338,7 @@ class FileOptions:
     timeline: Annotated[
         pathlib.Path | None, _path("Write a timeline of one of the first steps, for roundpipe timeline.")
     ] = None
-    log_every: Annotated[
-        int | None, _number("Steps between printed lines, if the output is not a terminal.", _FILES)
-    ] = None
+    log_every: Annotated[int | None, _number("Steps between lines if stdout is not a terminal.", _FILES)] = None
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace files that exist.", rich_help_panel=_FILES)
     ] = False

@@ -231,13 +231,13 @@ def check_mesh(mesh: Any) -> None:
         raise ConfigError(f"mesh must be a DeviceMesh of torch.distributed, found {type(mesh).__qualname__}:{line}")
     if mesh.device_type != "cpu":
         raise ConfigError(
-            f"mesh is one of {mesh.device_type!r} devices; gradients and master weights are on the host, and each "
-            f"process has its own devices:{line}"
+            f"mesh is one of {mesh.device_type!r} devices, but gradients and master weights are on the host, and each "
+            f"process has its own devices. Make a CPU mesh:{line}"
         )
     if mesh.ndim > 2:
         raise ConfigError(
-            f"mesh has {mesh.ndim} axes. One axis shards over all ranks; of two, the first holds copies, the second "
-            f"shards:{line}"
+            f"mesh has {mesh.ndim} axes. Use one axis to shard over all ranks, or two axes: the first for copies, the "
+            f"second for shards:{line}"
         )
     if dist.get_rank() not in mesh.mesh.flatten().tolist():
         raise ConfigError(f"This process has rank {dist.get_rank()}, which is not in the mesh {mesh.mesh.tolist()}.")

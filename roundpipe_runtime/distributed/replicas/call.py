@@ -71,8 +71,8 @@ class RankCall(Call):
         """Add the successful run of a group."""
         if len(run.spec.contents) in run.collected.gradients:
             raise DistributedError(
-                "The loss function trains parameters of its own, which belong to no layer, so their gradients are not "
-                "summed over the ranks. Move them into the model: into a last layer that returns what the loss needs."
+                "The loss function has trainable parameters that belong to no layer, so their gradients are not "
+                "summed over the ranks. Move them into a last layer that returns the inputs of the loss."
             )
         Call.add(self, run, inputs)  # a class with slots is made anew, so that super() has another one
 

@@ -74,9 +74,8 @@ class RankCalls(OneGroup[Engine]):
         self._shares = host_weights == "shared" and ranks.size > 1
         if self._shares and ranks.num_shards == 1:
             raise ConfigError(
-                'host_weights="shared" needs shards, each with one process that steps it, and with this mesh every '
-                "process steps everything:\n"
-                f'    mesh = init_device_mesh("cpu", ({ranks.size},))'
+                'host_weights="shared" needs shards that are updated by one process each, but with this mesh every '
+                f'process updates all weights:\n    mesh = init_device_mesh("cpu", ({ranks.size},))'
             )
         self.is_first = ranks.rank == 0
         self._is_deferred = self._is_closed = False

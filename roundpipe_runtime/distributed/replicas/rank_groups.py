@@ -226,8 +226,8 @@ def _gradients(losses: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[t
     roots = [loss for loss in losses if isinstance(loss, torch.Tensor) and loss.requires_grad]
     if other_leaves(roots, wanted):
         raise DistributedError(
-            "The loss function trains parameters of its own, which belong to no layer, so their gradients are not "
-            "summed over the ranks. Move them into the model: into a last layer that returns what the loss needs."
+            "The loss function has trainable parameters that belong to no layer, so their gradients are not summed "
+            "over the ranks. Move them into a last layer that returns the inputs of the loss."
         )
     if roots:
         torch.autograd.backward(roots, inputs=wanted)

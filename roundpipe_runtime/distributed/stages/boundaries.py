@@ -69,10 +69,9 @@ class Boundary:
         structure, tensors = flatten_value(value, what=what)
         if structure != self.structure:
             raise StageError(
-                f"{what} differs from what the stages agreed on when they were made, in its classes or in what is not "
-                f"a tensor:\n    agreed {_text(self.structure)}\n    found  {_text(structure)}\n"
-                "Only tensors are sent with each microbatch. Make a tensor of the value that varies, or return None:\n"
-                "    torch.tensor(count)"
+                f"{what} has other classes or non-tensor values than the stages agreed on when they were made:\n"
+                f"    agreed {_text(self.structure)}\n    found  {_text(structure)}\nOnly tensors are sent with each "
+                "microbatch. Turn the value that varies into a tensor, or return None:\n    torch.tensor(count)"
             )
         for number, (tensor, agreed) in enumerate(zip(tensors, self.tensors, strict=True)):
             found = TensorSizes.of(tensor)
@@ -180,6 +179,6 @@ def _check_picklable(boundary: Boundary, stage: int) -> None:
             pickle.dumps(boundary)
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"Stage {stage} returns {_text(boundary.structure)}, whose part that is not a tensor cannot be described "
-            f"to another process: {error}\nPass what the next stage needs as tensors, and make the rest there."
+            f"Stage {stage} returns {_text(boundary.structure)}, but its non-tensor part cannot be sent to another "
+            f"process: {error}\nReturn the tensors that the next stage needs, and make the other objects there."
         ) from error

@@ -154,8 +154,8 @@ class DistributedPipeline:
         """
         if self._reduction is None and self._num_microbatch > 1:
             raise ConfigError(
-                "How the losses of microbatches become that of the batch was not given, and a mean that is added is "
-                f"{self._num_microbatch} times too large. State what loss_fn returns of its rows:\n"
+                "loss_reduction= was not given. If loss_fn returns a mean, the sum over microbatches is "
+                f"{self._num_microbatch} times too large. State what loss_fn returns:\n"
                 '    DistributedPipeline(..., loss_reduction="mean")    # or "sum"'
             )
         losses: list[torch.Tensor] = []
@@ -204,9 +204,8 @@ class DistributedPipeline:
         """Hand out the arguments of this process; return the last stage, if it is here."""
         if args and 0 not in self._modules:
             raise ConfigError(
-                "Positional arguments are those of stage 0, which is in another process. Here, pass keyword arguments "
-                "for the stages of this process, or none:\n"
-                "    pipeline.forward_backward(label=labels)"
+                "Positional arguments go to stage 0, which runs in another process. Here, pass keyword arguments for "
+                "the stages of this process, or none:\n    pipeline.forward_backward(label=labels)"
             )
         calls = self._split(args, kwargs, label, what="The batch")
         last = None
@@ -237,8 +236,9 @@ class DistributedPipeline:
         loss = outputs if self._loss_fn is None else self._loss_fn(outputs, call.label)
         if not (isinstance(loss, torch.Tensor) and loss.dim() == 0):
             raise LossError(
-                f"The loss of microbatch {call.index} must be a tensor without axes, found {type(loss).__qualname__}"
-                f"{tuple(loss.shape) if isinstance(loss, torch.Tensor) else ''}. Add its numbers, or take their mean:\n"
+                f"The loss of microbatch {call.index} must be a tensor without axes, found "
+                f"{type(loss).__qualname__}{tuple(loss.shape) if isinstance(loss, torch.Tensor) else ''}. Sum it, or "
+                "take the mean:\n"
                 "    loss_fn=lambda outputs, labels: nn.functional.cross_entropy(outputs.logits, labels)"
             )
         return loss / self._num_microbatch if self._reduction == "mean" else loss

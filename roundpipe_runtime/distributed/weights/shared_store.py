@@ -217,7 +217,7 @@ def _open(nbytes: int, process: int, file: int, token: bytes) -> mmap.mmap:
     finally:
         os.close(opened)
     if memory[: len(token)] != token:
-        raise DistributedError(f"The memory of process {process} is not the one that it offered.")
+        raise DistributedError(f"The shared memory of process {process} is not the memory that it announced.")
     return memory
 
 

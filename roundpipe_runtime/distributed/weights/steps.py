@@ -137,10 +137,9 @@ class RankSteps(StepRunner):
         else:
             return
         raise DistributedError(
-            f"{type(optimizer).__name__} {problem}. This rank has one shard in {self.ranks.num_shards} of each matrix. "
-            "Keep whole matrices on each host; results do not depend on the number of ranks:\n"
-            f'    mesh = init_device_mesh("cpu", ({self.ranks.size}, 1))\n'
-            "    model = RoundPipe(model, mesh=mesh)"
+            f"{type(optimizer).__name__} {problem}. This rank has one of {self.ranks.num_shards} shards of each "
+            "matrix. Keep whole matrices on each host; the results stay the same:\n"
+            f'    mesh = init_device_mesh("cpu", ({self.ranks.size}, 1))\n    model = RoundPipe(model, mesh=mesh)'
         )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:

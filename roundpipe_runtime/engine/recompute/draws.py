@@ -137,10 +137,9 @@ class CallDraws:
             return False
         if self.is_recomputed:
             raise StageError(
-                f"{self.title} draws random numbers in its recomputation, and drew none in its forward. The gradient "
-                "would not be that of the loss. Draw alike in both, or keep what was drawn:\n"
-                "    if doing_recompute():\n"
-                "        (mask,) = get_recompute_data()"
+                f"{self.title} draws random numbers in its recomputation, but drew none in its forward, so the "
+                "gradient would be wrong. Draw the same numbers in both, or keep those of the forward:\n"
+                "    if doing_recompute():\n        (mask,) = get_recompute_data()"
             )
         draws._before[key] = before if draws.in_order else None
         if draws.moves:

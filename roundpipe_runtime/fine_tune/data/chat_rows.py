@@ -183,10 +183,10 @@ def make_chat_rows(
             raise FineTuneError(
                 f"{found} with a token that counts: the chat template marks none. Take another template"
             )
-        raise FineTuneError(f"{found} in its first {length} tokens. Allow more of them: --length {longest}")
+        raise FineTuneError(f"{found} in its first {length} tokens. Make the rows longer: --length {longest}")
     rows = _packed([len(one.ids) for one in kept], length) if packed else [[number] for number in range(len(kept))]
     if eval_share > 0 and len(rows) < 2:
-        raise FineTuneError("There is one row of conversations, and one is to be held out: --eval-share 0")
+        raise FineTuneError("There is only one row of conversations, so none can be held out: --eval-share 0")
     ids = [_joined(kept[number].ids for number in row) for row in rows]
     labels = [
         _joined(

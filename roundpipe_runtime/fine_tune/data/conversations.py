@@ -198,8 +198,8 @@ def _message(row: Any, place: str, ignored: Collection[str]) -> Message:
         raise FineTuneError(f"{place} {found}. Write one of {', '.join(_ROLES)}")
     if row.get("weight", 1) not in (1, None):
         raise FineTuneError(
-            f"{place} has the weight {row['weight']!r}, and all answers count alike. Leave it out, or end the 'prompt' "
-            'after it: {"prompt": [...], "completion": [...]}'
+            f"{place} has the weight {row['weight']!r}, but all answers have the same weight. Leave it out, or end "
+            'the \'prompt\' after it: {"prompt": [...], "completion": [...]}'
         )
     used = ("role" if "role" in row else "from", "content" if "content" in row else "value", "weight")
     others = {

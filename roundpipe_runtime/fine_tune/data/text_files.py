@@ -97,7 +97,7 @@ def check_encoding(path: pathlib.Path) -> None:
     if found is None and sum(zeros) > len(begin) // 4:
         found = "UTF-16LE" if zeros[1] > zeros[0] else "UTF-16BE"
     if found is not None:
-        raise FineTuneError(f"{path} is text in {found}, or no text. Write it in UTF-8: {_iconv(found, path)}")
+        raise FineTuneError(f"{path} is text in {found}, or not text. Write it in UTF-8: {_iconv(found, path)}")
 
 
 def _iconv(encoding: str, path: pathlib.Path) -> str:

@@ -44,7 +44,7 @@ class RowAxes:
         """Read the axes off two states of the same call, of which one has more rows."""
         (held, spec), (others, other_spec) = _leaves(whole), _leaves(part)
         if spec != other_spec or not _are_alike(held, others):
-            raise CannotJoinError("the layers return other tensors for other rows")
+            raise CannotJoinError("the layers return different kinds of tensors for different rows")
         values = tuple(
             _axis(one.shape, other.shape) if isinstance(one, torch.Tensor) else None
             for one, other in zip(held, others, strict=True)
@@ -65,7 +65,7 @@ def join_states(states: Sequence[CutState], axes: RowAxes, args: tuple[Any, ...]
     logs = [state.call_log for state in states]
     is_alike = all(other == spec and _are_alike(leaves, flat[0][0]) for leaves, other in flat)
     if not is_alike or any(not _is_alike(log, logs[0]) for log in logs):
-        raise CannotJoinError("the layers return other tensors for other rows")
+        raise CannotJoinError("the layers return different kinds of tensors for different rows")
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     joined = [_joined(column, axis) for column, axis in zip(columns, axes.values, strict=True)]
     values, boxes = pytree.tree_unflatten(joined, spec)
@@ -103,7 +103,7 @@ def _joined(column: Sequence[Any], axis: int | None) -> Any:
         for other in column[1:]:
             is_same = torch.equal(first, other) if isinstance(first, torch.Tensor) else first == other
             if not is_same:
-                raise CannotJoinError("what belongs to all rows differs between microbatches")
+                raise CannotJoinError("a value for all rows differs between microbatches")
         return first
     if len({(*t.shape[:axis], *t.shape[axis + 1 :]) for t in column}) > 1:
         raise CannotJoinError(f"tensors of shapes {[tuple(t.shape) for t in column]} are not rows of one")

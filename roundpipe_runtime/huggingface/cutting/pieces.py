@@ -94,8 +94,8 @@ class Phase(nn.Module):
         is_finished = isinstance(result, Finished)
         if is_finished != self._is_last:
             raise BatchStructureError(
-                f"This batch {'skips' if is_finished else 'needs'} layers, or the code between them, in another way "
-                "than the example that the model was split with. Wrap it with an example like this batch:\n"
+                f"This batch {'skips' if is_finished else 'needs'} layers, or code between layers, differently than "
+                "the example that the model was split with. Wrap it with an example like this batch:\n"
                 "    wrap_model_to_roundpipe(model, example=batch)"
             )
         return result.output if isinstance(result, Finished) else result.state

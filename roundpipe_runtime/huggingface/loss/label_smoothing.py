@@ -95,7 +95,7 @@ class SmoothedLoss(Static):
 
     def _cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
         if labels.is_floating_point():
-            raise LossError(f"SmoothedLoss: labels are classes, found numbers of {labels.dtype}, which have none.")
+            raise LossError(f"SmoothedLoss: labels must be class indices, found {labels.dtype}.")
         if self.shift_labels:
             logits, labels = logits[..., :-1, :], labels[..., 1:]
         logits = logits.reshape(-1, logits.shape[-1])

@@ -58,8 +58,8 @@ class GroupTrainer(PipelineTrainer):
         if self.args.world_size > 1 and self._rp_has_other_loss():
             if self.pipeline.replicas != self.args.world_size:
                 raise ConfigError(
-                    f"{type(self).__name__} computes its own loss, of the rows of one process, so a batch has as "
-                    f"many groups as there are processes, {self.args.world_size}. Leave "
+                    f"{type(self).__name__} computes its own loss over the rows of one process, so the number of "
+                    f"groups is the number of processes, {self.args.world_size}. Leave "
                     f"replicas={self.pipeline.replicas} out."
                 )
             return super().get_train_dataloader()

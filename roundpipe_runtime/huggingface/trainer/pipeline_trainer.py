@@ -204,8 +204,8 @@ def check_arguments(args: Any) -> None:
         check_precision("fp16")
     if args.world_size > 1 and "gloo" not in torch.distributed.get_backend_config():
         raise ConfigError(
-            f"RoundPipeTrainer: {args.world_size} processes exchange gradients, which are on the host, and their "
-            f"backend is {torch.distributed.get_backend_config()!r}. Give them one for the host:\n"
+            f"RoundPipeTrainer: {args.world_size} processes exchange gradients in CPU memory, but their backend is "
+            f"{torch.distributed.get_backend_config()!r}. Choose one that includes the CPU:\n"
             '    TrainingArguments(..., ddp_backend="cpu:gloo,cuda:nccl")  # "gloo" where nothing else needs nccl'
         )
     if getattr(args.accelerator_config, "dispatch_batches", None):
@@ -275,8 +275,8 @@ def check_overrides(kind: type[Trainer]) -> None:
         if hidden:
             names = ", ".join(f"{base.__name__}.{name}" for name in hidden)
             raise ConfigError(
-                f"{kind.__name__}: {names} would never be called, as a pipeline does that in another way, in a class "
-                "that comes before. Derive it from the Trainer of the pipeline, if it is to be called instead:\n"
+                f"{kind.__name__}: {names} would never be called, because RoundPipeTrainer comes first and replaces "
+                "it. To use your method, derive its class from RoundPipeTrainer:\n"
                 f"    class {base.__name__}(RoundPipeTrainer): ..."
             )
 

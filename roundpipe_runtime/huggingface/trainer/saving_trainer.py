@@ -89,7 +89,7 @@ def _load_whole(file: pathlib.Path, optimizer: torch.optim.Optimizer) -> None:
     held: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
     numbers = [group["params"] for group in stored["param_groups"]]
     if [len(group) for group in numbers] != [len(group) for group in held]:
-        raise CheckpointError(f"{file} is of another optimizer: its groups have different numbers of parameters.")
+        raise CheckpointError(f"{file} is for a different optimizer: its groups have different numbers of parameters.")
     for number, target in ((n, t) for ns, ts in zip(numbers, held, strict=True) for n, t in zip(ns, ts, strict=True)):
         state: dict[str, Any] = stored["state"].get(number, {})
         for key, value in state.items():
@@ -163,8 +163,8 @@ class SavingTrainer(PipelineTrainer):
                 )
             if missing := sorted(info["missing_keys"]):
                 raise ConfigError(
-                    f"{folder} is of another model: it lacks {len(missing)} weights of {type(self.model).__name__}, "
-                    f"like {missing[0]}."
+                    f"{folder} is for a different model: it lacks {len(missing)} weights of "
+                    f"{type(self.model).__name__}, like {missing[0]}."
                 )
             self.model.load_state_dict(loaded.state_dict())
             self._rp_is_converted = False

@@ -137,17 +137,17 @@ def unflatten_and_mark(children, static):
         ),
         pytest.param(
             (flatten, lambda children, static: Pair(*children[::-1]), None),
-            "Pair: the rebuilt object has other children than the original",
+            "Pair: the rebuilt object has different children than the original",
             id="another order",
         ),
         pytest.param(
             (flatten, lambda children, static: Pair(*[child.clone() for child in children]), None),
-            "Pair: the rebuilt object has other children .* and not copy them",
+            "Pair: the rebuilt object has different children .* and not copy them",
             id="copies",
         ),
         pytest.param(
             (lambda pair: ([pair.a, pair.b], hasattr(pair, "rebuilt")), unflatten_and_mark, None),
-            "Pair: the rebuilt object has another static part than the original.\n.* False\n.* True",
+            "Pair: the rebuilt object has a different static part than the original.\n.* False\n.* True",
             id="another static part",
         ),
         pytest.param(

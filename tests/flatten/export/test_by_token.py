@@ -206,7 +206,7 @@ def test_options_that_exclude_each_other_are_refused(options, message):
 
 
 def test_weights_of_float16_are_refused(tmp_path):
-    with pytest.raises(InvalidArgumentError, match="takes weights of float32"):
+    with pytest.raises(InvalidArgumentError, match="needs float32 weights"):
         export_onnx(_layers().half(), (torch.randn(4, 96).half(),), path=tmp_path / "m.onnx", quantize=BY_TOKEN)
 
 

@@ -200,10 +200,10 @@ def test_what_is_not_compared_node_by_node_is_refused(tmp_path):
     """Quantised weights are others in every node; programs have no nodes of onnxruntime."""
     model = small_model("llama")
     export_folder(model, tmp_path / "quantised", quantize="int8", proof="sample")
-    with pytest.raises(InvalidArgumentError, match=r"is quantised, and node by node only(.|\n)*without quantize="):
+    with pytest.raises(InvalidArgumentError, match=r"is quantised, but only ONNX files(.|\n)*without quantize="):
         explain_folder(tmp_path / "quantised", model)
     export_folder(model, tmp_path / "program", to="program", proof="sample")
-    with pytest.raises(InvalidArgumentError, match="is for torch, and node by node only"):
+    with pytest.raises(InvalidArgumentError, match="is for torch, but only ONNX files"):
         explain_folder(tmp_path / "program", model)
     export_folder(model, tmp_path / "unproven", proof="none")
     with pytest.raises(InvalidArgumentError, match='holds no cases to run: it was exported with proof="none"'):

@@ -336,7 +336,7 @@ def test_an_adapter_that_the_files_compute_otherwise_is_not_added(root, roomy, t
     copied = shutil.copytree(roomy, tmp_path / "out")
     other = _base(root)
     other.lm_head.weight.data *= 1.5
-    with pytest.raises(ReplayError, match="do not compute what PEFT computes"):
+    with pytest.raises(ReplayError, match="compute different values than PEFT"):
         add_adapter(copied, "one", root / "one", model=other)
     assert open_generator(copied).adapters == []
     assert not (copied / "cases/adapters/one").exists()
@@ -465,7 +465,7 @@ def test_the_command_line_writes_what_peft_writes(command, root, folder, capsys)
 
 FIRST = "model.layers.0.self_attn.q_proj.lora_A"
 DAMAGED = {
-    "another name": (lambda held: held.update(more=torch.ones(2, 2)), "holds more, and the files take no such input"),
+    "another name": (lambda held: held.update(more=torch.ones(2, 2)), "holds more, but the files have no such input"),
     "one without the other": (lambda held: held.pop(FIRST), "holds .*lora_B without .*lora_A"),
     "other sizes": (lambda held: held.update({FIRST: torch.ones(31, 4)}), r"shape \(31, 4\), .* take \(32, rank\)"),
     "another rank": (lambda held: held.update({FIRST: torch.ones(32, 9)}), "has a rank of 9, and .* of 4"),

@@ -82,7 +82,7 @@ def test_an_instance_of_a_subclass_is_no_sample():
 def test_a_lost_child_is_found():
     """The number of children is part of the message."""
     recipe = recipe_for(unflatten=lambda children, static: Bag(list(children)[:1], static))
-    assert "Bag: the rebuilt object has other children than the original (1 instead of 2" in problem_of(
+    assert "Bag: the rebuilt object has different children than the original (1 instead of 2" in problem_of(
         recipe, Bag([torch.zeros(1), torch.zeros(1)])
     )
 
@@ -90,13 +90,13 @@ def test_a_lost_child_is_found():
 def test_an_equal_copy_of_a_tensor_is_found():
     """Equal values are not enough: a copy loses the dynamic shapes of a trace."""
     recipe = recipe_for(unflatten=lambda children, static: Bag([child + 0 for child in children], static))
-    assert "Bag: the rebuilt object has other children" in problem_of(recipe, Bag([torch.zeros(1)]))
+    assert "Bag: the rebuilt object has different children" in problem_of(recipe, Bag([torch.zeros(1)]))
 
 
 def test_a_copy_of_a_tensor_inside_a_container_is_found():
     """Children that hold tensors must not be copied either."""
     recipe = recipe_for(unflatten=lambda children, static: Bag([[child[0] + 0] for child in children], static))
-    assert "Bag: the rebuilt object has other children" in problem_of(recipe, Bag([[torch.zeros(1)]]))
+    assert "Bag: the rebuilt object has different children" in problem_of(recipe, Bag([[torch.zeros(1)]]))
 
 
 def test_a_tensor_made_by_flatten_is_found():
@@ -109,7 +109,7 @@ def test_a_changed_static_part_is_found():
     """Both static parts are shown."""
     recipe = recipe_for(unflatten=lambda children, static: Bag(list(children), static + 1))
     assert problem_of(recipe, Bag([], 1)) == (
-        "Bag: the rebuilt object has another static part than the original.\n  original: 1\n  rebuilt:  2"
+        "Bag: the rebuilt object has a different static part than the original.\n  original: 1\n  rebuilt:  2"
     )
 
 
@@ -179,7 +179,7 @@ def test_a_tensor_that_is_no_child_is_named(value):
     """Flatten cannot know of it, and it would be missing without a word."""
     bag = Bag([torch.zeros(2)])
     bag.scale = value
-    assert "its attribute 'scale' does not come back as it was" in problem_of(recipe_for(), bag)
+    assert "attribute 'scale' is not restored" in problem_of(recipe_for(), bag)
     bag.scale = None
     assert problem_of(recipe_for(), bag) == ""
 

@@ -299,7 +299,7 @@ def test_what_comes_back_passes_the_check(value):
 )
 def test_what_is_not_equal_to_itself_later_is_refused_by_the_check(value):
     """It compares by identity, or to an array: a loaded program would refuse its own inputs."""
-    with pytest.raises(StaticDataError, match=r" at State.mode, which is not equal to itself once it was stored"):
+    with pytest.raises(StaticDataError, match=r" at State.mode, which is not equal to itself after it is stored"):
         check_static(value, where="State.mode")
 
 

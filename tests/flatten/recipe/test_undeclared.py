@@ -216,6 +216,6 @@ def test_f_check_compares_values_and_not_only_names(name):
     def keyed(obj):
         return [(pytree.GetAttrKey("x"), obj.x)], None
 
-    with pytest.raises(RoundTripError, match=f"its attribute '{name}' does not come back"):
+    with pytest.raises(RoundTripError, match=f"attribute '{name}' is not restored"):
         register_class_flattening(Defaulted, lambda obj: ([obj.x], None), rebuild, keyed, f_check=lambda: sample)
     assert Defaulted not in pytree.SUPPORTED_NODES

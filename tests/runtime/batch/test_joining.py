@@ -307,7 +307,7 @@ def test_a_reducer_of_torch_is_taken_whatever_its_class():
 def test_a_mean_over_parts_whose_rows_are_not_known_is_refused():
     """An average of equals would be wrong for parts of unlike size; equal values need none, unless they are trained."""
     one, other = torch.tensor(1.0), torch.tensor(3.0)
-    with pytest.raises(JoinError, match="averaged by the rows of the microbatches, and these are not known"):
+    with pytest.raises(JoinError, match="averaged by the rows of the microbatches, but these row counts are not known"):
         join([one, other], [None, None])
     assert join([one, one.clone()], [None, None]) == 1
     with pytest.raises(JoinError, match="not known"):

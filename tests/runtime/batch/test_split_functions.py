@@ -35,7 +35,7 @@ def test_a_split_function_whose_sizes_cannot_be_followed_is_refused():
     def drop_some(args, kwargs, n):
         return [(args[0][:2],), (args[0][2:4],)], [{}, {}]
 
-    with pytest.raises(SplitError, match=r"label: 5 rows are to follow the sizes \[2, 2\]"):
+    with pytest.raises(SplitError, match=r"label: 5 rows should be split into the sizes \[2, 2\]"):
         split((rows(5, 2),), {}, rows(5), 2, split_input=drop_some)
 
 
@@ -56,7 +56,7 @@ def test_a_split_function_may_hand_packed_data_on():
     parts = split((packed,), {}, rows(4), 2, split_input=lambda args, kwargs, n: ([args, args], [kwargs, kwargs]))
     assert [part.args[0] is entry for part, entry in zip(parts, packed, strict=True)] == [True, True]
     assert firsts(parts, lambda part: part.label) == [[0, 1, 2], [3]]
-    with pytest.raises(SplitError, match="made 3 microbatches, and handed on packed data of 2"):
+    with pytest.raises(SplitError, match="made 3 microbatches, but the packed data has 2"):
         split((packed,), {}, None, 3, split_input=lambda args, kwargs, n: ([args] * 3, [kwargs] * 3))
 
 

@@ -459,7 +459,7 @@ def test_a_checkpoint_of_another_run_is_in_the_way(here, capsys):
     assert "belongs to another run. Continue that run: --resume; or start" in capsys.readouterr().err
     assert main([*arguments, "--model", "gpt2", "--overwrite", "--resume"]) == 2
     shown = capsys.readouterr().err
-    assert "c: The checkpoint is of another model." in shown
+    assert "c: The checkpoint is for a different model." in shown
     assert shown.count("\n") == 1
     assert main([*arguments, "--model", "conf", "--overwrite", "--resume", "--batch", "3"]) == 2
     assert "c was trained with --batch 4. Continue with the same" in capsys.readouterr().err

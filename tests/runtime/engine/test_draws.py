@@ -187,7 +187,7 @@ def test_a_recomputation_that_draws_alone_is_refused(pipe):
 
     model = pipe(nn.Sequential(Late(4, 4), nn.Identity()))
     config = all_recomputed(1, 1)
-    with pytest.raises(StageError, match="draws random numbers in its recomputation, and drew none in its forward"):
+    with pytest.raises(StageError, match="draws random numbers in its recomputation, but drew none in its forward"):
         model.forward_backward((INPUTS.float(),), loss_fn=total, run_config=config)
 
 

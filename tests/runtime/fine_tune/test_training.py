@@ -308,7 +308,7 @@ class TestCheckpoints:
             training.save(tmp_path)
         with (
             Training(tiny.source(num_hidden_layers=2).load(), tiny.blocks(), settings()) as other,
-            pytest.raises(CheckpointError, match=r"The checkpoint is of another model\. Names or shapes"),
+            pytest.raises(CheckpointError, match=r"The checkpoint is for a different model\. Names or shapes"),
         ):
             other.restore(tmp_path)
 

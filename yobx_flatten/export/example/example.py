@@ -290,7 +290,7 @@ def _named_axes(inputs: PyTree, shapes: DynamicShapes) -> dict[tuple[str, int], 
             if leaf.shape[axis] != size:
                 raise DynamicShapesError(
                     f"{name}: axis {axis} is called {chosen!r} and has size {leaf.shape[axis]}, but {first} has size "
-                    f"{size} under that name. Axes of one name are equal: give it its own name."
+                    f"{size} under that name. Axes with one name must have one size: give this axis its own name."
                 )
             names[name, axis] = chosen
     return names

@@ -174,18 +174,18 @@ def choose_quantization(
     chosen: Quantization = given
     if not facts.matrix_types:
         raise InvalidArgumentError(
-            f"{caller}: quantize={chosen.weights!r} stores the weights of projections in fewer bits, and "
-            f"{facts.name} has none. Leave quantize out."
+            f"{caller}: quantize={chosen.weights!r} quantizes the weights of projections, but {facts.name} has none. "
+            "Leave quantize out."
         )
     others = [dtype for dtype in facts.matrix_types if dtype not in ("float32", "float16")]
     if others:
         raise InvalidArgumentError(
-            f"{caller}: quantize={chosen.weights!r} takes weights of float32 or float16, and "
-            f"{facts.name} has some of {others[0]}. Convert them first: model.float()"
+            f"{caller}: quantize={chosen.weights!r} needs float32 or float16 weights, but {facts.name} has some of "
+            f"{others[0]}. Convert them first: model.float()"
         )
     if chosen.activations == "token" and "float16" in facts.matrix_types:
         raise InvalidArgumentError(
-            f'{caller}: activations="token" takes weights of float32, and {facts.name} has some of float16. Leave it '
+            f'{caller}: activations="token" needs float32 weights, but {facts.name} has some in float16. Leave it '
             "out, or convert them first: model.float()"
         )
     if runtime != "onnxruntime":
@@ -206,8 +206,8 @@ def _check_tool(chosen: Quantization, runtime: str, caller: str) -> None:
     asked = f"quantize={chosen.weights!r}"
     if chosen.activations != "auto":
         raise InvalidArgumentError(
-            f"{caller}: activations={chosen.activations!r} is for files of onnxruntime; {runtime} decides it. "
-            "Leave it out."
+            f"{caller}: activations={chosen.activations!r} is for onnxruntime files only; {runtime} decides this "
+            "itself. Leave it out."
         )
     if chosen.weights == "keep":
         raise InvalidArgumentError(

@@ -55,8 +55,8 @@ class FileOptions:
         folder = self.keep_failed
         if folder is not None and folder.absolute() == self.path.parent.absolute():
             raise InvalidArgumentError(
-                f"keep_failed={os.fspath(folder)!r} is the folder of the file itself, where a file that failed would "
-                "replace one that did not. Name another folder."
+                f"keep_failed={os.fspath(folder)!r} is the folder of the file itself, where a failed file would "
+                "replace a good one. Name another folder."
             )
         quantization = choose_quantization(self.quantize, facts, self.caller, self.runtime)
         is_onnx = self.runtime == "onnxruntime"

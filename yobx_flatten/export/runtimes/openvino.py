@@ -46,7 +46,7 @@ def write_openvino_in_place(traced: Traced, example: Example, path: pathlib.Path
     with _converted(traced, example, path, opset=ATTENTION_OPSET, fuse=True) as model:
         kept = keep_in_state(model, presents)
         if not kept:
-            raise FlattenError("no output is its input with those of new tokens after it, since layers slide.")
+            raise FlattenError("no output is an input with new tokens appended, because layers have a sliding window.")
         with_added_masks(model)
         _save(model, traced, path)
     copied = copied_states(path)

@@ -282,8 +282,8 @@ def layers_of(cache: TransformersCache) -> list[CacheLayer]:
     """Return the layers of a cache that can be rebuilt."""
     if not hasattr(cache, "layers"):
         raise CacheStructureError(
-            f"Expected a cache with layers, found {describe_class(cache)}. A DynamicCache is what "
-            "make_dynamic_cache(pairs) makes, or a model returns as its cache."
+            f"Expected a cache with layers, found {describe_class(cache)}. Pass the cache that a model returned, or "
+            "make_dynamic_cache(pairs)."
         )
     if getattr(cache, "offloading", False):
         raise CacheStructureError(

@@ -104,7 +104,7 @@ def add_adapter(
         checks = check_adapter(path, manifest, name, dict(found.matrices), stored, cases)
         done = AddedAdapter(pathlib.Path(folder), name, tuple(checks))
         if not all(check.ok for check in checks):
-            raise ReplayError(f"The files do not compute what PEFT computes with the adapter.\n{done}")
+            raise ReplayError(f"With the adapter, the files compute different values than PEFT.\n{done}")
         write_matrices(work, [found])
         paths = {file: [f"{CASES}/{ADAPTERS}/{name}/{case}" for case in found] for file, found in stored.cases.items()}
         quality = {check.file: check.quality for check in checks if check.quality is not None}

@@ -25,7 +25,7 @@ def plain_pieces(model: TransformersModel, rows: int | None = None) -> list[Piec
     reads = model.main_input_name
     if reads not in _INPUTS:
         raise GenerationError(
-            f"{type(model).__qualname__} reads {reads}, and folders hold models that read {', '.join(_INPUTS)}. "
+            f"{type(model).__qualname__} reads {reads}, but folders need models that read {', '.join(_INPUTS)}. "
             "Export it with your own inputs:\n    export_onnx(model, kwargs=inputs, path=...)"
         )
     make, unit, (length, *others) = _INPUTS[reads]
@@ -155,8 +155,8 @@ def check_nothing_is_drawn(model: TransformersModel, example: Mapping[str, torch
         )
     given = "; it takes noise=, which a file can take" if "noise" in inspect.signature(model.forward).parameters else ""
     raise GenerationError(
-        f"{type(model).__qualname__} draws random numbers in evaluation, and two calls of it differ: no file of it "
-        f"can be checked{given}. Set what draws to 0 in its configuration, or export what it draws as an input: "
+        f"{type(model).__qualname__} draws random numbers in evaluation mode, so two calls differ and no file can be "
+        f"checked{given}. Switch this off in its configuration, or pass the random tensor as an input: "
         "export_onnx(model, kwargs=inputs, path=...)"
     )
 

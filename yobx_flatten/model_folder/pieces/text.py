@@ -238,13 +238,13 @@ def encoder_decoder_pieces(
     reads = input_name(model)
     if reads not in _ENCODERS:
         raise GenerationError(
-            f"{type(model).__qualname__} reads {reads}, and folders hold encoders that read {', '.join(_ENCODERS)}. "
+            f"{type(model).__qualname__} reads {reads}, but folders need encoders that read {', '.join(_ENCODERS)}. "
             "Record a call and export that:\n    with record_calls(model) as calls: model.generate(...)"
         )
     if reads != "input_ids" and model.get_encoder().main_input_name == "input_ids":  # BLIP-2 with T5
         raise GenerationError(
-            f"{type(model).__qualname__} puts {reads} between the tokens of an encoder, and the folder of such a model "
-            "needs a decoder alone. One call becomes a file, with decoder_input_ids among its inputs:\n"
+            f"{type(model).__qualname__} puts {reads} between the tokens of its encoder, which folders do not "
+            "support. Export one call, with decoder_input_ids among its inputs:\n"
             "    export_onnx(model, kwargs=inputs, path=...)"
         )
     encoder = _ENCODERS[reads](model)

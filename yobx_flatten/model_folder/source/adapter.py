@@ -72,8 +72,8 @@ def config_of(folder: pathlib.Path, name: str) -> tuple[Any, dict[str, Any]]:
         config = peft.PeftConfig.from_pretrained(str(folder))
     if config.is_prompt_learning:
         raise InvalidArgumentError(
-            f"{name} holds learned prompts, which are added to the inputs, and the files of a model have no such "
-            "input. Adapters that are part of the layers, as those of LoRA, are exported."
+            f"{name} contains learned prompts (prompt tuning), which exported files do not support. Adapters inside "
+            "layers, such as LoRA, are exported."
         )
     return config, stated
 

@@ -113,7 +113,7 @@ def without_peft(model: Any) -> Any:
         return model
     if any(getattr(config, "is_prompt_learning", False) for config in configs.values()):
         raise InvalidArgumentError(
-            f"A {type(model).__qualname__} with learned prompts adds them to its inputs, and the files of a model have "
-            "no such input. Adapters that are part of the layers, as those of LoRA, are exported."
+            f"A {type(model).__qualname__} has learned prompts (prompt tuning), which exported files do not support. "
+            "Adapters inside layers, such as LoRA, are exported."
         )
     return model.get_base_model()

@@ -55,7 +55,7 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
             f"weights must be one of {', '.join(map(repr, get_args(WeightsIn)))}, found {weights!r}."
         )
     if weights == "stream" and to != "onnx":
-        raise InvalidArgumentError(f"weights='stream' is for ONNX files: others hold their weights. Found {to!r}.")
+        raise InvalidArgumentError(f"weights='stream' is for ONNX files; others contain weights. Found {to!r}.")
     if weights == "stream" and found.adapter is not None:
         raise InvalidArgumentError(
             f"weights='stream' reads weights as they are stored, and the adapter of {found.name} is merged into them. "

@@ -77,7 +77,7 @@ def rooms_of(model: TransformersModel, adapters: list[Adapter]) -> dict[str, tup
 def _check_kind(config: Any, folder: pathlib.Path) -> None:
     """Refuse what is not a product of two matrices next to a layer."""
     if config.peft_type.value != "LORA":
-        raise _unfit(folder, f"it is {config.peft_type.value}, and files switch LoRA")
+        raise _unfit(folder, f"it is {config.peft_type.value}, and exported files can switch LoRA only")
     for name in ("use_dora", "layer_replication", "target_parameters", "alora_invocation_tokens"):
         if getattr(config, name, None):
             raise _unfit(folder, f"it has {name}")
@@ -142,7 +142,7 @@ def _matrices(model: TransformersModel, folder: pathlib.Path) -> dict[str, torch
             continue
         base = layer.get_base_layer()
         if type(layer) is not lora.Linear or not isinstance(base, (torch.nn.Linear, Conv1D)):
-            raise _unfit(folder, f"{name} is {type(base).__qualname__}, and files have room next to linear layers")
+            raise _unfit(folder, f"{name} is {type(base).__qualname__}, and only linear layers have room for adapters")
         for key in layer.lora_A:
             if getattr(layer, "lora_variant", {}).get(key) is not None or layer.lora_B[key].bias is not None:
                 raise _unfit(folder, f"{name} computes more than two products")

@@ -89,8 +89,8 @@ def explain_folder(
     manifest = read_manifest(path)
     if manifest.runtime != "onnxruntime" or manifest.quality:
         raise InvalidArgumentError(
-            f"{path} is {'quantised' if manifest.quality else f'for {manifest.runtime}'}, and node by node only ONNX "
-            "files with the weights of the model are compared. Export it without quantize=, and explain that folder."
+            f"{path} is {'quantised' if manifest.quality else f'for {manifest.runtime}'}, but only ONNX files with "
+            "unquantized weights are compared by node. Export it without quantize=, and explain that folder."
         )
     if not manifest.cases:
         raise InvalidArgumentError(f'{path} holds no cases to run: it was exported with proof="none".')

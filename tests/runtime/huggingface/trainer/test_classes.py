@@ -547,7 +547,7 @@ def test_checkpoint_of_another_model_is_refused(trainers, tmp_path):
     """The weights of a GPT-2 are no Llama: an error, where the Trainer warns and trains from random weights."""
     trainers("gpt2", arguments(tmp_path, 1, save_strategy="steps", save_steps=1, eval_strategy="no")).train()
     ours = trainers("llama", arguments(tmp_path, 2, eval_strategy="no"))
-    with pytest.raises(ConfigError, match=r"checkpoint-1 is of another model: it lacks \d+ weights of LlamaFor"):
+    with pytest.raises(ConfigError, match=r"checkpoint-1 is for a different model: it lacks \d+ weights of LlamaFor"):
         ours.train(resume_from_checkpoint=True)
 
 

@@ -65,8 +65,7 @@ def _export(data: Mapping[str, Any], folder: Path) -> list[str]:
         picture = folder / f"bench_export_{family}.svg"
         _draw_tokens(calls, sides, picture)
         lines += ["", f"### {family}, {found['layers']} layers, {weights / 4e6:.0f} million parameters", ""]
-        lines += [f"```{{image}} tables/{picture.name}", ":alt: milliseconds per token by tokens in the cache"]
-        lines += ["```", ""]
+        lines += [f"![milliseconds per token by tokens in the cache]({picture.name})", ""]
         if "openings" in found:
             lines += [f"Each file was opened {found['openings']} times, with its weights in huge pages.", ""]
 
@@ -94,8 +93,7 @@ def _runtimes(data: Mapping[str, Any], folder: Path) -> list[str]:
     picture = folder / "bench_runtimes.svg"
     _draw_tokens(calls, sides, picture)
     lines = ["", f"### llama, {data['layers']} layers, {data['parameters'] / 1e6:.0f} million parameters", ""]
-    lines += [f"```{{image}} tables/{picture.name}", ":alt: milliseconds per token by tokens in the cache"]
-    lines += ["```", ""]
+    lines += [f"![milliseconds per token by tokens in the cache]({picture.name})", ""]
 
     def cells(entry: str, form: str, scale: float = 1) -> list[str]:
         return [format(made[side][entry] / scale, form) if entry in made.get(side, {}) else "" for side in sides]
@@ -396,9 +394,7 @@ def _convergence(data: Mapping[str, Any], folder: Path) -> list[str]:
         below.set_xlabel("step", color=GREY)
     is_equal = data["bit-equal on 1, 2 and 3 devices"]
     return [
-        f"```{{image}} tables/{picture.name}",
-        ":alt: the losses of both trainings, which overlap, and their difference",
-        "```",
+        f"![the losses of both trainings, which overlap, and their difference]({picture.name})",
         "",
         *_table(
             ["loss", "plain", "pipeline", "relative difference"],

@@ -1,4 +1,4 @@
-"""Train models larger than device memory: the host holds the model, and stages of it travel through the devices.
+"""Train models larger than device memory: the model stays in CPU memory, and its stages go to the devices in turn.
 
 ::
 

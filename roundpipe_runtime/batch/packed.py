@@ -11,7 +11,7 @@ __all__ = ["RoundPipePackedData", "counted_rows", "known_rows"]
 
 
 class RoundPipePackedData(list[Any]):
-    """One leaf of the outputs, microbatch by microbatch; what ``merge_output=False`` returns instead of tensors.
+    """One leaf of the outputs with one entry per microbatch; ``merge_output=False`` returns these.
 
     Given to another pipeline as input, microbatch i of that pipeline gets entry i. Nothing is joined, cut again or
     waited for in between.

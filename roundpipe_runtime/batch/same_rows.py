@@ -1,4 +1,4 @@
-"""Compare what is computed for some rows in one piece with what is computed for parts of them.
+"""Compare the results for some rows at once with the results for parts of these rows.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Specs that cut a leaf along an axis or pass it whole, and the rules by key path made of them."""
+"""Specs that split a leaf along an axis or pass it whole, and rules that give key paths a spec."""
 
 from __future__ import annotations
 

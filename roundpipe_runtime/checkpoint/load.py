@@ -49,7 +49,7 @@ def load_checkpoint(
     scheduler: Any = None,
     scaler: Any = None,
 ) -> dict[str, Any] | None:
-    """Load the newest undamaged checkpoint into a training, and return the place in the data.
+    """Load the newest undamaged checkpoint into a training, and return its ``data``.
 
     Every file is compared with its checksum first. A damaged checkpoint is skipped with a warning, and the one
     before it is loaded. The number of devices and microbatches and the plan can differ from those of the saved run.

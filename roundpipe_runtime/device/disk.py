@@ -284,7 +284,7 @@ class DiskMemory:
             self._users += 1
 
     def close(self) -> None:
-        """End the threads; tensors stay as they are, and fetch and leave do nothing more."""
+        """End the threads; tensors stay valid, and ``fetch`` and ``leave`` have no effect afterwards."""
         with self._lock:
             self._users -= 1
             if self._users > 0 or self._writer.is_closed:

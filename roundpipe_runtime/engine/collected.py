@@ -81,7 +81,7 @@ class WrittenBuffers:
         self._trail.setdefault(layer, []).append(written)
 
     def before(self, layer: int, microbatch: int) -> Buffers:
-        """Return what the buffers that a layer writes held before a microbatch, for its recomputation."""
+        """Return the values of a layer's buffers from before a microbatch, for its recomputation."""
         trail = self._trail.get(layer)
         if not trail:
             return {}

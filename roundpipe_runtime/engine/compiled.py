@@ -1,4 +1,4 @@
-"""Compile layers by ``torch.compile``: each kind once, as layers of one class share what was compiled for one of them.
+"""Compile layers with ``torch.compile``: once per kind, because layers of one class share compiled code.
 
 A layer is compiled while the engine calls it in a run with gradients, and is as it was for everyone else: a model is
 cut and checked with the layers themselves, and so are trials of single rows. All stages run in one thread. torch states

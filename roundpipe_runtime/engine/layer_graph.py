@@ -1,4 +1,4 @@
-"""A layer call as a separate piece of the autograd graph: gradients end in its inputs and start from its outputs."""
+"""Run a layer call as a separate autograd graph: its backward starts at its outputs and ends at its inputs."""
 
 from __future__ import annotations
 

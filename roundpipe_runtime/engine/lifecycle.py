@@ -470,7 +470,7 @@ class Dispatch:
                     break
 
     def close(self) -> list[Device]:
-        """Run nothing any more; return the devices that no other pipeline uses."""
+        """Stop running; return the devices that no other pipeline uses."""
         self._closed = True
         with _DISPATCH:
             return [device for device in self.devices if self._leaves(device)]

@@ -1,4 +1,4 @@
-"""Show on a few rows how the losses of microbatches add up, before the first gradient of a call.
+"""Check on a few rows how the losses of microbatches add up, before the first gradient of a call.
 
 The layers have run on some rows of the batch, in one piece and in parts (`rows`), or on a microbatch. The loss
 function is called with what they returned, as `batch/loss_proof` asks, in a block that leaves no trace of it::
@@ -245,7 +245,7 @@ class LossChecks:
         self._found.pop(error.unclear, None)
 
     def end(self) -> None:
-        """Note what the loss function holds at the end of a call, which may have changed it."""
+        """Record the state of the loss function at the end of a call, which may have changed it."""
         self._reason = None
         self._repeats.end()
 

@@ -131,4 +131,4 @@ class OneGroup(Generic[AnyEngine]):
         """Forget sums of gradients that no target has yet."""
 
     def close(self) -> None:
-        """Release what belongs to the groups."""
+        """Release the resources of the groups."""

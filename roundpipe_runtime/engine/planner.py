@@ -75,7 +75,7 @@ class Planner:
         return number <= _MEASURED_FIRST or _is_power_of_two(number) or _is_power_of_two(number + 1)
 
     def layer_costs(self, kind: RunType = "fused") -> list[LayerCost]:
-        """Return the known cost of each layer in runs of a kind; in other runs if there was none of this kind."""
+        """Return the measured cost of each layer in runs of a kind, or in other runs if there was none."""
         own, other = (self._inference, self._training) if kind == "infer" else (self._training, self._inference)
         return (own if own.is_measured or not other.is_measured else other).costs()
 

@@ -1,4 +1,4 @@
-"""When to show again what was shown of a kind of call: at calls 1, 2, 4, 8, ..., and when an attribute has changed."""
+"""When to repeat the check of a kind of call: at calls 1, 2, 4, 8, ..., and when an attribute has changed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Repeats:
         return is_due(self._calls[kind] - 1) or (is_changed and (changes <= _CHANGES or is_due(changes - 1)))
 
     def end(self) -> None:
-        """Note what the code of a call holds at its end."""
+        """Record the state of the code at the end of a call."""
         self._states |= {kind: state_of(code) for kind, code in self._open.items()}
         self._open.clear()
 

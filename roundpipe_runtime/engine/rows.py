@@ -127,7 +127,7 @@ class RowCheck:
         self.tried += [trial for trial in trials if trial.outputs]
 
     def end(self) -> None:
-        """Note what layers hold at the end of a call, which may have changed them."""
+        """Record the state of the layers at the end of a call, which may have changed it."""
         self.tried.clear()
         self._repeats.end()
 

@@ -1,4 +1,4 @@
-"""One run of a pipeline: what it is asked to do, what it reads, and the commit of what its stages collected."""
+"""One run of a pipeline: its task, its inputs, and the commit of the results of its stages."""
 
 from __future__ import annotations
 

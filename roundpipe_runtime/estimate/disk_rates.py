@@ -1,4 +1,4 @@
-"""Measure how fast a disk reads and writes, past the page cache, in the way in which a training does."""
+"""Measure how fast a disk reads and writes without the page cache, with the accesses of a training."""
 
 from __future__ import annotations
 

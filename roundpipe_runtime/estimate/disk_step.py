@@ -1,4 +1,4 @@
-"""Estimate what a step with its state on a disk reads and writes there, and how long its optimizer takes.
+"""Estimate the disk traffic and the optimizer time of a step with its state on a disk.
 
 ::
 

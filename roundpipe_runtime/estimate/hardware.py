@@ -73,7 +73,7 @@ def describe_hardware(
     flops: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Hardware:
-    """Describe devices with given values, otherwise with measured ones, if they are here.
+    """Describe devices by the given values; missing values are measured if the devices are present.
 
     Args:
         devices: ``"virtual:2"``, or names with commas, ``"cuda:0,cuda:1"``, which need not be here. Default: all

@@ -77,7 +77,7 @@ class StepSimulation:
 
     @property
     def bubbles(self) -> dict[str, float]:
-        """Shares of the devices' time in which they do not compute, by cause, as a timeline has them.
+        """Shares of the devices' time in which they do not compute, by the causes of a timeline.
 
         ``"transfer"`` would not be there if copies took no time, ``"optimizer"`` is the optimizer's,
         ``"interpreter"`` the host's that calls the layers, and ``"dependency"`` the filling and draining of the

@@ -1,4 +1,4 @@
-"""Prove how the losses of microbatches of a model add up to that of the batch, before the first of them is used.
+"""Check how the losses of a model's microbatches add up to the loss of the batch, before the first one is used.
 
 At calls 1, 2, 4, 8, ... of a kind, the code after the last layer runs on a few rows, in one piece and in two uneven
 parts, as `batch/loss_proof` asks: weighted by the items that torch's loss functions were seen to average over, by rows,

@@ -123,7 +123,7 @@ class LossWays:
     def join(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig
     ) -> Callable[[list[CutState]], CutState] | None:
-        """Return the function that joins what the layers return for the microbatches of a call."""
+        """Return the function that joins the layers' outputs for the microbatches of a call."""
         # returns: the function, which raises `CannotJoinError`; `None` where nothing can be joined
         if self._made.report.is_whole:
             return None

@@ -1,4 +1,4 @@
-"""``quantize_frozen``: put the linear layers of a model into few bits, one weight after the other."""
+"""``quantize_frozen``: quantize the linear layers of a model, one weight at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cut arguments that are lists with one entry per row, such as the labels of object detection.
+"""Split arguments that are lists with one entry per row, such as the labels of object detection.
 
 ::
 

@@ -369,7 +369,7 @@ class WholeBatchLoss:
         self._next_row = 0
 
     def state(self, group: Sequence[PyTree]) -> dict[str, Any] | None:
-        """Return what other processes need to know of a group; ``None`` for one without rows."""
+        """Return the state of a group for other processes; ``None`` for a group without rows."""
         if not group:
             return None
         parts = [output for output, _, _ in group]

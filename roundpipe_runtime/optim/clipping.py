@@ -1,4 +1,4 @@
-"""Refuse what looks for gradients at parameters, where copies have them: it would do nothing.
+"""Refuse to clip or step parameters whose gradients are on master weights: it would do nothing.
 
 torch's clipping would return 0, and an optimizer made of ``model.parameters()`` would change no weight. Both are
 checked where they are called, by any class.

@@ -17,7 +17,7 @@ _SHARED = tuple(name for name, value in vars(nn.Module()).items() if isinstance(
 
 
 class ModelProxy(nn.Module):
-    """Base of modules that stand for another one. Attributes that begin with ``_rp_`` are their own.
+    """Base of wrappers around a module. Attributes that begin with ``_rp_`` belong to the wrapper.
 
     All other attributes are read from the wrapped model, written to it and deleted from it.
     """

@@ -77,7 +77,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One stage on one microbatch: what a worker is given at a time."""
+    """One stage on one microbatch: the unit of work of a device."""
 
     stage: int
     microbatch: int
@@ -150,7 +150,7 @@ class RoundRobin:
 def steps_in_order(
     devices: Sequence[int], num_microbatch: int, stages: Sequence[Stage] | None = None
 ) -> Iterator[Step]:
-    """Yield every step in the order in which one thread can hand them to the devices.
+    """Yield every step in the order in which one thread can dispatch them to the devices.
 
     Stage by stage, each with all its microbatches: every step comes after the steps that it waits for, and each device
     gets its steps in the order in which it runs them.

@@ -109,7 +109,7 @@ _LINKS = {"upload": "in", "download": "back"}
 
 
 def save_page(records: Sequence[Record], path: str | os.PathLike[str], *, title: str = "Timeline") -> None:
-    """Write records as an HTML page, which zooms, explains what is under the pointer, and loads nothing.
+    """Write records as a self-contained HTML page with zoom and tooltips.
 
     Args:
         records: records of a timeline; at least one.

@@ -1,4 +1,4 @@
-"""Compare what was found with what was expected: how far apart, and whether rounding explains that.
+"""Compare found values with expected values: the difference, and whether rounding explains it.
 
 The one comparison of both packages, with the one table of what rounding explains. Two leaves are as far apart as their
 worst element is; what no number can say, another shape, another type, ``None`` for a tensor, is an error.

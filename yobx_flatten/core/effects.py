@@ -1,4 +1,4 @@
-"""Find what a call changed in addition to what it returned, and undo it.
+"""Find the side effects of a call, and undo them.
 
 A call has outputs and *effects*: a tensor written in place, a list that got longer, an attribute that was set, a
 variable of a closure that was bound anew. :class:`Snapshot` notes, before the call, which object is where; it copies

@@ -97,7 +97,7 @@ class DynamicShapesError(VersionDependentError, FlattenError, ValueError):
 
 
 class ReplayError(VersionDependentError, FlattenError, ValueError):
-    """An exported program does not return what the eager model returns. ``report`` holds every case.
+    """An exported program returns different values than the eager model. ``report`` has every case.
 
     Attributes:
         report: the :class:`~yobx_flatten.export.proof.report.ExportReport` of the export, or ``None``.
@@ -121,7 +121,7 @@ class DamagedFileError(StoredFileError):
 
 
 class ForeignFileError(StoredFileError):
-    """A file was written by another program or by a newer version of this package, or holds something else."""
+    """A file was written by another program or by a newer version of this package, or contains other data."""
 
 
 class UntrustedFileError(StoredFileError):

@@ -1,4 +1,4 @@
-"""Prove a program that other code traced: replay it next to its module.
+"""Check a program that other code traced against its module.
 
 .. code-block:: text
 
@@ -40,7 +40,7 @@ def prove_program(
     tolerance: float | None = None,
     proof: Proof = "auto",
 ) -> ExportedModel:
-    """Replay a program that other code exported against its module, and return what ``export_program`` returns.
+    """Check a program that other code exported against its module; return the same as ``export_program``.
 
     ``torch.export.export`` or ``transformers.exporters`` (whose result has it in ``.program``) have to make it inside
     ``register_flattening_functions``, where every cache has this package's registration.

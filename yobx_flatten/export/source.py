@@ -57,7 +57,7 @@ class Allowed:
 
     @staticmethod
     def of(facts: ModelFacts, asked: float | None) -> Allowed:
-        """Return the requested tolerance; by default that of the type of the weights."""
+        """Return the requested tolerance; by default the tolerance of the weights' dtype."""
         if asked is not None:
             return Allowed(asked)
         return Allowed(tolerance("file", *facts.types), facts.is_in_half, {*facts.kernel_types} <= {"float32"})

@@ -1,4 +1,4 @@
-"""Cases of other sizes and other values, for any module; the module itself decides which of them it accepts.
+"""Cases with different sizes and values, for any module; the module itself decides which of them it accepts.
 
 .. code-block:: text
 

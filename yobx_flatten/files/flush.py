@@ -1,4 +1,4 @@
-"""Wait until files are on the disk, with permissions as they are usual. Otherwise a crash may leave names only."""
+"""Flush files to the disk, with the usual permissions. Without this, a crash may leave empty files."""
 
 from __future__ import annotations
 

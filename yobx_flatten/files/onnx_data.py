@@ -1,4 +1,4 @@
-"""Read ONNX files without their data, and list the files in which these are."""
+"""Read ONNX files without their weights, and list their external data files."""
 
 from __future__ import annotations
 

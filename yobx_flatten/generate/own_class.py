@@ -125,7 +125,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
     add_adapter = load_adapter
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse another device: tensors come from and go to the host."""
+        """Refuse other devices: inputs and outputs are CPU tensors."""
         moved = super().to(*args, **kwargs)
         if self.anchor.device.type != "cpu":
             found, self.anchor = self.anchor.device, torch.nn.Parameter(torch.zeros(()), requires_grad=False)

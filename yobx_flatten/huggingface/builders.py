@@ -19,7 +19,7 @@ Options: TypeAlias = dict[str, Any] | Sequence[dict[str, Any]] | None
 def make_dynamic_cache(
     key_value_pairs: Pairs, cls_layers: Layers = None, cls_kwargs: Options = None
 ) -> TransformersCache:
-    """Make a ``DynamicCache`` that holds the given tensors as they are.
+    """Make a ``DynamicCache`` from the given tensors, without copies.
 
     Args:
         key_value_pairs: one (keys, values) pair per layer, or the same tensors in one flat list; each of shape

@@ -1,4 +1,4 @@
-"""Make decode inputs of other sizes for a transformers model, with caches made by running it."""
+"""Make decode inputs of different sizes for a transformers model, with caches made by running it."""
 
 from __future__ import annotations
 

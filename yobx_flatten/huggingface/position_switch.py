@@ -1,4 +1,4 @@
-"""Find the length from which a model's rotary embeddings use other frequencies."""
+"""Find the length from which a model's rotary embeddings use different frequencies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Export a piece of a model to its file, and prove it: as ONNX, as a program, or for another runtime."""
+"""Export one part of a model to its file, and check it: as ONNX, a program, or for another runtime."""
 
 from __future__ import annotations
 

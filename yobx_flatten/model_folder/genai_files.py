@@ -1,4 +1,4 @@
-"""Write what onnxruntime-genai reads next to the files of a model: ``genai_config.json``, and how sound is read.
+"""Write the configuration files of onnxruntime-genai: ``genai_config.json``, and that of its audio processor.
 
 .. code-block:: text
 

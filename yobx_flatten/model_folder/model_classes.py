@@ -241,7 +241,7 @@ class OnnxForDepthEstimation(FolderModel):
 
 
 class OnnxForTextToSpectrogram(FolderModel):
-    """Text, or another voice, to a spectrogram, as ``AutoModelForTextToSpectrogram``: ``generate_speech``."""
+    """Convert text or speech to a spectrogram, like ``AutoModelForTextToSpectrogram``: ``generate_speech``."""
 
     tasks = SPEAKS
 

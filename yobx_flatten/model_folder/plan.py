@@ -1,4 +1,4 @@
-"""Plan the folder of a model before anything is exported, and refuse models that no folder can hold."""
+"""Plan the folder of a model before anything is exported, and refuse unsupported models."""
 
 from __future__ import annotations
 

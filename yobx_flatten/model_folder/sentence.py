@@ -1,4 +1,4 @@
-"""Export what sentence-transformers does after the model: pooling, dense layers, normalisation.
+"""Export the modules of sentence-transformers after the model: pooling, dense layers, normalisation.
 
 .. code-block:: text
 

@@ -1,4 +1,4 @@
-"""Make and store the cases of a folder: inputs, and what the eager model returns for them."""
+"""Make and store the cases of a folder: inputs, and the outputs of the eager model."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class FolderReport(Report):
 
     @property
     def ok(self) -> bool:
-        """Whether every case does what the eager model did; ``False`` for a folder whose cases show nothing."""
+        """Whether every case gives the results of the eager model; ``False`` if no case checks anything."""
         return bool(self.checks) and all(check.ok for check in self.checks) and not self.without_number()
 
     def __bool__(self) -> bool:
@@ -400,7 +400,7 @@ class TokenCount:
 
     @property
     def ok(self) -> bool:
-        """Whether the files generate what the model does, or as much of it as rounded weights have to."""
+        """Whether the files generate the model's tokens, or a large enough share for quantized weights."""
         if self.agreed is None or self.allowed is None:
             return self.different == self.excused
         return self.agreed >= self.allowed

@@ -1,4 +1,4 @@
-"""Recorded calls of a model, and what an export needs to know of them."""
+"""Recorded calls of a model, and the inputs and dynamic shapes for its export."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class RecordedCalls(Sequence[Call]):
         return read_axes((self._of or self)._calls)
 
     def report(self) -> str:
-        """Return a table of what each argument was, what varies, and what varies together."""
+        """Return a table of the arguments, of the sizes that vary, and of those that vary together."""
         return table_of(self._callee.label, {name: list(part) for name, part in self.phases().items()}, self.axes())
 
     __str__ = report
@@ -153,7 +153,7 @@ class RecordedCalls(Sequence[Call]):
         return constants_of(self._one(phase)._calls)
 
     def example(self, phase: str | None = None, **sizes: int) -> dict[str, Any]:
-        """Inputs to export :meth:`module` with: those of a recorded call, without the constants.
+        """The inputs of a recorded call without the constants, to export :meth:`module` with.
 
         Of the calls of the phase, the smallest is chosen in which as many of the varying sizes as possible are 2 or
         more, since ``torch.export`` treats 0 and 1 as fixed. A batch of one row is repeated.
@@ -210,7 +210,7 @@ class RecordedCalls(Sequence[Call]):
         return module_of(self._callee, names, constants)
 
     def replay(self, program: Callable[..., Any], phase: str | None = None, *, tolerance: float = 1e-4) -> RecordReplay:
-        """Run a program over the recorded calls, and compare what it returns with what was recorded.
+        """Run a program on the recorded calls, and compare its outputs with the recorded ones.
 
         Args:
             program: an :class:`~yobx_flatten.ExportedModel`, a ``torch.export.ExportedProgram``, or anything that is

@@ -1,4 +1,4 @@
-"""Copy a nested object as it is at one moment: leaves, structure, and facts about each leaf."""
+"""Take a snapshot of a nested object: leaves, structure, and facts about each leaf."""
 
 from __future__ import annotations
 

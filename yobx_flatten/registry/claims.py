@@ -1,4 +1,4 @@
-"""Claims on classes, and what every library held before. The only mutable object of the core.
+"""Which blocks claim each class, and the earlier registration of each library. The only mutable object here.
 
 A *library* is what a user chooses: torch (three tables), optree, JAX. A class without a claim in a library is not
 mentioned here. The first claim on it reads what each table of the library holds (*found*) and registers its recipe;

@@ -1,4 +1,4 @@
-"""Switch the adapters of an exported folder: the same files, called with other matrices."""
+"""Switch the adapters of an exported folder: the same files, called with different matrices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copy a cache, or take the last tokens out of it: cut them off, or go back to what it was before a call.
+"""Copy a cache, or remove its last tokens: cut them off, or restore the cache from before a call.
 
 .. code-block:: text
 

@@ -94,7 +94,7 @@ def replay_case(
     tolerance: float = 1e-4,
     providers: Sequence[str] = ("CPUExecutionProvider",),
 ) -> CaseReport:
-    """Run a model file on the inputs of a case, and compare what it returns with the outputs of the case.
+    """Run a model file on the inputs of a case, and compare its outputs with the stored outputs.
 
     Inputs and outputs are found by name: ``past_key_values.0.key`` as :func:`export_onnx` and tools for generation
     name them, ``cache_key_0`` as ``torch.onnx.export`` does, or by their order where

@@ -65,7 +65,7 @@ def string_type(
     *,
     caches: Literal["layers", "lists"] = "layers",
 ) -> str:
-    """Describe what a nested object is made of, in one line.
+    """Describe the structure of a nested object in one line.
 
     It never raises: a class it does not know becomes ``Name(child, child)`` if it is registered as a pytree
     node, ``Name(...)`` otherwise. A cycle ends in ``<cycle>``, nesting deeper than 100 levels in ``...``.

@@ -1,4 +1,4 @@
-"""Check an installation: what is there, how fast it is, and whether it computes right."""
+"""Check an installation: libraries, speed, and correct results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``roundpipe doctor``: run all checks, and print what each has found."""
+"""``roundpipe doctor``: run all checks, and print their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of an accelerator: how fast it is, whether copies overlap, and what a plan does with it."""
+"""Check an accelerator: its speed, whether copies overlap with compute, and a plan for it."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Ranks:
         return list(range(self.rank % self.num_shards, self.size, self.num_shards))
 
     def close(self) -> None:
-        """Release what belongs to these ranks."""
+        """Release the resources of these ranks."""
 
 
 class MeshRanks(Ranks):

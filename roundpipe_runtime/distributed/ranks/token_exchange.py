@@ -1,4 +1,4 @@
-"""Exchange tokens for heads among ranks: before attention each has its tokens of all heads, in it all tokens of some.
+"""Exchange tokens for heads among ranks: before attention, a rank has some tokens of all heads; in it, all of some.
 
 ::
 

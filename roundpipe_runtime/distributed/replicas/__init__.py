@@ -1,1 +1,1 @@
-"""Ranks that train the same model with other rows."""
+"""Ranks that train the same model on different rows."""

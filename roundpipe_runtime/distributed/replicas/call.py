@@ -1,4 +1,4 @@
-"""One call of ``forward_backward`` on several ranks: what they exchange before and after their runs."""
+"""One call of ``forward_backward`` on several ranks, and the exchanges before and after it."""
 
 from __future__ import annotations
 

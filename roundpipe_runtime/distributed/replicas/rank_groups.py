@@ -40,7 +40,7 @@ class BatchLoss(Protocol):
     """A loss that is not a sum over microbatches."""
 
     def state(self, group: Sequence[Any]) -> Any:
-        """Return what other ranks need to know of a group: plain values and tensors on the host."""
+        """Return the state of a group for other ranks: plain values and CPU tensors."""
 
     def compute(self, groups: Sequence[Sequence[Any]], own: Sequence[int], stated: Sequence[Any]) -> tuple[Any, Any]:
         """Return the loss of the whole batch and the joined output of this rank."""

@@ -1,4 +1,4 @@
-"""Agree once on what crosses from one stage to the next: the structure of an object, and sizes of its tensors.
+"""Agree once on the objects that one stage sends to the next: their structure and tensor sizes.
 
 ::
 

@@ -236,7 +236,7 @@ class DistributedPipeline:
         loss = outputs if self._loss_fn is None else self._loss_fn(outputs, call.label)
         if not (isinstance(loss, torch.Tensor) and loss.dim() == 0):
             raise LossError(
-                f"The loss of microbatch {call.index} must be a tensor without axes, found "
+                f"The loss of microbatch {call.index} must be a 0-d tensor, found "
                 f"{type(loss).__qualname__}{tuple(loss.shape) if isinstance(loss, torch.Tensor) else ''}. Sum it, or "
                 "take the mean:\n"
                 "    loss_fn=lambda outputs, labels: nn.functional.cross_entropy(outputs.logits, labels)"

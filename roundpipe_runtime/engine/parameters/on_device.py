@@ -183,7 +183,7 @@ class LayerOnDevice:
                     owner._parameters[name] = parameter
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the copies of the parameters, and what stands for those that stay on the host."""
+        """Return the copies of the parameters, with placeholders for parameters that stay on the host."""
         return [*self._parameters.values(), *self._tables.leaves]
 
     def check_parameters(self, source: Callable[[nn.Parameter], torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""A parameter on a device of which only those rows are copied there that a layer reads.
+"""A parameter on a device; only the rows that a layer reads are copied there.
 
 The memory is that of the whole parameter. So every operation computes with the tensor that it would have otherwise, and
 the gradient has the shape that it would have otherwise. What was not copied is never read.

@@ -1,4 +1,4 @@
-"""Decide which parameters of a run are copied when they are read: those of experts, of which a token sees a few.
+"""Decide which parameters of a run are copied only when they are read: those of experts.
 
 Two kinds of parameters may be read in part, and what a layer reads is observed:
 

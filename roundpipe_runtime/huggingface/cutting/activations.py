@@ -46,7 +46,7 @@ class PassedTensor:
 
 
 def passed_tensors(made: Cut, example: Mapping[str, Any] | None = None) -> list[PassedTensor]:
-    """Return the tensors that pass between the pieces of a cut model, in the order in which they are made.
+    """Return the tensors that pass between the pieces of a split model, in the order of their creation.
 
     The arguments of the model itself are not included: every phase has those.
 

@@ -1,4 +1,4 @@
-"""A Trainer that saves what a pipeline has in addition to its model, whole or in shards of several processes.
+"""A Trainer that also saves the state of the pipeline, whole or in shards of several processes.
 
 ::
 

@@ -128,7 +128,7 @@ def test_sizes_that_change_are_an_error(one):
 def test_a_loss_is_one_number(one):
     """Outputs with axes are not a loss."""
     assert one["alone"]["no number"].startswith(
-        "LossError: The loss of microbatch 0 must be a tensor without axes, found Tensor(4, 8)."
+        "LossError: The loss of microbatch 0 must be a 0-d tensor, found Tensor(4, 8)."
     )
 
 

@@ -1,1 +1,1 @@
-"""Build the example of an export: arguments, their dynamic sizes, and what the caller states of them."""
+"""Build the example of an export: arguments, their dynamic sizes, and the caller's assumptions."""

@@ -1,4 +1,4 @@
-"""Make the inputs of an example anew: in other sizes, or with other values."""
+"""Make the inputs of an example again, with different sizes or values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare two ONNX files node by node: the first value that one computes otherwise, in the order of execution.
+"""Compare two ONNX files node by node, and find the first value that differs, in execution order.
 
 .. code-block:: text
 

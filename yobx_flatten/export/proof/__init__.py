@@ -1,1 +1,1 @@
-"""Replay what was exported next to the eager module, and report what differs."""
+"""Run exported programs and files next to the eager module, and report differences."""

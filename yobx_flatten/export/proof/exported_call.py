@@ -1,4 +1,4 @@
-"""Call what was exported as the module is called, and feed its own cache back.
+"""Call an exported program or file like its module, and feed its cache back.
 
 A library that runs exported files needs a :class:`~yobx_flatten.runners.runner.Runner` and is replayed by name.
 """

@@ -1,4 +1,4 @@
-"""Return from programs and files what a call writes to its arguments without returning it.
+"""Add outputs for arguments that a call changes and does not return.
 
 .. code-block:: text
 

@@ -1,4 +1,4 @@
-"""Measure memory: what a module takes, what this process has held, and what is left."""
+"""Measure memory: the size of a module, the peak of this process, and the free memory."""
 
 from __future__ import annotations
 

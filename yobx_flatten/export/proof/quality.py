@@ -31,7 +31,7 @@ _TOGETHER = 64
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """How far a file with quantised weights is from the model it was made of.
+    """The error of a file with quantised weights, compared with its model.
 
     Attributes:
         weights: type of the stored weights: ``"int8"`` or ``"int4"``.

@@ -154,7 +154,7 @@ def replay(
     left: Left | None = None,
     allowed: Mapping[str, float] | None = None,
 ) -> CaseResult:
-    """Run one case eagerly and by what was exported, and compare every output of every step."""
+    """Run one case with the eager model and the exported one, and compare every output of every step."""
     # taken: names of inputs, see `naming.output_names`; none by default
     # left: what is returned of its arguments, see `left`; nothing by default
     # allowed: what outputs may differ by, as far as it was measured; nothing by default

@@ -1,4 +1,4 @@
-"""Measure what a type costs a model on a case: eager in half precision next to float32, or in float32 next to float64.
+"""Measure the rounding error of a dtype on a case: half precision against float32, or float32 against float64.
 
 .. code-block:: text
 

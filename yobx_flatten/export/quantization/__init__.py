@@ -1,1 +1,1 @@
-"""Choose how weights are stored in fewer bits, and measure what that costs."""
+"""Choose how weights are quantized, and measure the error."""

@@ -1,4 +1,4 @@
-"""Make the calls in which an exported model reads a text: to measure its perplexity, and to round its matrices by."""
+"""Make calls in which an exported model reads a text, to measure perplexity and to calibrate the rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Know the attributes of a layer again: they are compared with those read before, and only the leaves are read.
+"""Recognize the attributes of a layer that was read before, so that only its leaves are read.
 
 To state each attribute as JSON takes 0.1 ms a layer. So the templates of the last layers that stood in a place are
 kept, with the types and values that they follow from, level by level::

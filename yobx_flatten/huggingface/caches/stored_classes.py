@@ -1,4 +1,4 @@
-"""Resolve the classes that the names of a cache state, among those already defined. Nothing is imported."""
+"""Resolve class names in the leaf names of a cache, among classes already defined. Nothing is imported."""
 
 from __future__ import annotations
 

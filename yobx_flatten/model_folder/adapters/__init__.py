@@ -1,1 +1,1 @@
-"""Adapters of exported folders: their files, and those that are added later."""
+"""Adapters of exported folders: read them, and add more later."""

@@ -57,7 +57,7 @@ def add_adapter(
     model: TransformersModel | str | os.PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> AddedAdapter:
-    """Add a LoRA adapter to an exported folder, and prove that its files compute what PEFT computes with it.
+    """Add a LoRA adapter to an exported folder, and check that its files compute the same values as PEFT.
 
     Args:
         folder: a folder that ``export_folder(..., adapters=...)`` wrote. It has room in the layers that its first

@@ -1,4 +1,4 @@
-"""Split a text model into exported modules, with examples and cases in other sizes.
+"""Split a text model into exported modules, with examples and cases of different sizes.
 
 .. code-block:: text
 

@@ -1,4 +1,4 @@
-"""Read a model from a GGUF file, in which llama.cpp keeps weights, configuration and tokenizer."""
+"""Read a model from a GGUF file of llama.cpp: weights, configuration and tokenizer."""
 
 from __future__ import annotations
 

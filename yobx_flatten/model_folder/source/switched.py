@@ -1,4 +1,4 @@
-"""Read LoRA adapters whose matrices become inputs of a file, by what PEFT makes of them."""
+"""Read LoRA adapters with PEFT; their matrices become inputs of a file."""
 
 from __future__ import annotations
 

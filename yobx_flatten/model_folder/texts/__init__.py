@@ -1,1 +1,1 @@
-"""Texts in the tokens of a model, by which weights are rounded and folders are compared."""
+"""Tokenized texts, to calibrate the rounding of weights and to compare folders."""

@@ -1,4 +1,4 @@
-"""Put the text together that matrices are rounded to 4 bits by: chats with the model's own answers, and a text.
+"""Build the calibration text for rounding to 4 bits: chats with the model's own answers, and a text.
 
 .. code-block:: text
 

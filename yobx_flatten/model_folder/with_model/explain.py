@@ -35,7 +35,7 @@ from ..targets import FolderFormat
 
 @dataclasses.dataclass(frozen=True)
 class FolderExplanation:
-    """Where the files of a folder first compute something else than the model; ``print`` shows it.
+    """The first place where the files of a folder differ from the model; ``print`` shows it.
 
     Attributes:
         path: the folder.

@@ -1,4 +1,4 @@
-"""Repair what torch's exporter leaves wrong in a graph, before the file is written.
+"""Repair errors of torch's exporter in a graph, before the file is written.
 
 * A value inside may have the name that an output was given (an output called ``relu`` and a node of that name).
 * ``RotaryEmbedding`` of opset 23 is made of a pattern in which cosines of one row meet tokens of several. The operator

@@ -65,12 +65,12 @@ class Entry:
 
 
 def entries_of(tree: PyTree, name: str, rules: Mapping[str, Rule]) -> list[Entry]:
-    """List the leaves of a tree with what is known of their axes."""
+    """List the leaves of a tree, with facts about their axes."""
     return entries_of_flat(FlatTree.of(tree, name), rules)
 
 
 def entries_of_flat(flat: FlatTree, rules: Mapping[str, Rule]) -> list[Entry]:
-    """List the leaves of a flattened tree with what is known of their axes."""
+    """List the leaves of a flattened tree, with facts about their axes."""
     return [_entry(leaf.path, leaf.value, leaf.axes, rule_for(leaf.path, rules)) for leaf in flat.leaves]
 
 

@@ -200,7 +200,7 @@ class Column:
 
 
 def variants(columns: Sequence[Column], ignored: Sequence[int] = (-100,)) -> Iterator[list[torch.Tensor]]:
-    """Yield the values of columns, first as they are, then other ones."""
+    """Yield the values of columns, first unchanged, then varied."""
     # ignored: labels that losses ignore
     yield [one.value for one in columns]
     draw = torch.Generator().manual_seed(5)

@@ -26,7 +26,7 @@ _CHOSEN = 0.02
 def mixes_rows(
     whole: Sequence[object], parts: Sequence[Sequence[object]], rows: Sequence[int], coarsest: torch.dtype | None = None
 ) -> bool:
-    """Report whether rows are computed otherwise in one piece than in parts, by more than rounding.
+    """Report whether rows give different results together than in parts, by more than rounding.
 
     >>> x = torch.arange(6.0).reshape(3, 2)
     >>> mixes_rows([x], [[x[:2]], [x[2:]]], [2, 1]), mixes_rows([x.roll(1, 0)], [[x[:2].roll(1, 0)], [x[2:]]], [2, 1])
@@ -49,7 +49,7 @@ def changes_with_others(
     count: int,
     coarsest: torch.dtype | None = None,
 ) -> bool:
-    """Report whether rows are computed otherwise next to other rows, where what is drawn is the same."""
+    """Report whether rows give different results next to other rows, with the same random numbers."""
     # part: leaves of what was computed for fewer rows, which shows where the rows are
     # coarsest: dtype in which something was computed. Default: the dtypes of the leaves.
     if not len(whole) == len(other) == len(part):
@@ -73,7 +73,7 @@ def rows_of(whole: object, part: object, count: int) -> int | None:
 
 
 def taken(value: object, axis: int | None, order: Sequence[int]) -> Any:
-    """Return rows of a tensor in an order, some of them several times; anything without rows as it is."""
+    """Return selected rows of a tensor, in order and with repeats; values without rows are returned unchanged."""
     if axis is None or not isinstance(value, torch.Tensor):
         return value
     return value.index_select(axis, torch.tensor(list(order), device=value.device))

@@ -113,7 +113,7 @@ def read_rules(spec: Any, name: str, error: type[RoundPipeError] = SplitError) -
 
 
 def rule_for(path: str, rules: Mapping[str, Rule]) -> Rule | None:
-    """Return the rule for a leaf: that of its own path, else that of the longest path above it."""
+    """Return the rule for a leaf: by its own path, or by its longest parent path."""
     above = [written for written in rules if is_below(path, written)]
     return rules[max(above, key=len)] if above else None
 

@@ -126,7 +126,7 @@ def remove_old(folder: pathlib.Path, keep: int | None) -> None:
 
 
 def remove_checkpoint(path: pathlib.Path) -> None:
-    """Remove a checkpoint so that an interruption leaves no half of it under its name."""
+    """Remove a checkpoint atomically: an interruption leaves no partial folder under its name."""
     leaving = path.with_name(f".{path.name}.leaving")
     path.rename(leaving)
     shutil.rmtree(leaving, ignore_errors=True)

@@ -25,7 +25,7 @@ _PART = 64 * 2**20
 
 
 def check_writes_at_once(model: nn.Module) -> None:
-    """Check that no pipeline of a model is on a disk: to write in the background takes a copy of all of it."""
+    """Check that no pipeline of a model is on a disk, because a background save needs a copy in memory."""
     for _, pipeline in _pipelines(model):
         if pipeline.host != HOST_IN_MEMORY:
             raise ConfigError(
@@ -263,7 +263,7 @@ def _format_names(what: str, names: list[str]) -> str:
 
 
 def names_left_out(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
-    """Return the names in a state dict that stand for frozen quantized weights, with their scales."""
+    """Return the names of frozen quantized weights and their scales in a state dict."""
     # state: `model.state_dict(keep_vars=True)`
     frozen = {name for name, value in state.items() if isinstance(value, torch.Tensor) and is_composite(value)}
     if not frozen:

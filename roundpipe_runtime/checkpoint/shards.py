@@ -109,7 +109,7 @@ def _alone() -> Iterator[None]:
 
 
 def cut_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a whole tensor, where the target is a part; otherwise the tensor."""
+    """Return this process's shard of a whole tensor if the target is a shard; otherwise the tensor."""
     if tensor.numel() == 1 and target.numel() == 1:
         tensor = tensor.reshape(target.shape)  # a number is a vector of one where it is in processes
     if not is_sharded(target) or is_sharded(tensor) or tensor.shape != target.shape:

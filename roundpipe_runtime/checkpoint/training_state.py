@@ -123,7 +123,7 @@ def read_training(
 def read_weights(
     folder: pathlib.Path, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of the model, with those that were stored in shards."""
+    """Return the tensors of the model, including those stored in shards."""
     like = {f"{_WEIGHTS}{name}": target for name, target in targets.items()}
     shards = read_shards(folder, lambda name: name.startswith(_WEIGHTS), like)
     found = {**tensors, **{name.removeprefix(_WEIGHTS): tensor for name, tensor in shards.items()}}

@@ -192,7 +192,7 @@ class AcceleratorDevice:
         return host, _StreamEvent(event)
 
     def arrival(self) -> Event:
-        """Return the event after which all copies of parameters given so far are complete."""
+        """Return an event that completes after all parameter copies so far."""
         return _StreamEvent(self._parameters.record_event())
 
     def copy_out(
@@ -231,7 +231,7 @@ class AcceleratorDevice:
         return host, _StreamEvent(event)
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Run the block on the compute stream, after the host-to-device copies given so far."""
+        """Run the block on the compute stream, after all host-to-device copies so far."""
         # after: event that stands for the copies of parameters. Default: all of them.
         # returns: the compute stream, which is a context manager; in a `visit`, which is in it, one that does nothing
         if isinstance(after, _StreamEvent):
@@ -300,7 +300,7 @@ class AcceleratorDevice:
             self._end().synchronize()
 
     def clock(self) -> EventClock:
-        """Return a clock of what the streams do."""
+        """Return a clock that times the work of the streams."""
         others = {"upload": self._parameters, "download": self._gradients}
         return EventClock(self.torch_device, self._compute, others)
 
@@ -327,7 +327,7 @@ def is_held_elsewhere(tensor: torch.Tensor) -> bool:
 
 
 def memory_info(device: torch.device) -> tuple[int, int]:
-    """Return free and total bytes: as torch states them of any accelerator, else as the module of this one does."""
+    """Return free and total bytes, from ``torch.accelerator`` or from the module of this accelerator."""
     try:
         free, total = torch.accelerator.get_memory_info(device)
     except (AttributeError, NotImplementedError, RuntimeError):

@@ -46,7 +46,7 @@ def is_composite(parameter: torch.Tensor) -> bool:
 
 
 def states_of(module: nn.Module) -> list[StateSlot]:
-    """Return what a module keeps next to a frozen quantized weight; nothing for any other module."""
+    """Return the state that a module keeps for a frozen quantized weight; nothing for other modules."""
     if not any(_is_in_few_bits(p) for p in module._parameters.values() if p is not None):
         return []
     found = ((name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
@@ -54,7 +54,7 @@ def states_of(module: nn.Module) -> list[StateSlot]:
 
 
 def parts_of(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the plain tensors that values are made of, each memory once; a parameter that is one stands for itself."""
+    """Return the plain tensors inside values, each memory once; a plain parameter is returned itself."""
     found: dict[Any, torch.Tensor] = {}
     for value in values:
         is_whole = isinstance(value, torch.Tensor) and not is_composite(value)
@@ -94,7 +94,7 @@ def plain_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Rebuilding:
-    """Rebuilds weights and states from copies of their tensors; what shares memory or is one object stays so."""
+    """Rebuilds weights and states from copies of their tensors; shared memory and shared objects stay shared."""
 
     # place: function that returns the copy of a plain tensor
 
@@ -127,7 +127,7 @@ class Rebuilding:
         return opened[1](opened[0]) if made is value and opened is not None else made
 
     def value(self, value: Any) -> Any:
-        """Return an equal value, made of copies; one without tensors is returned as it is."""
+        """Return an equal value made of copies; a value without tensors is returned unchanged."""
         if id(value) in self._made:
             return self._made[id(value)][1]
         if isinstance(value, torch.Tensor):
@@ -163,7 +163,7 @@ class Rebuilding:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Report whether a tensor is made of others, and has no numbers of its own."""
+    """Report whether a tensor is a wrapper around other tensors, without data."""
     return type(tensor) is not torch.Tensor and bool(is_traceable_wrapper_subclass(tensor))
 
 
@@ -195,7 +195,7 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def memory_of(tensor: torch.Tensor) -> Any:
-    """Return what two tensors have in common that show the same numbers of the same memory."""
+    """Return a key that is equal for two views of the same memory."""
     if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return id(tensor)
     with DisableTorchFunctionSubclass():

@@ -117,7 +117,7 @@ class DiskMemory:
     def empty(
         self, key: Hashable, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
     ) -> torch.Tensor | None:
-        """Return an uninitialised tensor in the place of a key; ``None`` where another one lives in it."""
+        """Return an uninitialised tensor in the place of a key; ``None`` if the place is taken."""
         # stride: strides that leave no gaps. Default: those of a contiguous tensor.
         count = 1
         for size in shape:
@@ -425,7 +425,7 @@ def open_scratch(folder: pathlib.Path) -> int:
 
 
 def full_disk(folder: pathlib.Path, nbytes: int, error: OSError | None = None) -> ConfigError:
-    """Return the error for a disk that has no room for so many more bytes."""
+    """Return the error for a disk without enough free space."""
     free = shutil.disk_usage(folder).free
     why = f" ({error.strerror})" if error is not None else ""
     return ConfigError(

@@ -68,7 +68,7 @@ class Uninterrupted:
 
 
 def wait_for(future: Future[T]) -> T:
-    """Wait until a future is done and return its result; Ctrl-C ends the wait, and not what is waited for.
+    """Wait until a future is done and return its result; Ctrl-C ends only the wait.
 
     ``Future.result`` waits on a condition: an interruption between two lines of that comes out as ``RuntimeError``, or
     leaves the lock with a thread that has gone on (https://github.com/python/cpython/issues/78667).

@@ -46,7 +46,7 @@ def fetch(start: int, end: int) -> bool:
 
 
 def release(start: int, end: int) -> None:
-    """Remove pages of a shared mapping of a file from this process; what it wrote is in the page cache."""
+    """Remove pages of a shared file mapping from this process; written data stays in the page cache."""
     _libc().madvise(start, end - start, mmap.MADV_DONTNEED)
 
 
@@ -68,7 +68,7 @@ def write_out(file: int, offset: int, nbytes: int) -> None:
 
 
 def drop_cached(file: int, offset: int, nbytes: int) -> None:
-    """Drop the pages of a part of a file from the page cache, but for those that are not written yet."""
+    """Drop pages of a part of a file from the page cache, except unwritten pages."""
     os.posix_fadvise(file, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 

@@ -37,7 +37,7 @@ class PinnedModel:
         self.update()
 
     def update(self) -> None:
-        """Pin unpinned tensors: all of the model at first, and later replaced ones, as of ``load_state_dict``."""
+        """Pin unpinned tensors: first the whole model, later tensors that were replaced (``load_state_dict``)."""
         if self._how == "off" or not self._devices:
             return
         found = {_key(tensor): tensor for tensor in self._tensors()}

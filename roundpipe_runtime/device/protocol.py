@@ -67,7 +67,7 @@ class Device(Protocol):
         *,
         after_compute: bool = False,
     ) -> None:
-        """Copy rows of a host tensor into reserved memory; what computes next waits for them.
+        """Copy rows of a host tensor into reserved memory; later computations wait for the copy.
 
         Args:
             target: memory of the device.
@@ -92,7 +92,7 @@ class Device(Protocol):
         """
 
     def arrival(self) -> Event:
-        """Return the event after which all copies of parameters given so far are complete."""
+        """Return an event that completes after all parameter copies so far."""
 
     def copy_out(
         self, tensor: torch.Tensor, *, last: bool = False, parameter: bool = False, target: torch.Tensor | None = None
@@ -110,7 +110,7 @@ class Device(Protocol):
         """
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Make this device current for the code of a layer, after the copies given so far.
+        """Make this device current for the code of a layer, after all copies so far.
 
         Args:
             after: event that stands for the copies of parameters. Default: all of them.
@@ -128,7 +128,7 @@ class Device(Protocol):
         """
 
     def synchronize(self) -> None:
-        """Wait until all copies and computations given so far have ended."""
+        """Wait until all copies and computations so far have ended."""
 
     def clock(self) -> Clock:
         """Return the clock by which a run measures the work of this device."""

@@ -135,7 +135,7 @@ class WrittenBuffers:
         return found
 
     def keep_start(self) -> None:
-        """Keep the values that the model has now: another run will replace them before this one goes backward."""
+        """Keep the current values of the model, because another run will replace them before this run's backward."""
         for layer, written in self._final.items():
             for number in written:
                 self._at_start[layer, number] = self._contents[layer].buffers[number].tensor.clone()

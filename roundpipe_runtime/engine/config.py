@@ -78,7 +78,7 @@ class RoundPipeRunConfig:
                 raise ConfigError(f"RoundPipeRunConfig: {name} must be {expected}, found {value!r}.")
 
     def over(self, defaults: RoundPipeRunConfig) -> RoundPipeRunConfig:
-        """Return this configuration with its gaps filled from another one.
+        """Return this configuration, with missing fields filled from another one.
 
         >>> model = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
         >>> merged = RoundPipeRunConfig(num_microbatch=4).over(model)

@@ -140,7 +140,7 @@ class Engine(RunLifecycle):
             return output
 
     def outputs_before_last(self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig) -> list[PyTree]:
-        """Return what the layer before the last one returns for each microbatch; nothing of the run is committed."""
+        """Return the outputs of the layer before the last one for each microbatch, without committing the run."""
         return self._outputs_within(microbatches, config, range(len(self.layers) - 1))
 
     def wait_exact_step(self) -> None:

@@ -127,7 +127,7 @@ def is_refused_write(error: Exception) -> bool:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Detach; a layout that a copy would not keep is changed here, so that the next layer never sees another one."""
+    """Detach, and change layouts that a copy would not keep, so that the next layer always sees the same layout."""
     tensor = tensor.detach()
     if tensor.layout == torch.strided and (
         tensor.storage_offset() or not (tensor.is_contiguous() or _is_dense(tensor))

@@ -317,12 +317,12 @@ class RunLifecycle:
             run.commit_gradients()
 
     def wait_step(self, run: Run) -> None:
-        """Wait for a step in the background: its error comes before anything of this run is written."""
+        """Wait for a background step, so that its error is raised before this run writes anything."""
         with on_error(lambda error: run.discard()):
             self.steps.wait_update()
 
     def check_can_run(self) -> None:
-        """Check that the pipeline is open, and not called from inside of its own work."""
+        """Check that the pipeline is open, and not called from its own layers."""
         self.dispatch.check_open()
         check_not_transformed()
         self.steps.check_not_here()
@@ -424,7 +424,7 @@ class Dispatch:
             )
 
     def check_outside(self) -> None:
-        """Check that the caller is none of the devices' threads."""
+        """Check that the caller is not a thread of a device."""
         if any(device.worker.is_here() for device in self.devices):
             raise StageError(
                 "A layer called a pipeline that runs on the same device, which would be a deadlock. Give the inner "

@@ -74,7 +74,7 @@ def _signs(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def check_repeated(title: str, before: Digest, now: Digest, dtypes: Sequence[torch.dtype]) -> None:
-    """Check that a layer has computed in its recomputation what it computed in its forward."""
+    """Check that a layer's recomputation gave the same values as its forward."""
     for one, other, dtype in zip(before, now, dtypes, strict=False):
         norm = float(one[-1])
         # a layer on an accelerator may add in another order
@@ -164,5 +164,5 @@ def _refuse(title: str, gradient: torch.Tensor) -> NoReturn:
 
 
 def is_compared(source: torch.Tensor) -> bool:
-    """Report whether the numbers of a parameter can be compared: what is made of other tensors is not looked at."""
+    """Report whether the values of a parameter can be compared; wrappers of other tensors are skipped."""
     return not source.is_inference() and source.layout == torch.strided and not is_traceable_wrapper_subclass(source)

@@ -152,7 +152,7 @@ def _cut_axis(whole: Any, *parts: Any) -> int | None:
 
 @contextlib.contextmanager
 def calls_apart(called: object) -> Iterator[Callable[[int], None]]:
-    """Undo what calls for a proof do to an object and to generators; the function in the block begins one call."""
+    """Undo the effects of check calls on an object and on generators; the function in the block begins one call."""
     # no other thread draws meanwhile; autocast would hide wrong weights; warnings about single rows are not the user's
     with (
         generator_alone(),
@@ -212,7 +212,7 @@ def loss_code(function: Any) -> Hashable:
 
 
 class LossChecks:
-    """How the losses of one pipeline add up: by loss function, by what was stated, and by the kind of its labels."""
+    """How the losses of one pipeline add up, by loss function, stated reduction, and kind of labels."""
 
     def __init__(self) -> None:
         self._found: dict[Hashable, Reduction | JoinedLossError] = {}

@@ -86,7 +86,7 @@ class OneGroup(Generic[AnyEngine]):
 
     @property
     def counts_forward(self) -> bool:
-        """Whether a forward alone counts as a run; all ranks count alike."""
+        """Whether a forward alone counts as a run; all ranks must agree."""
         return self.replicas == 1
 
     @property
@@ -95,7 +95,7 @@ class OneGroup(Generic[AnyEngine]):
         return self.replicas == 1
 
     def rows_of_batch(self, rows: int) -> int:
-        """Return the rows of the whole batch in a call, of which ``rows`` are those of this process."""
+        """Return the row count of the whole batch; ``rows`` is that of this process."""
         return rows
 
     def forward(

@@ -20,7 +20,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 class Repeats:
-    """Counts calls by kind, and compares what the user's objects hold at the beginning of a call with the last end."""
+    """Counts calls by kind, and compares the user's objects at the start of a call with the end of the last call."""
 
     def __init__(self) -> None:
         self._calls: collections.Counter[Hashable] = collections.Counter()
@@ -29,7 +29,7 @@ class Repeats:
         self._open: dict[Hashable, object] = {}  # code of this call
 
     def is_due(self, kind: Hashable, code: object = None) -> bool:
-        """Count a call of some code, as in :func:`state_of`; report whether something is to be shown again."""
+        """Count a call of some code, as in :func:`state_of`; report whether the check must be repeated."""
         # what calls change themselves, such as a counter, is in the state of their end
         state = state_of(code)
         is_changed = self._states.get(kind, state) != state

@@ -1,4 +1,4 @@
-"""Prove that layers compute each row by itself, before a batch is cut between rows.
+"""Check that layers treat rows independently, before a batch is split between rows.
 
 A layer that has its sequence first, normalises over the batch, sorts or rolls rows, or adds them up, would compute
 different values for each split. Nothing in the sizes shows it. So three rows run in one piece and in two uneven parts::
@@ -101,7 +101,7 @@ class RowCheck:
         self.tried: list[RowTrial] = []  # rows on which layers have run in this call
 
     def check(self, engine: Rows, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
-        """Check at calls 1, 2, 4, ... of a kind, and after a change, that layers compute each row by itself."""
+        """Check at calls 1, 2, 4, ... of a kind, and after a change, that layers treat rows independently."""
         self.tried.clear()
         if callable(config.split_input) or None in rows or sum(count or 0 for count in rows) < 2:
             return
@@ -271,7 +271,7 @@ def few_rows(
 
 
 def with_shared(cut: list[Any], some: Sequence[Any], of_batch: Sequence[Any]) -> list[Any]:
-    """The leaves of a part of some rows, with those that are for all rows as they are."""
+    """The leaves of a part of some rows; leaves for all rows are unchanged."""
     shared = shared_by_rows(some, of_batch)
     return [one if kept else other for kept, one, other in zip(shared, some, cut, strict=True)] if any(shared) else cut
 

@@ -124,7 +124,7 @@ _CALLS = 5
 
 
 def call_seconds() -> float:
-    """Return the seconds of the host for a layer and microbatch of a step, beyond those of the layer itself.
+    """Return the host's overhead in seconds for a layer and microbatch of a step.
 
     A pipeline of small layers is timed on one virtual device, next to the layers alone, in a fraction of a second.
     """

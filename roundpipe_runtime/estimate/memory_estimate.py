@@ -239,7 +239,7 @@ class KeptBytes(NamedTuple):
     trained: int  # bytes of parameters that train. They stay from the first stage of a step that needs them to its end.
 
     def of(self, *, was_here: bool) -> int:
-        """Return the bytes that are on a device when a stage comes to it."""
+        """Return the bytes on a device when a stage starts there."""
         return self.frozen + (self.trained if was_here else 0)
 
 

@@ -27,7 +27,7 @@ _ATTENTION = functional.scaled_dot_product_attention
 
 @contextlib.contextmanager
 def device_kernels(kind: str = "cuda") -> Iterator[None]:
-    """Let operations on ``meta`` do what they do on devices, in this block and thread.
+    """Make operations on ``meta`` behave as on devices, in this block and thread.
 
     >>> q = torch.empty(1, 1, 4096, 64, device="meta", requires_grad=True)
     >>> kept = []

@@ -45,7 +45,7 @@ class StepPlan:
 
     @property
     def expert_bytes(self) -> tuple[int, int]:
-        """Bytes of all experts, and of those that a pass through the layers is expected to upload: an expectation.
+        """Bytes of all experts, and the expected bytes that a pass through the layers uploads.
 
         It is that of tokens that are routed evenly. At most all experts are uploaded, and devices have room for them.
         """
@@ -59,7 +59,7 @@ class StepPlan:
         return self.plan.stages("fused", len(self.layers), most_copies=self.num_microbatch)
 
     def on(self, num_devices: int) -> StepPlan:
-        """Return this step as so many devices run it: there are no more copies of the last stage.
+        """Return this step for a number of devices, which limits the copies of the last stage.
 
         Args:
             num_devices: number of devices.
@@ -150,7 +150,7 @@ def _bytes_of_adam(host: HostMemory, parameters: Sequence[nn.Parameter]) -> int:
 
 
 def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep: float = 0.0) -> list[StageLoad]:
-    """Return the time and traffic of each stage; what stayed on its device is not copied there again."""
+    """Return the time and traffic of each stage; parameters that stay on a device are not copied again."""
     # room_to_keep: bytes of each device for parameters that stay from step to step. Default: 0.
     there: set[tuple[int, int]] = set()
     came: set[tuple[int, int]] = set()

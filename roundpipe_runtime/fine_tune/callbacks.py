@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # it imports this file where it runs
 
 
 class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts as untyped
-    """Decides after each step of a run what the Trainer does, and passes on what it logs.
+    """Decides after each step what the Trainer does next, and forwards its logs.
 
     ::
 
@@ -68,7 +68,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
             self.recording.enter_context(self.timeline)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
-        """Decide what is due after the step."""
+        """Decide on logging, saving and evaluation after the step."""
         step, is_last = state.global_step, state.global_step == args.max_steps
         self.recording.close()
         control.should_log = True

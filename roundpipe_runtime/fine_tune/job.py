@@ -51,7 +51,7 @@ class Job:
         return any(self.exchange(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
 
     def exchange(self, value: T) -> list[T]:
-        """Return what every process gave, in the order of ranks; all of them call it.
+        """Return the values of all processes, in rank order (all-gather).
 
         Args:
             value: what this process gives.
@@ -116,7 +116,7 @@ class Job:
 
 
 def named_error(rank: int, error: Exception) -> Exception:
-    """Return an error with the rank that it happened on, and where; one of this package is returned as it is.
+    """Return an error with its rank and place; errors of this package are returned unchanged.
 
     Args:
         rank: rank of this process.

@@ -129,7 +129,7 @@ class TextTrainer(RoundPipeTrainer):
         )
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """Log as the Trainer does; of a step the loss in double precision, and what it took."""
+        """Log as the Trainer does, with the loss in double precision and the time of a step."""
         if "loss" in logs:
             tokens = self._tokens_of_step()
             logs = {**logs, "loss": math.fsum(self._losses), "tokens": tokens, "seconds": self.seconds}

@@ -143,7 +143,7 @@ class Training:
 
     @property
     def history(self) -> list[StepRecord | EvalRecord]:
-        """Records of all steps and evaluations, those before a restore among them."""
+        """Records of all steps and evaluations, including those before a restore."""
         found = (record_of(logs, logs["step"]) for logs in self.trainer.state.log_history)
         return [record for record in found if record is not None]
 

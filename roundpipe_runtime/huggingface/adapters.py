@@ -18,7 +18,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def model_inside(model: nn.Module) -> nn.Module:
-    """Return the Hugging Face model that PEFT has wrapped; any other model is returned as it is.
+    """Return the Hugging Face model inside a PEFT model; other models are returned unchanged.
 
     Its class shows its module and the arguments of its forward, which PEFT's wrapper does not.
     """

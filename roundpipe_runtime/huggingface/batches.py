@@ -165,7 +165,7 @@ _BY_PICTURE = ("last_hidden_state", "pooler_output")
 
 
 def without_encoder_outputs(outputs: Sequence[PyTree]) -> tuple[Sequence[PyTree], dict[str, Any]]:
-    """Take out of the outputs of microbatches what is not joined by rows."""
+    """Remove outputs of microbatches that are not joined by rows."""
     if len(outputs) == 1 or not all(isinstance(output, dict) for output in outputs):
         return outputs, {}
     columns = {name: [output.get(name) for output in outputs] for name in _NAMES}

@@ -127,7 +127,7 @@ def is_packed(kwargs: Mapping[str, Any]) -> bool:
 
 
 def keeps_texts_apart(model: nn.Module) -> bool | None:
-    """Return whether a model computes the same for a text alone and behind another one in its row.
+    """Return whether a text gives the same results alone and packed after another text in one row.
 
     It is called with both, on the host. Models with recurrent states carry them on, whatever the positions are.
     ``None`` if the model does not run on tokens alone.

@@ -186,7 +186,7 @@ def has_few_bits(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def weights_kept(model: nn.Module) -> Iterator[None]:
-    """Restore quantized weights, and what their modules keep next to them, after the block.
+    """Restore quantized weights, and the related state of their modules, after the block.
 
     A layer may repack its numbers when it is called in evaluation mode, as Linear4bit of bitsandbytes does on a CPU;
     packed like that, they give no gradient in a training. Nothing is copied: the block works on other objects around

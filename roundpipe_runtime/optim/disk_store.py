@@ -100,7 +100,7 @@ class DiskStore(ParameterStore):
     # -- a run -------------------------------------------------------------------------------------------------------
 
     def at_hand(self, contents: Sequence[HasParameters], order: Sequence[int]) -> AtHand:
-        """Return what has the parameters of a layer in memory, in a run that comes to layers in an order."""
+        """Return an object that loads the parameters of each layer into memory, in the order of a run."""
         return LayersAtHand(self.memory, order, lambda layer: _on_host(contents[layer]), written=False)
 
     def land(self, layer: int, gradients: Landed) -> Landed:
@@ -198,7 +198,7 @@ class DiskStore(ParameterStore):
         return parts.finish()
 
     def updating(self, contents: Sequence[HasParameters]) -> AtHand:
-        """Return what has all that a step reads and writes of a layer in memory, in the order of layers."""
+        """Return an object that loads the tensors of a layer's optimizer step into memory, in layer order."""
         held = {layer.index: (_on_host(layer), self.targets(layer.parameters())) for layer in contents}
 
         def of_layer(layer: int) -> list[torch.Tensor]:

@@ -264,7 +264,7 @@ class ParameterStore(InMemory):
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype, copy=True)
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """Return the master weights by name; those of frozen parameters hold nothing."""
+        """Return the master weights by name; frozen parameters have empty ones."""
         return {name: master.tensor.detach() for name, master in self._masters.items() if master.is_filled}
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
@@ -310,7 +310,7 @@ class ParameterStore(InMemory):
         self._before = list(self.model.named_parameters(remove_duplicate=False))
 
     def targets(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return what the optimizer updates for each of these parameters: its master weight, or itself."""
+        """Return the tensor that the optimizer updates for each parameter: its master weight, or the parameter."""
         names = self._names()
         return [self._target(names[id(p)], p) if id(p) in names else p for p in parameters]
 

@@ -66,7 +66,7 @@ class OptimizerParts:
         self._attributes_after = _attributes(part)
 
     def finish(self) -> Optimizer:
-        """Write what the step made of options and attributes; return an optimizer whose step does nothing more."""
+        """Write back options and attributes that the step changed; return an optimizer whose step does nothing."""
         for group, before, after in zip(self._optimizer.param_groups, self._before, self._after, strict=False):
             group.update(_changed(before, after))
         self._optimizer.__dict__.update(_changed(self._attributes, self._attributes_after))

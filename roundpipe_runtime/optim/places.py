@@ -39,11 +39,11 @@ class InMemory:
     """Tensors that are in memory all the time."""
 
     def at_hand(self, contents: Sequence[HasParameters], order: Sequence[int]) -> AtHand:
-        """Return what has the parameters of a layer in memory, in a run that comes to layers in an order."""
+        """Return an object that loads the parameters of each layer into memory, in the order of a run."""
         return _in_memory
 
     def updating(self, contents: Sequence[HasParameters]) -> AtHand:
-        """Return what has all that a step reads and writes of a layer in memory, in the order of layers."""
+        """Return an object that loads the tensors of a layer's optimizer step into memory, in layer order."""
         return _in_memory
 
     def hold_state(self, target: torch.Tensor, state: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ class Mark:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, with_numbers: bool = True) -> Mark:
-        """Return the mark of a tensor as it is now."""
+        """Return the current mark (version and place) of a tensor."""
         if not is_plain(tensor):
             return cls(weakref.ref(tensor), tensor._version, 0, None)
         return cls(weakref.ref(tensor), tensor._version, tensor.data_ptr(), _sample(tensor) if with_numbers else None)

@@ -54,7 +54,7 @@ class GradScaler(_GradScaler):
         return super().scale(outputs)
 
     def update(self, new_scale: float | torch.Tensor | None = None, is_async: bool = True) -> None:
-        """Set the scale for the next step, from what the last step found or to ``new_scale``.
+        """Set the scale for the next step, from the overflows of the last step or to ``new_scale``.
 
         Args:
             new_scale: scale to set, instead of the one that follows from the last step.

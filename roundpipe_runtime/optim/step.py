@@ -100,7 +100,7 @@ class StepRunner:
         self._store.publish(stepped=True)
 
     def start(self, step: Callable[[], Any]) -> None:
-        """Run a step in the background. The next run reads the parameters from before it, later runs those after it."""
+        """Run a step in the background. The next run reads the old parameters, later runs the new ones."""
         self.finish()
         self._store.adopt()
         self._store.freeze()
@@ -131,7 +131,7 @@ class StepRunner:
         self._ahead = None
 
     def wait_exact(self, steps: LayerSteps) -> None:
-        """Wait until the caller of a step may continue: what it may change has been read, or the step has ended."""
+        """Wait until the caller of a step may continue, because the step has read its inputs or has ended."""
         wait_for(steps.has_begun)
         if steps.met:
             self._expected = max(steps.met, self._expected or 0)
@@ -377,7 +377,7 @@ class LayerSteps:
             self._table.fail(error)
 
     def release_all(self) -> None:
-        """Make the layers readable that are not yet, with the parameters as they are."""
+        """Make the remaining layers readable, with their current parameters."""
         for contents in self._contents:
             if self._table.version(contents.index) < self._table.latest:
                 self._release(contents, lambda: None)

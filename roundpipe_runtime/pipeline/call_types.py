@@ -84,7 +84,7 @@ class ForwardBackward(Protocol):
 
 
 def forward_backward_method(method: Callable[..., object]) -> ForwardBackward:
-    """Return a method as it is, with the type that it has when it is called on an instance."""
+    """Return a method unchanged, with its type when called on an instance."""
     return cast(ForwardBackward, method)
 
 
@@ -92,7 +92,7 @@ def forward_backward_method(method: Callable[..., object]) -> ForwardBackward:
 
 
 def back_from(outputs: PyTree, label: Any, loss_fn: Callable[[Any, Any], Any], return_outputs: bool) -> PyTree:
-    """Compute a loss of the outputs of a whole batch, and go back from it."""
+    """Compute a loss from the outputs of a whole batch, and run its backward."""
     found = shapes_of([leaf for leaf in pytree.tree_leaves((outputs, label)) if isinstance(leaf, torch.Tensor)])
     with torch.enable_grad():
         # the microbatch is not known: a loss that does not run on a few rows may be meant for the whole batch

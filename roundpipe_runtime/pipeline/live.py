@@ -172,7 +172,7 @@ def tensors_held(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def read_model(model: nn.Module, layers: Iterable[nn.Module]) -> ModelReading:
-    """Read what a model is made of now, and what its code reads, with the layers that a pipeline runs themselves."""
+    """Read the current parts of a model and the values that its code reads, with the pipeline's own layers."""
     found, outside = ModelReading(), {id(layer): layer for layer in layers}
     waiting, seen = [model], set()
     while waiting:

@@ -79,7 +79,7 @@ class ModelProxy(nn.Module):
 
 
 def wrapped_model(module: nn.Module) -> nn.Module:
-    """Return the model in a pipeline; any other module is returned as it is.
+    """Return the model in a pipeline; other modules are returned unchanged.
 
     >>> layer = nn.Linear(1, 1)
     >>> wrapped_model(layer) is layer

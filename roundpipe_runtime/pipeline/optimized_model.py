@@ -172,7 +172,7 @@ class SavedModel(EngineHandle):
         return dataclasses.replace(self._rp_engine.progress(), replicas=self.replicas)
 
     def load_progress(self, progress: PipelineProgress) -> None:
-        """Load what :meth:`progress` returned, after the parameters; gradients that are there now are forgotten.
+        """Load what :meth:`progress` returned, after the parameters; existing gradients are discarded.
 
         Args:
             progress: progress of a pipeline whose parameters have the same names. Copies of the optimizer are left

@@ -25,7 +25,7 @@ def is_object_name(text: str) -> bool:
 
 
 def import_module(name: str) -> Any:
-    """Import a module; those of the current folder are found, as with ``python -m``."""
+    """Import a module, also from the current folder, as ``python -m`` does."""
     here = os.getcwd()
     sys.path.insert(0, here)
 

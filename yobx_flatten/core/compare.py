@@ -102,7 +102,7 @@ def tolerance(kind: Kind, *types: torch.dtype | str) -> float:
 
 
 def relative_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """Return the norm of what two tensors differ by, relative to that of the first; NaN in both is equal."""
+    """Return the norm of the difference of two tensors, relative to the norm of the first; NaN equals NaN."""
     expected, found = (torch.where(expected.isnan() & found.isnan(), 0.0, one) for one in (expected, found))
     difference: float = (found - expected).norm().item() / max(expected.norm().item(), 1e-30)
     return difference

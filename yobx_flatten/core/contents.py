@@ -189,7 +189,7 @@ def _loaded(module: str, name: str) -> Any:
 
 
 def format_key(key: object) -> str:
-    """Spell the key of a dict; an object whose ``__repr__`` is its own business by its class.
+    """Spell the key of a dict; objects with their own ``__repr__`` are spelled by their class.
 
     >>> from collections import OrderedDict
     >>> format_key("a"), format_key((1, "b")), format_key(OrderedDict())

@@ -36,7 +36,7 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """An error, with what was exported or called."""
+    """An error, with the exported or called object."""
 
     error: BaseException  # the exception that was raised
     message: str  # the text of the error

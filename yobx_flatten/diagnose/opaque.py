@@ -119,7 +119,7 @@ _CONTAINERS = (list, tuple, dict)
 
 @dataclasses.dataclass(slots=True)
 class Holder:
-    """An object that may have to be registered, with the way to it from the leaf and what it holds."""
+    """An object that may have to be registered, with its path from the leaf and its contents."""
 
     path: str
     obj: Any

@@ -145,7 +145,7 @@ class MissingDependencyError(FlattenError, ImportError):
 
 
 def describe_class(obj: object) -> str:
-    """Name a class, or what was found instead of one.
+    """Name a class, or describe the object that was found instead of a class.
 
     >>> describe_class(int)
     'builtins.int'

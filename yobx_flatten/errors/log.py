@@ -18,7 +18,7 @@ _WANTED: contextvars.ContextVar[int] = contextvars.ContextVar("yobx_flatten_verb
 
 @contextlib.contextmanager
 def verbosity(verbose: int) -> Iterator[None]:
-    """Let what this thread logs in the block reach the handlers: with 1 from ``INFO`` on, with 2 from ``DEBUG`` on."""
+    """Pass this thread's log records in the block to the handlers: 1 for ``INFO``, 2 for ``DEBUG``."""
     level = sys.maxsize if not verbose else logging.INFO if verbose == 1 else logging.DEBUG
     before = _WANTED.set(min(level, _WANTED.get()))
     try:

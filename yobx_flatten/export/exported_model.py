@@ -246,7 +246,7 @@ def source_of(exported: ExportedModel) -> Source:
 
 
 def finish(source: Source, report: ExportReport, path: pathlib.Path | None = None) -> ExportedModel:
-    """Return what was checked."""
+    """Return the checked example."""
     if not report.ok:
         raise ReplayError(f"{report.failure()}\n{report}", report)
     exported = ExportedModel(source.traced.program, report, path, options_in_use())

@@ -96,7 +96,7 @@ class Asked:
     def of(
         cls, module: torch.nn.Module, cases: Iterable[Case] | None, steps: int, tolerance: float | None, proof: Proof
     ) -> Asked:
-        """Check what was asked for."""
+        """Check the requested options."""
         checked, facts = None if cases is None else check_cases(cases), ModelFacts.of(module)
         allowed = Allowed.of(facts, tolerance)
         return cls(facts, checked, steps, choose_proof(proof, facts.weight_bytes), allowed)

@@ -27,7 +27,7 @@ _TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def damage_as(failure: type[Exception], where: str, *own: type[Exception]) -> contextlib.AbstractContextManager[None]:
-    """Turn what readers of other libraries raise, and wrong types, into one error.
+    """Turn errors of other libraries' readers, and wrong types, into one error.
 
     Documents are checked by their form first. This is for the rest: safetensors, protobuf and torch raise
     errors of many classes for data that do not fit together.
@@ -50,13 +50,13 @@ def open_regular(path: pathlib.Path, *, failure: type[Exception], most: int | No
 
 
 def read_bytes(path: pathlib.Path, *, failure: type[Exception], most: int = _LARGEST) -> bytes:
-    """Read a whole file, of at most so many bytes."""
+    """Read a whole file, up to a size limit."""
     with open_regular(path, failure=failure, most=most) as file:
         return file.read()
 
 
 def read_text(path: pathlib.Path, *, failure: type[Exception], most: int = _LARGEST) -> str:
-    """Read a whole text in UTF-8, of at most so many bytes."""
+    """Read a whole UTF-8 text, up to a size limit."""
     try:
         return read_bytes(path, failure=failure, most=most).decode("utf-8")
     except UnicodeDecodeError as error:

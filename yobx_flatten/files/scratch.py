@@ -56,7 +56,7 @@ def scratch_for(target: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def check_writable(target: str | os.PathLike[str], *, in_parent: bool = True) -> None:
-    """Refuse a file or folder that cannot be written, before hours are spent on what it is to hold.
+    """Refuse a file or folder that cannot be written, before a long computation.
 
     A folder is made where the target, or the nearest that is there above it, stands, and taken away again: permissions
     alone state nothing of a disk that is read-only.
@@ -141,7 +141,7 @@ def hold(folder: pathlib.Path) -> Callable[[], None] | None:
 
 
 def publish_files(new: pathlib.Path, target: pathlib.Path, stale: Collection[str] = ()) -> None:
-    """Give files their names: all others first, that of the target then, and remove what is stale last."""
+    """Rename files into place: the target last; then remove stale files."""
     # target: the file; others get their places next to it
     others = [file.name for file in sorted(new.iterdir()) if file.name != target.name]
     for name, files in ((_OTHERS, others), (_STALE, stale)):
@@ -186,7 +186,7 @@ def move_in(new: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def settle(target: pathlib.Path) -> None:
-    """Finish or remove what killed processes left of a file or folder; leave alone what is being written."""
+    """Finish or remove unfinished files and folders of killed processes; skip those that are being written."""
     for left in _left_of(target):
         try:
             lock = _lock_of(left)

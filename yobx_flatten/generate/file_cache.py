@@ -138,7 +138,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         self._select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Let each row stand for several."""
+        """Repeat each row."""
         if self.state is not None:
             self._select(torch.arange(len(self.state.tokens)).repeat_interleave(repeats))
 

@@ -111,7 +111,7 @@ class FileModel(ModelWithoutWeights):
         self.eval()
 
     def use_adapter(self, name: str | None) -> None:
-        """Call the files with an adapter from now on; ``None`` for none."""
+        """Use this adapter in all further calls; ``None`` for none."""
         if name not in self._steps:
             plain = self._steps[None]
             assert name is not None
@@ -126,7 +126,7 @@ class FileModel(ModelWithoutWeights):
         return True
 
     def get_encoder(self, modality: str | None = None) -> Any:
-        """Return what runs the encoder's file."""
+        """Return the runner of the encoder's file."""
         return self.model.encoder if hasattr(self, "model") else self.encoder
 
     def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -66,7 +66,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         return found if as_dict or not isinstance(found, ModelOutput) else found.to_tuple()
 
     def run_files(self, **given: Any) -> Any:
-        """Run the files on some of what they take."""
+        """Run the files with some of their inputs."""
         raise NotImplementedError
 
     def _changes_nothing(self, name: str, value: Any) -> bool:
@@ -88,11 +88,11 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         return f"{found}. The outputs would differ from the model's: leave {name} out, or {way}."
 
     def use_adapter(self, name: str | None) -> None:
-        """Call the files with an adapter from now on; ``None`` for none."""
+        """Use this adapter in all further calls; ``None`` for none."""
         raise InvalidArgumentError(f"{type(self).__name__} was exported without switchable adapters.")
 
     def set_adapter(self, adapter_name: str | list[str]) -> None:
-        """Compute with an adapter of the folder from now on."""
+        """Use an adapter of the folder in all further calls."""
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
         if len(names) != 1:
             raise InvalidArgumentError(f"set_adapter takes one adapter of {', '.join(self.of_folder.names)}.")
@@ -100,7 +100,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         self._chosen, self._enabled = names[0], True
 
     def disable_adapters(self) -> None:
-        """Compute without an adapter from now on."""
+        """Use no adapter in further calls."""
         if self._enabled:
             self.use_adapter(None)
         self._enabled = False
@@ -162,7 +162,7 @@ def config_from(stated: Mapping[str, Any], *, encoder: bool) -> Any:
 
 
 def generation_of(settings: GenerationSettings, config: Any) -> Any:
-    """Return how a model generates: what is written next to it, but for what the settings were changed to."""
+    """Return the generation settings of a model: those in its folder, with changed ones on top."""
     documents = settings.documents or Documents({}, {})
     own = settings_of(documents.config, documents.generation)
     with damage_as(GenerationError, "generation_config.json"):

@@ -107,7 +107,7 @@ class TokenChooser:
 
 
 def probabilities(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return what is drawn from: temperature, ``top_k``, ``top_p``, ``min_p``, ``typical_p``, as transformers does.
+    """Return sampling probabilities: temperature, ``top_k``, ``top_p``, ``min_p``, ``typical_p``.
 
     >>> probabilities(torch.tensor([[0.0, 0.0, 0.0, -50.0]]).log_softmax(-1), Sampling(top_p=0.5))
     tensor([[0.5000, 0.5000, 0.0000, 0.0000]])

@@ -40,7 +40,7 @@ class Documents:
 
 @dataclasses.dataclass(frozen=True)
 class Switch:
-    """A length, and what the model does there."""
+    """A length, and the model's behaviour beyond it."""
 
     length: int  # number of tokens, see `.position_switch.switch_of`
     # whether `model.generate` drops its cache there and reads all tokens again, as Phi-3 does; `None` where that is not

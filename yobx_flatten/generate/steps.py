@@ -72,7 +72,7 @@ class TextState:
     weights: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def repeat(self, rows: torch.Tensor) -> None:
-        """Let rows stand for several; the cache stays as it is."""
+        """Repeat rows; the cache is unchanged."""
         self.tokens, self.mask = self.tokens[rows], self.mask[rows]
         self.context = {name: value[rows] for name, value in self.context.items()}
         self.source = None if self.source is None else self.source[rows]
@@ -80,7 +80,7 @@ class TextState:
         self.types = None if self.types is None else self.types[rows]
 
     def keep(self, count: int) -> None:
-        """Forget the tokens after some; the cache stays as it is."""
+        """Forget the tokens after a position; the cache is unchanged."""
         self.tokens, self.mask = self.tokens[:, :count], self.mask[:, :count]
         self.positions = None if self.positions is None else self.positions[..., :count]
         self.types = None if self.types is None else self.types[:, :count]

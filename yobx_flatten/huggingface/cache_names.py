@@ -181,7 +181,7 @@ def installed_name() -> str:
 
 
 def word_in_files(name: str, value: object, word: str = CACHE) -> str:
-    """Return what a file calls an entry of the inputs, or of the outputs: one word for the cache.
+    """Return the name of an input or output entry in files, with one word for the cache.
 
     >>> word_in_files("cache_params", None), word_in_files("input_ids", 1)
     ('past_key_values', 'input_ids')

@@ -372,7 +372,7 @@ def _is_fp8(cache: TransformersCache) -> bool:
 
 
 def contiguous(value: PyTree) -> PyTree:
-    """Return a tensor contiguous; what holds tensors gets such, in place.
+    """Return a contiguous tensor; tensors inside containers are replaced in place.
 
     A slice (``ids[:, 5:]``, the keys of a layer past its window) has strides that other tensors do not have, and code
     that was compiled for one of the two reads the other one wrongly.

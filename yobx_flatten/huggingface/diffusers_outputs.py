@@ -45,15 +45,15 @@ class DiffusersSupport:
         """Close a block."""
 
     def named_for(self, forward: Callable[..., Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return arguments as they are."""
+        """Return the arguments unchanged."""
         return entries
 
     def named_as(self, names: Collection[str], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return arguments as they are."""
+        """Return the arguments unchanged."""
         return kwargs
 
     def prepare(self, tree: PyTree) -> PyTree:
-        """Return the example inputs as they are."""
+        """Return the example inputs unchanged."""
         return tree
 
     def traceable(self) -> contextlib.AbstractContextManager[None]:

@@ -139,7 +139,7 @@ def digests(folder: pathlib.Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def check_digests(folder: pathlib.Path, expected: Mapping[str, str]) -> None:
-    """Check that files are those that were exported."""
+    """Check that the files have not changed since the export."""
     for name, digest in expected.items():
         inside(folder, name, DamagedFileError)
         if digests(folder, [name]) != {name: digest}:

@@ -34,12 +34,12 @@ class PlainFileModel(ModelWithoutWeights):
         self.eval()
 
     def use_adapter(self, name: str | None) -> None:
-        """Call the file with an adapter from now on; ``None`` for none."""
+        """Use this adapter in all further calls; ``None`` for none."""
         plain = self._plain
         self.runner = plain if name is None else self.of_folder.runners({"model": plain}, name)["model"]
 
     def run_files(self, **given: Any) -> Any:
-        """Run the file on what the model's tokenizer or processor returns; outputs have the names of the model's."""
+        """Run the file on inputs from the tokenizer or processor; outputs have the model's names."""
         ports = self.runner.ports
         feeds = {name: value for name, value in given.items() if value is not None}
         for name, make in _ASSUMED.items():

@@ -101,7 +101,7 @@ def plan_folder(
     source: pathlib.Path | None,
     adapters: Adapters | None = None,
 ) -> FolderPlan:
-    """Check a model and what is asked of its folder, and split it into pieces."""
+    """Check a model and the options of its folder, and split the model into exported parts."""
     # task: what the folder is for; `"auto"` for the task of the model
     # source: the folder of its tokenizer; `None` for the one that the model is from
     # adapters: what the files switch between; `None`, the default, for files without room for any

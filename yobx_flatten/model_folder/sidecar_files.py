@@ -26,7 +26,7 @@ _WRITTEN_ANEW = {"config.json", "generation_config.json", ADAPTER}
 def write_companions(
     folder: pathlib.Path, model: TransformersModel, source: pathlib.Path | None, *, reads_bytes: bool = False
 ) -> None:
-    """Write what belongs next to the files of a model."""
+    """Write the files that belong next to a model's files."""
     # source: the folder it is from, whose tokenizer and processor are copied, or its GGUF file; `None` where it is not
     # known
     # reads_bytes: whether a model without a folder gets a tokenizer of bytes: one with random weights, which were

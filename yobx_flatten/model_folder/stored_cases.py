@@ -45,7 +45,7 @@ SAMPLED_TOKENS = 8
 
 @dataclasses.dataclass(frozen=True)
 class GenerationCase:
-    """A prompt, and what ``model.generate`` makes of it."""
+    """A prompt, and the result of ``model.generate``."""
 
     inputs: dict[str, torch.Tensor]  # arguments of `generate`
     sequences: torch.Tensor  # prompt and new tokens, of shape (batch, length)
@@ -227,7 +227,7 @@ def store_speech(model: TransformersModel, rows: int, calls: int, work: pathlib.
 
 
 def store_chats(model: TransformersModel, task: str, prompts: dict[str, torch.Tensor], work: pathlib.Path) -> str:
-    """Store what the model answers."""
+    """Store the model's answers."""
     case = generation_case(model, task, tokens=CHAT_TOKENS, prompts=prompts)
     outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens, "margins": case.margins}
     name = f"{len(case.sequences)} chats, {case.new_tokens} tokens, greedily"

@@ -418,7 +418,7 @@ class TokenCount:
 
 
 def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share: float | None = None) -> TokenCount:
-    """Let files generate, and compare with what the model did."""
+    """Generate with the files, and compare with the model's tokens."""
     # share: share of the tokens that have to agree after the model's own text; `None`, the default, where the weights
     # are those of the model, and all have to
     expected: torch.Tensor = case.outputs["sequences"]

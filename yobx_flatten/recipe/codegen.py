@@ -136,7 +136,7 @@ def name_functions(cls: type, functions: FlattenFunctions) -> FlattenFunctions:
 
 
 def checked(value: Static, where: str) -> Static:
-    """Return the value of a static attribute, or raise when it cannot be one; what was approved stays approved.
+    """Return the value of a static attribute, or raise if it cannot be static; approvals are remembered.
 
     A list, dict or set is returned as a copy: a program keeps what it is given here and compares with it at every call,
     and a caller that appends to its own list does not change a program.
@@ -209,7 +209,7 @@ def _items_of(cls: Any) -> _Items | None:
 
 
 def require_content(cls: type, caller: str) -> None:
-    """Refuse a class whose built-in base holds what neither attributes nor items state: text, a number, a set."""
+    """Refuse a class whose built-in base has content outside attributes and items: text, a number, a set."""
     base = builtin_base(cls)
     if base not in (object, types.SimpleNamespace, *_CONTAINERS):
         raise InvalidRegistrationError(

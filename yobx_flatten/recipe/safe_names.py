@@ -50,7 +50,7 @@ def import_known(module: str) -> None:
 
 
 def find_named(name: object, kind: str) -> Any:
-    """Find what a name in a file stands for."""
+    """Resolve a name in a file."""
     # kind: what it has to be: `"class"`, `"enum"`, `"flag"`, `"namedtuple"`, `"dataclass"`, `"config"`, `"function"`,
     # `"constant"` or `"numpy scalar"`
     if not isinstance(name, str):

@@ -43,7 +43,7 @@ def is_array(value: object) -> bool:
 
 
 def dump_static(value: Static, *, where: str = "") -> Any:
-    """Turn static data into what :mod:`json` can write.
+    """Convert static data to values that :mod:`json` can write.
 
     >>> dump_static(["key_0", ("relu", None)])
     ['key_0', {'!tuple': ['relu', None]}]
@@ -85,7 +85,7 @@ def dump_static(value: Static, *, where: str = "") -> Any:
 
 
 def load_static(data: Static) -> Static:
-    """Bring back what :func:`dump_static` was given."""
+    """Return the value that :func:`dump_static` converted."""
     if isinstance(data, list):
         return [load_static(x) for x in data]
     if not isinstance(data, dict):

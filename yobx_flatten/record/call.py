@@ -162,7 +162,7 @@ class Callee:
 
 
 def callee_of(target: object, method: str | None) -> Callee:
-    """Find out what is to be recorded."""
+    """Find the callable to record."""
     if inspect.ismethod(target) and method is None:
         method = target.__name__
         target = target.__self__

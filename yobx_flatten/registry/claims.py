@@ -255,7 +255,7 @@ class Backend(Protocol):
         """Return whether the library holds exactly this recipe for its class."""
 
     def write(self, recipe: Recipe) -> None:
-        """Register the recipe, instead of what is there."""
+        """Register the recipe, replacing the current registration."""
 
     def restore(self, recipe: Recipe, found: Any) -> None:
         """Take the recipe out and bring back ``found``, a value that ``read`` returned before ``write``."""

@@ -39,11 +39,11 @@ class Optree:
         return found is recipe or _recipe_of(found) is recipe
 
     def write(self, recipe: Recipe) -> None:
-        """Put the recipe instead of what is there."""
+        """Register the recipe, replacing the current registration."""
         self.waiting.put(recipe)
 
     def restore(self, recipe: Recipe, found: object) -> None:
-        """Bring back what was found, also when optree was imported in between."""
+        """Restore the earlier registration, also if optree was imported in between."""
         with self.waiting.lock:
             if not self.waiting.library_is_there():
                 self.waiting.drop(recipe)

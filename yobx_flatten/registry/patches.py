@@ -42,7 +42,7 @@ class AttributePatch:
             self._holders += 1
 
     def release(self) -> None:
-        """Restore what was found, if no other holder wants the replacement."""
+        """Restore the original, if no other holder wants the replacement."""
         with LOCK:
             self._holders -= 1
             if self._holders == 0 and self._entries.get(self._name) is self._replacement:
@@ -174,7 +174,7 @@ class ImportedPatch:
             self._on_import(importlib.import_module(self._module))
 
     def release(self) -> None:
-        """Bring back what was found."""
+        """Restore the earlier registration."""
         with LOCK:
             self._wanted = False
             self._hook.remove()

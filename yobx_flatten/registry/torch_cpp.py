@@ -56,7 +56,7 @@ class TorchCpp:
         return flatten is recipe.flatten
 
     def write(self, recipe: Recipe) -> None:
-        """Put the recipe instead of what is there."""
+        """Register the recipe, replacing the current registration."""
         if not cxx_pytree_exists():
             return
         with NODE_REGISTRY_LOCK:
@@ -76,7 +76,7 @@ class TorchCpp:
                 cxx_pytree_pending().insert(sys.maxsize if place is None else place, entry)
 
     def restore(self, recipe: Recipe, found: object) -> None:
-        """Bring back what was found, also when the C++ side was imported in between."""
+        """Restore the earlier registration, also if the C++ side was imported in between."""
         if not cxx_pytree_exists():
             return
         cls = recipe.cls

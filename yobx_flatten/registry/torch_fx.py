@@ -40,7 +40,7 @@ class TorchFx:
         return isinstance(rule, functools.partial) and rule.func is _flatten_spec and rule.args[0] is recipe
 
     def write(self, recipe: Recipe) -> None:
-        """Put a rule made from the recipe instead of what is there."""
+        """Register a rule made from the recipe, replacing the current one."""
         fx_pytree.register_pytree_flatten_spec(recipe.cls, functools.partial(_flatten_spec, recipe))
 
     def restore(self, recipe: Recipe, found: _FoundRules | None) -> None:

@@ -57,7 +57,7 @@ class Waiting:
         return self._recipes.get(cls)
 
     def add(self, recipe: Recipe) -> None:
-        """Let a recipe wait, instead of another one of its class."""
+        """Let a recipe wait, replacing an earlier recipe of its class."""
         with self.lock:
             if not self._recipes:
                 self._hook.install()

@@ -29,7 +29,7 @@ class Element(NamedTuple):
     packed: int = 1  # how many numbers are stored in a byte; arrays of NumPy have each in its own byte then
 
     def nbytes(self, count: int, itemsize: int) -> int:
-        """The size of so many elements, whose size in memory is given."""
+        """The size of a number of elements."""
         return count * itemsize if self.packed == 1 else -(-count // self.packed)
 
 
@@ -83,7 +83,7 @@ def pack(codes: Any, packed: int) -> Any:
 
 
 def unpack(data: Any, packed: int, count: int) -> Any:
-    """Take out what :func:`pack` put in: a flat array of ``count`` bytes."""
+    """Undo :func:`pack`: return a flat array of ``count`` bytes."""
     import numpy
 
     bits = 8 // packed

@@ -62,7 +62,7 @@ class Rows:
 
 
 def room_for(total: int) -> int:
-    """Return how many tokens a buffer has room for that is made for so many."""
+    """Return the capacity of a buffer that is made for a number of tokens."""
     # a call attends over all of it, with a mask, and a buffer that is full is copied
     return total + max(32, total // 32)
 

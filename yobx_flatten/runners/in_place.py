@@ -34,11 +34,11 @@ class InPlaceCache(dict[str, Any]):
         return {}
 
     def crop(self, kept: int) -> None:
-        """Take out the last tokens of what is written in place."""
+        """Remove the last tokens of buffers that are written in place."""
         raise NotImplementedError
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Have other rows of what is written in place."""
+        """Select rows of buffers that are written in place."""
         # rows: for each new row the place of an old one
         raise NotImplementedError
 

@@ -23,7 +23,7 @@ def is_refused(inputs: Mapping[str, Any]) -> bool:
 
 
 def one_by_one(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the inputs of one call per token; those that are not cut are handed on as they are.
+    """Yield the inputs of one call per token; inputs without a token axis are passed whole.
 
     >>> import torch
     >>> given = {"input_ids": torch.tensor([[7, 8], [5, 6]]), "attention_mask": torch.ones(2, 4)}

@@ -138,7 +138,7 @@ class OnnxRunner:
         self._has_text = any(node.type == "tensor(string)" for node in (*nodes, *session.get_outputs()))
 
     def with_adapter(self, matrices: Mapping[str, torch.Tensor]) -> Self:
-        """Return the same file with those matrices of an adapter that it takes."""
+        """Return the same file with the matrices of an adapter that it has inputs for."""
         found = copy.copy(self)
         found._adapter = {
             name: to_value(name, kind, matrices[name]) for name, kind in self._room_kinds.items() if name in matrices

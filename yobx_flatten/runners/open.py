@@ -63,7 +63,7 @@ def check_runtime(runtime: str) -> None:
 
 
 def thread_options(runtime: str, threads: int | None) -> dict[str, Any]:
-    """Return the options of :func:`open_runner` by which a runtime other than onnxruntime has so many threads."""
+    """Return the options of :func:`open_runner` that set the number of threads of a runtime."""
     # AOTInductor and programs run in the threads of torch, which `torch.set_num_threads` states for the process
     return {"threads": threads} if runtime in ("openvino", "executorch") and threads is not None else {}
 

@@ -63,7 +63,7 @@ def check_cache_outputs(
     of: str | None = None,
     remedy: str = _NAMES,
 ) -> None:
-    """Refuse what takes a cache that grows, and does not return all of it.
+    """Refuse files that accept a growing cache and do not return all of it.
 
     >>> check_cache_outputs(["past_key_values.0.key"], ["logits", "present.0.key"], "model.onnx")
     """

@@ -90,7 +90,7 @@ class _Block(nn.Module):
 
 
 def run_demo(steps: int = STEPS, *, as_json: Callable[[dict[str, Any]], None] | None = None) -> int:
-    """Show what a device needs either way, train both ways, and draw one step of the pipeline."""
+    """Compare the memory of both ways, train both ways, and draw one step of the pipeline."""
     # as_json: is given the numbers as one object; the tables then go to stderr
     console = make_console(stderr=as_json is not None)
     with _one_thread(), contextlib.closing(_pipeline()) as pipeline:

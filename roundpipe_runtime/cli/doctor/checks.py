@@ -49,7 +49,7 @@ _ROUNDING = 1e-4
 
 
 def examine(folder: pathlib.Path = HERE) -> list[Check]:
-    """Return what was found, in the order of the checks; a check that breaks is also a finding.
+    """Return the findings in the order of the checks; a check that raises is also a finding.
 
     Two steps of a small training run on every kind of device that is here; it takes seconds.
     """

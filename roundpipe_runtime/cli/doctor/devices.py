@@ -24,7 +24,7 @@ _CLOCKS_AGREE = 0.5, 1.2
 
 
 def device_checks(device: torch.device) -> list[Check]:
-    """Measure an accelerator and return what was found."""
+    """Measure an accelerator and return the findings."""
     rates = measure_device(device)
     return [_link(device, rates), _speed(device, rates), _streams(device, rates), _events(device, rates),
             _plan(device, rates, AcceleratorDevice(device).memory)]  # fmt: skip

@@ -36,7 +36,7 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """Options that describe one machine; what is not given is measured or assumed."""
+    """Options that describe one machine; missing values are measured or assumed."""
 
     devices: Annotated[
         str,

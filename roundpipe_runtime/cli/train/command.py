@@ -413,7 +413,7 @@ class Display:
 
 
 def format_step(record: StepRecord) -> list[str]:
-    """Return what is known of a step in words, the most important first."""
+    """Describe a step in words, the most important facts first."""
     memory = "" if record.process_bytes is None else format_bytes(record.process_bytes)
     device = "" if record.device_bytes is None else f"device {format_bytes(record.device_bytes)}"
     return [
@@ -450,7 +450,7 @@ def format_chats(rows: ChatRows, tokenizer: Tokenizer) -> str:
 
 
 def show_rows(rows: ChatRows, tokenizer: Tokenizer, count: int) -> None:
-    """Show the first training rows as the model sees them: what counts is green, or between « and »."""
+    """Show the first training rows as the model sees them: trained tokens are green, or between « and »."""
     from rich.text import Text
 
     shown_on = console()

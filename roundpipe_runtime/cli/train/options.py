@@ -213,7 +213,7 @@ class TextOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """How many rows a step has, and what computes it."""
+    """Batch size and device settings of a step."""
 
     devices: Annotated[
         str,
@@ -353,7 +353,7 @@ class FileOptions:
         return self.checkpoint or output.with_name(f"{output.name}-checkpoints")
 
     def check(self, output: pathlib.Path) -> None:
-        """Refuse what cannot be written before hours are spent on it."""
+        """Refuse output places that cannot be written, before hours of training."""
         check_output(output, overwrite=self.overwrite)
         if self.plot is not None:
             check_curve(self.plot)
@@ -413,7 +413,7 @@ def check_quantize(kind: str, lora: str | None) -> None:
 
 
 def few_bits(kind: str) -> FewBits | None:
-    """Return the bits of frozen weights; ``None`` where they stay as they are."""
+    """Return the number of bits of frozen weights; ``None`` if they are not quantized."""
     return None if kind == "none" else cast("FewBits", kind)
 
 

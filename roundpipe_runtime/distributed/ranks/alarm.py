@@ -79,7 +79,7 @@ class Alarm:
         self._send({"step": text})
 
     def take_step_failure(self) -> tuple[int, str] | None:
-        """Return the rank whose step has failed and what failed there, once; wait a moment for the news."""
+        """Return the rank whose step has failed and its error, once; wait a moment for the message."""
         deadline = time.monotonic() + 10 * _PERIOD
         while self._step_failure is None and self._gone is None and time.monotonic() < deadline:
             time.sleep(_PERIOD / 4)

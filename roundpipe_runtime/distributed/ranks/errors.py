@@ -22,7 +22,7 @@ def format_failure(error: BaseException) -> str:
 
 
 def rank_failed(rank: int, failure: str) -> DistributedError:
-    """Return the error of a rank that is well, when another one has failed."""
+    """Return the error to raise on this rank when another rank has failed."""
     return DistributedError(
         f"Rank {rank} failed, and no gradient, buffer or weight was changed on any rank. There:\n"
         + "\n".join(f"    {line}" for line in failure.splitlines())

@@ -58,7 +58,7 @@ def _state(number: int) -> tuple[str, str]:
 
 
 def cut_connections() -> None:
-    """End all connections of this process (Linux), also those of gloo: threads that wait for an answer get an error."""
+    """Close all connections of this process (Linux), also those of gloo, so that waiting threads get an error."""
     for name in os.listdir("/proc/self/fd") if Path("/proc/self/fd").exists() else ():
         with contextlib.suppress(OSError):  # closed meanwhile, or one that listens: gloo ends the process with that
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):

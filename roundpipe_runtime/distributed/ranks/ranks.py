@@ -50,7 +50,7 @@ class Ranks:
         self.calls: dict[Channel, int] = dict.fromkeys(_CHANNELS, 0)
 
     def exchange(self, value: Any, channel: Channel = "control") -> list[Any]:
-        """Return what every rank gave, in the order of the ranks; all ranks call it."""
+        """Return the values of all ranks, in rank order (all-gather)."""
         return [value]
 
     def fail_step(self, text: str) -> None:
@@ -113,7 +113,7 @@ class MeshRanks(Ranks):
         self._lock = threading.Lock()
 
     def exchange(self, value: Any, channel: Channel = "control") -> list[Any]:
-        """Return what every rank gave, in the order of the ranks; all ranks call it."""
+        """Return the values of all ranks, in rank order (all-gather)."""
         found: list[Any] = [None] * self.size
         with self._watched(channel):
             dist.all_gather_object(found, value, group=self._group(channel))
@@ -217,7 +217,7 @@ def meet(mesh: DeviceMesh) -> None:
 
 
 def ranks_of(mesh: DeviceMesh | None) -> Ranks:
-    """Return the ranks of a mesh; those of a process alone without one, or of one with one process."""
+    """Return the ranks of a mesh; without a mesh, or with one process, a group of this process alone."""
     if mesh is None:
         return Ranks()
     check_mesh(mesh)

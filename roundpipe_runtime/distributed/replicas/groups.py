@@ -40,7 +40,7 @@ def num_turns(size: int, replicas: int) -> int:
 
 
 def rows_of_rank(rows: int, rank: int, size: int, replicas: int) -> list[int]:
-    """Return the rows of a global batch that a rank is given: those of its groups, group after group.
+    """Return the rows of a global batch for one rank: the rows of its groups, group after group.
 
     A rank that cuts them again with ``torch.tensor_split`` into its number of groups has these groups.
 

@@ -131,12 +131,12 @@ class RankCalls(OneGroup[Engine]):
     # -- a call ------------------------------------------------------------------------------------------------------
 
     def rows_of_batch(self, rows: int) -> int:
-        """Return the rows of the whole batch in a call, of which ``rows`` are those of this process."""
+        """Return the row count of the whole batch; ``rows`` is that of this process."""
         return rows if self._rows_of_batch is None else self._rows_of_batch
 
     @contextlib.contextmanager
     def entering(self) -> Iterator[None]:
-        """Notify the other ranks of an error on the way to :meth:`run_call`: they wait there for this one."""
+        """Notify the other ranks of an error before :meth:`run_call`, where they wait for this rank."""
         number = self._number
 
         def notify(error: BaseException) -> None:
@@ -151,7 +151,7 @@ class RankCalls(OneGroup[Engine]):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave the sums of calls in the block on this rank; the first call after it sends them with its own."""
+        """Accumulate gradients locally inside the block; the first call after it sends all of them."""
         before, self._is_deferred = self._is_deferred, True
         try:
             yield

@@ -94,7 +94,7 @@ class Reduction:
             return self._begun
 
     def finish(self, begun: int) -> None:
-        """End a stopped reduction: send zeros to ranks that wait for this one."""
+        """End a stopped reduction: send zeros to ranks that wait for this rank."""
         with self._changed:
             self._limit = begun
             self._changed.notify_all()

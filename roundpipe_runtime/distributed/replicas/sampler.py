@@ -94,7 +94,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         return len(self.batches)  # type: ignore[arg-type] # a TypeError of its own where they have no length
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass on the number of the epoch to what draws the rows, if it takes it.
+        """Pass the epoch number to the sampler, if it accepts one.
 
         Args:
             epoch: number of the epoch.

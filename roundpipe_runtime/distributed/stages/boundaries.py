@@ -98,7 +98,7 @@ class _Tensor:
 
 
 def call_without_data(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, what: str) -> Any:
-    """Return what a module returns, on tensors that have sizes and no data.
+    """Return the outputs of a module for tensors that have sizes and no data.
 
     The module itself is not run: a copy of it is, with parameters that take no memory. So no buffer, counter or random
     number changes.
@@ -135,7 +135,7 @@ def call_without_data(module: nn.Module, args: Sequence[Any], kwargs: Mapping[st
 
 
 def share(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Exchange an object among all processes of a group, and return those of all, in the order of ranks."""
+    """Exchange an object among all processes of a group, and return all objects in rank order."""
     found: list[Any] = [value] * dist.get_world_size(group)
     if len(found) == 1:
         return found
@@ -151,7 +151,7 @@ def agree(
     mine: Mapping[int, Callable[[Boundary | None], Boundary]],
     group: dist.ProcessGroup | None,
 ) -> list[Boundary]:
-    """Find out what crosses from each stage to the next, stage by stage, in all processes."""
+    """Find out the outputs of each stage, stage by stage, in all processes."""
     found: list[Boundary] = []
     for stage in range(num_stages - 1):
         own: Any = None

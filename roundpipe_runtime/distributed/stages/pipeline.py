@@ -480,7 +480,7 @@ class StageModule(nn.Module):
 
 
 def arguments(received: Boundary | None, tensors: tuple[torch.Tensor, ...], own: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the positional arguments of a stage: those of the caller for the first stage, otherwise the received ones.
+    """Return the positional arguments of a stage: the caller's for the first stage, otherwise the received ones.
 
     A tuple arrives as several arguments, anything else as one.
     """

@@ -43,7 +43,7 @@ class RankStore(ParameterStore):
         return self.gradient_dtype(parameter)
 
     def check(self) -> None:
-        """Check that all ranks see what is written to the parameters."""
+        """Check that all ranks see writes to the parameters."""
 
     def all_targets(self) -> list[nn.Parameter]:
         """Return the parameters that the optimizer gets, each once."""
@@ -54,7 +54,7 @@ class RankStore(ParameterStore):
 
 
 class ShardedStore(RankStore):
-    """Parameters whole on every rank, and what the optimizer gets in shards."""
+    """Whole parameters on every rank, and shards for the optimizer."""
 
     def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None, ranks: Ranks) -> None:
         super().__init__(model, optim_dtype, ranks)
@@ -71,7 +71,7 @@ class ShardedStore(RankStore):
         return shards(whole, self.ranks.num_shards)[self._number]
 
     def has_own_rows(self, parameter: nn.Parameter) -> bool:
-        """Report whether the optimizer gets its own numbers, and not those of the parameter."""
+        """Report whether the optimizer gets its own copy instead of the parameter."""
         return self.gradient_dtype(parameter) != parameter.dtype
 
     def _target(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
@@ -81,7 +81,7 @@ class ShardedStore(RankStore):
         return self._shards[name].tensor
 
     def as_dtensor(self, parameter: torch.Tensor, local: torch.Tensor) -> DTensor:
-        """Return what this rank has of a parameter, or of its gradient, as a DTensor."""
+        """Return this rank's shard of a parameter, or of its gradient, as a DTensor."""
         shape = parameter.shape if parameter.dim() else torch.Size([1])
         stride = torch.empty(shape, device="meta").stride()
         placements: list[Placement] = [Replicate()] * self._mesh.ndim
@@ -93,7 +93,7 @@ class ShardedStore(RankStore):
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def add_gradients(self, gradients: Iterable[Mapping[nn.Parameter, torch.Tensor]]) -> None:
-        """Add gradients to those of the targets, in the order of the list."""
+        """Add gradients to the targets' gradients, in the order of the list."""
         # gradients: one mapping per layer, last layer first, from parameters to the rows of this rank
         names = self._names()
         watched: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -130,7 +130,7 @@ class ShardedStore(RankStore):
     # -- masters -----------------------------------------------------------------------------------------------------
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """Return the master weights by name, as DTensors; those of frozen parameters hold nothing."""
+        """Return the master weights by name, as DTensors; frozen parameters have empty ones."""
         dtypes = {name: parameter.dtype for name, parameter in self._listed()}
         found = {name: shard.tensor.detach() for name, shard in self._shards.items() if shard.is_master}
         return {name: tensor for name, tensor in found.items() if tensor.dtype != dtypes.get(name)}
@@ -200,7 +200,7 @@ class ShardedStore(RankStore):
 
 
 class Target:
-    """The target of a parameter, and what the parameter looked like when both last agreed.
+    """The target of a parameter, and the parameter's version when both last agreed.
 
     Where the optimizer works in the dtype of the parameter, the target is a view of its rows, unless other processes
     read the parameter. Otherwise it is a master weight; that of a frozen parameter is a view of one NaN, which takes no
@@ -287,7 +287,7 @@ def shards(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def pieces(tensor: torch.Tensor, num_shards: int, num_copies: int = 1) -> list[torch.Tensor]:
-    """Return what each rank sums of a tensor that is shaped like a parameter, as views.
+    """Return, as views, the part of a parameter-shaped tensor that each rank sums.
 
     >>> [part.shape[0] for part in pieces(torch.zeros(7, 2), 2, 2)]
     [2, 2, 2, 1]

@@ -47,7 +47,7 @@ class SharedStore(ShardedStore):
         self._routes = routes(machines, count)
 
     def has_own_rows(self, parameter: nn.Parameter) -> bool:
-        """Report whether the optimizer gets its own numbers: a step must write nothing that others may read."""
+        """Report whether the optimizer gets its own copy, since a step must not write memory that others read."""
         return True
 
     def check(self) -> None:
@@ -122,7 +122,7 @@ def first_of_shards(machines: Sequence[int], num_shards: int) -> dict[tuple[int,
 
 
 def routes(machines: Sequence[int], num_shards: int) -> list[tuple[int, int, int]]:
-    """Return what crosses between machines after a step, once per machine and shard: ``(shard, sender, receiver)``.
+    """Return the transfers between machines after a step, once per machine and shard: ``(shard, sender, receiver)``.
 
     >>> routes([0, 0, 1, 1], 4)
     [(2, 2, 0), (3, 3, 1), (0, 0, 2), (1, 1, 3)]

@@ -34,7 +34,7 @@ _IN_BLOCKS = ("4bit", "8bit", "fp8")  # moments in fewer bits, with a scale for 
 
 
 class RankSteps(StepRunner):
-    """Runs the steps of one rank, and publishes what all ranks have stepped."""
+    """Runs the steps of one rank, and publishes the weights that all ranks have updated."""
 
     _store: RankStore
     ranks: Ranks
@@ -57,7 +57,7 @@ class RankSteps(StepRunner):
         self._publish_next()
 
     def start(self, step: Callable[[], Any]) -> None:
-        """Run a step in the background. The next run reads the parameters from before it, later runs those after it."""
+        """Run a step in the background. The next run reads the old parameters, later runs the new ones."""
         super().start(partial(self._run_agreed, step))
 
     def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:
@@ -109,7 +109,7 @@ class RankSteps(StepRunner):
         super().close()
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Report whether an optimizer has parameters of this pipeline, of those that it should have."""
+        """Report whether an optimizer has the parameters of this pipeline that it should have."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         targets = {id(target) for target in self._store.all_targets()}
         own = held & targets
@@ -149,7 +149,7 @@ class RankSteps(StepRunner):
             self._store.adopt()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Publish what an optimizer did that the caller ran: all ranks run it."""
+        """Publish the result of an optimizer that the caller ran on all ranks."""
         if not self._is_inside and self.ranks.num_shards > 1 and self.owns(optimizer):
             self._publish_next()
 

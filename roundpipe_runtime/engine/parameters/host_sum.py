@@ -12,7 +12,7 @@ from ...device.events import Event
 
 
 class HostSum:
-    """The sum of gradients of parts of one parameter. It is its own event: :meth:`result` completes it."""
+    """The sum of gradients of parts of one parameter; :meth:`result` waits for it."""
 
     # form: shape and dtype of the sum
     # memory: function that returns memory of the host for it. Default: new memory.
@@ -41,7 +41,7 @@ class HostSum:
         return self._total
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor, arrived: Event, *, waiting: int) -> None:
-        """Add a part after those before it; parts that have not arrived wait, up to a number of them."""
+        """Add a part in order; a limited number of parts may still be on their way."""
         # place: slice, or numbers of rows, each once
         assert self.total is not None
         with self._lock:

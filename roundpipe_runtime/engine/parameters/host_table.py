@@ -57,7 +57,7 @@ class PartsDevice(Protocol):
         """Return a copy on the host, and the event after which it is complete."""
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """Compute after the copies given so far."""
+        """Compute after all copies so far."""
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """Release tensors that will not be read again."""
@@ -176,7 +176,7 @@ class TableAccess:
         return self._up_part(torch.index_select(self.source, 0, numbers, out=like))
 
     def slices(self, rows: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the table in slices of so many rows, one after the other; a slice is gone when the next one comes."""
+        """Yield the table in slices of rows; a slice is freed when the next one is yielded."""
         computed: collections.deque[torch.Event] = collections.deque()
         for start in range(0, self.size, rows):
             while len(computed) > 1:  # a host that runs ahead would fill the device with slices
@@ -221,7 +221,7 @@ class TableAccess:
         return found
 
     def release(self) -> None:
-        """Release what is on the device."""
+        """Release the memory on the device."""
         if self._copy is not None:
             self.device.release([self._copy])
         self._whole = self._copy = None
@@ -240,7 +240,7 @@ def rows_of_table(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """Look up rows; only rows that occur are copied. Their numbers are those of the whole table."""
+    """Look up rows by their index in the whole table; only rows that occur are copied."""
     if not isinstance(weight, HostTable) or max_norm is not None or scale_grad_by_freq or sparse:
         return NotImplemented  # these write the table, count in it, or make another kind of gradient
     return _Rows.apply(weight, input, padding_idx, weight.access)  # type: ignore[no-untyped-call] # torch's
@@ -285,7 +285,7 @@ def _distinct(access: TableAccess, numbers: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def linear_of_table(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-    """Multiply with all slices of a table and concatenate the products, if products with it are computed so."""
+    """Multiply with all slices of a table and concatenate the products, if the table is sliced."""
     if not isinstance(weight, HostTable) or weight.access.table.slice_rows is None:
         return NotImplemented
     return _Product.apply(  # type: ignore[no-untyped-call] # torch does not annotate it
@@ -368,7 +368,7 @@ class LayerTables:
         return id(parameter) in self._contents.tables
 
     def stand_in(self, parameter: nn.Parameter, source: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
-        """Return what stands for a parameter while the layer runs."""
+        """Return the placeholder of a parameter while the layer runs."""
         # source: numbers on the host
         # dtype: dtype in which gradients are summed
         index, memory = self._contents.index, self._memory
@@ -419,7 +419,7 @@ class LayerTables:
         return gone
 
     def release(self) -> None:
-        """Release what is on the device."""
+        """Release the memory on the device."""
         for table in self._tables.values():
             table.release()
         self._tables.clear()

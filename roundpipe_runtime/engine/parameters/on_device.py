@@ -266,7 +266,7 @@ class LayerOnDevice:
                     self._parameters[key].register_post_accumulate_grad_hook(partial(_move_gradient, found))
 
     def pop_gradients(self) -> list[list[torch.Tensor]]:
-        """Return what the last backward left for each parameter, in the order in which it is added to the sums."""
+        """Return the gradients of the last backward, in the order in which they are added to the sums."""
         assert self._apart is not None
         popped = []
         for parameter in self.contents.parameters():
@@ -278,7 +278,7 @@ class LayerOnDevice:
         return popped
 
     def add_gradients(self, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Add to the sums what a backward left, here or on another device, just as autograd adds."""
+        """Add the gradients of a backward, on this or another device, to the sums, as autograd does."""
         # gradients: result of `pop_gradients`, on this device. Its tensors may be written.
         wide = dict(self._wide)
         with torch.no_grad():
@@ -374,7 +374,7 @@ class LayerOnDevice:
         return changed
 
     def complete(self) -> bool:
-        """Copy what was not read so far; report whether there was any. For a call that fails without it."""
+        """Copy the rows that were not copied yet, for a call that fails without them; report whether there were any."""
         return self._partial.complete()
 
     def release(self) -> None:

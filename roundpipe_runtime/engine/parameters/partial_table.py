@@ -59,7 +59,7 @@ class PartialTable:
         return tensor.detach() if self.by_rows else tensor.detach().unsqueeze(0)
 
     def copy(self, rows: set[int], source: torch.Tensor) -> None:
-        """Copy the rows of the host that are not there yet; what computes next waits for them."""
+        """Copy the missing rows from the host; later computations wait for them."""
         with self._lock:  # another thread may walk over the parameters of the model meanwhile
             missing = rows - self.present
             if missing:
@@ -114,7 +114,7 @@ class TableReader:
         return len(self.read) * self.table.row_nbytes
 
     def fetch(self, rows: Iterable[int]) -> None:
-        """Copy rows that are going to be read, as far as they are not there yet."""
+        """Copy the missing ones of the rows that will be read."""
         rows = {row for row in rows if 0 <= row < self.rows}
         self.read |= rows
         self.table.copy(rows, self._source)
@@ -143,7 +143,7 @@ def reserve_table(source: torch.Tensor, device: Device, *, by_rows: bool, count:
 
 
 def table_of(tensor: torch.Tensor) -> PartialTable | None:
-    """Return the table in the memory of a tensor; ``None`` where all of it was copied in one go."""
+    """Return the table in the memory of a tensor; ``None`` if the tensor was copied at once."""
     found: PartialTable | None = getattr(tensor, _TABLE, None)
     return found
 

@@ -66,7 +66,7 @@ class RoutedParameters:
         *,
         is_look: bool,
     ) -> PartialPlan:
-        """Return what a run copies on demand."""
+        """Return the parameters that a run copies on demand."""
         # size: kind of the run and size of its inputs, by which runs differ in what they read
         # source: function that returns what a parameter is copied from
         by_rows: dict[int, bool] = {}

@@ -80,7 +80,7 @@ class KnownRows:
 
 
 class RowsOnDemand(torch.Tensor):
-    """A tensor without memory that stands for a parameter on a device."""
+    """A placeholder without memory for a parameter on a device."""
 
     # what `isinstance(tensor, torch.nn.Parameter)` asks for
     _is_param = True
@@ -94,7 +94,7 @@ class RowsOnDemand(torch.Tensor):
 
 
 def stand_for(tensor: torch.Tensor, table: TableReader, known: KnownRows, *, is_proved: bool) -> RowsOnDemand:
-    """Return what stands for a parameter on a device, or for a view of it."""
+    """Return the placeholder of a parameter on a device, or of a view of it."""
     # is_proved: whether products of groups are compared with and without the other rows
     with torch.no_grad():
         found = torch.empty_like(tensor, device="meta").as_subclass(RowsOnDemand)
@@ -257,7 +257,7 @@ class PartialLayer:
         return id(parameter) in self._tables
 
     def add(self, parameter: nn.Parameter, copy: nn.Parameter, uploaded: torch.Tensor, source: torch.Tensor) -> None:
-        """Take a parameter into account, if not all of it was copied, or what is read of it decides what follows."""
+        """Track a parameter if only a part of it was copied, or if its reads decide later copies."""
         # copy: what layers compute with, which has the memory of `uploaded`
         found = table_of(uploaded)
         if found is None:
@@ -318,14 +318,14 @@ class PartialLayer:
         return runs_of(table.read)
 
     def complete(self) -> bool:
-        """Copy what something stands for; return whether there was any."""
+        """Copy the rows of a placeholder; return whether there were any."""
         stood_for = [table for table, _ in self._tables.values() if table.by_rows and not table.is_read]
         for table in stood_for:
             table.fetch_all()
         return bool(stood_for)
 
     def release(self, skip: Callable[[int], None]) -> None:
-        """Note what the visit has read, for later runs, and what was not copied."""
+        """Record the rows that the visit has read, for later runs, and the rows that were not copied."""
         self._plan.note({key: table for key, (table, _) in self._tables.items()})
         for table, _ in self._tables.values():
             skip(table.bytes_missing)

@@ -201,7 +201,7 @@ class ProcessState:
 
 @contextlib.contextmanager
 def moving() -> Iterator[None]:
-    """Note that what the block does to the generators is the commit of a run."""
+    """Mark the changes of generators in the block as the commit of a run."""
     with generator_lock():
         before = ProcessState()
         yield

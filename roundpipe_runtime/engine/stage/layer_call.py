@@ -136,7 +136,7 @@ class LayerCall(CallState):
             )
 
     def attempt_with_all(self, *, as_leaves: bool) -> None:
-        """Call the layer; if that fails, once more with all of its parameters, part of which may not be there yet.
+        """Call the layer; if the call fails, copy its missing parameters and call it again.
 
         Code that is not Python, such as kernels of extensions, may refuse what stands for a parameter.
         """

@@ -101,7 +101,7 @@ class Visit:
         self._download()
 
     def leave(self) -> None:
-        """Let go of what is on the device."""
+        """Release the memory on the device."""
         self.place.tensors = None
         self.layers.leave()
 

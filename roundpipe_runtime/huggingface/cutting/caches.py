@@ -49,7 +49,7 @@ class HeldCache(Static):
         )
 
     def before(self) -> Any:
-        """Return a cache as this one was before the forward."""
+        """Return a copy of the cache from before the forward."""
         cache, _, _ = self._held()
         return with_layers(cache, [[copy.copy(layer) for layer in part.layers] for part in parts_of(cache)])
 

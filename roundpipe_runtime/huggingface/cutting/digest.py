@@ -45,7 +45,7 @@ class Digest:
 
 
 def digest(gradient: torch.Tensor, *, whole: int | None = None) -> Digest:
-    """Return what is kept of a gradient.
+    """Return the digest of a gradient.
 
     >>> found = digest(torch.tensor([3.0, 4.0, torch.inf]))
     >>> found.norm, found.values.tolist(), found.odd.values.tolist()
@@ -72,7 +72,7 @@ def digest(gradient: torch.Tensor, *, whole: int | None = None) -> Digest:
 
 
 def distance(one: Digest | None, other: Digest | None, least: float = 0.0) -> float:
-    """Return how far a gradient is from another one, relative to that one's norm.
+    """Return the distance between two gradients, relative to the norm of the second.
 
     A gradient that one of them lacks is the same as one of zeros.
 

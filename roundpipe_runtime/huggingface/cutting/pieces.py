@@ -101,7 +101,7 @@ class Phase(nn.Module):
         return result.output if isinstance(result, Finished) else result.state
 
     def advance(self, state: CutState) -> Finished | Paused:
-        """Run the model's forward until it needs what a layer has yet to compute."""
+        """Run the model's forward until it needs the output of a layer."""
         session = PhaseSession(self.program, state, self.number)
         args, kwargs = state.call
         kwargs = {name: session.hand_out(value) if is_held(value) else value for name, value in kwargs.items()}

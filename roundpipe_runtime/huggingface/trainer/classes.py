@@ -151,7 +151,7 @@ class GroupLoader(DataLoader[Any]):
     """A loader of this process's rows of each batch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of an epoch, alike in all processes."""
+        """Draw the order of an epoch, the same in all processes."""
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr] # it is a ReplicaBatchSampler
 
 
@@ -326,7 +326,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
         inputs: dict[str, Any],
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
-        """Add the gradient of a batch to those of the model, and return its loss.
+        """Accumulate the gradient of a batch, and return its loss.
 
         The model's own loss is computed stage by stage, also with label smoothing. A ``compute_loss`` of a subclass
         and a ``compute_loss_func`` are given the joined output of the batch; their gradient goes back through the

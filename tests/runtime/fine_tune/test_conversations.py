@@ -155,7 +155,7 @@ def test_an_error_states_what_was_found_and_what_to_write(name):
             "\ufeff{}".encode("utf-16-le"),
             "c.jsonl is text in UTF-16, or not text. Write it in UTF-8: iconv -f UTF",
         ),
-        ("c.json", '[{"messages": []}]'.encode("utf-16-be"), "c.json is text in UTF-16BE, or no text"),
+        ("c.json", '[{"messages": []}]'.encode("utf-16-be"), "c.json is text in UTF-16BE, or not text"),
         ("a.txt", "Hi", "holds no conversations, as it does not end in .jsonl or .json"),
     ],
 )

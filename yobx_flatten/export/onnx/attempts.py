@@ -242,7 +242,7 @@ def _notes(refused: Sequence[str]) -> list[str]:
 
 
 def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> None:
-    """Replay the cases with a file, and note what it cannot do. The block must be open."""
+    """Run the cases with a file, and note its limits. The block must be open."""
     example, traced = source.example, source.traced
     report.remark(*_remarks(example, traced))
     runners: list[OnnxRunner] = []

@@ -177,7 +177,7 @@ class OtherSizes:
         self.sizes = None if example.no_data else _sizes_of(example, signature)
 
     def are_right_without(self, relation: Expression) -> bool:
-        """Whether it computes what the model does at sizes that do not meet a relation; ``False`` if not known."""
+        """Whether it computes the model's values at sizes that break a relation; ``False`` if unknown."""
         if self.sizes is None or not names_in(relation) <= self.sizes.keys():
             return False
         tried = list(_breaking(relation, self.sizes))

@@ -119,7 +119,7 @@ class Grids:
         return self._known[key]
 
     def is_exact(self, value: Any, bits: int, *, transposed: bool) -> bool:
-        """Whether a weight has integers of so many bits or fewer."""
+        """Whether a weight has integers with at most this many bits."""
         grid = self.find(value, transposed=transposed)
         return grid is not None and grid.bits <= bits
 

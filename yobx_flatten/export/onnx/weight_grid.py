@@ -49,7 +49,7 @@ class WeightGrid:
 
     @property
     def middle(self) -> int:
-        """The number that stands for 0 where there are no zeros."""
+        """The integer that represents 0 if there are no zero points."""
         return int(2 ** (self.bits - 1))
 
     def packed(self) -> npt.NDArray[numpy.uint8]:

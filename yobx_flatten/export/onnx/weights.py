@@ -121,7 +121,7 @@ def write_weights(model: ir.Model, path: pathlib.Path) -> None:
 
 
 def unmap(tensor: ir.TensorProtocol) -> None:
-    """Take what was read of a tensor out of memory, where it is mapped from a file."""
+    """Release the read pages of a tensor that is mapped from a file."""
     if hasattr(tensor, "release"):
         with contextlib.suppress(BufferError):  # something else still reads it
             tensor.release()

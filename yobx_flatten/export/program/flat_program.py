@@ -96,7 +96,7 @@ def _write_to_copies(module: torch.fx.GraphModule, inputs: Collection[str]) -> N
 
 @contextlib.contextmanager
 def quietly(library: str, level: int = logging.ERROR) -> Iterator[None]:
-    """Keep messages of a library about its own insides, and those of torch that it calls, off the terminal."""
+    """Hide internal messages of a library, and of torch when it is called by it, from the terminal."""
     logger = logging.getLogger(library)
     before = logger.level
     logger.setLevel(level)
@@ -109,7 +109,7 @@ def quietly(library: str, level: int = logging.ERROR) -> Iterator[None]:
 
 
 def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
-    """Return what a file of a program takes and returns."""
+    """Return the inputs and outputs of a program's file."""
     # versions: libraries, in addition to torch and transformers, whose versions it states; none by default
     program = traced.program
     by_argument = _by_argument(traced)

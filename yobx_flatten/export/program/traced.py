@@ -355,7 +355,7 @@ def _types(program: ExportedProgram, specs: Sequence[Any]) -> list[torch.dtype |
 
 @contextlib.contextmanager
 def stand_ins(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:
-    """Put other weights instead of some while a module is traced; afterwards it has its own again."""
+    """Replace some weights while a module is traced, and restore them afterwards."""
     # leaves: those of the inputs. Where they are also on `meta`, weights on `meta` stay as they are.
     devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
     device = next((one for one in devices if one.type != "meta"), None if devices else torch.device("cpu"))
@@ -412,7 +412,7 @@ _ORIGIN = "stack_trace"
 
 
 def with_relative_origins(program: ExportedProgram) -> ExportedProgram:
-    """Shorten the paths in what a program notes about its nodes; the program is changed in place."""
+    """Shorten the paths in the metadata of a program's nodes, in place."""
     for part in program.graph_module.modules():
         if not isinstance(part, torch.fx.GraphModule):
             continue

@@ -45,7 +45,7 @@ class Nested:
         self._runner, self._cache_is, self._written = runner, cache_is, written
 
     def from_the_start(self) -> contextlib.AbstractContextManager[object]:
-        """Run a case inside; what the program writes to is put back afterwards."""
+        """Run a case inside the block, and restore the program's state afterwards."""
         module = self._runner.module
         state = [dict(module.named_buffers()), [one for one in vars(module).values() if isinstance(one, torch.Tensor)]]
         parameters = written_parameters(module, self._written)

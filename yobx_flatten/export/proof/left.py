@@ -103,7 +103,7 @@ def with_present(kwargs: Mapping[str, Any], outputs: PyTree) -> dict[str, Any] |
 
 @contextlib.contextmanager
 def returning_left(module: torch.nn.Module, wanted: Left | None = None, *, finds: bool = False) -> Iterator[_Watch]:
-    """Let calls of a module return in addition what they leave in their arguments."""
+    """Let calls of a module also return the changes of their arguments."""
     # wanted: what is returned; `None`, the default, for nothing
     # finds: whether to find out what is left, and return all of it: in a trace; `False` by default
     watch = _Watch(wanted, finds)

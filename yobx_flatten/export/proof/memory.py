@@ -29,7 +29,7 @@ def weight_bytes(module: torch.nn.Module) -> int:
 
 
 def peak_memory() -> int:
-    """Return the most memory that this process has held so far, in bytes."""
+    """Return the peak memory of this process, in bytes."""
     if sys.platform == "win32":
         import psutil
 

@@ -167,7 +167,7 @@ class Distance:
         self._sums["text divergence"] += _divergence(model.detach(), file.detach())
 
     def quality(self, weights: str, block_size: int, allowed: float) -> Quality:
-        """Return what was found."""
+        """Return the findings."""
         # block_size: number of weights that share a scale; 0 where all of an output do
         numbers, scored = max(self._numbers, 1), self._positions > 0
         perplexities: list[float | None] = [

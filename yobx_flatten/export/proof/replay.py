@@ -61,7 +61,7 @@ class CaseResult:
     cause: str = ""
 
     def worst(self, tolerance: float) -> tuple[str, float, float]:
-        """Return the output that is furthest off for what it is allowed, how far, and what is allowed.
+        """Return the worst output relative to its tolerance, its difference, and the tolerance.
 
         Args:
             tolerance: what an output may differ by that was not measured.

@@ -97,7 +97,7 @@ class FileOptions:
 
 
 def check_libraries(runtime: str, caller: str) -> None:
-    """Check that what writes and runs the files of a runtime is there."""
+    """Check that the libraries that write and run the files of a runtime are installed."""
     check_runtime(runtime)
     if runtime == "onnxruntime":
         require("onnx", "onnxscript", "onnxruntime", purpose=caller, extra="onnx")

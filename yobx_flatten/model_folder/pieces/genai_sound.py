@@ -32,7 +32,7 @@ _LEAST = -1e4  # float16 also has it, and a softmax makes it 0
 
 
 class SoundEncoderWithKeys(Encoder):
-    """Reads a spectrogram; returns what a decoder attends to."""
+    """Reads a spectrogram; returns the features that a decoder attends to."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__(model)

@@ -180,7 +180,7 @@ class TiledVisionEncoder(torch.nn.Module):
 
     @torch.no_grad()
     def check(self, model: TransformersModel) -> None:
-        """Compare with what the model itself makes of two pictures."""
+        """Compare with the model's own features of two pictures."""
         tiles = Tiles(model.config.to_dict())
         for number in range(2):
             given = tiled_image(model, number)

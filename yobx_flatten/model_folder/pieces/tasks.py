@@ -84,7 +84,7 @@ _ENDINGS = {
 
 
 def task_of(model: TransformersModel) -> str:
-    """Return what a model is for."""
+    """Return the task of a model."""
     config, name = model.config, type(model).__name__
     if writes_spectrograms(model):
         return SPEAKS[model.main_input_name != "input_ids"]

@@ -301,7 +301,7 @@ def _reads_several(decoder: NextDecoder, call: Mapping[str, Any]) -> bool:
 
 
 def input_name(model: TransformersModel) -> str:
-    """Return what a model reads first. A speech encoder-decoder names it ``inputs``, and its encoder states which."""
+    """Return the name of a model's main input; for a speech encoder-decoder, that of its encoder."""
     name: str = model.main_input_name
     is_either = name == "inputs" and getattr(model.config, "is_encoder_decoder", False)
     return model.get_encoder().main_input_name if is_either else name
@@ -309,7 +309,7 @@ def input_name(model: TransformersModel) -> str:
 
 @torch.no_grad()
 def encoder_output_class(model: TransformersModel) -> Callable[..., Any]:
-    """Return the class in which a model takes what its encoder returned."""
+    """Return the class of encoder outputs that a model accepts."""
     reads = input_name(model)
     if reads == "input_ids":
         tokens = random_tokens(model, (1, 4))

@@ -79,7 +79,7 @@ def config_of(folder: pathlib.Path, name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def base_of(folder: pathlib.Path, name: str) -> str:
-    """Return what the model is called that an adapter is of, as its configuration states."""
+    """Return the name of an adapter's base model, from its configuration."""
     _, stated = config_of(folder, name)
     base = stated.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:

@@ -192,7 +192,7 @@ class FoundModel:
 
 
 def find_model(source: str, *, weights: bool = True, trust_remote_code: bool = False) -> FoundModel:
-    """Find out what a name stands for; no weights are read."""
+    """Resolve the name of a model, without reading weights."""
     # source: a folder that `save_pretrained` wrote, also that of PEFT, whose adapter is merged into the model that it
     # names; a GGUF file; an id of the hub, `"owner/name"`; for random weights a `config.json`, a folder without
     # weights, or a type of model such as `"llama"`, for a small one

@@ -64,7 +64,7 @@ def _put_tokens_first(node: ir.Node) -> bool:
 
 
 def heads_of(value: ir.Value | None) -> tuple[int, int] | None:
-    """Return number and size of the heads of a value (batch, heads, tokens, size); ``None`` for another one."""
+    """Return number and size of the heads of a value (batch, heads, tokens, size); ``None`` for other values."""
     if value is None or value.shape is None or len(value.shape) != 4:
         return None
     heads, size = value.shape[1], value.shape[3]

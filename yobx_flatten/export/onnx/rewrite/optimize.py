@@ -214,7 +214,7 @@ _AXIS = "kept_sequence_length"
 
 
 def keep_last_scores(model: ir.Model) -> None:
-    """Cut what the head of a decoder with a cache multiplies by a new input, in place; other graphs stay.
+    """Let a new input select the positions for which the head of a decoder computes scores, in place.
 
     A decoder with an encoder begins with one token or a few, so there is nothing to save. A file that does not return
     its cache (``loop=False``) scores a text, and generates none.

@@ -50,7 +50,7 @@ def type_of(value: ir.Value) -> ir.DataType:
 
 
 def copy_type(value: ir.Value, like: ir.Value) -> None:
-    """Give a value the type of entries that another one has."""
+    """Copy the element type of one value to another."""
     # value: an `onnx_ir.Value`, changed in place
     # like: one whose type may be unknown; then nothing changes
     if like.dtype is not None:
@@ -58,12 +58,12 @@ def copy_type(value: ir.Value, like: ir.Value) -> None:
 
 
 def sizes_of(tensor: ir.TensorProtocol) -> list[int]:
-    """Return the sizes of a constant's axes, none of which is a symbol."""
+    """Return the sizes of a constant's axes, all of them numbers."""
     return [size for size in tensor.shape if isinstance(size, int)]
 
 
 def insert_before(node: ir.Node, made: list[ir.Node]) -> None:
-    """Insert nodes before another one, in the graph that this one is part of."""
+    """Insert nodes before another node, in that node's graph."""
     # node: an `onnx_ir.Node` of a graph, or of a subgraph
     if node.graph is None:
         raise ValueError(f"the {node.op_type} {node.name} is part of no graph")
@@ -158,7 +158,7 @@ def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
 
 
 def only_reader(value: ir.Value, op_type: str | None = None) -> ir.Node | None:
-    """Return the only node that reads a value, as its first input; ``None`` where another one does, or the caller."""
+    """Return the only node that reads a value, as its first input; ``None`` if others or the caller read it."""
     # op_type: its operator; `None`, the default, for any
     # an output of the graph is read by the caller: a rewrite that only one node sees would change it
     uses = list(value.uses())

@@ -200,7 +200,7 @@ def round_by_text(
     grids: Grids,
     splits: InputSplits | None = None,
 ) -> RoundedMatrices:
-    """Round matrices of a file; those of the same inputs together. The block must be open."""
+    """Round the matrices of a file; matrices with the same inputs together. The block must be open."""
     # products: nodes of the graph with their weights, and whether these are transposed
     # splits: for those matrices alone that get rows for large channels of their inputs; `None`, the default, for all
     if not source.cases or quantization.weights == "keep":

@@ -238,11 +238,11 @@ def test_a_cache_that_keeps_something_else_is_refused():
         with pytest.raises(InvalidArgumentError, match=rf"cache_implementation='{kind}': files keep keys"):
             files.generate(PROMPT, max_new_tokens=3, cache_implementation=kind)
     with pytest.raises(
-        InvalidArgumentError, match=r"The cache is .*Own.*, and files keep .* Pass DynamicCache\(\), or none"
+        InvalidArgumentError, match=r"The cache is .*Own.*, but exported files keep .* Pass DynamicCache\(\), or none"
     ):
         files(PROMPT, **{installed_name(): Own()})
     with pytest.raises(
-        InvalidArgumentError, match=r"The cache is .*list.*, and files keep .* Pass DynamicCache\(\), or none"
+        InvalidArgumentError, match=r"The cache is .*list.*, but exported files keep .* Pass DynamicCache\(\), or none"
     ):
         files(PROMPT, **{installed_name(): [{"key": torch.zeros(1, 2, 3, 4), "value": torch.zeros(1, 2, 3, 4)}]})
 

@@ -241,7 +241,7 @@ def test_weights_of_a_model_next_to_an_adapter_are_refused(base):
 def test_learned_prompts_are_refused(base):
     """They are inputs, and no file has such an input."""
     adapter = _adapter(base, peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
-    with pytest.raises(InvalidArgumentError, match="holds learned prompts"):
+    with pytest.raises(InvalidArgumentError, match="contains learned prompts"):
         find_model(str(adapter))
 
 

@@ -76,8 +76,8 @@ def test_the_card_states_size_perplexity_divergence_and_tokens(folder):
 
 
 REFUSED = {
-    "no quantisation": ({"quantize": None}, "add quantize="),
-    "scores of the last token": ({"logits": "last"}, "and without logits"),
+    "no quantisation": ({"quantize": None}, "needs quantize="),
+    "scores of the last token": ({"logits": "last"}, "or with logits"),
 }
 
 

@@ -354,7 +354,7 @@ CHAT_MISTAKES = {
         "rows.jsonl:1 is not a conversation: it has 'body' (str). Each row must be one of",
     ),
     "template": (["--chat-template", "gone.jinja"], "The chat template gone.jinja cannot be read"),
-    "length": (["--length", "3"], "None of 12 conversations has an answer in its first 3 tokens. Allow more"),
+    "length": (["--length", "3"], "None of 12 conversations has an answer in its first 3 tokens. Make the rows longer"),
 }
 
 

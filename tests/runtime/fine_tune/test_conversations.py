@@ -113,7 +113,7 @@ MISTAKES = {
     "content": ({"messages": [{"role": "user", "content": 3}]}, "message 1 has no text in 'content': it is a int"),
     "picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "no text in 'content': it is a list"),
     "no answer": ({"messages": ASKED[:1]}, "a:1 has no answer to learn: it has user. Add"),
-    "weight": ({"messages": [ASKED[0], {**ASKED[1], "weight": 0}]}, "message 2 has the weight 0, and all answers"),
+    "weight": ({"messages": [ASKED[0], {**ASKED[1], "weight": 0}]}, "message 2 has the weight 0, but all answers"),
     "mixed": ({"prompt": "x", "completion": []}, "'prompt' and 'completion' are str and list. Write two texts"),
     "system": ({"messages": ASKED, "system": 3}, "a:1: 'system' is a int. Write text"),
     "two systems": (

@@ -235,7 +235,7 @@ def test_a_cache_that_keeps_something_else_is_refused():
     """Quantised keys, the pages of another loop, a class of the caller, and keys that the files have not read."""
     files = open_model(exported("llama")[1], threads=1)
     for kind in ("quantized", "paged"):
-        with pytest.raises(InvalidArgumentError, match=rf"cache_implementation='{kind}': files keep keys"):
+        with pytest.raises(InvalidArgumentError, match=rf"cache_implementation='{kind}': exported files have"):
             files.generate(PROMPT, max_new_tokens=3, cache_implementation=kind)
     with pytest.raises(
         InvalidArgumentError, match=r"The cache is .*Own.*, but exported files keep .* Pass DynamicCache\(\), or none"

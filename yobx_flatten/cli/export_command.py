@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import time
 from typing import Annotated, Literal
 
 import typer
@@ -105,7 +106,7 @@ def _quantization(
 def _show(done: ExportedFolder, found: FoundModel, output: pathlib.Path) -> None:
     if not found.has_weights:
         say(f"{found}\n")
-    say(str(done))
+    say(f"{done}\nprocessor time: {time.process_time():.0f} s")
     following = f'\n       yobx-flatten generate {output} --prompt "..."' if done.task in _WRITES else ""
     say(f"\nNext:  yobx-flatten verify {output}{following}")
 
@@ -126,6 +127,7 @@ def _as_dict(done: ExportedFolder, found: FoundModel) -> dict[str, object]:
                 "remarks": report.remarks,
                 "proof": report.proof,
                 "seconds": report.seconds,
+                "processor_seconds": report.processor_seconds,
                 "peak_growth": report.peak_growth,
                 "quality": None if report.quality is None else report.quality.as_dict(),
             }
@@ -136,13 +138,7 @@ def _as_dict(done: ExportedFolder, found: FoundModel) -> dict[str, object]:
 
 
 _TASKS = ", ".join(("auto", *TASKS))
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help=MODEL_NAMES,
-    ),
-]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_NAMES)]
 Output = Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")]
 Target = Annotated[
     Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
@@ -162,8 +158,8 @@ MaxLength = Annotated[
     int | None, typer.Option(min=1, help="Largest number of tokens in the cache; ExecuTorch plans memory for it.")
 ]
 Proof = Annotated[
-    Literal["auto", "full", "sample", "none"],
-    typer.Option(help="How much is checked against the model; auto: full below 1 GB of weights, sample above."),
+    Literal["auto", "full", "standard", "sample", "none"],
+    typer.Option(help="How much is checked; auto: full below 100 MB of weights, standard below 1 GB, sample above."),
 ]
 Quantize = Annotated[
     Literal["int8", "int4", "keep"] | None,

@@ -85,18 +85,12 @@ def _with_fewer(example: Example, error: Exception) -> Iterator[Example]:
         known.add(kept)
         fixed = ", ".join(f"{name}.shape[{axis}]" for name, axis in sorted(varying - kept))
         what, where = (fixed, "it varies") if kept else ("every size of the inputs", "sizes vary")
-        remark = (
-            f"{what} is fixed as in the example: where {where}, {_reason(error)}. To state which sizes vary, pass "
-            "dynamic_shapes=."
-        )
+        raised = f"torch.export raises {type(error).__name__}: {first_line(error).rstrip('.')[:200]}"
+        reason = error.reason if isinstance(error, ConversionRefusedError) else raised
+        way = "To state which sizes vary, pass dynamic_shapes=."
+        remark = f"{what} is fixed as in the example: where {where}, {reason}. {way}"
         shapes = _narrowed(example, kept) if kept else None
         yield dataclasses.replace(example, shapes=shapes, remarks=(*example.remarks, remark))
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ConversionRefusedError):
-        return error.reason
-    return f"torch.export raises {type(error).__name__}: {first_line(error).rstrip('.')[:200]}"
 
 
 def _varying(example: Example) -> set[_Axis]:

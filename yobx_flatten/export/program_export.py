@@ -49,9 +49,10 @@ def export_program(
         steps: calls per case, 3 by default; each gets the cache that the call before returned.
         tolerance: largest absolute difference to the module's own outputs; by default 1e-4, and for weights in half
             precision five times what the type costs the model itself on that case.
-        proof: what is replayed: ``"full"``, the example and all cases; ``"sample"``, the example and the largest case,
-            two calls each; ``"none"``, nothing, which the report states as unchecked. ``"auto"``, the default, is
-            ``"full"`` for weights of less than 1 GB, and ``"sample"`` for others.
+        proof: what is replayed: ``"full"``, the example and all cases; ``"standard"``, the same, of a file without its
+            program; ``"sample"``, the example and the largest case, two calls each; ``"none"``, nothing, which the
+            report states as unchecked. ``"auto"``, the default, is ``"full"`` for weights of less than 100 MB,
+            ``"standard"`` for less than 1 GB, and ``"sample"`` for others.
         loop: whether calls follow each other, the default: what ``forward`` leaves in its arguments and does not
             return, as a cache that it extends, is returned in addition, and calling the result leaves it there.
             ``False`` for a module that no call follows, as one that reads a cache for a score.

@@ -89,7 +89,7 @@ class Asked:
     facts: ModelFacts  # the module
     cases: Sequence[Case] | None  # what is replayed in addition to the example; `None` for other sizes of it
     steps: int  # calls of each case that is made here
-    proof: Proof  # `"full"`, `"sample"` or `"none"`
+    proof: Proof  # `"full"`, `"standard"`, `"sample"` or `"none"`
     allowed: Allowed  # what outputs may differ by
 
     @classmethod
@@ -154,6 +154,7 @@ def prove(
     """Choose the cases of a program and replay them, if anything is replayed. The block must be open."""
     # only_fitting: whether cases of other sizes than the program takes are left out; those of the caller never are
     # runs: whether the program is replayed, and not a file of it alone; `True` by default
+    report.runs = example.runs
     # before anything is replayed, since the cost of half precision is what a result is judged by
     asked.allowed.measure(report, example, traced)
     with report.timed("replay"):
@@ -333,14 +334,11 @@ def notes_on_fixed_axes(example: Example, traced: Traced) -> list[str]:
         for size, axes in fixed.items()
         if _takes_more(example, traced, axes) or (every[size] != axes and _takes_more(example, traced, every[size]))
     ]
-    places = [f"{name}.shape[{i}] is fixed at {size} by the trace" for size, axes in taken for name, i in _each(axes)]
+    each = [(name, axis, size) for size, axes in taken for name, those in axes.items() for axis in those]
+    places = [f"{name}.shape[{axis}] is fixed at {size} by the trace" for name, axis, size in each]
     if not places:
         return []
     return [f"{', '.join(places)}: the model accepts other sizes there. Its program and files refuse them."]
-
-
-def _each(axes: Mapping[str, list[int]]) -> Iterator[tuple[str, int]]:
-    return ((name, axis) for name, those in axes.items() for axis in those)
 
 
 def _left_to_the_trace(example: Example, program: ExportedProgram) -> Iterator[tuple[str, int, int]]:

@@ -139,7 +139,8 @@ class _Maker:
 
     def __init__(self, example: Example, traced: Traced, signature: Signature, leaves: _Leaves) -> None:
         self._example, self._traced, self._signature, self._leaves = example, traced, signature, leaves
-        self._structured = _holds_transformers_model(example.module)
+        kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+        self._structured = any(isinstance(part, kind) for part in example.module.modules())
         # which reads rows that are not there, without an error
         self._reads_anything = any("embedding_bag" in str(node.target) for node in traced.program.graph.nodes)
         self._refusal = ""
@@ -280,11 +281,6 @@ class _Maker:
             return None
         shares = [share_of_nan(leaf) or 0.0 for step in steps for leaf in pytree.tree_leaves(step.outputs)]
         return max(shares, default=0.0)
-
-
-def _holds_transformers_model(module: torch.nn.Module) -> bool:
-    kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
-    return kind is not None and any(isinstance(part, kind) for part in module.modules())
 
 
 # -- kinds of values: functions of a tensor, the number of the input, and how mild they have to be ---------------------

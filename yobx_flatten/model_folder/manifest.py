@@ -41,7 +41,8 @@ class FolderManifest:
         files: names of the exported files.
         cases: paths of the stored cases, by the file that they are for; those for generation by ``""``.
         versions: versions of the libraries that made it, by name.
-        proof: what was replayed before the folder appeared: ``"full"``, ``"sample"``, or ``"none"``: unchecked.
+        proof: what was replayed before the folder appeared: ``"full"``, ``"standard"``, ``"sample"``, or ``"none"``:
+            unchecked.
         quality: for each file with quantised weights, how far it was from the model.
         cache: form of the cache of the file that generates: ``"growing"``, where each call returns a longer one;
             ``"shared"``, where calls may write into one piece of memory, layer by layer where the layers allow it; or

@@ -44,6 +44,9 @@ Adapters: TypeAlias = Mapping[str, str | os.PathLike[str]]
 _CHATS = 10
 """Answers that a file with quantised weights is compared with."""
 
+_ROWS = {"full": 8, "standard": 4}
+"""Rows of a text that files are measured on; 2 of a larger model, whose answers to chats are not compared."""
+
 _ROUNDING = 24
 """Rows of a text that matrices are rounded to 4 bits by, after those that the file is measured on."""
 
@@ -66,7 +69,7 @@ class FolderPlan:
     model: TransformersModel  # without the wrapper of peft
     source: pathlib.Path | None  # whose tokenizer and processor are copied; `None` where it is not known
     dtype: str  # type of the weights
-    proof: Proof  # `"full"`, `"sample"` or `"none"`
+    proof: Proof  # `"full"`, `"standard"`, `"sample"` or `"none"`
     task: str
     pieces: list[Piece]
     modules: SentenceModules | None  # what sentence-transformers does after the model; `None` for others
@@ -85,6 +88,11 @@ class FolderPlan:
     def bits(self) -> WeightBits | None:
         """The type of stored weights; ``None`` where all are stored as they are."""
         return None if self.quantization is None else self.quantization.weights
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all cases are replayed, and not those alone that a large model has the time for."""
+        return self.proof in _ROWS
 
     def sliding_piece(self) -> Piece:
         """Return the decoder with a cache that slides, where none in one piece of memory is possible."""
@@ -246,7 +254,7 @@ def _with_text(plan: FolderPlan, prompts: tuple[str, ...], file: str | os.PathLi
             )
         text = "a text"
     else:
-        rows = (8 if plan.proof == "full" else 2) if form.batch is None else form.batch
+        rows = _ROWS.get(plan.proof, 2) if form.batch is None else form.batch
         tokens = python_text(model, plan.source, rows, "\n".join(prompts))
         if prompts and tokens is None:
             raise InvalidArgumentError(
@@ -257,7 +265,7 @@ def _with_text(plan: FolderPlan, prompts: tuple[str, ...], file: str | os.PathLi
         text = "sources of Python" if file is None else pathlib.Path(file).name
     chats = None
     any_size = form.batch is None and form.largest is None
-    if quantization is not None and generates and plan.proof == "full" and any_size:
+    if quantization is not None and generates and plan.is_whole and any_size:
         chats = chat_prompts(model, plan.source, _CHATS, prompts)
     plan = dataclasses.replace(plan, quantization=quantization, text=text, chats=chats)
     return _with_calibration(plan, prompts)
@@ -296,7 +304,7 @@ def _with_calibration(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
     chats = chat_prompts(model, plan.source, _CHATS, prompts)
     if chats is not None:
         # what is made of integers is not rounded; a large model would take minutes to answer
-        draws = plan.proof == "full" and not plan.opened.is_streamed and not holds_integers(model)
+        draws = plan.is_whole and not plan.opened.is_streamed and not holds_integers(model)
         with plan.timed.timed("inputs"):
             texts = (answered(model, chats) if draws else unanswered(chats)) + texts
     found = in_rows(texts, tokens.shape[1], rows)

@@ -34,7 +34,11 @@ def write_companions(
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]  # of a base, the configuration states the class around it
     config.save_pretrained(folder)
-    _without_code(folder / "config.json")
+    # names of classes in Python files: these are not copied, and what is exported needs none
+    stated = read_document(folder / "config.json", dict[str, Any], failure=ModelSourceError, finite=False)
+    if stated.pop("auto_map", None) is not None:
+        text = json.dumps(stated, indent=2, ensure_ascii=False) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
     if getattr(model, "generation_config", None) is not None:
         generation = copy.deepcopy(model.generation_config)
         for name in _OF_CACHES:  # the files have one of their own
@@ -67,10 +71,3 @@ def state_tokenizer_inputs(folder: pathlib.Path, names: Collection[str]) -> None
         stated["tokenizer_class"] = "PreTrainedTokenizerFast"
     text = json.dumps({**stated, "model_input_names": list(names)}, indent=2, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
-
-
-def _without_code(path: pathlib.Path) -> None:
-    """Leave out names of classes in Python files: these are not copied, and what is exported needs none."""
-    stated = read_document(path, dict[str, Any], failure=ModelSourceError, finite=False)
-    if stated.pop("auto_map", None) is not None:
-        path.write_text(json.dumps(stated, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ import torch
 from ..core.effects import undisturbed
 from ..declare.scopes import register_flattening_functions
 from ..export.proof.case import Case, clone
-from ..export.proof.quality import SCORES, text_losses
-from ..export.quantization.text_cases import text_cases
+from ..export.proof.eager_runs import EagerRuns, Texts
+from ..export.quantization.measure import read_by_model
 from ..generate.generator import Generator
 from ..generate.settings import settings_of
 from ..generate.spectrogram import drawn_masks, speak
@@ -27,7 +27,7 @@ from .pieces.blockwise_decoder import BlockwiseDecoder
 from .pieces.grid_images import GridVisionEncoder, TiledVisionEncoder, grid_image, tiled_image
 from .pieces.spoken import spoken_input
 from .pieces.text import Piece, encoder_input, input_name
-from .texts.chat_prompts import CHAT_TOKENS, CHATS
+from .texts.chat_prompts import CHATS
 from .texts.rounding_text import in_own_cache
 
 CASES = "cases"
@@ -53,22 +53,6 @@ class GenerationCase:
     # margins of shape (batch, length), how much the score of each new token is above that of the next best one;
     # infinite for the prompt
     margins: torch.Tensor
-
-
-def stored_calls(piece: Piece, cases: Sequence[Case]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Yield the name, the inputs and the eager outputs of the example and of each case, leaf by leaf under its name.
-
-    No class is needed to read them back.
-    """
-    for case in (Case("the example", (), piece.kwargs), *cases):
-        opened = register_flattening_functions(patch_transformers=True)
-        with opened, torch.no_grad(), undisturbed(module=piece.module, kwargs=case.kwargs):
-            kwargs = clone(dict(case.kwargs))
-            inputs = dict(zip(leaf_names(kwargs), pytree.tree_leaves(kwargs), strict=True))
-            outputs = piece.module(**case.kwargs)
-            names = output_names(outputs, inputs)
-            results = dict(zip(names, pytree.tree_leaves(clone(outputs)), strict=True))
-        yield case.name, _without_none(inputs), _without_none(results)
 
 
 def _without_none(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,26 +162,42 @@ def _with_images(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -
 # -- in files ----------------------------------------------------------------------------------------------------------
 
 
-def store_calls(piece: Piece, cases: Sequence[Case], work: pathlib.Path, below: str = CASES) -> list[str]:
-    """Store the example and cases of a piece, with what the model returns; return their paths in the folder."""
+def store_calls(
+    piece: Piece, cases: Sequence[Case], work: pathlib.Path, below: str = CASES, runs: EagerRuns | None = None
+) -> list[str]:
+    """Store the example and cases of a piece, with what the model returns; return their paths in the folder.
+
+    Inputs and outputs are stored leaf by leaf under their names: no class is needed to read them back.
+    """
+    # runs: what the module computed for the proof of its file, and is not computed again; `None`, the default, for none
     (work / below).mkdir(parents=True, exist_ok=True)
     names = []
-    for number, (name, inputs, outputs) in enumerate(stored_calls(piece, cases)):
+    for number, case in enumerate((Case("the example", (), piece.kwargs), *cases)):
+        opened = register_flattening_functions(patch_transformers=True)
+        with opened, torch.no_grad(), undisturbed(module=piece.module, kwargs=case.kwargs):
+            kwargs = clone(dict(case.kwargs))
+            inputs = dict(zip(leaf_names(kwargs), pytree.tree_leaves(kwargs), strict=True))
+            known = None if runs is None else runs.first(case.kwargs)
+            outputs = piece.module(**case.kwargs) if known is None else known.outputs
+            leaves = pytree.tree_leaves(clone(outputs))
+            results = dict(zip(output_names(outputs, inputs), leaves, strict=True))
         # not .onnx: tools look for models by that suffix, also in folders below
         names.append(f"{below}/{piece.stem}-{number}.case")
-        save_case(work / names[-1], inputs, outputs, name=name)
+        save_case(work / names[-1], _without_none(inputs), _without_none(results), name=case.name)
     return names
 
 
-def store_text(piece: Piece, tokens: torch.Tensor, work: pathlib.Path, below: str = CASES) -> list[str]:
+def store_text(
+    piece: Piece, tokens: torch.Tensor, work: pathlib.Path, below: str = CASES, known: Sequence[Texts] = ()
+) -> list[str]:
     """Store the model's losses on a text, as its scores would be larger than the model."""
+    # known: what the model made of the text for the proof of its file; nothing by default
     names = []
-    texts = tokens.split(len(piece.kwargs["input_ids"]))
-    for number, (case, text) in enumerate(zip(text_cases(piece.module, piece.kwargs, tokens), texts, strict=True)):
-        ((_, inputs, outputs),) = stored_calls(dataclasses.replace(piece, kwargs=case.kwargs), ())
-        names.append(f"{below}/{piece.stem}-text-{number}.case")
-        losses = text_losses(outputs[SCORES], inputs["input_ids"])
-        save_case(work / names[-1], inputs, {**losses, "text": text}, name=case.name)
+    with register_flattening_functions(patch_transformers=True):
+        for number, (kwargs, text, losses, _) in enumerate(known or read_by_model(piece.module, piece.kwargs, tokens)):
+            names.append(f"{below}/{piece.stem}-text-{number}.case")
+            inputs = dict(zip(leaf_names(kwargs), pytree.tree_leaves(kwargs), strict=True))
+            save_case(work / names[-1], _without_none(inputs), {**losses, "text": text}, name=f"text {number}")
     return names
 
 
@@ -212,9 +212,21 @@ def store_generation(
 ) -> str:
     """Store what the model generates, after a short prompt, or ``after`` so many tokens."""
     case = generation_case(model, task, batch or 3, tokens, after or PROMPT)
+    text = f"{case.new_tokens} tokens, greedily{f', after {after}' if after else ''}"
+    return _store_tokens(case, work, f"{below}/generate{f'-{after}' if after else ''}.case", text)
+
+
+def store_chats(
+    model: TransformersModel, task: str, prompts: dict[str, torch.Tensor], work: pathlib.Path, tokens: int
+) -> str:
+    """Store the model's answers."""
+    case = generation_case(model, task, tokens=tokens, prompts=prompts)
+    return _store_tokens(case, work, CHATS, f"{len(case.sequences)} chats, {case.new_tokens} tokens, greedily")
+
+
+def _store_tokens(case: GenerationCase, work: pathlib.Path, path: str, name: str) -> str:
     outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens, "margins": case.margins}
-    path, text = f"{below}/generate{f'-{after}' if after else ''}.case", f"{case.new_tokens} tokens, greedily"
-    save_case(work / path, case.inputs, outputs, name=f"{text}, after {after}" if after else text)
+    save_case(work / path, case.inputs, outputs, name=name)
     return path
 
 
@@ -224,15 +236,6 @@ def store_speech(model: TransformersModel, rows: int, calls: int, work: pathlib.
     path = "cases/generate.case"
     save_case(work / path, case.inputs, case.outputs, name=f"{calls} calls of the decoder, rows {rows}")
     return path
-
-
-def store_chats(model: TransformersModel, task: str, prompts: dict[str, torch.Tensor], work: pathlib.Path) -> str:
-    """Store the model's answers."""
-    case = generation_case(model, task, tokens=CHAT_TOKENS, prompts=prompts)
-    outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens, "margins": case.margins}
-    name = f"{len(case.sequences)} chats, {case.new_tokens} tokens, greedily"
-    save_case(work / CHATS, case.inputs, outputs, name=name)
-    return CHATS
 
 
 # Store the spectrogram that a model makes, and compare that of its files.

@@ -42,7 +42,6 @@ from .texts.chat_prompts import CHATS
 _MOST_OF_TOLERANCE = 10
 """How much more than its type's tolerance a folder may state of its scores, where two tokens are a tie."""
 
-
 _OF_DEVICES = 10
 """How much more than on the CPU an output may differ with another provider of onnxruntime."""
 
@@ -388,13 +387,12 @@ class TokenCount:
     """How the tokens of a loop compare with those of the model."""
 
     tokens: int  # number of new tokens of the model, up to the end of each row
-    # how many of them differ when the files generate on their own: after a first one the rest of its row continues
-    # another text
+    # how many of them differ: when the files generate on their own, where after a first one the rest of its row
+    # continues another text; with rounded weights after the model's own text
     different: int
     # how many of these follow a tie: two scores of the model that are closer than the rounding of its type
     excused: int
-    # share of the tokens that the files choose after the model's own text; `None` where the weights are those of the
-    # model
+    # share of the tokens that rounded weights choose after the model's own text, or that are a tie; `None` for others
     agreed: float | None = None
     allowed: float | None = None  # smallest such share; `None` where no token may differ
 
@@ -410,36 +408,34 @@ class TokenCount:
             shown = "0 tokens differ"
         else:
             shown = f"{self.different} of {self.tokens} tokens differ"
-        if self.excused:
+        if self.excused and self.agreed is None:
             shown += f", {self.excused} of them excused: after a tie of two scores within float rounding"
-        if self.agreed is not None and self.allowed is not None:
-            shown += f"; {self.agreed:.1%} agree after the model's own text, at least {self.allowed:.0%} have to"
-        return shown
+        if self.agreed is None or self.allowed is None:
+            return shown
+        return f"{shown} after the model's own text: {self.agreed:.1%} agree, at least {self.allowed:.0%} have to"
 
 
 def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share: float | None = None) -> TokenCount:
-    """Generate with the files, and compare with the model's tokens."""
-    # share: share of the tokens that have to agree after the model's own text; `None`, the default, where the weights
-    # are those of the model, and all have to
+    """Generate once with the files, and compare with the model's tokens."""
+    # share: share of the tokens that have to agree after the model's own text, which is all that the files then read;
+    # `None`, the default, where the weights are those of the model, and all have to
     expected: torch.Tensor = case.outputs["sequences"]
     margins: torch.Tensor | None = case.outputs.get("margins")  # a folder of an earlier version has none
     read = _read(generator, case)
     how: dict[str, Any] = {"max_new_tokens": case.outputs["new_tokens"]}
     how |= {"sampling": Sampling(), **dataclasses.asdict(BeamSettings())}  # whatever the folder's default is
-    found = generator.generate(**case.inputs, **how)
-    differs, first = _apart(found, expected, read)
     # each of the two scores may be off by the tolerance
     ties = torch.zeros_like(read) if margins is None else margins <= 2 * tolerance
-    excused = differs & (first & ties).any(1, keepdim=True)
-    counts = int(read.sum()), int(differs.sum()), int(excused.sum())
     if share is None:
-        return TokenCount(*counts)
-    free = read if margins is None else read & margins.isfinite()  # where a rule forces a token nothing is chosen
+        differs, first = _apart(generator.generate(**case.inputs, **how), expected, read)
+        excused = differs & (first & ties).any(1, keepdim=True)
+        return TokenCount(int(read.sum()), int(differs.sum()), int(excused.sum()))
     new = expected.shape[1] - _start(case)
-    chosen = _forced(generator, case, {**how, "max_new_tokens": new})
-    agreed = (chosen == expected) | ties
-    total = int(free.sum())
-    return TokenCount(*counts, float(agreed[free].sum()) / total if total else 1.0, share)
+    differs = (_forced(generator, case, {**how, "max_new_tokens": new}) != expected) & read
+    free = read if margins is None else read & margins.isfinite()  # where a rule forces a token nothing is chosen
+    total, agreed = int(free.sum()), int((free & (~differs | ties)).sum())
+    counts = int(read.sum()), int(differs.sum()), int((differs & ties).sum())
+    return TokenCount(*counts, agreed / total if total else 1.0, share)
 
 
 def _read(generator: Generator, case: StoredCase) -> torch.Tensor:
@@ -474,7 +470,7 @@ def _apart(found: torch.Tensor, expected: torch.Tensor, read: torch.Tensor) -> t
 def _forced(generator: Generator, case: StoredCase, how: dict[str, Any]) -> torch.Tensor:
     """The token that the files would choose at each place, while the model's own text is what they read."""
     expected: torch.Tensor = case.outputs["sequences"]
-    chosen = expected.clone()
+    chosen = torch.full_like(expected, -1)  # no token, where the files end before the model does
 
     def follow(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         place = tokens.shape[1]

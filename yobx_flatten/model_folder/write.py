@@ -40,11 +40,7 @@ from .manifest import FolderManifest, StoredAdapter, digests, write_manifest
 from .pieces.tasks import GENERATES, SPEAKS
 from .pieces.text import keeps_more, positions_of
 from .plan import Accuracy, Adapters, FolderPlan, plan_folder
-from .sidecar_files import (
-    TOKENIZER_INPUTS,
-    state_tokenizer_inputs,
-    write_companions,
-)
+from .sidecar_files import TOKENIZER_INPUTS, state_tokenizer_inputs, write_companions
 from .source.classes import task_of_checkpoint, without_peft
 from .source.find import FoundModel, find_model, require_transformers
 from .source.open import OpenedModel, WeightsIn, open_model
@@ -63,6 +59,7 @@ from .stored_cases import (
     store_text,
 )
 from .targets import FolderFormat, Target, fitting_cases, room_for_tokens
+from .texts.chat_prompts import CHAT_TOKENS
 from .verify import FolderReport, TokenCount, verify_folder
 
 logger = logging.getLogger("yobx_flatten")
@@ -128,7 +125,7 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
         task: what the files are for, see :data:`TASKS`; ``"auto"`` for the task of the model.
         to, target: the format of the files, and the runtime that proves them; by default ONNX and onnxruntime.
         batch, bounds: a fixed number of rows, and the largest sizes, which ExecuTorch needs; none by default.
-        proof: ``"full"``, ``"sample"`` or ``"none"``; ``"auto"`` chooses by the size of the weights.
+        proof: ``"full"``, ``"standard"``, ``"sample"``, ``"none"``; ``"auto"`` chooses by the size of the weights.
         opset_version, optimize, quantize, calibration: see :func:`export_onnx`, and prompts to measure fewer bits by.
         logits, word_times, layout: the scores and times of words that files return, and the places of the files.
         adapters: folders of LoRA adapters by name, between which ``generate(adapter=NAME)`` switches; none by default.
@@ -208,10 +205,11 @@ def _write_files(plan: FolderPlan, made: _Made) -> None:
             continue
         calls = fitting_cases(piece, form.largest)
         with report.timed("store cases"):
-            made.cases[name] = store_calls(piece, sampled(calls) if plan.proof == "sample" else calls, work)
+            runs, report.runs = report.runs, None
+            made.cases[name] = store_calls(piece, sampled(calls) if plan.proof == "sample" else calls, work, runs=runs)
             tokens = None if quantized is None else quantized.tokens
             if tokens is not None:
-                made.cases[name] += store_text(piece, tokens, work)
+                made.cases[name] += store_text(piece, tokens, work, known=() if runs is None else runs.texts)
             for adapter in plan.adapters:
                 stored, below = made.adapters[adapter.name], f"{CASES}/{ADAPTERS}/{adapter.name}"
                 with adapter.active():
@@ -223,6 +221,7 @@ def _write_files(plan: FolderPlan, made: _Made) -> None:
     # the time before any file is that of the first one
     first, before = made.first, plan.timed
     first.seconds = before.seconds | first.seconds
+    first.processor_seconds = before.processor_seconds | first.processor_seconds
     first.peak_growth = before.peak_growth | first.peak_growth
 
 
@@ -233,18 +232,21 @@ def _write_cases(plan: FolderPlan, made: _Made) -> None:
     model, form, work = plan.model, plan.form, made.work
     if plan.task in SPEAKS:
         with made.first.timed("generate"):
-            calls = FRAMES if plan.proof == "full" else SAMPLED_FRAMES
+            calls = FRAMES if plan.is_whole else SAMPLED_FRAMES
             made.cases[""] = [store_speech(model, form.batch or 2, calls, work)]
         return
-    logger.info("generating with %s", type(model).__qualname__, extra=STEP)
-    count = room_for_tokens(form.largest, TOKENS if plan.proof == "full" else SAMPLED_TOKENS)
+    logger.info("generating with %s", type(model).__qualname__, extra={**STEP, "share": 0.7})
+    count = room_for_tokens(form.largest, TOKENS if plan.is_whole else SAMPLED_TOKENS)
     with made.first.timed("generate"):
-        found = [store_generation(model, plan.task, form.batch, count, work)]
-        crosses = plan.rereads is not None and plan.proof == "full" and form.largest is None
+        found = []
+        if plan.chats is None or plan.proof == "full":  # answers are longer, and their rows are padded
+            found.append(store_generation(model, plan.task, form.batch, count, work))
+        crosses = plan.rereads is not None and plan.is_whole and form.largest is None
         if plan.switch is not None and crosses and 4 < plan.switch <= _LONGEST:
             found.append(store_generation(model, plan.task, form.batch, 12, work, plan.switch - 3))
         if plan.chats is not None:
-            found.append(store_chats(model, plan.task, plan.chats, work))
+            asked = CHAT_TOKENS if plan.proof == "full" else TOKENS
+            found.append(store_chats(model, plan.task, plan.chats, work, asked))
         for adapter in plan.adapters:
             below = f"{CASES}/{ADAPTERS}/{adapter.name}"
             with adapter.active():
@@ -306,6 +308,7 @@ def _described(plan: FolderPlan, made: _Made) -> FolderManifest:
         names = apply_layout(work, names, plan.bits, plan.dtype)
     # packages and files of machine code have no check of their own where they are loaded
     parts = sorted(file.name for file in work.iterdir() if file.suffix in (form.suffix, ".bin"))
+    is_in_place = any(report.in_place for report in made.reports.values())
     asks = plan.task in GENERATES and not plan.opened.is_streamed  # each call would read all weights
     manifest = FolderManifest(
         model=type(plan.model).__qualname__,
@@ -318,11 +321,11 @@ def _described(plan: FolderPlan, made: _Made) -> FolderManifest:
         versions={name: importlib.metadata.version(name) for name in _LIBRARIES if is_installed(name)},
         proof=plan.proof,
         quality={name: report.quality for name, report in made.reports.items() if report.quality},
-        cache=_cache_form(made),
+        cache="shared" if made.shared else "in_place" if is_in_place else "growing",
         runtime=form.runtime,
         sha256={} if form.runtime in ("onnxruntime", "torch") else digests(work, parts),
         rereads_at_switch=plan.rereads,
-        positions=positions_of(plan.model, is_large=plan.proof != "full") if asks else None,
+        positions=positions_of(plan.model, is_large=not plan.is_whole) if asks else None,
         tolerances={
             name: dict(one.yardstick.largest) for name, one in made.reports.items() if one.yardstick is not None
         },
@@ -332,16 +335,11 @@ def _described(plan: FolderPlan, made: _Made) -> FolderManifest:
     return manifest
 
 
-def _cache_form(made: _Made) -> str:
-    """The form of the cache, as the manifest states it."""
-    if made.shared:
-        return "shared"
-    return "in_place" if any(report.in_place for report in made.reports.values()) else "growing"
-
-
 def _verified(plan: FolderPlan, made: _Made, manifest: FolderManifest) -> FolderReport:
     """Verify the folder as its readers can, and write its card where weights are quantised."""
-    verified = verify_folder(made.work, trust=True)  # of what was made here
+    logger.info("verifying the folder", extra={**STEP, "share": 0.8})
+    with made.first.timed("verify"):
+        verified = verify_folder(made.work, trust=True)  # of what was made here
     if not verified.ok and plan.proof != "none":
         raise ReplayError(f"The exported {manifest.model} does not do what the model does.\n{verified}")
     if manifest.quality:
@@ -419,7 +417,8 @@ def write_card(
         return
     rows = []
     for file, quality in qualities.items():
-        rows.append((f"size of {file}", f"{_bytes(folder, file) / 1e6:.1f} MB, {quality.weights}"))
+        size = sum(path.stat().st_size for path in (folder / file, folder / f"{file}.data") if path.exists())
+        rows.append((f"size of {file}", f"{size / 1e6:.1f} MB, {quality.weights}"))
         ratio, divergence = quality.perplexity_ratio, quality.text_divergence
         if ratio is not None and quality.text_tokens:
             rows.append((f"perplexity on {quality.text_tokens} tokens of {text}", f"{ratio:.4f} of the model's"))
@@ -435,7 +434,3 @@ def write_card(
     lines += ["| | |", "|---|---|", *(f"| {what} | {found} |" for what, found in rows), ""]
     lines += ["`yobx-flatten verify FOLDER` measures it again, without the model.", ""]
     (folder / _CARD).write_text("\n".join(lines), encoding="utf-8")
-
-
-def _bytes(folder: pathlib.Path, file: str) -> int:
-    return sum(path.stat().st_size for path in (folder / file, folder / f"{file}.data") if path.exists())

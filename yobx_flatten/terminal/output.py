@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import textwrap
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -108,14 +109,16 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "step", False):  # registrations are also logged
-            self._show(record.getMessage(), getattr(record, "done", 0), getattr(record, "total", None))
+            numbers = (getattr(record, name, None) for name in ("total", "share"))
+            self._show(record.getMessage(), getattr(record, "done", 0), *numbers)
 
 
 @contextlib.contextmanager
 def progress(first: str) -> Iterator[Any]:
     """Show on stderr what is being done: next to a bar on a terminal, elsewhere a line for each stage.
 
-    While a stage is logged with what is ``done`` of a ``total``, the bar shows that, and an estimate of what is left.
+    While a stage is logged with what is ``done`` of a ``total``, the bar shows that, and an estimate of what is left;
+    once one is logged with the ``share`` of all work that is done, stages state how long the others take.
     """
     # yields: A function that shows another stage; what the package logs of an export is shown by itself
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -127,11 +130,13 @@ def progress(first: str) -> Iterator[Any]:
     found = logger.level
     with Progress(*columns, console=shown_on, transient=True, disable=not shown_on.is_terminal) as bar:
         task = bar.add_task(first, total=None)
-        last = ""
+        last, begun, end = "", time.monotonic(), 0.0
 
-        def show(text: str, done: int = 0, total: int | None = None) -> None:
-            nonlocal last
-            text = printable(text)
+        def show(text: str, done: int = 0, total: int | None = None, share: float | None = None) -> None:
+            nonlocal last, end
+            now = time.monotonic()
+            end = end if share is None else begun + (now - begun) / share
+            text = printable(text) + (f" (about {end - now:.0f} s left)" if end > now + 1 else "")
             if total is None:
                 bar.tasks[0].total = None  # which `update` takes for no change
             bar.update(task, description=text, completed=done, total=total)

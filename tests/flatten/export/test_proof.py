@@ -43,6 +43,15 @@ def test_a_sample_is_the_example_and_the_largest_case_of_the_file(tmp_path):
     assert str(found).splitlines()[-1].strip().startswith("proof: sample; trace ")
 
 
+def test_a_standard_proof_replays_every_case_of_the_file(tmp_path):
+    """The program, which the file is made of, is not replayed in addition; of a program alone, it is."""
+    how = {"cases": CASES[:2], "proof": "standard"}
+    found = export_onnx(torch.nn.Linear(3, 2), EXAMPLE, path=tmp_path / "a.onnx", **how)
+    assert replayed(found.report) == [(name, "onnxruntime") for name in ("the example", "5 rows", "9 rows")]
+    found = export_program(torch.nn.Linear(3, 2), EXAMPLE, **how)
+    assert replayed(found.report) == [(name, "torch.export") for name in ("the example", "5 rows", "9 rows")]
+
+
 def test_a_sample_of_a_program_is_the_example_and_the_largest_case():
     """A program has no other runtime."""
     found = export_program(torch.nn.Linear(3, 2), EXAMPLE, cases=CASES, proof="sample")
@@ -76,11 +85,13 @@ def test_without_a_proof_the_report_says_unproven(tmp_path):
 
 
 def test_the_size_of_the_weights_decides_by_default(monkeypatch):
-    """Full below the limit, a sample from there."""
+    """Full below the first limit, files alone below the second, a sample from there."""
     size = ModelFacts.of(torch.nn.Linear(3, 2)).weight_bytes
     assert size == 32
-    monkeypatch.setattr(case, "SAMPLED_FROM", 33)
+    monkeypatch.setattr(case, "STANDARD_FROM", 33)
     assert case.choose_proof("auto", size) == "full"
+    monkeypatch.setattr(case, "STANDARD_FROM", 32)
+    assert case.choose_proof("auto", size) == "standard"
     monkeypatch.setattr(case, "SAMPLED_FROM", 32)
     assert case.choose_proof("auto", size) == "sample"
     assert case.choose_proof("full", size) == "full"
@@ -88,7 +99,7 @@ def test_the_size_of_the_weights_decides_by_default(monkeypatch):
 
 def test_an_unknown_proof_is_refused():
     """The message lists what there is."""
-    with pytest.raises(InvalidArgumentError, match="'auto', 'full', 'sample', 'none'"):
+    with pytest.raises(InvalidArgumentError, match="'auto', 'full', 'standard', 'sample', 'none'"):
         export_program(torch.nn.Linear(3, 2), EXAMPLE, proof="some")
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 from tests.flatten.export.trained_model import trained_model
-from yobx_flatten import OnnxGenerator, export_folder, verify_folder
+from yobx_flatten import export_folder, open_model, verify_folder
 from yobx_flatten.generate.settings import GenerationSettings
 from yobx_flatten.model_folder.source.tiny_models import small_model
 from yobx_flatten.model_folder.texts.chat_prompts import CHATS, chat_prompts
@@ -89,7 +89,14 @@ def test_rounded_weights_are_judged_by_the_share_that_agrees_after_the_same_text
     count = count_tokens(Fixed(found), _case(_margins()), 1e-4, 0.75)
     assert count.agreed == pytest.approx((9 - wrong) / 9)
     assert count.ok is ok
-    assert f"{wrong} of 9 tokens differ; " in str(count)
+    assert f"{wrong} of 9 tokens differ after the model's own text: " in str(count)
+
+
+def test_rounded_weights_that_end_before_the_model_does_choose_no_token_there():
+    """What is missing counts as other tokens: one of four, and two of five."""
+    found = MODEL[:, :4]
+    count = count_tokens(Fixed(found), _case(_margins()), 1e-4, 0.75)
+    assert (count.different, count.ok) == (3, False)
 
 
 @pytest.fixture(scope="module")
@@ -100,17 +107,19 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_the_stated_count_is_that_of_generate(folder):
-    """Next to model.generate itself, and not what the folder stored."""
+def test_the_stated_count_is_that_of_one_call_for_the_whole_text(folder):
+    """Next to the text of model.generate itself, which the file reads in one call, and not what the folder stored."""
     case = load_case(folder / "cases/generate.case")
     with torch.no_grad():
         expected = trained_model().generate(**case.inputs, max_new_tokens=40, do_sample=False)
-    found = OnnxGenerator(folder).generate(**case.inputs, max_new_tokens=40)
+    mask = torch.cat([case.inputs["attention_mask"], torch.ones(len(expected), 40).long()], 1)
+    scores = open_model(folder)(input_ids=expected, attention_mask=mask).logits
     (check,) = [check for check in verify_folder(folder).checks if check.file == "generate"]
     assert check.ok
-    assert check.difference == check.tokens.different == int((found != expected).sum())
+    differs = scores[:, 8:-1].argmax(-1) != expected[:, 9:]
+    assert check.difference == check.tokens.different == int(differs.sum())
     assert check.tokens.tokens == expected[:, 9:].numel()
-    assert "agree after the model's own text, at least 40% have to" in " ".join(check.cells())
+    assert "agree, at least 40% have to" in " ".join(check.cells())
 
 
 @pytest.mark.parametrize("broken", ["a matrix of zeros", "scales of other rows"])

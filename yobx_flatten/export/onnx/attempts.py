@@ -195,7 +195,9 @@ def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
     others = OtherSizes(example, traced, signature)
 
     def decides(one: Expression) -> bool:
-        return _met(one, replayed) and not others.are_right_without(one)
+        # calls without known sizes are skipped
+        known = (sizes for sizes in replayed if names_in(one) <= sizes.keys())
+        return all(holds(one, sizes) for sizes in known) and not others.are_right_without(one)
 
     kept = [
         one
@@ -224,12 +226,6 @@ def _sizes_in(case: Case, example: Example, signature: Signature) -> dict[str, i
         for name, (given, axis) in places.items()
         if isinstance(leaves.get(given), torch.Tensor) and axis < leaves[given].ndim
     }
-
-
-def _met(relation: Expression, replayed: Sequence[Mapping[str, int]]) -> bool:
-    """Whether all checked calls meet a relation; calls without known sizes are skipped."""
-    known = (sizes for sizes in replayed if names_in(relation) <= sizes.keys())
-    return all(holds(relation, sizes) for sizes in known)
 
 
 def _notes(refused: Sequence[str]) -> list[str]:

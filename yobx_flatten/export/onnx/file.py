@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, OutputSpec
+from torch.export.graph_signature import ConstantArgument
 
 from ...errors import FlattenError, InvalidArgumentError, ReplayError
 from ...errors.messages import first_line
@@ -156,7 +156,8 @@ def _example_sizes(program: ExportedProgram) -> dict[str, int]:
 
 def _decomposed_where_needed(program: ExportedProgram) -> ExportedProgram:
     """The program with a shorter way to its decompositions, which the exporter asks for."""
-    if any(spec.arg.value is not None for spec in program.graph_signature.output_specs if _is_constant(spec)):
+    given = (spec.arg for spec in program.graph_signature.output_specs)
+    if any(arg.value is not None for arg in given if isinstance(arg, ConstantArgument)):
         program = flat_program(program)  # the exporter takes no numbers and texts among the outputs
     kind = type(program)
 
@@ -168,10 +169,6 @@ def _decomposed_where_needed(program: ExportedProgram) -> ExportedProgram:
     shortened = copy.copy(program)
     shortened.__class__ = Shortened
     return shortened
-
-
-def _is_constant(spec: OutputSpec) -> bool:
-    return isinstance(spec.arg, ConstantArgument)
 
 
 class UnprovenFile:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import torch
 
 from ...errors.failures import result_or
-
-logger = logging.getLogger("yobx_flatten")
 
 # Opset 23 has Attention, RMSNormalization and RotaryEmbedding. Of 24, torch 2.13's exporter writes Attention only: what
 # recognises the other two is bound to 23, and the file is slower.
@@ -27,13 +24,8 @@ def attention_opset() -> int | None:
     The probe is one normalisation and one attention with fewer heads of keys than of queries, keys of an earlier call,
     and a row that sees nothing, compared with PyTorch. It runs once per process, in some hundredths of a second.
     """
-    return ATTENTION_OPSET if result_or(_difference, _not_run) <= _TOLERANCE else None
-
-
-def _not_run(error: Exception) -> float:
     # onnxruntime has no base class for its errors; whatever it is, 23 does not work
-    logger.debug("opset %d does not run: %s", ATTENTION_OPSET, error)
-    return float("inf")
+    return ATTENTION_OPSET if result_or(_difference, lambda error: float("inf")) <= _TOLERANCE else None
 
 
 def _difference() -> float:

@@ -99,7 +99,8 @@ def quantize_graph(
     grids = Grids() if grids is None else grids
     widths = () if quantization.weights == "keep" else (4, 8)
     found = QuantizedWeights() if found is None else found
-    made = {width: _Parts(_in_bits(quantization, width)) for width in widths}
+    size = quantization.block_size
+    made = {width: _Parts(Quantization("int4" if width == 4 else "int8", size)) for width in widths}
     stored: dict[tuple[str, bool], StoredMatrix | None] = {}
     read: dict[str, tuple[Any, bool]] = {}
     products = Products(splits or {})
@@ -137,16 +138,11 @@ def quantize_graph(
         matrix = stored[name, transposed]
         if transposed and matrix is not None and share_table(value, matrix) and value not in tables:
             found.shared.append(name)
-        _let_go(model, value, found)
+        if value.uses() or value.is_graph_output():  # something else reads it in full
+            found.tied.append(value.name)
+        else:
+            del model.graph.initializers[value.name]
     return found
-
-
-def _let_go(model: Any, value: Any, found: QuantizedWeights) -> None:
-    """Take weights that are stored otherwise out of a graph, unless something else reads them."""
-    if value.uses() or value.is_graph_output():
-        found.tied.append(value.name)
-    else:
-        del model.graph.initializers[value.name]
 
 
 def products_of(model: Any, quantization: Quantization) -> list[tuple[Any, tuple[Any, bool]]]:
@@ -170,10 +166,6 @@ def _quantized_table(
     if matrix is not None:
         found.add(value, matrix.nbytes, grid.bits if grid is not None and is_kept else None)
     return matrix
-
-
-def _in_bits(quantization: Quantization, bits: int) -> Quantization:
-    return Quantization("int4" if bits == 4 else "int8", quantization.block_size)
 
 
 def _role_of(node: Any, value: Any) -> str:

@@ -15,10 +15,11 @@ from typing import Any
 
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import open_session
+from ..proof.eager_runs import Texts
 from ..proof.quality import Quality
 from ..proof.report import ExportReport
 from ..quantization.bit_budget import Bits, Budget
-from ..quantization.measure import Texts, measure
+from ..quantization.measure import measure
 from ..quantization.options import Quantization
 from ..quantization.text_cases import reads_once
 from ..source import Source
@@ -57,7 +58,7 @@ def quantize_file(
     with report.timed("round"):
         model = ir.load(file.path)
         rounded = round_by_text(file, model.graph, products_of(model, quantization), quantization, source, grids)
-    known: list[Texts] = []
+    known = source.example.runs.texts
     large: RoundedMatrices = {}  # those with rows for large channels of split inputs
 
     def quantized(bits: Bits, *, rounds_inputs: bool, splits: InputSplits | None) -> tuple[Any, QuantizedWeights]:

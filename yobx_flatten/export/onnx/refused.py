@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import torch
 from torch.export import ExportedProgram
@@ -33,7 +33,9 @@ def refused_conversion(error: Exception, name: str, traced: Traced) -> Exception
     # name: name of the class of the module
     if isinstance(error, (FlattenError, OSError, MemoryError)):
         return error
-    causes = list(_causes(error))
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
     text = "\n".join(map(str, causes))
     missing = re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)', overload='(\w+)'\)>", text)
     failed = re.search(r"Error when translating node %\w+ .*?call_function\[target=torch\.ops\.([\w.]+)\]", text, re.S)
@@ -75,12 +77,6 @@ def _axes(traced: Traced, text: str) -> set[tuple[str, int]]:
         for axis, size in enumerate(getattr(values[argument], "shape", ()))
         if str(size) in symbols
     }
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
 
 
 def _place(program: ExportedProgram, operator: str) -> str:

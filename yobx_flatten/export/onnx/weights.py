@@ -97,7 +97,7 @@ def write_weights(model: ir.Model, path: pathlib.Path) -> None:
     import onnx_ir as ir
 
     held = [(value, tensor) for value in model.graph.initializers.values() if (tensor := value.const_value) is not None]
-    held = [(value, tensor) for value, tensor in held if tensor.nbytes > _IN_MODEL and _is_numeric(tensor)]
+    held = [(value, tensor) for value, tensor in held if tensor.nbytes > _IN_MODEL and tensor.dtype.name != "STRING"]
     total, done = sum(tensor.nbytes for _, tensor in held), 0
     shown = f"writing {format_bytes(total)} of weights"
     places: dict[int, tuple[int, int]] = {}
@@ -125,7 +125,3 @@ def unmap(tensor: ir.TensorProtocol) -> None:
     if hasattr(tensor, "release"):
         with contextlib.suppress(BufferError):  # something else still reads it
             tensor.release()
-
-
-def _is_numeric(tensor: ir.TensorProtocol) -> bool:
-    return bool(tensor.dtype.name != "STRING")

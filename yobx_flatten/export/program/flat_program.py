@@ -129,7 +129,8 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
     largest = {name: int(found.upper) for name, found in ranges.items() if _is_finite(found.upper)}
     # a trace assumes 2 or more of every size that varies, which is nothing that the code asks for
     smallest = {name: int(found.lower) for name, found in ranges.items() if _is_finite(found.lower) and found.lower > 2}
-    made_by = {name: _version(name) for name in (*_MADE_BY, *versions) if is_installed(name)}
+    libraries = filter(is_installed, (*_MADE_BY, *versions))
+    made_by = {name: importlib.metadata.version(name).split("+")[0] for name in libraries}
     alone = {name for _, _, sizes in inputs for size in sizes if isinstance(size, Mapping) for name in size if name}
     rows, relations = _rows(program, by_argument), size_relations.relations_of(program, alone)
     return Signature(inputs, traced.output_names, largest, smallest, made_by, rows, traced.kept, relations)
@@ -225,7 +226,3 @@ def _size(size: Any) -> Size:
 
 def _is_finite(bound: Any) -> bool:
     return bool(getattr(bound, "is_Integer", isinstance(bound, int))) and abs(int(bound)) < 2**31
-
-
-def _version(library: str) -> str:
-    return importlib.metadata.version(library).split("+")[0]

@@ -57,27 +57,27 @@ def check_cases(cases: Iterable[Any]) -> list[Case]:
 # Choose how much of an export is replayed: ``"full"``, ``"sampled"`` or ``"none"``.
 
 
-Proof = Literal["auto", "full", "sample", "none"]
-"""``"full"`` replays all cases, ``"sample"`` the example and the largest one, ``"none"`` nothing."""
+Proof = Literal["auto", "full", "standard", "sample", "none"]
+"""``"full"`` replays all cases, ``"standard"`` the same with files alone and less text, ``"sample"`` the example and
+the largest case, ``"none"`` nothing."""
 
-SAMPLED_FROM = 10**9
-"""Bytes of weights from which on ``"auto"`` means ``"sample"``."""
+STANDARD_FROM, SAMPLED_FROM = 10**8, 10**9
+"""Bytes of weights from which on ``"auto"`` means ``"standard"``, and ``"sample"``."""
 
 UNPROVEN = 'UNPROVEN: nothing was checked, as requested by proof="none". Compare it with the model before you use it.'
 
 
-def choose_proof(proof: Proof, weight_bytes: int) -> Literal["full", "sample", "none"]:
-    """Return the proof of an export: ``"full"``, ``"sample"`` or ``"none"``.
+def choose_proof(proof: Proof, weight_bytes: int) -> Literal["full", "standard", "sample", "none"]:
+    """Return the proof of an export: ``"full"``, ``"standard"``, ``"sample"`` or ``"none"``.
 
     >>> choose_proof("auto", 32)
     'full'
     """
-    # proof: a `Proof`. `"auto"` is `"full"` for weights of less than 1 GB (`SAMPLED_FROM`), since a call of a larger
-    # model takes seconds, and `"sample"` for others.
+    # proof: a `Proof`. With `"auto"` a proof takes no longer than the export: a call of a model of 1 GB takes seconds.
     if proof not in get_args(Proof):
         raise InvalidArgumentError(f"proof must be one of {', '.join(map(repr, get_args(Proof)))}, found {proof!r}.")
     if proof == "auto":
-        return "full" if weight_bytes < SAMPLED_FROM else "sample"
+        return "full" if weight_bytes < STANDARD_FROM else "standard" if weight_bytes < SAMPLED_FROM else "sample"
     return proof
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -113,8 +114,12 @@ def _naming(case: Case, module: torch.nn.Module, step: int) -> Iterator[None]:
         yield
 
 
+Texts: TypeAlias = tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]
+"""Arguments of a call that reads a text, the text, the model's losses, and its scores where these are few enough."""
+
+
 class EagerRuns:
-    """Eager outputs of a module, computed once for all runtimes.
+    """Eager outputs of a module, computed once for all runtimes, and for the cases that a folder stores.
 
     The files of one export, its attempts and its quantised forms are all compared with the same calls of the module,
     which are the longest part of a replay of a large model. A case stands for one state of the module: where the module
@@ -123,6 +128,7 @@ class EagerRuns:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
+        self.texts: list[Texts] = []  # what the module makes of a text that files are measured on
         self.lost: dict[str, str] = {}  # what calls changed in their arguments and do not return, with the effect
         # with the case, for its id
         self._kept: dict[tuple[int, frozenset[str], bool, bool], tuple[Case, list[Step]]] = {}
@@ -143,6 +149,15 @@ class EagerRuns:
             self._bytes += size
             self._kept[key] = case, _copied(steps)
         return steps
+
+    def first(self, kwargs: Mapping[str, Any]) -> Step | None:
+        """The first step of a case with just these inputs; ``None`` where none was kept."""
+        leaves = pytree.tree_leaves(dict(kwargs))
+        for (_, _, is_plain, _), (case, steps) in self._kept.items():
+            given = pytree.tree_leaves((case.args, dict(case.kwargs)))
+            if is_plain and len(given) == len(leaves) and all(map(operator.is_, given, leaves)):
+                return _copied(steps[:1])[0]
+        return None
 
 
 def _copied(steps: list[Step]) -> list[Step]:

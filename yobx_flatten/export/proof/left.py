@@ -153,7 +153,8 @@ class _Watch:
         specs = {}
         for name, value in self._given.items():
             before, after = self._leaves[name], _leaves(name, value)
-            changed = _changed(before, after)
+            # leaves that a call wrote to, exchanged or added
+            changed = [n for n, leaf in after.items() if not leaf.is_made and not _is_same(before.get(n), leaf)]
             if not _is_lost(value, changed, before, after, returned):
                 continue
             specs[name] = pytree.tree_structure(value)
@@ -201,11 +202,6 @@ def _leaves(name: str, value: object) -> dict[str, _Leaf]:
 
 def _version(leaf: object) -> int | None:
     return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
-
-
-def _changed(before: Mapping[str, _Leaf], after: Mapping[str, _Leaf]) -> list[str]:
-    """The names of leaves that a call wrote to, exchanged or added."""
-    return [name for name, leaf in after.items() if not leaf.is_made and not _is_same(before.get(name), leaf)]
 
 
 def _is_same(before: _Leaf | None, after: _Leaf) -> bool:

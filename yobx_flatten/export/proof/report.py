@@ -11,10 +11,17 @@ from ...diagnose.report import Report
 from ...errors.failures import result_or
 from ...errors.messages import table
 from .case import UNPROVEN, Case
+from .eager_runs import EagerRuns
 from .memory import peak_memory
 from .quality import Quality
 from .replay import CaseResult
 from .yardstick import Yardstick
+
+_PROOF = ("replay", "load", "measure", "store cases", "generate", "verify")
+"""Steps that write nothing a user needs to run the files."""
+
+_SHOWN = 20.0
+"""Seconds of the processor from which on the report states the part of the proof."""
 
 
 def _nearer(quality: Quality) -> str:
@@ -50,7 +57,8 @@ class ExportReport(Report):
         operators: how often the file has each operator of attention and normalisation.
         cases: one result per case and runtime.
         tolerance: largest absolute difference allowed; 1e-4 by default.
-        proof: what was replayed: ``"full"``, ``"sample"``, or ``"none"``.
+        proof: what was replayed: ``"full"``, ``"standard"``, ``"sample"``, or ``"none"``.
+        processor_seconds: the time of the processor that each step took, in seconds, by its name.
         peak_growth: the bytes by which each step raised the peak memory of the process, by its name.
         remarks: notes on what was not checked, and why.
         yardstick: measures what the type of the weights costs, and so what outputs may differ by; ``None`` where the
@@ -77,6 +85,7 @@ class ExportReport(Report):
     cases: list[CaseResult] = dataclasses.field(default_factory=list)
     tolerance: float = 1e-4
     proof: str = "full"
+    processor_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     peak_growth: dict[str, int] = dataclasses.field(default_factory=dict)
     remarks: list[str] = dataclasses.field(default_factory=list)
     quality: Quality | None = None
@@ -88,6 +97,8 @@ class ExportReport(Report):
     yardstick: Yardstick | None = dataclasses.field(default=None, repr=False)
     # the yardstick of a model in float32, until a case differs by more than the tolerance
     spare: Yardstick | None = dataclasses.field(default=None, repr=False)
+    # what the module computed in the cases, for a folder that stores some of it
+    runs: EagerRuns | None = dataclasses.field(default=None, repr=False)
 
     @property
     def export_seconds(self) -> float:
@@ -154,10 +165,12 @@ class ExportReport(Report):
         Args:
             step: its name.
         """
-        start, before = time.perf_counter(), peak_memory()
+        start, worked, before = time.perf_counter(), time.process_time(), peak_memory()
         try:
             yield
         finally:
+            took = time.process_time() - worked
+            self.processor_seconds[step] = self.processor_seconds.get(step, 0.0) + took
             self.seconds[step] = self.seconds.get(step, 0.0) + time.perf_counter() - start
             self.peak_growth[step] = self.peak_growth.get(step, 0) + peak_memory() - before
 
@@ -218,7 +231,13 @@ class ExportReport(Report):
             f"{step} {took:.1f} s (+{self.peak_growth.get(step, 0) / 1e6:.0f} MB)"
             for step, took in self.seconds.items()
         )
-        return "\n".join([*lines, f"  proof: {self.proof}; {steps}"])
+        return "\n".join([*lines, f"  proof: {self.proof}; {steps}{self._share()}"])
+
+    def _share(self) -> str:
+        """The part of the processor's time that the proof took, in words."""
+        took = self.processor_seconds
+        total, proof = sum(took.values()), sum(took.get(step, 0.0) for step in _PROOF)
+        return f"; the proof took {proof / total:.0%} of {total:.0f} s of the processor" if total >= _SHOWN else ""
 
 
 def _of_type(yardstick: Yardstick | None) -> list[str]:

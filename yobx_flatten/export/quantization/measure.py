@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -13,8 +13,7 @@ from ...errors.log import STEP
 from ...private_names.of_torch import pytree
 from ...runners.ports import CacheSlot
 from ...runners.runner import Runner
-from ..example.example import Example
-from ..proof.eager_runs import eager_steps
+from ..proof.eager_runs import Texts, eager_steps
 from ..proof.exported_call import ByName
 from ..proof.padding import Padding
 from ..proof.quality import SCORES, Distance, Quality, text_losses
@@ -22,9 +21,6 @@ from ..proof.replay import side_by_side
 from ..source import Source
 from .options import Quantization
 from .text_cases import text_cases
-
-Texts: TypeAlias = tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]
-"""Arguments of a call that reads a text, the text, the model's losses, and its scores where these are few enough."""
 
 _SCORES = 2**25
 """Numbers of scores that are kept for the divergence."""
@@ -51,7 +47,7 @@ def measure(
     side = ByName(runner, example.names)
     for case in source.cases:
         logger.info("comparing %s", case.name, extra=STEP)
-        padding, steps = Padding(), example.runs.steps(case, written, source.traced.left)
+        padding, steps = Padding(), example.runs.steps(case, written, source.traced.left, twice=not written)
         for pair in side_by_side(side, example.module, case, steps, example.names, padding):
             eager = pytree.tree_leaves(padding.blank_leaves(pair.eager, pair.names))
             expected = dict(zip(pair.names, eager, strict=True))
@@ -59,7 +55,7 @@ def measure(
             distance.add(tensors, {name: padding.blank(name, pair.outputs[name]) for name in tensors})
     known = [] if known is None else known
     if not known and quantization.tokens is not None:
-        known += _of_the_model(example, written, quantization.tokens)
+        known += read_by_model(example.module, example.kwargs, quantization.tokens, written)
     for kwargs, read, losses, expected_scores in known:
         found = text_scores(runner, dict(zip(example.names, pytree.tree_leaves(((), kwargs)), strict=True)), read)
         if expected_scores is not None:
@@ -68,13 +64,15 @@ def measure(
     return distance.quality(quantization.weights, block_size, quantization.allowed)
 
 
-def _of_the_model(example: Example, written: Collection[str], tokens: torch.Tensor) -> list[Texts]:
-    """Losses and scores of the model on a text."""
+def read_by_model(
+    module: torch.nn.Module, kwargs: Mapping[str, Any], tokens: torch.Tensor, written: Collection[str] = ()
+) -> list[Texts]:
+    """Return losses and scores of the model on a text."""
+    # kwargs: its example; each call has as many rows
     found: list[Texts] = []
-    kept = 0
-    rows = len(example.kwargs["input_ids"])
-    for case, read in zip(text_cases(example.module, example.kwargs, tokens), tokens.split(rows), strict=True):
-        ((kwargs, eager, _),) = eager_steps(example.module, case, written)
+    kept, texts = 0, tokens.split(len(kwargs["input_ids"]))
+    for case, read in zip(text_cases(module, kwargs, tokens), texts, strict=True):
+        ((kwargs, eager, _),) = eager_steps(module, case, written)
         scores = eager[SCORES] if isinstance(eager, dict) else getattr(eager, SCORES)
         fits = kept + scores.numel() <= _SCORES  # those of a long text are larger than the model
         kept += scores.numel() if fits else 0

@@ -9,7 +9,7 @@ import operator
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -249,7 +249,8 @@ def lift_sizes(module: GraphModule) -> None:
                 found = module.graph.call_function(torch.ops.aten.sym_size.int, (source, axis))
             found.meta["val"] = size
             lifted.append(found)
-            with step.graph.inserting_before(_after_placeholders(step)):
+            first = next(one for one in step.graph.nodes if one.op != "placeholder")
+            with step.graph.inserting_before(first):
                 step.graph.placeholder(f"size_{len(lifted)}").meta["val"] = size
         if lifted:
             node.args = (body, start, given, (*others, *lifted))
@@ -266,11 +267,6 @@ def _sizes(tensors: tuple[Node, ...]) -> list[tuple[Node, int, torch.SymInt]]:
         for axis, size in enumerate(tensor.meta["val"].shape)
         if isinstance(size, torch.SymInt)
     ]
-
-
-def _after_placeholders(module: GraphModule) -> Node:
-    nodes: Iterable[Node] = module.graph.nodes
-    return next(node for node in nodes if node.op != "placeholder")
 
 
 # Find the dynamic sizes that may not be 0 in an AOTInductor package.

@@ -81,9 +81,10 @@ def write_file(source: Source, options: FileOptions, file: UnprovenFile, report:
     # options: options that were checked
     # no tool feeds a counter: the file reads from the mask how many tokens were seen
     fed = source if options.counter_input else without_counter(source, report)
+    report.runs = fed.example.runs
     source.allowed.measure(report, fed.example, fed.traced, source.yardstick)
     report.input_names, report.output_names = fed.traced.input_names, fed.traced.output_names
-    logger.info("writing %s for %s", source.facts.name, options.runtime, extra=STEP)
+    logger.info("writing %s for %s", source.facts.name, options.runtime, extra={**STEP, "share": 0.3})
     with naming_untried_versions():
         _WRITERS[options.runtime](_Job(fed, options, file, report))
     if not report.ok:

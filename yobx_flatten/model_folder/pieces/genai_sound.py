@@ -98,7 +98,7 @@ def genai_sound_pieces(model: TransformersModel, rows: int | None = None) -> lis
     def calls(batch: int, past: int, new: int) -> tuple[dict[str, Any], dict[str, Any]]:
         read = {"input_features": encoder_input(model, batch, 0)}
         layers = encoder(**read)["present"]
-        own = [{**layer, "decoder": _empty(layer["encoder"])} for layer in layers]
+        own = [{**one, "decoder": {n: side[:, :, :0] for n, side in one["encoder"].items()}} for one in layers]
         if past:
             begun = NextDecoder.forward(decoder, random_tokens(model, (batch, past)), own)
             own = [{**layer, **made} for layer, made in zip(layers, begun["present"], strict=True)]
@@ -115,8 +115,3 @@ def genai_sound_pieces(model: TransformersModel, rows: int | None = None) -> lis
         cases = [Case(name, (), made[place]) for name, made in others.items()]
         pieces.append(Piece(stem, module, examples[place], cases, shapes))
     return pieces
-
-
-def _empty(of: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Keys and values of no token, with heads as others have them."""
-    return {name: side[:, :, :0] for name, side in of.items()}

@@ -64,7 +64,7 @@ def decoder_pieces(
     # whole_cache: whether layers that slide keep all tokens in the cache, and leave those outside of their window out
     # by the mask; `False` by default
     # logits: positions whose scores are returned, `"all"` or `"last"`; `"all"` by default
-    # proof: `"full"`, the default, for all cases, `"sample"` for the largest one, `"none"` for none
+    # proof: `"sample"` for the largest case, `"none"` for none, others for all; `"full"` by default
     own = model
     model = StateDecoder(model) if StateDecoder.fits(model) else model
     takes = inspect.signature(model.forward).parameters
@@ -90,7 +90,7 @@ def decoder_pieces(
     first, *others = [
         dataclasses.replace(sizes, batch=rows or sizes.batch) for sizes in (DecodeSizes(), *default_sizes(model)[0])
     ]
-    if proof != "full":
+    if proof in ("sample", "none"):
         others = [] if proof == "none" else [max(others, key=lambda sizes: sizes.batch * (sizes.past + sizes.new))]
     example = decode_inputs(model, first, like)
     remarks = note_on_other_inputs(own, example)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -99,10 +100,12 @@ def _of_kind(name: str, config: Any) -> Any:
     """The class that one of transformers' automatic classes has for a configuration; ``None`` where it has none."""
     import transformers
 
-    auto = getattr(transformers, name, None)
-    if auto is None or type(config) not in auto._model_mapping.keys():  # noqa: SIM118 # no ordinary mapping
+    auto, kind = getattr(transformers, name, None), type(config)
+    if auto is None or getattr(transformers, kind.__name__, kind) is not kind:  # a class of the same name
         return None
-    return auto._model_mapping[type(config)]
+    with contextlib.suppress(KeyError):  # to ask for the keys imports all models of transformers
+        return auto._model_mapping[kind]
+    return None
 
 
 def without_peft(model: Any) -> Any:

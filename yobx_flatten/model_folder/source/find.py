@@ -212,7 +212,12 @@ def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> F
     elif path.suffix == GGUF:
         raise ModelSourceError(f"There is no file {source}.")
     elif _HUB_ID.fullmatch(source) and not source.startswith("."):
-        folder = _download(source, [*(_BESIDE_WEIGHTS if weights else ["config.json"]), *(["*.py"] if trust else [])])
+        import huggingface_hub
+
+        wanted = [*(_BESIDE_WEIGHTS if weights else ["config.json"]), *(["*.py"] if trust else [])]
+        # of the network, of the hub, of the cache on disk
+        with raised_as(lambda error: ModelSourceError(f"There is no folder {source}, and {_why_not(error)}")):
+            folder = pathlib.Path(huggingface_hub.snapshot_download(source, allow_patterns=wanted))
     elif "/" in source or "\\" in source or source in (".", ".."):
         raise ModelSourceError(
             f"There is no folder {source}. Name one that save_pretrained wrote, or a type such as llama."
@@ -253,14 +258,6 @@ def _adapted(source: str, folder: pathlib.Path, *, weights: bool, trust: bool) -
     if not found.has_weights:
         raise ModelSourceError(f"{source} holds an adapter of {base}, a configuration without weights. {_FIX}")
     return dataclasses.replace(found, name=source, adapter=folder)
-
-
-def _download(source: str, patterns: list[str]) -> pathlib.Path:
-    import huggingface_hub
-
-    # of the network, of the hub, of the cache on disk
-    with raised_as(lambda error: ModelSourceError(f"There is no folder {source}, and {_why_not(error)}")):
-        return pathlib.Path(huggingface_hub.snapshot_download(source, allow_patterns=patterns))
 
 
 def _why_not(error: BaseException) -> str:

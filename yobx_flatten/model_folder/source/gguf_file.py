@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import os
 import pathlib
 import re
 import struct
 import tempfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO
+
+import torch
 
 from ...errors import ModelSourceError
 from ...errors.dependencies import require
@@ -68,13 +71,13 @@ def gguf_weights(
         folder = given.pop("pretrained_model_name_or_path")
         how: dict[str, Any] = {"choice": "unused" if choice == "refuse" else choice, "dtype": dtype}
         loaded, differences = load_stored(kind, folder, str(path), failure=ModelSourceError, **how, **given)
-    # without what transformers keeps for a quantised model
-    model = kind(config).to(dtype)
-    model.load_state_dict(loaded.state_dict(), assign=True)
-    model.tie_weights()
-    if hasattr(loaded, "generation_config"):
-        model.generation_config = loaded.generation_config
-    return model, differences.remarks()
+    with torch.device("meta"):  # a second model with weights would take as much memory, and the time to draw them
+        plain = kind(config)
+    _reader.cache_clear()
+    for name in vars(loaded).keys() - vars(plain).keys():  # what transformers keeps for a quantised model
+        delattr(loaded, name)
+    loaded.config = config
+    return loaded, differences.remarks()
 
 
 def gguf_tokenizer(path: pathlib.Path) -> Any:
@@ -151,4 +154,29 @@ def _alone(path: pathlib.Path) -> Iterator[dict[str, Any]]:
     # bars that no option of transformers turns off
     with raised_as(failure), contextlib.redirect_stderr(io.StringIO()), tempfile.TemporaryDirectory() as folder:
         (pathlib.Path(folder) / path.name).symlink_to(path.resolve())
-        yield {"pretrained_model_name_or_path": folder, "gguf_file": path.name, **FILES_ONLY}
+        with _read_once():
+            yield {"pretrained_model_name_or_path": folder, "gguf_file": path.name, **FILES_ONLY}
+
+
+@contextlib.contextmanager
+def _read_once() -> Iterator[None]:
+    """Let transformers read the entries of a file once; it would for each of configuration, tokenizer and weights."""
+    import gguf
+
+    def read(path: Any) -> Any:
+        return _reader(pathlib.Path(path).resolve(), os.stat(path).st_mtime_ns)
+
+    found = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader = read  # type: ignore[misc,assignment]
+    gguf.get_tensor_name_map = functools.cache(found[1])  # which it makes anew for each module
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = found  # type: ignore[misc]
+
+
+@functools.lru_cache(maxsize=1)
+def _reader(path: pathlib.Path, changed: int) -> Any:
+    from gguf.gguf_reader import GGUFReader
+
+    return GGUFReader(path)

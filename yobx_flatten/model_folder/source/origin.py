@@ -30,10 +30,12 @@ def origin_of(model: TransformersModel) -> tuple[pathlib.Path | None, str]:
         return None, "the model does not state the folder that it is from"
     folder = pathlib.Path(name)
     if not folder.is_dir():
-        found = _downloaded(name)
-        if found is None:
+        import huggingface_hub
+
+        try:
+            folder = pathlib.Path(huggingface_hub.snapshot_download(name, local_files_only=True))
+        except (OSError, ValueError):  # nothing was downloaded, or the name is not an id of the hub
             return None, f"the model is from {name}, which is not a folder here"
-        folder = found
     if not (folder / "config.json").is_file():
         return None, f"the model is from {name}, which holds no config.json"
     stated = read_configuration(folder / "config.json", dict[str, Any], failure=ModelSourceError)
@@ -45,12 +47,3 @@ def origin_of(model: TransformersModel) -> tuple[pathlib.Path | None, str]:
     if vocabulary is not None and own is not None and vocabulary != own:
         return None, f"{name} is of a vocabulary of {vocabulary}, and this model's has {own}"
     return folder, ""
-
-
-def _downloaded(name: str) -> pathlib.Path | None:
-    import huggingface_hub
-
-    try:
-        return pathlib.Path(huggingface_hub.snapshot_download(name, local_files_only=True))
-    except (OSError, ValueError):  # nothing was downloaded, or the name is not an id of the hub
-        return None

@@ -145,7 +145,8 @@ def _fuse_spelled_out(graph: ir.Graph, softmax: ir.Node) -> bool:
     if product is None or attribute(softmax, "axis", -1) not in (-1, 3):
         return False
     # models of half precision compute the softmax in float32
-    scores, mask = _uncast(input_of(softmax, 0)), None
+    cast = producer(input_of(softmax, 0), "Cast")
+    scores, mask = input_of(softmax, 0) if cast is None else input_of(cast, 0), None
     parts, added = match_scores(scores), producer(scores, "Add")
     # a sum has its terms in any order
     for terms in () if added is None else (added.inputs, added.inputs[::-1]):
@@ -246,11 +247,6 @@ def _divides(queries: int | ir.SymbolicDim, keys: int | ir.SymbolicDim, values: 
 def _through_cast(value: ir.Value) -> ir.Value:
     cast = only_reader(value, "Cast")
     return value if cast is None else cast.outputs[0]
-
-
-def _uncast(value: ir.Value) -> ir.Value:
-    cast = producer(value, "Cast")
-    return value if cast is None else input_of(cast, 0)
 
 
 # Copy the last keys of a sliding layer in one piece.

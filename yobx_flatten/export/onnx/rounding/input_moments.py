@@ -183,7 +183,7 @@ def _split(rows: torch.Tensor, block_size: int) -> InputSplit | None:
     sizes = rows.abs().flatten().sort().values
     tried = {float(sizes[int(part * (len(sizes) - 1))]) for part in _PARTS} - {0.0}
     # of each token, since those of the first one are a hundred times as large in many models
-    whole = _error(rows, block_size).clamp(min=1e-30)
+    whole = (_rounded(rows, block_size) - rows).square().sum(1).clamp(min=1e-30)
 
     def error(large: torch.Tensor, found: torch.Tensor) -> float:
         left = (_rounded(rows - large, block_size) + found - rows).square().sum(1)
@@ -209,10 +209,6 @@ def _large(rows: torch.Tensor, block_size: int) -> tuple[torch.Tensor, float]:
     sizes = rows.square() / rows.square().mean(1, keepdim=True).clamp(min=1e-30)
     channels = sizes.mean(0).topk(min(block_size, rows.shape[1]) - 1).indices
     return channels, float(rows[:, channels].abs().max()) / 127 or 1.0
-
-
-def _error(rows: torch.Tensor, block_size: int) -> torch.Tensor:
-    return (_rounded(rows, block_size) - rows).square().sum(1)
 
 
 def _rounded(rows: torch.Tensor, block_size: int) -> torch.Tensor:

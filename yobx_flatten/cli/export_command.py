@@ -106,7 +106,7 @@ def _quantization(
 def _show(done: ExportedFolder, found: FoundModel, output: pathlib.Path) -> None:
     if not found.has_weights:
         say(f"{found}\n")
-    say(f"{done}\nprocessor time: {time.process_time():.0f} s")
+    say(f"{done}\nCPU time: {time.process_time():.0f} s")
     following = f'\n       yobx-flatten generate {output} --prompt "..."' if done.task in _WRITES else ""
     say(f"\nNext:  yobx-flatten verify {output}{following}")
 

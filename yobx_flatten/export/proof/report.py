@@ -21,7 +21,7 @@ _PROOF = ("replay", "load", "measure", "store cases", "generate", "verify")
 """Steps that write nothing a user needs to run the files."""
 
 _SHOWN = 20.0
-"""Seconds of the processor from which on the report states the part of the proof."""
+"""CPU seconds from which on the report states the part of the proof."""
 
 
 def _nearer(quality: Quality) -> str:
@@ -58,7 +58,7 @@ class ExportReport(Report):
         cases: one result per case and runtime.
         tolerance: largest absolute difference allowed; 1e-4 by default.
         proof: what was replayed: ``"full"``, ``"standard"``, ``"sample"``, or ``"none"``.
-        processor_seconds: the time of the processor that each step took, in seconds, by its name.
+        processor_seconds: CPU time of each step, in seconds, by its name.
         peak_growth: the bytes by which each step raised the peak memory of the process, by its name.
         remarks: notes on what was not checked, and why.
         yardstick: measures what the type of the weights costs, and so what outputs may differ by; ``None`` where the
@@ -234,10 +234,10 @@ class ExportReport(Report):
         return "\n".join([*lines, f"  proof: {self.proof}; {steps}{self._share()}"])
 
     def _share(self) -> str:
-        """The part of the processor's time that the proof took, in words."""
+        """The part of the CPU time that the proof took, in words."""
         took = self.processor_seconds
         total, proof = sum(took.values()), sum(took.get(step, 0.0) for step in _PROOF)
-        return f"; the proof took {proof / total:.0%} of {total:.0f} s of the processor" if total >= _SHOWN else ""
+        return f"; the proof took {proof / total:.0%} of {total:.0f} CPU seconds" if total >= _SHOWN else ""
 
 
 def _of_type(yardstick: Yardstick | None) -> list[str]:

@@ -103,7 +103,7 @@ def _of_kind(name: str, config: Any) -> Any:
     auto, kind = getattr(transformers, name, None), type(config)
     if auto is None or getattr(transformers, kind.__name__, kind) is not kind:  # a class of the same name
         return None
-    with contextlib.suppress(KeyError):  # to ask for the keys imports all models of transformers
+    with contextlib.suppress(KeyError):  # asking for the keys imports all of transformers' models
         return auto._model_mapping[kind]
     return None
 

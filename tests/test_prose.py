@@ -98,6 +98,8 @@ def test_an_idiom_of_our_own_is_avoided(phrase, instead):
         ("a thread of its own", "It runs in a thread of its own.", True),
         ("its own rows", "The gradients of its own rows.", False),
         ("unproven", "An unproven file.", True),
+        ("is of another model", "The checkpoint is of another\n    model.", True),
+        ("another model", "It loads another model.", False),
         ("a name in code", "    >>> proven = check(program)", False),
     ],
 )

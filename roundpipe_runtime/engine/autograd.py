@@ -1,4 +1,4 @@
-"""Autograd integration: a run is a node of the caller's graph, whose backward is a second run.
+"""Autograd integration: a run is one node of the caller's graph; the node's backward is a second run.
 
 Inputs and parameters are inputs of the node, so torch treats their gradients as usual: it sums them in
 ``grad``, runs hooks, and passes them to ``torch.autograd.grad``. The engine commits only the gradients for an

@@ -27,7 +27,7 @@ _AT_HAND = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DiskUse:
-    """Bytes that a step stores on a disk, and reads and writes there."""
+    """The bytes that a step keeps on a disk, and those that it reads and writes there."""
 
     nbytes: int  # parameters, gradients, master weights and optimizer state, which are on the disk
     resident: int  # what is in the memory of the host instead: a few layers, and activations

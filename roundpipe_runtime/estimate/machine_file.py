@@ -29,7 +29,7 @@ def save_machine(machine: Hardware, path: str | os.PathLike[str]) -> None:
 
 
 def load_machine(path: str | os.PathLike[str]) -> Hardware:
-    """Load a machine profile, which was measured, or typed in: rates per second, sizes in bytes.
+    """Load a measured or hand-written machine profile: rates per second, sizes in bytes.
 
     ::
 

@@ -200,7 +200,7 @@ MOST_READ = 0.75
 
 
 def expected_share(experts: int, per_token: float, tokens: float) -> float:
-    """Return the share of the experts of a layer that tokens are expected to be routed to, if all are as likely.
+    """Return the expected share of a layer's experts that tokens are routed to, if routing is even.
 
     Routing that prefers some experts reaches fewer on average, so this is the most that is to be expected. A batch may
     reach more than is expected, and at most all of them.

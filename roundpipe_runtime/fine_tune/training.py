@@ -205,7 +205,7 @@ class Training:
 
         Raises:
             FineTuneError: the checkpoint is of another text, or of other batches.
-            CheckpointError: the checkpoint is of another model.
+            CheckpointError: the checkpoint is for a different model.
         """
         from ..huggingface.trainer.checkpoints import newest_whole
         from .trainer import read_notes

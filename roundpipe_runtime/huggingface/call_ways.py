@@ -1,4 +1,4 @@
-"""Decide how a call of a wrapped model is computed: in microbatches, with a joined loss, or in one piece."""
+"""Decide how a call of a wrapped model runs: in microbatches, with a joined loss, or as one batch."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def quantize_frozen(
         The model itself.
 
     Raises:
-        ConfigError: there is no such kind, a weight has another shape, or the model has no linear layer in a list.
+        ConfigError: there is no such kind, a weight has a different shape, or the model has no linear layer in a list.
         MissingDependencyError: bitsandbytes or torchao is not installed.
 
     >>> model = nn.Sequential(nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)]))

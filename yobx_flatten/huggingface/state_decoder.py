@@ -49,7 +49,7 @@ def _is_state(layer: CacheLayer) -> bool:
 
 
 class StateDecoder(torch.nn.Module):
-    """A model such as Mamba, which is given the mask of all tokens."""
+    """A model such as Mamba, which gets the mask of all tokens."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()

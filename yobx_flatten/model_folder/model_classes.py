@@ -113,7 +113,7 @@ class FolderModel:
 
 
 class OnnxForCausalLM(FolderModel):
-    """A decoder that writes text, as ``AutoModelForCausalLM``.
+    """A decoder that generates text, like ``AutoModelForCausalLM``.
 
     >>> import tempfile
     >>> import torch
@@ -151,91 +151,91 @@ class OnnxForCausalLM(FolderModel):
 
 
 class OnnxForSeq2SeqLM(FolderModel):
-    """An encoder and a decoder from text to text, as ``AutoModelForSeq2SeqLM``."""
+    """An encoder-decoder from text to text, like ``AutoModelForSeq2SeqLM``."""
 
     tasks = ("text2text-generation",)
 
 
 class OnnxForSpeechSeq2Seq(FolderModel):
-    """An encoder and a decoder from sound to text, as ``AutoModelForSpeechSeq2Seq``; Whisper with its own loop."""
+    """An encoder-decoder from audio to text, like ``AutoModelForSpeechSeq2Seq``; Whisper uses its own loop."""
 
     tasks = ("automatic-speech-recognition",)
 
 
 class OnnxForImageTextToText(FolderModel):
-    """Pictures, and a prompt or none, to text, as ``AutoModelForImageTextToText``."""
+    """Generate text from pictures and an optional prompt, like ``AutoModelForImageTextToText``."""
 
     tasks = ("image-text-to-text", "image-to-text")
 
 
 class OnnxForMaskedLM(FolderModel):
-    """Scores of words for the places that are masked, as ``AutoModelForMaskedLM``."""
+    """Predict masked tokens, like ``AutoModelForMaskedLM``."""
 
     tasks = ("fill-mask",)
 
 
 class OnnxForSequenceClassification(FolderModel):
-    """Scores of a text, as ``AutoModelForSequenceClassification``: classes, or how well two texts fit."""
+    """Classify a text or a pair of texts, like ``AutoModelForSequenceClassification``."""
 
     tasks = ("text-classification",)
 
 
 class OnnxForTokenClassification(FolderModel):
-    """Scores of each token, as ``AutoModelForTokenClassification``."""
+    """Classify each token, like ``AutoModelForTokenClassification``."""
 
     tasks = ("token-classification",)
 
 
 class OnnxForQuestionAnswering(FolderModel):
-    """Where an answer begins and ends, as ``AutoModelForQuestionAnswering``."""
+    """Find the start and the end of an answer, like ``AutoModelForQuestionAnswering``."""
 
     tasks = ("question-answering",)
 
 
 class OnnxForMultipleChoice(FolderModel):
-    """Scores of choices, as ``AutoModelForMultipleChoice``."""
+    """Score several choices, like ``AutoModelForMultipleChoice``."""
 
     tasks = ("multiple-choice",)
 
 
 class OnnxForFeatureExtraction(FolderModel):
-    """A model that returns features, as ``AutoModel``."""
+    """Return features, like ``AutoModel``."""
 
     tasks = ("feature-extraction",)
 
 
 class OnnxForCTC(FolderModel):
-    """Sound to letters, frame by frame, as ``AutoModelForCTC``."""
+    """Transcribe audio frame by frame, like ``AutoModelForCTC``."""
 
     tasks = ("ctc",)
 
 
 class OnnxForAudioClassification(FolderModel):
-    """Scores of sound, as ``AutoModelForAudioClassification``."""
+    """Classify audio, like ``AutoModelForAudioClassification``."""
 
     tasks = ("audio-classification",)
 
 
 class OnnxForImageClassification(FolderModel):
-    """Scores of pictures, as ``AutoModelForImageClassification``."""
+    """Classify pictures, like ``AutoModelForImageClassification``."""
 
     tasks = ("image-classification",)
 
 
 class OnnxForObjectDetection(FolderModel):
-    """Boxes in pictures, as ``AutoModelForObjectDetection``."""
+    """Detect objects in pictures, like ``AutoModelForObjectDetection``."""
 
     tasks = ("object-detection",)
 
 
 class OnnxForImageSegmentation(FolderModel):
-    """Parts of pictures, as ``AutoModelForSemanticSegmentation``."""
+    """Segment pictures, like ``AutoModelForSemanticSegmentation``."""
 
     tasks = ("image-segmentation",)
 
 
 class OnnxForDepthEstimation(FolderModel):
-    """Depth of pictures, as ``AutoModelForDepthEstimation``."""
+    """Estimate the depth of pictures, like ``AutoModelForDepthEstimation``."""
 
     tasks = ("depth-estimation",)
 
@@ -247,7 +247,7 @@ class OnnxForTextToSpectrogram(FolderModel):
 
 
 class OnnxForVideoClassification(FolderModel):
-    """Scores of videos, as ``AutoModelForVideoClassification``."""
+    """Classify videos, like ``AutoModelForVideoClassification``."""
 
     tasks = ("video-classification",)
 
@@ -259,7 +259,7 @@ class OnnxForVocoder(FolderModel):
 
 
 class OnnxForZeroShotImageClassification(FolderModel):
-    """How well texts and pictures fit, as ``AutoModelForZeroShotImageClassification``."""
+    """Match texts and pictures, like ``AutoModelForZeroShotImageClassification``."""
 
     tasks = ("zero-shot-image-classification",)
 

@@ -69,7 +69,7 @@ def thread_options(runtime: str, threads: int | None) -> dict[str, Any]:
 
 
 def runtime_of(path: pathlib.Path) -> str:
-    """Return the runtime of a file: by its suffix, and for ``.pt2`` by what it holds."""
+    """Return the runtime of a file: by its suffix, and for ``.pt2`` by its contents."""
     if path.suffix == ".pt2" and is_package(path):
         return "aotinductor"
     found = next((runtime for runtime, suffixes in RUNTIMES.items() if suffixes[0] == path.suffix), None)

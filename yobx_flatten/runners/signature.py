@@ -159,13 +159,13 @@ class Signature:
 def as_tensor(name: str, dtype: torch.dtype, value: Any, failure: type[FlattenError], where: str) -> torch.Tensor:
     """Return an input as a contiguous tensor on the CPU."""
     if value is None:
-        raise failure(f"{where} takes {name}, which is missing.")
+        raise failure(f"{where} needs {name}, which is missing.")
     if isinstance(value, (bool, int, float)):  # a number has no type of its own
         return torch.tensor(value, dtype=dtype)
     tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     if tensor.dtype != dtype:
         kinds = [str(kind).removeprefix("torch.") for kind in (dtype, tensor.dtype)]
-        raise failure(f"{where} takes {name} as {kinds[0]}, and it is {kinds[1]}.")
+        raise failure(f"{where} needs {name} as {kinds[0]}, but it is {kinds[1]}.")
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 

@@ -241,7 +241,7 @@ class RunOutputs:
         # onnx-diagnostic calls its own evaluator, which runs what the reference of ONNX runs, the second
         if engine not in (*_ENGINES, "ExtendedReferenceEvaluator"):
             raise InvalidArgumentError(
-                f"create_input_tensors_from_onnx_model: engine is one of {', '.join(map(repr, _ENGINES))}, found "
+                f"create_input_tensors_from_onnx_model: engine must be one of {', '.join(map(repr, _ENGINES))}, found "
                 f"{describe_class(engine)}."
             )
         if engine == "onnxruntime":

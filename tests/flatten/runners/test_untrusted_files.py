@@ -120,9 +120,9 @@ def test_an_input_has_the_type_of_the_file():
     as_int = functools.partial(as_tensor, "count", torch.int64, failure=GenerationError, where="m.pt2")
     assert as_int(value=3).equal(torch.tensor(3))
     assert as_int(value=np.arange(6).reshape(2, 3).T).equal(torch.tensor([[0, 3], [1, 4], [2, 5]]))
-    with pytest.raises(GenerationError, match=r"m.pt2 takes count as int64, and it is float32"):
+    with pytest.raises(GenerationError, match=r"m.pt2 needs count as int64, but it is float32"):
         as_int(value=torch.ones(2))
-    with pytest.raises(GenerationError, match=r"m.pt2 takes count, which is missing"):
+    with pytest.raises(GenerationError, match=r"m.pt2 needs count, which is missing"):
         as_int(value=None)
 
 

@@ -131,7 +131,7 @@ def test_an_engine_reads_sequences_and_dicts(engine, tmp_path):
 
 
 def test_an_unknown_engine_is_refused():
-    with pytest.raises(InvalidArgumentError, match="engine is one of 'onnx', 'onnxruntime', 'ReferenceEvaluator'"):
+    with pytest.raises(InvalidArgumentError, match="engine must be one of 'onnx', 'onnxruntime', 'ReferenceEvaluator'"):
         create_input_tensors_from_onnx_model(create_onnx_model_from_input_tensors(1), engine="magic")
 
 

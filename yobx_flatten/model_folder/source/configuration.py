@@ -117,7 +117,7 @@ ON_PURPOSE = "Where you trust its author: trust_remote_code=True (--trust-remote
 
 
 def own_code(stated: Mapping[str, Any]) -> str:
-    """Return the class that a configuration needs its own code for; ``""`` where transformers has the classes."""
+    """Return the class of the checkpoint's own code that a configuration needs; ``""`` if transformers has it."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -48,7 +48,7 @@ class OpenedModel:
 
 
 def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) -> OpenedModel:
-    """Open a model that was found."""
+    """Open the model that :func:`find_model` found."""
     # weights: a `WeightsIn`; `"auto"` streams weights of more than a quarter of the free memory to ONNX files
     if weights not in get_args(WeightsIn):
         raise InvalidArgumentError(

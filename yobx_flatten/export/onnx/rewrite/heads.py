@@ -1,4 +1,4 @@
-"""Keep queries, keys and values as their products return them, without splitting heads.
+"""Keep queries, keys and values as one tensor each, without splitting heads.
 
 .. code-block:: text
 

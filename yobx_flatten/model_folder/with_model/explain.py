@@ -81,7 +81,7 @@ def explain_folder(
 
     Raises:
         ForeignFileError: when there is no such folder, or :func:`export_folder` did not write it.
-        InvalidArgumentError: when the folder is not for onnxruntime, has quantised weights, or is for a different model.
+        InvalidArgumentError: the folder is not for onnxruntime, has quantised weights, or is for a different model.
         DamagedFileError: when a file cannot be read or run.
         FlattenError: when the model cannot be exported here any more.
     """

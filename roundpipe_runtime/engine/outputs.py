@@ -74,7 +74,7 @@ class Call:
     land: Callable[[int, int, Gradients], None] | None = None
 
     def losses(self, turn: int) -> LossContract:
-        """Return the contract of the losses of a group."""
+        """Return the object that collects the losses of a group."""
         return self.contract
 
     def add(self, run: Run, inputs: list[HostValue]) -> None:

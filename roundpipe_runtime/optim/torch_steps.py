@@ -1,4 +1,4 @@
-"""Observe the steps of torch's optimizers through their hooks: how many, and who takes one over.
+"""Count the steps of torch's optimizers through their hooks, and let a pipeline take a step over.
 
 torch calls hooks around the step of every optimizer, of any class and from any caller. They are
 registered with the first pipeline, since an import changes nothing of torch.

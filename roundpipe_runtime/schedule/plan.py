@@ -22,7 +22,7 @@ RunType: TypeAlias = Literal["infer", "train", "fused"]
 
 @dataclasses.dataclass(slots=True)
 class ModelExecutePlan:
-    """An execution plan: which layers form a stage, forward and backward. The two are independent of each other.
+    """An execution plan: which layers form a stage in forward and, independently, in backward.
 
     ::
 

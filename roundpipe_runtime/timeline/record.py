@@ -27,7 +27,7 @@ KINDS = tuple(_LETTERS)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-    """One piece of work in a timeline.
+    """One task in a timeline, with its device and times.
 
     Attributes:
         stage: index of the stage in its run.

@@ -209,8 +209,8 @@ WordTimes = Annotated[
 Layout = Annotated[
     Literal["flat", "transformers.js", "genai"],
     typer.Option(
-        help="Names and number of files. transformers.js: the names that it looks for (onnx/model_q4.onnx); genai: the "
-        "files that onnxruntime-genai needs for Whisper and pictures."
+        help="File layout. transformers.js: the file names that it expects (onnx/model_q4.onnx); genai: the files that "
+        "onnxruntime-genai needs for Whisper and pictures."
     ),
 ]
 Adapters = Annotated[

@@ -131,7 +131,7 @@ def _serve(connection: Connection, function: Callable[..., Any]) -> None:
             try:
                 answer = pickle.dumps((True, function(*args, **kwargs)))
                 if len(answer) > _MOST:
-                    raise LimitError(f"it returned {len(answer) / 1e6:.0f} MB, and {_MOST / 1e6:.0f} MB are the most")
+                    raise LimitError(f"it returned {len(answer) / 1e6:.0f} MB, and the limit is {_MOST / 1e6:.0f} MB")
             except MemoryError:
                 answer = pickle.dumps((False, LimitError(f"it needs more than {_MEMORY / 1e9:.1f} GB of memory")))
             except Exception as error:  # it is raised in the caller

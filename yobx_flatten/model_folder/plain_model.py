@@ -98,7 +98,7 @@ class SpeakingFileModel(ModelWithoutWeights):
         return self.generator.generate_speech(read, speaker_embeddings, **options)
 
     def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
-        """Speak, as pipelines ask for it."""
+        """Generate speech, through the name that transformers' pipelines call."""
         return self.generator.generate_speech(input_ids, attention_mask=attention_mask, **options)
 
 

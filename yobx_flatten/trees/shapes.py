@@ -79,7 +79,7 @@ def _as_named_in(inputs: PyTree, overrides: Mapping[str, Any]) -> dict[str, Any]
 
 
 def make_dynamic_shapes_kv_cache(cache: TransformersCache, shape_of_one: DynamicShapes) -> list[Any]:
-    """Write the ``dynamic_shapes`` of one cache, all of whose keys and values vary in the same way.
+    """Write the ``dynamic_shapes`` of one cache whose keys and values all vary along the same axes.
 
     Args:
         cache: a cache of a class that is registered with axes.

@@ -1,4 +1,4 @@
-"""``roundpipe demo``: train a transformer larger than its devices on real text, next to plain training.
+"""``roundpipe demo``: train a transformer larger than its devices on real text, and compare with PyTorch alone.
 
 .. code-block:: text
 

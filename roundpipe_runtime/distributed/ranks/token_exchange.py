@@ -1,4 +1,4 @@
-"""Exchange tokens for heads among ranks: before attention, a rank has some tokens of all heads; in it, all of some.
+"""Exchange tokens for heads between ranks, so that attention sees all tokens of some heads (sequence parallelism).
 
 ::
 

@@ -64,7 +64,7 @@ class RankCall(Call):
     feeds: bool = True  # whether the call continues backward from the inputs; autograd does otherwise
 
     def losses(self, turn: int) -> LossContract:
-        """Return the contract of the losses of a group."""
+        """Return the object that collects the losses of a group."""
         return GroupLosses(self.contract, self.firsts[turn], len(self.parts[turn]))
 
     def add(self, run: Run, inputs: list[HostValue]) -> None:

@@ -287,7 +287,7 @@ def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
 
     less = past.producer()
     if less is None:
-        raise ValueError(f"{past.name} is not a difference of two numbers of tokens")
+        raise ValueError(f"{past.name} is not the difference of two token counts")
     new = input_of(less, 1)
     for node in list(graph):
         if node.domain != "":

@@ -26,6 +26,7 @@ from yobx_flatten.core.compare import compare, tolerance
 from yobx_flatten.errors.failures import result_or
 
 Way: TypeAlias = Literal["rows", "items", "sum"]
+LossWay: TypeAlias = Way | Literal["joined", "whole"]
 Role: TypeAlias = Literal["label", "mask", "output"]
 
 
@@ -51,13 +52,36 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """The weights with which the losses of parts add up, or the reason why none do."""
+    """The weights with which the losses of parts add up, or what shows that none do."""
 
     way: Way | None  # `None` if there are no such weights
     compared: int = 0  # number of sets of values that were compared
-    shown: tuple[Part, Sequence[Part]] | None = None  # losses that no weights fit
-    has_other_values: bool = False  # whether these are losses of other values than those of the batch
+    shown: str | None = None  # losses that no weights fit
     is_pair: bool = False  # whether the loss states its weight
+
+
+@dataclasses.dataclass(frozen=True)
+class LossProof:
+    """How the loss of a kind of call is computed."""
+
+    # `"items"`, `"rows"` or `"sum"`: in microbatches, with these weights. `"joined"`: once, on what the layers return
+    # for all rows. `"whole"`: in one microbatch.
+    way: LossWay
+    reason: str = ""  # reason for `"joined"` and `"whole"`; empty otherwise
+    compared: int = 0  # number of sets of values that were compared; 0 where another batch may show more
+    row_nbytes: int = 0  # bytes of what the layers return for one row, which a joined loss holds for the whole batch
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether losses of microbatches add up."""
+        return self.way not in ("joined", "whole")
+
+    def __str__(self) -> str:
+        if not self.is_sum:
+            how = "once for the whole batch" if self.way == "joined" else "in one microbatch"
+            return f"computed {how}: {self.reason}"
+        weights = {"items": "weighted by the items they count", "rows": "weighted by rows", "sum": "added"}[self.way]
+        return f"losses of microbatches are {weights}, checked with {self.compared} sets of labels and masks"
 
 
 # One evaluation: the rows in one piece, in parts, and the tensors in which gradients end.
@@ -84,22 +108,22 @@ def prove(
         is_pair = is_pair or whole.weight is not None
         if number == 0 and not _is_same(whole, evaluate(values)[0]):
             raise NotProvenError("it returns different values each time")
-        if not _is_comparable(whole, parts) or (as_stated and _has_other_items(whole, parts)):
+        items = {None if one.items is None else round(one.items / one.rows, 9) for one in (whole, *parts)}
+        if not _is_comparable(whole, parts) or (as_stated and len(items) > 1):
             continue
         compared += 1
         difference = _Difference(whole, parts, leaves)
         left = [way for way in left if difference.is_none(way)]
         if not left:
-            return Proof(None, compared, (whole, parts), number > 0)
+            returned = " and ".join(f"{part.value} for {part.rows}" for part in parts)
+            when = ", where labels or outputs have other values" if number else ""
+            return Proof(None, compared, f"{whole.value} for {whole.rows} rows, and {returned} of them{when}")
     return Proof(left[0] if compared else None, compared, is_pair=is_pair)
 
 
 def _is_same(one: Part, other: Part) -> bool:
-    return len(one.losses) == len(other.losses) and all(map(_is_near, one.losses, other.losses))
-
-
-def _is_near(expected: torch.Tensor, found: torch.Tensor) -> bool:
-    return bool(compare(expected, found, "sums"))
+    pairs = zip(one.losses, other.losses, strict=False)
+    return len(one.losses) == len(other.losses) and all(compare(*pair, "sums") for pair in pairs)
 
 
 def _is_comparable(whole: Part, parts: Sequence[Part]) -> bool:
@@ -108,10 +132,6 @@ def _is_comparable(whole: Part, parts: Sequence[Part]) -> bool:
     if len(kinds) > 1 or whole.items == 0 or whole.weight == 0:
         return False
     return all(bool(loss.isfinite()) for loss in whole.losses) and any(bool(part.weight != 0) for part in parts)
-
-
-def _has_other_items(whole: Part, parts: Sequence[Part]) -> bool:
-    return len({None if one.items is None else round(one.items / one.rows, 9) for one in (whole, *parts)}) > 1
 
 
 class _Difference:
@@ -136,7 +156,7 @@ class _Difference:
         differences = []
         for number, loss in enumerate(self._whole.losses):
             total = sum((part.losses[number].to(loss) * share for part, share in counted), loss.new_zeros(()))
-            if not _is_near(loss * self._factor, total):
+            if not compare(loss * self._factor, total, "sums"):
                 return False
             differences.append(loss * self._factor - total)
         limit = max(tolerance("sums", leaf.dtype) for leaf in self._leaves) if self._leaves else 0.0
@@ -150,18 +170,8 @@ class _Difference:
         if not trained or not self._leaves:
             return [0.0] * len(self._leaves)
         ones = [torch.ones_like(one) for one in trained]
-        found: list[torch.Tensor | None] = list(
-            torch.autograd.grad(trained, self._leaves, ones, True, allow_unused=True)
-        )
-        norms = []
-        while found:  # large ones are gone as soon as they are looked at
-            gradient = found.pop(0)
-            if gradient is not None and gradient.layout != torch.strided:
-                gradient = gradient.to_dense()
-            norms.append(
-                0.0 if gradient is None else float(torch.linalg.vector_norm(gradient, dtype=_wide(gradient.dtype)))
-            )
-        return norms
+        found: Sequence[torch.Tensor | None] = torch.autograd.grad(trained, self._leaves, ones, True, allow_unused=True)
+        return [0.0 if one is None else _norm(one) for one in found]
 
     def _shares(self, way: Way) -> list[float] | None:
         if self._whole.weight is not None:
@@ -182,8 +192,10 @@ def in_32_bits(value: Any) -> Any:
     return value.float() if is_short else value
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64
+def _norm(gradient: torch.Tensor) -> float:
+    dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
+    wide = torch.complex128 if dense.dtype.is_complex else torch.float64
+    return float(torch.linalg.vector_norm(dense, dtype=wide))
 
 
 # -- other values ------------------------------------------------------------------------------------------------------

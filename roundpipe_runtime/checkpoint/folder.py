@@ -92,6 +92,9 @@ def appearing(
 def only_writer(folder: pathlib.Path) -> Iterator[None]:
     """A block in which no other process writes a checkpoint into a folder, which is created."""
     if not folder.is_dir():
+        if file := next((one for one in (folder, *folder.parents) if one.is_file()), None):
+            path = file.with_name(f"{file.stem}-checkpoints")
+            raise CheckpointError(f'{file} is a file. Checkpoints need a folder:\n    save_checkpoint("{path}", model)')
         folder.mkdir(parents=True, exist_ok=True)
         flush_folder(folder.parent)
     let_go = hold(folder / _HELD)

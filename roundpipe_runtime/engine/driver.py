@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import PyTree
 
 from ..batch.flat import FlatBatch, FlatMicrobatch, check_labels
+from ..batch.joining import join
 from ..batch.loss import warn_if_uneven
 from ..batch.splitting import split, split_flat
 from ..device.disk import DiskMemory
@@ -29,7 +31,7 @@ from .autograd import call
 from .compiled import NOT_COMPILED, CompiledLayers
 from .config import RoundPipeRunConfig
 from .lifecycle import RunLifecycle
-from .loss_check import LossChecks, Sample, sample_of
+from .loss_check import LossChecks, Sample, on_host
 from .one_group import OneGroup
 from .outputs import Call, Cutting, host_value, merge_outputs, outputs_of
 from .rows import RowCheck, RowTrial, few_rows, set_apart
@@ -273,25 +275,33 @@ class Engine(RunLifecycle):
     ) -> Iterator[Sample]:
         """Yield what the layers return for some rows, in one piece and in parts; at last, for a microbatch."""
         self.wait_exact_step()
-        others = [_on_host(leaf.value) for leaf in batch.label.leaves]
+        others = [on_host(leaf.value) for leaf in batch.label.leaves]
         tried = [] if self.row_check is None else self.row_check.tried
         span, alone = range(len(self.layers)), dataclasses.replace(config, execute_plan=None, output_device=None)
+
+        def run(given: Sequence[FlatMicrobatch]) -> list[PyTree]:
+            reason = "the layers do not run on some rows of the batch"
+            with set_apart(self.layers), raised_as(lambda e: SplitError(f"{reason}: {type(e).__name__}: {e}")):
+                return self.try_layers(given, alone, span, "parts")
+
         # a function that cuts this batch need not cut a few rows of it
         is_cut_by_user = self.row_check is not None and (callable(config.split_input) or callable(config.split_label))
         for trial in tried or (() if is_cut_by_user else self.few_rows(batch, config)):
-            given = [trial.whole, *trial.parts]
-            with set_apart(self.layers), raised_as(_not_run):
-                outputs = trial.outputs or self.try_layers(given, alone, span, "parts")
-            whole, *parts = [
-                (output, _host_labels(one), one.rows or 0) for output, one in zip(outputs, given, strict=True)
-            ]
-            yield Sample.of(whole, parts, others)
+            yield Sample.of(trial, trial.outputs or run([trial.whole, *trial.parts]), others)
         largest = max(microbatches, key=lambda one: one.rows or 0)
         chosen = [largest] if (largest.rows or 0) > 1 else microbatches[:_FEW]
-        with set_apart(self.layers), raised_as(_not_run):
-            outputs = self.try_layers(chosen, alone, span, "parts")
-        labels, rows = map(_host_labels, chosen), [one.rows or 0 for one in chosen]
-        yield sample_of(list(zip(outputs, labels, rows, strict=True)), others)
+        rows = [one.rows or 0 for one in chosen]
+        labels = [pytree.tree_unflatten([*map(on_host, one.labels)], one.label_spec) for one in chosen]
+        held = run(chosen), labels
+        output, label = (one[0] if len(chosen) == 1 else join(one, rows, rows=rows) for one in held)
+        # what the layers return for them is cut in its turn
+        cut = RoundPipeRunConfig(num_microbatch=math.ceil(sum(rows) / _FEW))
+        trials = [*few_rows(self, FlatBatch.of((output,), {}, label), cut)]
+        if not trials:
+            raise SplitError("There is one row.")
+        for trial in trials:
+            outputs = [pytree.tree_unflatten(one.inputs, one.spec)[0][0] for one in (trial.whole, *trial.parts)]
+            yield Sample.of(trial, outputs, others)
 
     @contextlib.contextmanager
     def _noting_ends(self) -> Iterator[None]:
@@ -350,16 +360,3 @@ def in_two_passes(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
     """The settings of a call with the stages of its plan, which is one for a fused run perhaps, for two passes."""
     plan = config.execute_plan
     return config if plan is None else dataclasses.replace(config, execute_plan=plan.for_two_passes())
-
-
-def _not_run(error: Exception) -> SplitError:
-    return SplitError(f"the layers do not run on some rows of the batch: {type(error).__name__}: {error}")
-
-
-def _host_labels(microbatch: FlatMicrobatch) -> PyTree:
-    """The labels of a microbatch where outputs of trials are; the caller's may be on a device."""
-    return pytree.tree_unflatten([_on_host(label) for label in microbatch.labels], microbatch.label_spec)
-
-
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value

@@ -31,7 +31,7 @@ from ..device.transfer import HostValue
 from ..device.worker import collect
 from ..errors import DeviceError, StageError
 from ..optim.disk_store import DiskStore
-from ..optim.parameters import LayerContents, scan
+from ..optim.parameters import LayerContents, check_gradients, scan
 from ..optim.readiness import ReadinessTable
 from ..optim.step import wait_for_updates
 from ..optim.tables import LargeTables
@@ -167,6 +167,8 @@ class RunLifecycle:
         # its error otherwise, also after the cause is gone.
         self.steps.resume()
         contents = self._read_layers()
+        if kind != "infer":
+            check_gradients(contents)
         made = self._spec(kind, config, contents, len(rows), span, of_spec.get("loss_fn"))
         spec = dataclasses.replace(made, **of_spec)
         moves = self.groups.moves_generators

@@ -15,11 +15,10 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,20 +26,33 @@ from yobx_flatten.core.effects import undisturbed
 from yobx_flatten.private_names.of_torch import pytree
 
 from ..batch.averages import count_items
-from ..batch.flat import FlatBatch, FlatMicrobatch
-from ..batch.joining import join
+from ..batch.flat import FlatMicrobatch
 from ..batch.loss import Reduction, read_loss
-from ..batch.loss_proof import Column, Evaluation, NotProvenError, Part, Proof, Role, Way, in_32_bits, prove, variants
-from ..batch.splitting import split_flat
+from ..batch.loss_proof import (
+    Column,
+    Evaluation,
+    LossProof,
+    NotProvenError,
+    Part,
+    Proof,
+    Role,
+    Way,
+    in_32_bits,
+    prove,
+    variants,
+)
 from ..batch.steady_draws import SteadyDraws
 from ..device.generator import generator_alone
 from ..errors import JoinError, LossError, RoundPipeWarning, SplitError, warn
 from .layer_graph import other_leaves
 from .repeats import Repeats
-from .rows import with_shared
+from .rows import RowTrial
 
-# Rows that are enough for two parts of unlike sizes, and values that are compared when a proof is repeated.
-_ROWS, _AGAIN = 3, 3
+# Values that are compared when a proof is repeated.
+_AGAIN = 3
+
+# A batch of one microbatch has nothing to weigh, and shows nothing of other batches.
+ONE_MICROBATCH = LossProof("items")
 
 _WAYS: dict[str, tuple[Way, ...]] = {
     "auto": ("rows", "items", "sum"),
@@ -52,14 +64,11 @@ _WAYS: dict[str, tuple[Way, ...]] = {
 class JoinedLossError(LossError):
     """The loss cannot be computed from the losses of microbatches, so it is computed once from the joined outputs."""
 
-    # is_lasting: whether this holds for the loss function, and not for this batch alone
-    # unclear: kind of a loss that failed for a few rows, of which nothing is known if it also fails for all of them
-
-    def __init__(self, reason: str, *, is_lasting: bool = True, unclear: Hashable = None) -> None:
-        self.reason, self.is_lasting, self.unclear = reason, is_lasting, unclear
+    def __init__(self, proof: LossProof) -> None:
+        self.proof = proof
         super().__init__(
-            f"The loss of the batch cannot be computed from the losses of microbatches: {reason} In one process, it "
-            "can be computed once from the joined outputs:"
+            f"The loss of the batch cannot be computed from the losses of microbatches: {proof.reason} In one process, "
+            "it can be computed once from the joined outputs:"
             '\n    RoundPipeRunConfig(loss_reduction="joined")\n'
             "If it is a mean over items other than rows, return the sum and the number of items:\n"
             "    return WeightedLoss(total, number)"
@@ -81,24 +90,32 @@ class Sample:
     spec: pytree.TreeSpec  # structure of the leaves
 
     @classmethod
-    def of(
-        cls, whole: tuple[Any, Any, int], parts: Sequence[tuple[Any, Any, int]], others: Sequence[Any] = ()
-    ) -> Sample:
-        """Return what a function of outputs and labels reads."""
-        # whole, parts: outputs, labels and rows. others: leaves of the labels of the batch
-        number, (held, spec) = len(pytree.tree_leaves(whole[0])), pytree.tree_flatten(whole[:2])
-        leaves = [held, *(pytree.tree_leaves(one[:2]) for one in parts)]
+    def of(cls, trial: RowTrial, outputs: Sequence[Any], others: Sequence[Any] = ()) -> Sample:
+        """Return what a function of outputs and labels reads of some rows."""
+        # outputs: what the layers return for all rows, then for each part; others: leaves of the labels of the batch
+        given = [trial.whole, *trial.parts]
+        labels = [pytree.tree_unflatten([*map(on_host, one.labels)], one.label_spec) for one in given]
+        number, (held, spec) = len(pytree.tree_leaves(outputs[0])), pytree.tree_flatten((outputs[0], labels[0]))
+        leaves = [held, *(pytree.tree_leaves(one) for one in zip(outputs[1:], labels[1:], strict=True))]
         if len({len(one) for one in leaves}) > 1:
             raise SplitError("The outputs of some rows have a different structure.")
         of_tensors: list[Role] = ["output" if place < number else "label" for place in range(len(held))]
         has_values = [isinstance(leaf, torch.Tensor) and leaf.dtype != torch.bool for leaf in held]
         roles = [role if there else None for role, there in zip(of_tensors, has_values, strict=True)]
-        return cls(leaves, [whole[2], *(one[2] for one in parts)], roles, dict(enumerate(others, number)), spec)
+        return cls(leaves, [one.rows or 0 for one in given], roles, dict(enumerate(others, number)), spec)
 
     def prove(
-        self, loss: Loss, ways: Sequence[Way], ignored: Sequence[int] = (-100,), *, again: bool, as_stated: bool = False
+        self,
+        loss: Loss,
+        called: object,
+        ways: Sequence[Way],
+        ignored: Sequence[int] = (-100,),
+        *,
+        again: bool,
+        as_stated: bool = False,
     ) -> Proof:
         """Find the first weights with which the losses of parts give that of all rows, for all values."""
+        # called: object that the calls may change, which is undone
         # again: whether the weights were checked before, so that few values are compared
         columns = {
             place: Column(leaf.detach(), axis, role, self.others.get(place))
@@ -106,8 +123,13 @@ class Sample:
             if axis is not None and role is not None
         }
         values = itertools.islice(variants([*columns.values()], ignored), _AGAIN if again else None)
-        evaluate = partial(self._evaluate, loss, [*columns])
-        return prove(evaluate, values, ways, as_stated=as_stated)
+        with calls_apart(called) as next_call:
+
+            def apart(number: int, leaves: Sequence[Any]) -> Part:
+                next_call(number)
+                return loss(number, leaves)
+
+            return prove(partial(self._evaluate, apart, [*columns]), values, ways, as_stated=as_stated)
 
     def _evaluate(self, loss: Loss, places: Sequence[int], values: Sequence[torch.Tensor]) -> Evaluation:
         """The losses of other values in some places, and the tensors in which gradients end."""
@@ -171,35 +193,9 @@ def calls_apart(called: object) -> Iterator[Callable[[int], None]]:
         yield next_call
 
 
-def sample_of(found: Sequence[tuple[Any, Any, int]], others: Sequence[Any]) -> Sample:
-    """Return some rows of a microbatch, or of several of one row, in one piece and in parts."""
-    # found: outputs, labels and rows of microbatches
-    if len(found) == 1:
-        return _cut(*found[0], others)
-    if len(found) < 2:
-        raise SplitError("There is one row.")
-    return Sample.of(_joined(found), [_joined(found[:-1]), found[-1]], others)
-
-
-def _joined(found: Sequence[tuple[Any, Any, int]]) -> tuple[Any, Any, int]:
-    counts = [count for *_, count in found]
-    outputs, labels = (join([one[place] for one in found], counts, rows=counts) for place in range(2))
-    return outputs, labels, sum(counts)
-
-
-def _cut(outputs: Any, labels: Any, count: int, others: Sequence[Any]) -> Sample:
-    batch = FlatBatch.of((outputs,), {}, labels)
-    [first, *_] = split_flat(batch, math.ceil(count / _ROWS))
-    (own,), _ = pytree.tree_unflatten(first.inputs, first.spec)
-    held = pytree.tree_unflatten(first.labels, first.label_spec)
-    if (first.rows or 0) < 2:
-        raise SplitError("There is one row.")
-    parts = []
-    for part in split_flat(FlatBatch.of((own,), {}, held), 2):
-        (some,), _ = pytree.tree_unflatten(part.inputs, part.spec)
-        given = with_shared(part.labels, first.labels, others)
-        parts.append((some, pytree.tree_unflatten(given, part.label_spec), part.rows or 0))
-    return Sample.of((own, held, first.rows or 0), parts, others)
+def on_host(value: Any) -> Any:
+    """Return a label where outputs of trials are; the caller's may be on a device."""
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def loss_code(function: Any) -> Hashable:
@@ -212,12 +208,24 @@ def loss_code(function: Any) -> Hashable:
 
 
 class LossChecks:
-    """How the losses of one pipeline add up, by loss function, stated reduction, and kind of labels."""
+    """How losses of one pipeline were found to add up, by kind of call: it is shown again at calls 1, 2, 4, 8, ..."""
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, Reduction | JoinedLossError] = {}
-        self._repeats = Repeats()
-        self._reason: str | None = None  # why nothing was shown in this call
+        self.proofs: dict[Hashable, LossProof] = {}
+        self.repeats = Repeats()
+        self._unclear: str | None = None  # why nothing was shown in this call
+
+    def find(self, kind: Hashable, code: object, show: Callable[[LossProof | None], LossProof]) -> LossProof:
+        """Return how the loss of a call is computed; it is shown again where an attribute of its code has changed."""
+        # show: function that makes a proof, given an earlier one, whose weights have to hold again
+        known, is_due = self.proofs.get(kind), self.repeats.is_due(kind, code)
+        # a batch that shows less takes nothing back: what was not a weighted sum once is never one
+        if known is not None and not (is_due and known.is_sum):
+            return known
+        proof = show(known)
+        if proof is not ONE_MICROBATCH and (proof.compared or proof.way != "joined"):
+            self.proofs[kind] = proof
+        return proof
 
     def reduction(
         self,
@@ -226,109 +234,87 @@ class LossChecks:
         microbatches: Sequence[FlatMicrobatch],
         samples: Callable[[], Iterator[Sample]],
     ) -> Reduction:
-        """Return how the losses of microbatches add up."""
+        """Return how the losses that a function computes of microbatches add up."""
         if getattr(loss_fn, "has_proven_weights", False):
             return "sum"
-        kind = loss_code(loss_fn), stated, tuple(map(_kind, microbatches[0].labels))
-        known = self._found.get(kind)
-        is_due = self._repeats.is_due(kind, loss_fn) or known is None
-        # a batch that shows less takes nothing back: what was not a weighted sum once is never one
-        if is_due and not isinstance(known, JoinedLossError):
-            found = self._checked(loss_fn, stated, samples, known, kind)
-            if found == "nothing":  # follows, as no label counts in these rows
-                raise JoinedLossError("no label counts in its first rows, or it is not finite there.", is_lasting=False)
-            self._found[kind] = found
-        return _refuse(self._found[kind], stated)
+        kind = loss_code(loss_fn), stated, tuple(map(kind_of_value, microbatches[0].labels))
+        proof = self.find(kind, loss_fn, partial(self._show, loss_fn, stated, samples))
+        if proof.way == "joined" or proof.way == "whole":
+            error = JoinedLossError(proof)
+            raise error if stated == "auto" else LossError(str(error))
+        return proof.way if stated == "auto" else "mean" if stated == "mean" else "sum"
 
-    def forget(self, error: JoinedLossError) -> None:
-        """Forget a loss that failed for a few rows, and for all of them: it is shown in the next call."""
-        self._found.pop(error.unclear, None)
+    def forget(self, failed: LossProof) -> None:
+        """Forget that a loss is computed once where that also fails: it is shown in the next call."""
+        self.proofs = {kind: proof for kind, proof in self.proofs.items() if proof is not failed}
 
     def end(self) -> None:
-        """Record the state of the loss function at the end of a call, which may have changed it."""
-        self._reason = None
-        self._repeats.end()
+        """Record the state of the code of a call at its end, which the call may have changed."""
+        self._unclear = None
+        self.repeats.end()
 
     def warn(self) -> None:
         """Warn, after a successful call, that its loss could not be checked."""
-        if self._reason is not None:
+        if self._unclear is not None:
             warn(
-                f"It could not be checked that the loss is the same for any split of a batch: {self._reason} If it "
+                f"It could not be checked that the loss is the same for any split of a batch: {self._unclear} If it "
                 "compares rows with each other, or selects some of them, write:"
                 '\n    RoundPipeRunConfig(loss_reduction="joined")',
                 RoundPipeWarning,
             )
 
-    def _checked(
+    def _show(
         self,
         loss_fn: Callable[[Any, Any], Any],
         stated: str,
         samples: Callable[[], Iterator[Sample]],
-        known: Reduction | None,
-        kind: Hashable,
-    ) -> Reduction | JoinedLossError | Literal["nothing"]:
-        reason = "the layers do not run on some rows of the batch."
-        is_shown = False
+        known: LossProof | None,
+    ) -> LossProof:
+        proof = LossProof("joined", "the layers do not run on some rows of the batch.", 1)
         try:
             for sample in samples():
-                found = self._proof(loss_fn, stated, sample, known)
+                found = _proof(loss_fn, stated, sample, known)
                 if found.shown is not None:
-                    return _not_additive(stated, *found.shown, has_other_values=found.has_other_values)
+                    what = _STATED.get(stated, "a sum or a mean over rows or labels")
+                    reason = f"loss_fn returns {found.shown}. So it is not {what}: it would depend on how the batch is "
+                    reason += "split. It may compare rows, select them, or read what its own calls change."
+                    return LossProof("joined", reason, found.compared)
                 if found.compared or found.is_pair:
-                    return _reduction(stated, found.way or "rows")
-                is_shown = True
-        except (SplitError, JoinError) as error:
+                    return LossProof(found.way or "rows", compared=max(found.compared, 1))
+                proof = LossProof("joined", "no label counts in its first rows, or it is not finite there.")
+        except (SplitError, JoinError, NotProvenError) as error:
             reason = str(error)
-        except NotProvenError as error:
-            reason = f"loss_fn cannot be called for a few rows: {error}."
-            self._reason = None if is_shown else reason
-        if stated == "auto":
-            return "nothing" if is_shown else JoinedLossError(reason, unclear=kind)
-        return _reduction(stated, "rows")
-
-    def _proof(self, loss_fn: Callable[[Any, Any], Any], stated: str, sample: Sample, known: Reduction | None) -> Proof:
-        if (wide := sample.widened()) is not sample:  # in the types of the layers only where the loss takes no others
-            with contextlib.suppress(NotProvenError):
-                return self._proof(loss_fn, stated, wide, known)
-        ways = [way for way in _WAYS[stated] if known is None or _reduction(stated, way) == known]
-        with calls_apart(loss_fn) as next_call:
-
-            def loss(number: int, leaves: Sequence[Any]) -> Part:
-                next_call(number)
-                given = pytree.tree_map_only(torch.Tensor, torch.clone, leaves)  # which it may write in place
-                outputs, labels = pytree.tree_unflatten(given, sample.spec)
-                with SteadyDraws(), count_items() as items:
-                    found = read_loss(loss_fn(outputs, labels))
-                counts = set(items.trained)
-                is_mean = found.kind == "tensor" and len(counts) == 1 and not (items.others or items.sums)
-                return Part(found.tensors, sample.rows[number], counts.pop() if is_mean else None, found.weight)
-
-            return sample.prove(loss, ways, again=known is not None, as_stated=stated == "mean")
+            if isinstance(error, NotProvenError):
+                reason = f"loss_fn cannot be called for a few rows: {error}."
+                self._unclear = reason if proof.compared else None
+            if proof.compared:
+                proof = LossProof("joined", reason, 1)
+        return proof if stated == "auto" else LossProof("rows")
 
 
-def _reduction(stated: str, way: Way) -> Reduction:
-    return way if stated == "auto" else "mean" if stated == "mean" else "sum"
+def _proof(loss_fn: Callable[[Any, Any], Any], stated: str, sample: Sample, known: LossProof | None) -> Proof:
+    if (wide := sample.widened()) is not sample:  # in the types of the layers only where the loss takes no others
+        with contextlib.suppress(NotProvenError):
+            return _proof(loss_fn, stated, wide, known)
+    ways = [way for way in _WAYS[stated] if known is None or stated != "auto" or way == known.way]
+
+    def loss(number: int, leaves: Sequence[Any]) -> Part:
+        given = pytree.tree_map_only(torch.Tensor, torch.clone, leaves)  # which it may write in place
+        outputs, labels = pytree.tree_unflatten(given, sample.spec)
+        with SteadyDraws(), count_items() as items:
+            found = read_loss(loss_fn(outputs, labels))
+        counts = set(items.trained)
+        is_mean = found.kind == "tensor" and len(counts) == 1 and not (items.others or items.sums)
+        return Part(found.tensors, sample.rows[number], counts.pop() if is_mean else None, found.weight)
+
+    return sample.prove(loss, loss_fn, ways, again=known is not None, as_stated=stated == "mean")
 
 
-def _refuse(found: Reduction | JoinedLossError, stated: str) -> Reduction:
-    if isinstance(found, str):
-        return found
-    raise JoinedLossError(found.reason, unclear=found.unclear) if stated == "auto" else LossError(str(found))
+_STATED = {"mean": 'a mean over rows, as loss_reduction="mean" states'}
 
 
-def _not_additive(stated: str, whole: Part, parts: Sequence[Part], *, has_other_values: bool) -> JoinedLossError:
-    what = (
-        'a mean over rows, as loss_reduction="mean" states'
-        if stated == "mean"
-        else "a sum or a mean over rows or labels"
-    )
-    when = ", where labels or outputs have other values" if has_other_values else ""
-    returned = " and ".join(f"{part.value} for {part.rows}" for part in parts)
-    return JoinedLossError(
-        f"loss_fn returns {whole.value} for {whole.rows} rows, and {returned} of them{when}. So it is not {what}: it "
-        "would depend on how the batch is split. It may compare rows, select them, or read what its own calls change."
-    )
-
-
-def _kind(label: Any) -> Hashable:
-    return f"{label.dtype}, {label.dim()}" if isinstance(label, torch.Tensor) else type(label).__qualname__
+def kind_of_value(value: Any) -> Hashable:
+    """Return the facts of an argument or a label that may decide which code runs."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.dim()
+    return (type(value), value) if isinstance(value, bool | str) else type(value).__qualname__

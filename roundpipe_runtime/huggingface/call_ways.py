@@ -13,6 +13,7 @@ from yobx_flatten.errors.messages import format_bytes
 from yobx_flatten.huggingface.cache_names import cache_of, is_cache, name_in
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
+from ..batch.loss_proof import LossProof, LossWay
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError, RoundPipeWarning, warn
 from ..pipeline import RoundPipe
@@ -26,9 +27,9 @@ from .errors import other_loss, rows_are_mixed
 from .loss.call_options import CALL_OPTIONS, CallOptions
 from .loss.moe_aux_loss import has_router_logits, wants_tuple
 from .loss.weights import UnprovenLossError, has_labels, rows_of_call
-from .loss_proof import LossOfModel, LossProof, Way
-from .loss_ways import LossWays
+from .loss_proof import LossOfModel, LossWays
 from .merge_outputs import merge_as_asked, merge_as_tuple, merge_with_cache, merge_with_loss
+from .piece_rows import PieceRows
 from .row_lists import is_packed, keeps_texts_apart, split_lists
 
 
@@ -36,7 +37,8 @@ class CutModel(RoundPipe):
     """A model in pieces, with the ways in which losses and rows of a kind of call are computed."""
 
     _rp_cut: Cut
-    _rp_warned_of_rows = _rp_warned_of_loss = _rp_warned_of_packed = False
+    _rp_warned_of_packed = False
+    _rp_warned_of: frozenset[str] = frozenset()
 
     def __init__(self, made: Cut, **options: Any) -> None:
         self.__dict__["_rp_cut"] = made
@@ -45,15 +47,20 @@ class CutModel(RoundPipe):
     @functools.cached_property
     def _rp_losses(self) -> LossWays:
         """How losses are computed, by kind of call."""
-        return LossWays(self._rp_cut, self._rp_engine, shares_batches=self._rp_options.has_groups)
+        return LossWays(self._rp_rows)
+
+    @functools.cached_property
+    def _rp_rows(self) -> PieceRows:
+        """Rows that pieces run by themselves, and which pieces mix rows."""
+        return PieceRows(self._rp_cut, self._rp_engine, shares_batches=self._rp_options.has_groups)
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
         return list(self.cut.pieces)
 
     def _rp_build(self, *args: Any, **kwargs: Any) -> None:
         super()._rp_build(*args, **kwargs)
-        self._rp_engine.row_check = None  # pieces are looked at one kind of call at a time, see `_rp_losses`
-        self._rp_engine.few_rows = lambda batch, config: self._rp_losses.few_rows(batch, config)
+        self._rp_engine.row_check = None  # pieces are looked at one kind of call at a time, see `_rp_rows`
+        self._rp_engine.few_rows = lambda batch, config: self._rp_rows.few_rows(batch, config)
 
     def _rp_read_model(self) -> None:
         """Bring the cut up to date with the model; what was found of another model is forgotten."""
@@ -61,6 +68,7 @@ class CutModel(RoundPipe):
         if made is not self._rp_cut:
             self._rp_cut = made
             self.__dict__.pop("_rp_losses", None)
+            self.__dict__.pop("_rp_rows", None)
 
     def _rp_check_model(self) -> None:
         """Do nothing: calls read the model when their arguments are prepared."""
@@ -85,7 +93,7 @@ class CutModel(RoundPipe):
 
     # -- the way of a call ---------------------------------------------------------------------------------------------
 
-    def _rp_way(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> Way:
+    def _rp_way(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossWay:
         """Return how the loss of a call is computed; the options of the call note it."""
         options: CallOptions = kwargs[CALL_OPTIONS]
         resolved = self._rp_config(config)
@@ -93,38 +101,47 @@ class CutModel(RoundPipe):
         if resolved.loss_reduction == "joined":
             self._rp_check_alone()
             return "joined"
-        if options.smoothed_loss is not None or resolved.num_microbatch == 1 or not is_wanted:
-            # A smoothed loss is ours, and one microbatch has nothing to weigh. A call without labels that trains
-            # nothing rarely has a loss; one that has is not assumed to be checked.
+        is_one = resolved.num_microbatch == 1
+        if options.smoothed_loss is not None or (is_one and not self._rp_options.has_groups) or not is_wanted:
+            # A smoothed loss is ours, and one microbatch in one process has nothing to weigh. A call without labels
+            # that trains nothing rarely has a loss; one that has is not assumed to be checked.
             if options.smoothed_loss is not None:
                 kwargs[CALL_OPTIONS] = dataclasses.replace(options, weight_by="items")
             return "items"
         proof = self._rp_losses.find(args, kwargs, resolved)
         if self._rp_options.has_groups and proof.way != "items":
+            if is_one:  # the whole batch, or an error when its loss is there
+                return "items"
             raise UnprovenLossError
         if proof.way in ("items", "rows", "sum"):
             kwargs[CALL_OPTIONS] = dataclasses.replace(options, weight_by=proof.way)
-        elif proof.variants or proof.way == "whole":  # else no label counts in this batch, and a joined loss is zero
+        elif proof.compared or proof.way == "whole":  # else no label counts in this batch, and a joined loss is zero
             self._rp_warn_of_loss(proof, rows_of_call(args, kwargs))
         return proof.way
 
     def _rp_way_of_function(
-        self, args: tuple[Any, ...], kwargs: Kwargs, function: LossOfModel, config: RoundPipeRunConfig, way: Way
-    ) -> Way:
+        self, args: tuple[Any, ...], kwargs: Kwargs, function: LossOfModel, config: RoundPipeRunConfig, way: LossWay
+    ) -> LossWay:
         """Return how a function of the model's loss is computed, which has its weights, or none."""
         resolved = self._rp_config(config)
-        if way in ("joined", "whole") or resolved.num_microbatch == 1:
+        is_one, has_groups = resolved.num_microbatch == 1, self._rp_options.has_groups
+        if way in ("joined", "whole") or (is_one and not has_groups):
             return way
         proof = self._rp_losses.find(args, kwargs, resolved, function)
-        if self._rp_options.has_groups and (proof.way in ("joined", "whole") or not proof.variants):
+        if has_groups and (proof.way in ("joined", "whole") or not proof.compared):
+            if is_one:  # the whole batch, or an error when its loss is there
+                kwargs[CALL_OPTIONS] = dataclasses.replace(kwargs[CALL_OPTIONS], weight_by=None)
+                return way
             raise other_loss()
         if proof.way in ("items", "rows", "sum"):
             return way
-        if proof.variants or proof.way == "whole":
+        if proof.compared or proof.way == "whole":
             self._rp_warn_of_loss(proof, rows_of_call(args, kwargs), "loss_fn")
         return proof.way
 
-    def _rp_way_for_rows(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: Way) -> Way:
+    def _rp_way_for_rows(
+        self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: LossWay
+    ) -> LossWay:
         """Return how a call is computed whose layers may mix rows: layers that do run once for the whole batch."""
         options: CallOptions = kwargs[CALL_OPTIONS]
         last, resolved = len(self.cut.pieces) - 1, self._rp_config(config)
@@ -132,49 +149,48 @@ class CutModel(RoundPipe):
             return way
         # the last piece of these returns a loss, which was checked itself
         is_loss_only = way == "joined" or options.loss_only or options.smoothed_loss is not None
-        piece = self._rp_losses.first_that_mixes(args, kwargs, resolved, last if is_loss_only else last + 1)
+        piece = self._rp_rows.first_that_mixes(args, kwargs, resolved, last if is_loss_only else last + 1)
         if piece is None:
             return way
-        title = self._rp_losses.title(piece)
+        title = self._rp_rows.title(piece)
         if self._rp_options.has_groups:
             raise rows_are_mixed(title)
-        found: Way = "joined" if piece == last and last > 0 else "whole"
+        found: LossWay = "joined" if piece == last and last > 0 else "whole"
         self._rp_warn_of_rows(title, found)
         return found
 
-    def _rp_warn_of_rows(self, title: str, way: Way) -> None:
+    def _rp_warn_of_rows(self, title: str, way: LossWay) -> None:
         """State once that layers do not compute each row by itself."""
-        if not self._rp_warned_of_rows:
-            self._rp_warned_of_rows = True
-            how = "it runs once for the whole batch" if way == "joined" else "such batches run in one microbatch"
-            warn(
-                f"{type(self.cut.model).__name__}: {title} computes different values for a whole batch than for its "
-                f"parts. So {how}.",
-                RoundPipeWarning,
-            )
+        how = "it runs once for the whole batch" if way == "joined" else "such batches run in one microbatch"
+        kind = type(self.cut.model).__name__
+        self._rp_warn_once(
+            "rows", f"{kind}: {title} computes different values for a whole batch than for its parts. So {how}."
+        )
 
-    def _rp_way_without_parts(self, kwargs: Kwargs) -> Way:
+    def _rp_warn_once(self, about: str, text: str) -> None:
+        if about not in self._rp_warned_of:
+            self._rp_warned_of |= {about}
+            warn(text, RoundPipeWarning)
+
+    def _rp_way_without_parts(self, kwargs: Kwargs) -> LossWay:
         """Return how a loss is computed whose parts have no weights."""
-        way: Way = "whole" if self.cut.report.is_whole or is_cache(cache_of(kwargs)) else "joined"
+        way: LossWay = "whole" if self.cut.report.is_whole or is_cache(cache_of(kwargs)) else "joined"
         self._rp_warn_of_loss(LossProof(way, "its labels in this batch are not of the kind that was checked"), 0)
         return way
 
     def _rp_warn_of_loss(self, proof: LossProof, rows: int, whose: str = "") -> None:
         """Warn once how a loss is computed that cannot be added over microbatches."""
         # whose: what returns the loss. Default: the model.
-        if self._rp_warned_of_loss:
-            return
-        self._rp_warned_of_loss = True
         held = f" ({format_bytes(proof.row_nbytes * rows)} on the host)" if proof.row_nbytes and rows else ""
         how = (
             f"the last layer and the loss run once for the whole batch, on what the layers before return for it{held}"
             if proof.way == "joined"
             else "such batches run in one microbatch"
         )
-        warn(
+        self._rp_warn_once(
+            "loss",
             f"The loss of {whose or type(self.cut.model).__name__} cannot be computed from the losses of microbatches: "
             f"{proof.reason}. So {how}, and the loss is that of the whole batch.",
-            RoundPipeWarning,
         )
 
     def _rp_warn_of_packed(self) -> None:

@@ -68,15 +68,6 @@ def moved_away(device: str) -> ConfigError:
     )
 
 
-def resized_late() -> ConfigError:
-    """Return the error for resizing parameters of which an optimizer has copies."""
-    return ConfigError(
-        "resize_token_embeddings: the optimizer works on copies of the parameters (optim_dtype), which have the old "
-        "size. Resize first:\n    model.resize_token_embeddings(...)\n    pipeline = wrap_model_to_roundpipe(model, "
-        "optim_dtype=...)"
-    )
-
-
 def rows_are_mixed(title: str) -> SplitError:
     """Return the error for layers that mix the rows of a batch of which each process has only its own."""
     return SplitError(

@@ -7,9 +7,11 @@ or added. Where no weights fit, or where the code draws random numbers, the loss
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,39 +21,32 @@ from yobx_flatten.core.compare import compare
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs
 
+from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..batch.loss import read_loss
-from ..batch.loss_proof import NotProvenError, Part, Role, in_32_bits
+from ..batch.loss_proof import LossProof, NotProvenError, Part, Role, Way, in_32_bits
 from ..batch.steady_draws import NoDropout
-from ..engine.loss_check import Sample, calls_apart
-from .cutting.cut_plan import CutState
+from ..engine.config import RoundPipeRunConfig
+from ..engine.loss_check import ONE_MICROBATCH, LossChecks, Sample, calls_apart, loss_code
+from ..engine.rows import RowTrial
+from ..errors import ConfigError, DeviceMemoryError, RoundPipeError
+from .cutting.check import checking
+from .cutting.cut import Cut
+from .cutting.cut_plan import CutState, drops_layers
+from .cutting.joined_state import CannotJoinError
 from .cutting.placeholder import Key
-from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share
+from .errors import BatchStructureError
+from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share, split_options
 from .loss.moe_aux_loss import has_auxiliary_loss, without_auxiliary_loss
-from .loss.weights import WeightBy, counting, label_names, loss_of, with_loss_weight
-
-Way: TypeAlias = WeightBy | Literal["joined", "whole"]
+from .loss.weights import counting, label_names, loss_of, with_loss_weight
+from .piece_rows import PieceRows, call_of
 
 # Labels that losses ignore: torch's default, and places after the end of every text, for models that look for places.
 _IGNORED = (-100, 10**6)
 
+_ALL: Sequence[Way] = ("items", "rows", "sum")
 
-@dataclasses.dataclass(frozen=True)
-class LossProof:
-    """How the loss of a kind of call is computed."""
-
-    # `"items"`, `"rows"` or `"sum"`: in microbatches, with these weights. `"joined"`: once, on what the layers return
-    # for all rows. `"whole"`: in one microbatch.
-    way: Way
-    reason: str = ""  # reason for `"joined"` and `"whole"`; empty otherwise
-    variants: int = 0  # number of sets of labels that were compared; 0 where another batch may show more
-    row_nbytes: int = 0  # bytes of what the layers return for one row, which a joined loss holds for the whole batch
-
-    def __str__(self) -> str:
-        if self.way in ("joined", "whole"):
-            how = "once for the whole batch" if self.way == "joined" else "in one microbatch"
-            return f"computed {how}: {self.reason}"
-        weights = {"items": "weighted by the items they count", "rows": "weighted by rows", "sum": "added"}[self.way]
-        return f"losses of microbatches are {weights}, checked with {self.variants} sets of labels and masks"
+# Errors of a model that refuses a few rows of a batch; what concerns the whole batch is raised by the call itself.
+_REFUSED = (RoundPipeError, RuntimeError, ValueError, IndexError, TypeError, KeyError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,32 +68,119 @@ class LossOfModel:
     label: Any
 
 
+class LossWays:
+    """The ways in which losses of one model are computed, by kind of call."""
+
+    def __init__(self, rows: PieceRows) -> None:
+        self._rows, self._made, self._engine = rows, rows.made, rows.engine
+        self._engine.loss_checks = LossChecks()  # what was found of the model before a change is forgotten
+        self.shown: list[str] = []  # lines for the report of the cut
+
+    @property
+    def proofs(self) -> Mapping[Hashable, LossProof]:
+        """How losses are computed, by kind of call."""
+        return self._engine.loss_checks.proofs
+
+    def find(
+        self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, function: LossOfModel | None = None
+    ) -> LossProof:
+        """Return how the loss of a call is computed; a proof runs at calls 1, 2, 4, 8, ... of its kind."""
+        # function: function of the model's loss, whose weights were found before. Default: the loss is the model's.
+        kind, code, label = self._rows.kind_of(args, kwargs), None, None
+        if function is not None:
+            kind, code, label = (kind, loss_code(function.function)), function.function, function.label
+        before = self.proofs.get(kind)
+
+        def show(known: LossProof | None) -> LossProof:
+            batch, settings = FlatBatch.of(args, kwargs, label), config
+            if len(self._engine.split(batch, config)) == 1:
+                if not self._rows.shares_batches:
+                    return ONE_MICROBATCH
+                batch, settings = self._rows.three_at_least(batch, config)
+            self._engine.steps.wait_written()  # a step would change weights between two evaluations
+            return self._show(kind, batch, settings, function, known)
+
+        proof = self._engine.loss_checks.find(kind, code, show)
+        has_loss = proof.compared or proof.way not in ("items", "joined")
+        if function is None and has_loss and (before is None or before.way != proof.way):
+            mode = "training" if self._made.model.training else "evaluation"
+            given = ", ".join(name for name, value in split_options(kwargs)[0].items() if value is not None)
+            self.shown.append(f"{mode} with {given}: {proof}")
+        return proof
+
+    def _show(
+        self,
+        kind: Hashable,
+        batch: FlatBatch,
+        config: RoundPipeRunConfig,
+        function: LossOfModel | None,
+        known: LossProof | None,
+    ) -> LossProof:
+        found: LossProof | None = None
+        trials = itertools.chain(self._rows.some_rows(batch, config), self._rows.repeated_rows(batch, config))
+        try:
+            with _with_all_layers(self._made):
+                for trial in trials:
+                    try:
+                        found = self._proof(kind, trial, batch.kwargs.tree, config, function, known)
+                    except CannotJoinError as error:  # of these rows: a mask may be there for some only
+                        found = LossProof("whole", str(error))
+                        continue
+                    if found.compared or found.way != "joined":
+                        break  # else no labels count in these rows: others may have some
+        except (torch.OutOfMemoryError, DeviceMemoryError, BatchStructureError, ConfigError):
+            raise
+        except CannotJoinError as error:
+            return LossProof("whole", str(error))
+        except _REFUSED as error:
+            return LossProof("whole", f"it does not run on a few of the rows: {error}")
+        return found or LossProof("joined", "no labels count in this batch, or it is not finite")
+
+    def _proof(
+        self,
+        kind: Hashable,
+        trial: RowTrial,
+        of_batch: Kwargs,
+        config: RoundPipeRunConfig,
+        function: LossOfModel | None,
+        known: LossProof | None,
+    ) -> LossProof:
+        others, given = split_options(of_batch)
+        made, rows, nbytes = self._made, [*map(_rows_of, (trial.whole, *trial.parts))], 0
+        tail = Tail(made, given or CallOptions(), others, function)
+        if not made.report.is_whole:
+            states, shown = self._rows.some_states(trial, config)
+            rows[1:] = [dataclasses.replace(part, state=state) for part, state in zip(rows[1:], states, strict=True)]
+            nbytes = sum(value.nbytes for state in states for value in state.values.values())
+        if function is None and (found := tail.without_proof(rows[1])) is not None:
+            return found
+        if not made.report.is_whole:
+            rows[0] = dataclasses.replace(rows[0], state=self._rows.joined_state(kind, trial, states, shown))
+        return dataclasses.replace(tail.prove(rows, known), row_nbytes=nbytes // max(rows[0].count, 1))
+
+
 class Tail:
     """The code after the last layer, which computes the loss of some rows, in 32 bits at least."""
 
-    # model: model whose last piece, or only one, is `piece`
     # kwargs: keyword arguments of the model in the call that is checked
     # function: function of its output that computes the loss. Default: the loss is the model's.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        piece: nn.Module,
-        options: CallOptions,
-        kwargs: Kwargs,
-        function: LossOfModel | None = None,
-    ) -> None:
-        self._model, self._piece, self._kwargs, self._function = model, piece, kwargs, function
+    def __init__(self, made: Cut, options: CallOptions, kwargs: Kwargs, function: LossOfModel | None) -> None:
+        self._model, self._piece, self._kwargs, self._function = made.model, made.pieces[-1], kwargs, function
         self._own_way = options.weight_by
         self._options = dataclasses.replace(options, weight_by="rows")  # a loss over no items stays as it is
-        self._has_auxiliary = has_auxiliary_loss(model, kwargs)
-        self._parameters = _widened(piece)
+        self._has_auxiliary = has_auxiliary_loss(made.model, kwargs)
+        # with graphs of their own: a graph that is still held may be of a parameter before it was resized
+        self._parameters = {
+            name: in_32_bits(parameter.detach()).requires_grad_(parameter.requires_grad)
+            for name, parameter in self._piece.named_parameters()
+        }
 
     def without_proof(self, rows: SomeRows) -> LossProof | None:
         """Return how a loss is computed that is not to be weighed, or not to be compared; ``None`` for any other."""
         values = {} if rows.state is None else rows.state.values
         held = {key: value.detach().requires_grad_(value.is_floating_point()) for key, value in values.items()}
-        with calls_apart(self._piece), NoDropout():
+        with calls_apart(self._piece):
             first, has_drawn = self._loss(rows, held, seed=1)
             if first is None or not first.losses[0].requires_grad:
                 return LossProof("items")
@@ -111,7 +193,7 @@ class Tail:
         """Find the weights with which the losses of parts add up to that of all rows."""
         # rows: all of them, then the same rows in consecutive parts
         # known: an earlier proof of this kind of call, whose weights have to hold again; none by default
-        otherwise: Way = "whole" if rows[0].state is None else "joined"
+        otherwise: Literal["whole", "joined"] = "whole" if rows[0].state is None else "joined"
         roles = self._roles(rows[0])
         keys = [] if rows[0].state is None else list(rows[0].state.values)
         leaves = [
@@ -122,27 +204,27 @@ class Tail:
         outputs: list[Role] = ["output"] * len(keys)
         spec = pytree.tree_structure([*roles, *keys])
         sample = Sample(leaves, [one.count for one in rows], [*roles.values(), *outputs], others, spec).widened()
-        way = known.way if known is not None and known.variants else None
-        own = getattr(getattr(self._model, "config", None), "semantic_loss_ignore_index", None)
         is_share = gives_share(self._kwargs)
-        ways = _ways(way if self._function is None else self._own_way, is_share)
+        # as rows with as many labels each would also fit others, those of an earlier proof have to hold again
+        way = known.way if known is not None and known.compared else None
+        fixed = [one for one in _ALL if one == (way if self._function is None else self._own_way)]
+        ways: Sequence[Way] = ("items", "sum") if fixed == ["items"] and is_share else fixed or _ALL
+        own = getattr(getattr(self._model, "config", None), "semantic_loss_ignore_index", None)
+        ignored = (*_IGNORED, *([own] if isinstance(own, int) else []))
+
+        def loss(number: int, leaves: Sequence[Any]) -> Part:
+            some, named = rows[number], dict(zip(roles, leaves, strict=False))
+            values = dict(zip(keys, leaves[len(roles) :], strict=True))
+            found, _ = self._loss(dataclasses.replace(some, kwargs=some.kwargs | named), values, seed=1)
+            if found is None:
+                raise ValueError("no loss")
+            return found
+
         called = self._piece, None if self._function is None else self._function.function
-        with calls_apart(called) as next_call, NoDropout():
-
-            def loss(number: int, leaves: Sequence[Any]) -> Part:
-                next_call(number)
-                some, named = rows[number], zip(roles, leaves, strict=False)
-                values = dict(zip(keys, leaves[len(roles) :], strict=True))
-                found, _ = self._loss(dataclasses.replace(some, kwargs=some.kwargs | dict(named)), values, seed=1)
-                if found is None:
-                    raise ValueError("no loss")
-                return found
-
-            try:
-                ignored = (*_IGNORED, *([own] if isinstance(own, int) else []))
-                found = sample.prove(loss, ways, ignored, again=way is not None)
-            except NotProvenError as error:
-                return LossProof(otherwise, str(error), 1)
+        try:
+            found = sample.prove(loss, called, ways, ignored, again=way is not None)
+        except NotProvenError as error:
+            return LossProof(otherwise, str(error), 1)
         if not found.compared:
             return LossProof(otherwise, "no labels count in its first rows, or it is not finite there")
         if found.way is None:
@@ -151,7 +233,7 @@ class Tail:
                 reason = "it is not a multiple of the model's loss, with or without a term that is the same for all"
             return LossProof(otherwise, reason, found.compared)
         # where it is a share, the items are those of the batch
-        return LossProof("items" if found.way == "sum" and is_share else found.way, variants=found.compared)
+        return LossProof("items" if found.way == "sum" and is_share else found.way, compared=found.compared)
 
     def _roles(self, rows: SomeRows) -> dict[str, Role]:
         """The labels and masks among the arguments."""
@@ -177,8 +259,8 @@ class Tail:
             options: dict[str, Any] = {"options": self._options, "seed": seed}
             args = (dataclasses.replace(rows.state, call=(args, kwargs), values=values, **options),)
             kwargs = {}
-        with counting() as items:
-            output, _, _ = functional_call(self._piece, dict(self._parameters), args, kwargs)
+        with counting() as items, NoDropout():
+            output, _, _ = functional_call(self._piece, self._parameters, args, kwargs)
             loss = loss_of(output)
             if loss is not None and self._has_auxiliary:
                 loss = without_auxiliary_loss(self._model, output)
@@ -192,17 +274,21 @@ class Tail:
         return Part(found.tensors, rows.count, count if 0 <= count < float("inf") else None, found.weight), has_drawn
 
 
-def _ways(way: Way | None, is_share: bool) -> Sequence[WeightBy]:
-    """The weights to try: those of an earlier proof, as rows with as many labels each would also fit others."""
-    if way is None or way == "joined" or way == "whole":
-        return "items", "rows", "sum"
-    return ("items", "sum") if way == "items" and is_share else (way,)
+def _rows_of(microbatch: FlatMicrobatch) -> SomeRows:
+    args, kwargs = call_of(microbatch)
+    label = pytree.tree_unflatten(microbatch.labels, microbatch.label_spec)
+    return SomeRows(args, split_options(kwargs)[0], microbatch.rows or 0, label)
 
 
-def _widened(piece: nn.Module) -> Mapping[str, torch.Tensor]:
-    """The parameters of a piece, those of 16 bits as copies of 32."""
-    found: dict[str, torch.Tensor] = {}
-    for name, parameter in piece.named_parameters():
-        wide = in_32_bits(parameter.detach())
-        found[name] = parameter if wide.dtype == parameter.dtype else wide.requires_grad_(parameter.requires_grad)
-    return found
+@contextlib.contextmanager
+def _with_all_layers(made: Cut) -> Iterator[None]:
+    """Evaluate a model of which parts of a batch differ in training by design: it drops layers, or has batch norms."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    normalizes = any(isinstance(module, kinds) for module in made.model.modules())
+    if not made.model.training or not (normalizes or drops_layers(made.model)):
+        yield
+        return
+    with checking(made.model):
+        made.sync()
+        yield
+    made.sync()

@@ -23,7 +23,7 @@ from .loss.moe_aux_loss import (
     has_router_logits,
     without_auxiliary_loss,
 )
-from .loss.weights import check_weights, has_labels, loss_of, shares_of, with_loss
+from .loss.weights import check_weights, has_labels, loss_of, loss_of_batch, with_loss
 
 
 def loss_fn_with_weight(
@@ -103,11 +103,10 @@ def merge_with_loss(model: nn.Module, kwargs: Kwargs, is_smoothed: bool, outputs
         joined["aux_loss"] = aux[0]
     if not has_loss:
         return joined
-    shares = shares_of(items)  # a mean over items becomes that of the batch with the share of its items
     adds_auxiliary = aux is not None and not is_smoothed and has_auxiliary_loss(model, kwargs)
     if adds_auxiliary:
         losses = [without_auxiliary_loss(model, part) for part in parts]
-    loss = torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum()
+    loss = loss_of_batch(losses, items)
     return with_loss(joined, loss + aux[1] if adds_auxiliary and aux is not None else loss)
 
 

@@ -14,15 +14,17 @@ from torch import nn
 from yobx_flatten.huggingface.cache_names import cache_of, is_cache, name_in
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
+from ..batch.loss_proof import LossWay
 from ..engine.config import RoundPipeRunConfig
 from ..engine.loss_check import JoinedLossError
 from ..errors import ConfigError
+from ..optim.parameters import resized_late
 from ..pipeline.call_types import back_from, forward_backward_method
 from .batches import join_outputs
 from .call_ways import CutModel
 from .cutting.cut import Cut, pieces_of, whole
 from .cutting.joined_state import CannotJoinError
-from .errors import moved_away, resized_late
+from .errors import moved_away
 from .generate.generation import GenerationPath, forward_of, generation_paths, reason_for_host, use_paths
 from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share, is_proven
 from .loss.label_smoothing import SmoothedLoss, smoothed_call
@@ -33,12 +35,12 @@ from .loss.weights import (
     check_weights,
     has_labels,
     loss_of,
+    loss_of_batch,
     own_loss,
     rows_of_call,
-    shares_of,
     with_loss,
 )
-from .loss_proof import LossOfModel, Way
+from .loss_proof import LossOfModel
 from .merge_outputs import loss_fn_with_weight
 
 _LOG = logging.getLogger(__name__)
@@ -88,7 +90,7 @@ class WrappedModel(CutModel):
             outputs = self._rp_forward(args, kwargs, config, way)
         return outputs[0] if config.merge_output is False else outputs
 
-    def _rp_forward(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: Way) -> PyTree:
+    def _rp_forward(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: LossWay) -> PyTree:
         """Run forward such that a loss in the output is that of the whole batch."""
         if way in ("items", "rows", "sum"):
             try:
@@ -100,7 +102,7 @@ class WrappedModel(CutModel):
         resolved = self._rp_config(config)
         if way == "joined":
             self._rp_engine.synchronize()  # a step next to the forward would change weights before the backward
-        if way == "joined" and (join := self._rp_losses.join(args, kwargs, resolved)) is not None:
+        if way == "joined" and (join := self._rp_rows.join(args, kwargs, resolved)) is not None:
             try:
                 return self._rp_engine.forward_joined(args, kwargs, resolved, join)
             except CannotJoinError as error:
@@ -211,7 +213,7 @@ class WrappedModel(CutModel):
         computes_loss = is_smoothed or loss_fn is own_loss or has_labels(model, kwargs)
         if loss_fn is own_loss and not return_outputs:
             kwargs[CALL_OPTIONS] = dataclasses.replace(options, loss_only=True)
-        way: Way = self._rp_way(input_args, kwargs, config) if computes_loss else "items"
+        way: LossWay = self._rp_way(input_args, kwargs, config) if computes_loss else "items"
         way = self._rp_way_for_rows(input_args, kwargs, config, way)
         if computes_loss and not is_smoothed and has_auxiliary_loss(model, kwargs):
             if self._rp_groups is not None:
@@ -247,7 +249,6 @@ class WrappedModel(CutModel):
             if self._rp_way_without_parts(kwargs) == "joined":
                 return joined()
             result = run(dataclasses.replace(config, num_microbatch=1))
-        self._rp_losses.repeats.end()
         return (result[0], result[1][0]) if return_outputs and config.merge_output is False else result
 
     def _rp_rows_of_batch(self, args: tuple[Any, ...], kwargs: Kwargs) -> Callable[[], int]:
@@ -263,7 +264,7 @@ class WrappedModel(CutModel):
         loss_fn: Callable[[Any, Any], Any],
         return_outputs: bool,
         config: RoundPipeRunConfig,
-        way: Way,
+        way: LossWay,
     ) -> Any:
         """Forward of all microbatches, then the loss of the joined output: for a loss that is not a sum over rows."""
         with torch.enable_grad():
@@ -407,7 +408,8 @@ class WholeBatchLoss:
         if losses:
             items = [count for one in found for count in one["items"]]
             check_weights(items, is_share=self._is_share, is_proven=self._is_proven)
-            joined = with_loss(joined, _total(losses, items, aux))
+            loss = loss_of_batch(losses, items)
+            joined = with_loss(joined, loss if aux is None else loss + aux[1])
         output = joined.to_tuple() if self._as_tuple else joined
         return self._loss_fn(output, self._label), output
 
@@ -417,12 +419,6 @@ class WholeBatchLoss:
         masks = [one["mask"] for one in stated]
         mask = None if any(one is None for one in masks) else torch.cat(masks, 1)
         return auxiliary_loss_of(self._model, _one_after_another([one["routers"] for one in stated]), mask)
-
-
-def _total(losses: Sequence[torch.Tensor], items: Sequence[float], aux: Any) -> torch.Tensor:
-    """The sum of shares."""
-    loss = torch.stack([loss * share for loss, share in zip(losses, shares_of(items), strict=True)]).sum()
-    return loss if aux is None else loss + aux[1]
 
 
 def _own_losses(model: nn.Module, parts: Sequence[PyTree]) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from ..device.composite import StateSlot, parts_of, states_of
 from ..device.forking import free_after_fork
 from ..device.pinning import PinnedMemory
-from ..errors import StageError
+from ..errors import ConfigError, StageError
 from .clipping import watch_originals
 from .places import InMemory, Mark
 from .torch_steps import dtype_of_gradient, install, number_of_steps
@@ -152,6 +152,25 @@ def _materialised(parameter: nn.Parameter, name: str, index: int, module: nn.Mod
             "batch before it is wrapped, so that lazy layers know their sizes."
         )
     return parameter
+
+
+def check_gradients(layers: Iterable[LayerContents]) -> None:
+    """Check that no parameter was resized after it got a gradient, to which torch could add no other."""
+    for title, slot in [(layer.title, slot) for layer in layers for slot in layer.slots]:
+        shape, gradient = slot.parameter.shape, slot.parameter.grad
+        if gradient is not None and gradient.shape != shape:
+            raise ConfigError(
+                f"{title}: {slot.name!r} was resized from {tuple(gradient.shape)} to {tuple(shape)}, and its gradient "
+                "has the old size. Clear the gradients first:\n    pipeline.zero_grad()"
+            )
+
+
+def resized_late() -> ConfigError:
+    """Return the error for resizing parameters of which an optimizer has copies."""
+    return ConfigError(
+        "The optimizer works on copies of the parameters (optim_dtype), which have the old size. Resize first:\n    "
+        "model.resize_token_embeddings(...)\n    pipeline = wrap_model_to_roundpipe(model, optim_dtype=...)"
+    )
 
 
 class ParameterStore(InMemory):
@@ -446,6 +465,8 @@ class _Master:
     def set(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         if not self.is_filled:
             self._fill(parameter)
+        if value.shape != self.tensor.shape:
+            raise resized_late()
         with torch.no_grad():
             self.tensor.copy_(value)
         self._note(parameter)

@@ -260,13 +260,14 @@ class RoundPipe(OptimizedModel, SavedModel):
         try:
             found = compute()
         except Exception:
-            self._rp_engine.loss_checks.forget(error)
+            self._rp_engine.loss_checks.forget(error.proof)
             raise
-        if error.is_lasting and not self._rp_warned_of_loss:
+        if error.proof.compared and not self._rp_warned_of_loss:
             self._rp_warned_of_loss = True
             warn(
-                f"The loss cannot be computed from the losses of microbatches: {error.reason} It is computed once, of "
-                'all outputs, which are in memory together; loss_reduction="joined" asks for it without a warning.',
+                f"The loss cannot be computed from the losses of microbatches: {error.proof.reason} It is computed "
+                'once, of all outputs, which are in memory together; loss_reduction="joined" asks for it without a '
+                "warning.",
                 RoundPipeWarning,
             )
         return found

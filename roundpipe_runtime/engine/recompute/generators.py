@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
-
-from ...device.generator import generator_kept
 
 if TYPE_CHECKING:
     import numpy
@@ -239,19 +236,6 @@ def _as_generator(value: object) -> Generator | None:
         if isinstance(value, numpy_random.RandomState):
             return _OldNumPy(value)
     return None
-
-
-@contextlib.contextmanager
-def generators_kept(code: object = None) -> Iterator[None]:
-    """Have the generators of the host for this thread during the block, and leave them as they were found."""
-    # code: a module, whose own generators are among them
-    with generator_kept():
-        states = [(one, one.get()) for one in (*held_generators(code), *process_generators())]
-        try:
-            yield
-        finally:
-            for one, state in states:
-                one.set(state)
 
 
 # Traits of layers and loss functions that the engine observes, one record each.

@@ -12,10 +12,11 @@ from torch import nn
 from yobx_flatten import pytree_dataclass
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
+from ...batch.loss_proof import Way
 from ...errors import ConfigError
 from .label_smoothing import SmoothedLoss, with_smoothed_loss
 from .lazy_logits import loss_only, without_logits
-from .weights import WeightBy, counting, with_loss_weight
+from .weights import counting, with_loss_weight
 
 # The only keyword argument that never reaches the model. It is an argument at all so that the engine splits it: labels
 # belong to rows.
@@ -35,7 +36,7 @@ class CallOptions:
     smoothed_loss: SmoothedLoss | None = None
     labels: torch.Tensor | None = None  # labels of the smoothed loss, with the rows of the batch; `None` by default
     # checked weights of the losses of microbatches; `None` (default) while nothing is checked
-    weight_by: WeightBy | None = None
+    weight_by: Way | None = None
 
 
 pytree_dataclass(CallOptions, backends="torch")

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,11 +22,9 @@ from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import PyTree
 
 from ...batch.averages import Items, count_items
+from ...batch.loss_proof import Way
 from ...errors import LossError
 from .sliced import chunked_cross_entropy
-
-# How losses of microbatches add up to that of the batch: weighted by the items that were counted, by rows, or summed.
-WeightBy: TypeAlias = Literal["items", "rows", "sum"]
 
 
 def counting() -> contextlib.AbstractContextManager[Items]:
@@ -35,7 +33,7 @@ def counting() -> contextlib.AbstractContextManager[Items]:
 
 
 def with_loss_weight(
-    output: PyTree, items: Items, rows: int, weight_by: WeightBy | None = None
+    output: PyTree, items: Items, rows: int, weight_by: Way | None = None
 ) -> tuple[PyTree, float, int]:
     """Return the output of a microbatch with the weight of its loss."""
     # weight_by: what losses are weighted by. Default: the items, as far as they are known.
@@ -63,12 +61,11 @@ def check_weights(items: Sequence[float], *, is_share: bool, is_proven: bool) ->
         raise UnprovenLossError
 
 
-def shares_of(items: Sequence[float]) -> list[float]:
-    """Return the factor of each microbatch's loss in that of the batch: a sum (-1 items) is a share already."""
-    if len(items) == 1:
-        return [1.0]
+def loss_of_batch(losses: Sequence[torch.Tensor], items: Sequence[float]) -> torch.Tensor:
+    """Return the sum of the losses of microbatches by their shares of items: a sum (-1 items) is a share already."""
     total = math.fsum(items)
-    return [1.0 if count < 0 else count / total if total else 0.0 for count in items]
+    shares = [1.0 if count < 0 or len(items) == 1 else count / total if total else 0.0 for count in items]
+    return torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum()
 
 
 class UnprovenLossError(LossError):

@@ -51,6 +51,19 @@ def test_only_the_last_ones_are_kept(tmp_path, is_async):
     assert [saved.data for saved in list_checkpoints(tmp_path)] == [{"step": 3}, {"step": 4}]
 
 
+@pytest.mark.parametrize("inner", ["", "run", "run/deeper"])
+def test_a_file_is_not_a_folder(tmp_path, inner):
+    """The path, or a folder that it is in, is a file: the error names a folder, which can be saved to."""
+    file = tmp_path / "run.pt"
+    file.write_text("weights")
+    with pytest.raises(CheckpointError, match=r"run.pt is a file. Checkpoints need a folder:\n    save_check") as error:
+        save_checkpoint(file / inner, small_model())
+    assert file.read_text() == "weights"
+    (line,) = [line for line in str(error.value).splitlines() if "save_checkpoint(" in line]
+    saved = eval(line.strip(), {"save_checkpoint": save_checkpoint, "model": small_model()})
+    assert list_checkpoints(tmp_path / "run-checkpoints")[0].path == saved.path
+
+
 def test_keep_none_keeps_all(tmp_path):
     for _ in range(5):
         save_checkpoint(tmp_path, small_model(), keep=None)

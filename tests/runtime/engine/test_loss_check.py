@@ -14,9 +14,12 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import LossError, RoundPipe, RoundPipeRunConfig, RoundPipeWarning, WeightedLoss
+from roundpipe_runtime.batch.flat import FlatBatch
+from roundpipe_runtime.batch.splitting import split_flat
 from roundpipe_runtime.device.generator import generator_lock
-from roundpipe_runtime.engine.loss_check import LossChecks, sample_of
+from roundpipe_runtime.engine.loss_check import LossChecks, Sample
 from roundpipe_runtime.engine.repeats import state_of
+from roundpipe_runtime.engine.rows import RowTrial
 from tests.runtime.small import batch, near
 
 F = nn.functional
@@ -24,7 +27,9 @@ F = nn.functional
 
 def check(loss_fn, outputs, labels, stated="mean"):
     microbatches = [types.SimpleNamespace(labels=[labels])]
-    sample = sample_of([(outputs, labels, len(outputs))], [labels])
+    (whole,), parts = (split_flat(FlatBatch.of((outputs,), {}, labels), number) for number in (1, 2))
+    trial = RowTrial(whole, parts)
+    sample = Sample.of(trial, [one.inputs[0] for one in (trial.whole, *trial.parts)], [labels])
     return LossChecks().reduction(loss_fn, stated, microbatches, lambda: iter([sample]))
 
 
@@ -163,8 +168,7 @@ def made(rows, dtype=torch.float32):
 
 
 def found_ways(pipeline):
-    found = pipeline._rp_engine.loss_checks._found.values()
-    return [one if isinstance(one, str) else "joined" for one in found]
+    return [proof.way for proof in pipeline._rp_engine.loss_checks.proofs.values()]
 
 
 def trains_like(pipeline, plain, loss_fn, own, x, y):

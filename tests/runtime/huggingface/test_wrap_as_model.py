@@ -1,6 +1,7 @@
 """Tests of what a script does with a model, done to a wrapped one: places, dtypes, saving, loading, resizing, hooks."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -8,9 +9,9 @@ import torch
 pytest.importorskip("transformers", reason="models are those of transformers")
 
 from matrix.models import make_model
-from roundpipe_runtime import ConfigError
+from roundpipe_runtime import ConfigError, RoundPipeRunConfig, RoundPipeWarning
 from roundpipe_runtime.huggingface import CutRefusedWarning
-from tests.runtime.huggingface.hf_small import hf_batch, hf_model, wrapped
+from tests.runtime.huggingface.hf_small import hf_batch, hf_model, worst_gradient, wrapped
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +92,58 @@ def test_copies_of_the_optimizer_are_not_resized():
         pipeline.resize_token_embeddings(150)
     assert model.config.vocab_size == 140
     pipeline.forward_backward(input_kwargs=hf_batch())
+    pipeline.close()
+
+
+@pytest.mark.parametrize("size", [90, 140])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_embeddings_are_resized_while_a_graph_is_held(name, size):
+    """gpt2 shares its embedding with its head. The losses and gradients after it are those of the resized model."""
+    model = hf_model(name).eval()
+    plain, batch = copy.deepcopy(model), hf_batch()
+    pipeline = wrapped(model)
+    held = pipeline(**batch)  # a graph of the parameters before they are resized
+    ids = batch["input_ids"].clamp(max=60)
+    batch = {**batch, "input_ids": ids, "labels": ids}
+    for one in (pipeline, plain):
+        torch.manual_seed(1)
+        one.resize_token_embeddings(size, mean_resizing=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        for _ in range(2):  # the second call proves the loss again
+            plain.zero_grad()
+            pipeline.zero_grad()
+            expected = plain(**batch).loss
+            expected.backward()
+            loss = pipeline.forward_backward(input_kwargs=batch, run_config=RoundPipeRunConfig(num_microbatch=2))
+            assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+            assert worst_gradient(model, plain) < 1e-4
+    assert held.logits.shape[-1] != size
+    pipeline.close()
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_parameters_that_the_script_resizes_itself_are_refused_with_the_cure(is_copied):
+    """Past the pipeline, with a gradient of the old size, or copies of an optimizer: nothing is added to either."""
+    model = hf_model("llama").float()
+    pipeline = wrapped(model, optim_dtype=torch.float64 if is_copied else None)
+    batch = hf_batch()
+    pipeline.forward_backward(input_kwargs=batch)
+    before = {name: one.grad.clone() for name, one in pipeline.optim_named_parameters()}
+    model.resize_token_embeddings(140, mean_resizing=False)
+    if is_copied:
+        pipeline.zero_grad()
+    with pytest.raises(
+        ConfigError, match="old size. Resize first:" if is_copied else r"first:\n    pipeline.zero_grad"
+    ):
+        pipeline.forward_backward(input_kwargs=batch)
+    if not is_copied:
+        kept = {name: one.grad for name, one in pipeline.optim_named_parameters() if one.grad is not None}
+        assert all(torch.equal(one, before[name]) for name, one in kept.items())
+        pipeline.zero_grad()
+        plain = copy.deepcopy(model)
+        loss = pipeline.forward_backward(input_kwargs=batch)
+        assert loss.item() == pytest.approx(plain(**batch).loss.item(), rel=1e-5)
     pipeline.close()
 
 

@@ -49,7 +49,9 @@ def test_what_can_be_wrapped(wrap, make):
     ("arguments", "message"),
     [
         ((3,), "wraps an nn.Module"),
-        (([],), "wraps an nn.Module"),
+        (([],), "found list of 0"),
+        ((nn.Sequential(),), r"found Sequential of 0. Give it layers:\n    RoundPipe\(nn.Sequential\(nn.Linear"),
+        ((nn.ModuleList(),), "found ModuleList of 0"),
         ((nn.Linear(2, 2), torch.int8), "optim_dtype"),
         ((nn.Linear(2, 2), None, None, {"num_microbatch": 2}), "model_run_config"),
         ((nn.Linear(2, 2), None, None, None, "sometimes"), "pin_model"),

@@ -4,6 +4,7 @@ Llama computes its norms and its loss in float32, whatever its weights are: equa
 """
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import transformers
 
 from matrix.models import make_model
-from roundpipe_runtime import RoundPipeRunConfig, RoundPipeWarning
+from roundpipe_runtime import LossError, RoundPipeRunConfig, RoundPipeWarning
 from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
 from tests.runtime.huggingface.hf_small import hf_batch, known_model, worst_gradient
 
@@ -224,6 +225,50 @@ def test_the_report_states_how_losses_are_computed():
         assert len(lines) == 1
         assert lines[0].startswith("loss in training with input_ids, labels, use_cache: ")
         assert expected in lines[0]
+        pipeline.close()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("term", [None, rows_alone, z_loss], ids=["items", "rows", "joined"])
+def test_a_group_with_few_rows_proves_its_loss(rows, term):
+    """One microbatch of one row is a part of the batch where other groups have others: the row is tried three times."""
+    model, batch = made(term)
+    batch = {name: value[2 : 2 + rows] for name, value in batch.items()}
+    plain = copy.deepcopy(model)
+    expected = plain(**batch).loss
+    expected.backward()
+    pipeline = wrapped(model, replicas=rows)
+    one = RoundPipeRunConfig(num_microbatch=1)
+    if term is not None and rows > 1:
+        with pytest.raises(LossError, match="not known to be a mean"):
+            pipeline.forward_backward(input_kwargs=batch, run_config=one)
+    else:
+        loss = pipeline.forward_backward(input_kwargs=batch, run_config=one)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        assert worst_gradient(model, plain) < 1e-6
+    assert ways(pipeline) == ["items" if term is None else TERMS[term]]
+    pipeline.close()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_function_of_the_loss_in_a_group_with_few_rows_is_proven(rows):
+    """A multiple of the model's loss is added; one with a term of its own is refused for a part of the batch."""
+    for function, fits in ((lambda outputs, _: 2 * outputs.loss, True), (z_loss, False)):
+        model, batch = made()
+        batch = {name: value[2 : 2 + rows] for name, value in batch.items()}
+        plain = copy.deepcopy(model)
+        expected = function(plain(**batch), None)
+        expected.backward()
+        pipeline = wrapped(model, replicas=rows)
+        run = functools.partial(
+            pipeline.forward_backward, (), batch, None, function, False, RoundPipeRunConfig(num_microbatch=1)
+        )
+        if fits or rows == 1:
+            assert run().item() == pytest.approx(expected.item(), rel=1e-6)
+            assert worst_gradient(model, plain) < 1e-6
+        else:
+            with pytest.raises(LossError):
+                run()
         pipeline.close()
 
 

@@ -1,0 +1,185 @@
+"""Run a few rows of a batch through the pieces of a model: to show how its loss adds up, and which pieces mix rows."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from yobx_flatten.private_names.of_torch import pytree
+from yobx_flatten.recipe.aliases import Kwargs
+
+from ..batch.flat import FlatBatch, FlatMicrobatch
+from ..batch.joining import join
+from ..engine.config import RoundPipeRunConfig
+from ..engine.driver import Engine
+from ..engine.loss_check import kind_of_value
+from ..engine.repeats import Repeats
+from ..engine.rows import CannotTryError, RowTrial, few_rows, first_that_mixes
+from ..errors import SplitError
+from .batches import split_pictures
+from .cutting.capture import asked_for
+from .cutting.check import engine_on_host
+from .cutting.cut import Cut
+from .cutting.cut_plan import CutState
+from .cutting.joined_state import CannotJoinError, RowAxes, join_states, state_leaves
+from .cutting.pieces import LayerCall
+from .loss.call_options import CALL_OPTIONS, split_options
+from .row_lists import split_lists
+
+# The fewest rows of which two parts have different numbers.
+_ROWS = 3
+
+
+class PieceRows:
+    """Rows of the calls of one model that its pieces run by themselves, and which pieces mix them, by kind of call.
+
+    A kind is what may decide which code of the model runs: the arguments that are given, their types, and the mode.
+    """
+
+    # shares_batches: whether other processes run parts of the same batches. They may have fewer rows than a trial
+    # needs, so it runs on the host of each one, and no process waits for another.
+
+    def __init__(self, made: Cut, engine: Engine, *, shares_batches: bool) -> None:
+        self.made, self.engine, self.shares_batches = made, engine, shares_batches
+        self._repeats = Repeats()
+        self._axes: dict[Hashable, RowAxes] = {}
+        self._mixing: dict[Hashable, int | None] = {}
+
+    def first_that_mixes(
+        self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, number: int
+    ) -> int | None:
+        """Return the first piece whose outputs for some rows of a call depend on others; ``None`` without one."""
+        kind = self.kind_of(args, kwargs), number
+        if self._repeats.is_due(kind) or kind not in self._mixing:
+            batch = FlatBatch.of(args, kwargs, None)
+            if number == 0 or len(self.engine.split(batch, config)) == 1:
+                return None
+            self.engine.steps.wait_written()  # a step would change weights between two evaluations
+            with self._trial_engine() as engine:
+                asks = asked_for(self.made.model, kwargs) != "none"  # of hooks of transformers
+                trials = self.some_rows(batch, config)
+                try:
+                    self._mixing[kind] = first_that_mixes(engine, trials, config, number, _leaves, with_hooks=asks)
+                except (CannotJoinError, CannotTryError):  # it is not clear what the rows are, or the call fails itself
+                    self._mixing[kind] = None
+        return self._mixing[kind]
+
+    def title(self, piece: int) -> str:
+        """Return a description of a piece, for warnings."""
+        found = self.made.pieces[piece]
+        if isinstance(found, LayerCall):
+            return f"{found.program.calls[found.place].layer} ({type(found.layer).__name__})"
+        inner = type(self.made.model).__name__
+        return inner if self.made.report.is_whole else f"the code of {inner} around its layers"
+
+    def join(
+        self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig
+    ) -> Callable[[list[CutState]], CutState] | None:
+        """Return the function that joins the layers' outputs for the microbatches of a call."""
+        # returns: the function, which raises `CannotJoinError`; `None` where nothing can be joined
+        if self.made.report.is_whole:
+            return None
+        kind = self.kind_of(args, kwargs)
+        if kind not in self._axes:
+            try:
+                trial = next(self.some_rows(FlatBatch.of(args, kwargs, None), config))
+                states, shown = self.some_states(trial, config)
+                self._axes[kind] = RowAxes.of(shown, states[-1])
+            except CannotJoinError:
+                return None
+        return functools.partial(join_states, axes=self._axes[kind], args=args, kwargs=kwargs)
+
+    def joined_state(self, kind: Hashable, trial: RowTrial, states: Sequence[CutState], shown: CutState) -> CutState:
+        """Return what the layers would return for all of some rows; raises `CannotJoinError`."""
+        axes = self._axes[kind] = RowAxes.of(shown, states[-1])
+        return join_states([*states], axes, *call_of(trial.whole))
+
+    def kind_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+        """Return the facts of a call that may decide which code of the model runs."""
+        given, options = split_options(kwargs)
+        asked = options is not None and (options.loss_only, options.smoothed_loss is not None)
+        named = frozenset((name, kind_of_value(value)) for name, value in given.items() if value is not None)
+        return named, tuple(map(kind_of_value, args)), self.made.model.training, asked
+
+    def repeated_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
+        """Yield the first rows once more, one of them in both parts: what layers get for it is there in both."""
+        in_two = dataclasses.replace(config, num_microbatch=2)
+        for trial in itertools.islice(self.some_rows(batch, config), 1):
+            for one, other in itertools.permutations(range(trial.count), 2):
+                whole = dataclasses.replace(trial.in_order([one, other, one]), rows=3)
+                few = FlatBatch.of(*call_of(whole), None)
+                found = self.engine.split(few, self._split_again(few, in_two))
+                if [part.rows for part in found] == [2, 1]:
+                    yield RowTrial(whole, found)
+
+    def three_at_least(self, batch: FlatBatch, config: RoundPipeRunConfig) -> tuple[FlatBatch, RoundPipeRunConfig]:
+        """Return a batch whose only row comes three times, and how it is cut; a batch of more rows as it is."""
+        if [one.rows for one in self.engine.split(batch, config)] != [1]:
+            return batch, config
+        kwargs, options = split_options(batch.kwargs.tree)
+        held = batch.args.tree, kwargs, batch.label.tree
+        rows = [pytree.tree_map_only(torch.Tensor, torch.clone, held) for _ in range(3)]  # the same ones are not joined
+        args, kwargs, label = join(rows, [1, 1, 1], rows=[1, 1, 1])
+        if options is not None:
+            kwargs = {**kwargs, CALL_OPTIONS: options}
+        few = FlatBatch.of(args, kwargs, label)
+        return few, self._split_again(few, config)
+
+    def few_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
+        """Yield a few rows of a batch at a time, with their labels; none where they cannot be cut."""
+        with contextlib.suppress(CannotJoinError, SplitError):
+            yield from self.some_rows(batch, config)
+
+    def some_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
+        """Yield a few rows of a batch at a time; one time at least."""
+        counts = [one.rows for one in self.engine.split(batch, config)]
+        if None in counts:
+            raise CannotJoinError("it is not clear how many rows a microbatch has")
+        number, is_cut = math.ceil(sum(count or 0 for count in counts) / _ROWS), False
+        for trial in few_rows(
+            self.engine, batch, dataclasses.replace(config, num_microbatch=number), self._split_again
+        ):
+            is_cut = True
+            yield trial
+        if not is_cut:
+            raise CannotJoinError("it is not clear how many rows a part of the batch has")
+
+    def _split_again(self, few: FlatBatch, config: RoundPipeRunConfig) -> RoundPipeRunConfig:
+        """The settings for a few rows: a split function that was made for the batch is made for them."""
+        if not getattr(config.split_input, "is_of_batch", False):
+            return config
+        kwargs: Kwargs = few.kwargs.tree
+        pictures = split_pictures(getattr(self.made.model, "config", None), kwargs)
+        return dataclasses.replace(config, split_input=split_lists(self.made.model, few.args.tree, kwargs, pictures))
+
+    def some_states(self, trial: RowTrial, config: RoundPipeRunConfig) -> tuple[list[CutState], CutState]:
+        """Return what layers return for parts of some rows, and for more rows than the last part has."""
+        with self._trial_engine() as engine:
+            # devices have room for a microbatch, so no more rows run at once than it takes
+            shown = [trial.whole] if trial.parts[0].rows == trial.parts[-1].rows else []
+            states = engine.outputs_before_last([*trial.parts, *shown], config)
+        return states[: len(trial.parts)], states[-1] if shown else states[0]
+
+    def _trial_engine(self) -> contextlib.AbstractContextManager[Engine]:
+        if self.shares_batches:
+            return engine_on_host(self.made.model, self.made.pieces)
+        return contextlib.nullcontext(self.engine)
+
+
+def call_of(microbatch: FlatMicrobatch) -> tuple[tuple[Any, ...], Kwargs]:
+    """Return the arguments of a microbatch."""
+    args, kwargs = pytree.tree_unflatten(microbatch.inputs, microbatch.spec)
+    return args, kwargs
+
+
+def _leaves(output: Any) -> Sequence[object]:
+    """The outputs of a piece that are compared. Losses are left out: they have their own proof."""
+    found = state_leaves(output) if isinstance(output, CutState) else pytree.tree_leaves(output)
+    return [one for one in found if not isinstance(one, torch.Tensor) or one.dim() > 0]

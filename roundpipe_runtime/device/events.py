@@ -48,7 +48,7 @@ class Clock(Protocol):
         # kind: kind of work, as in a timeline: `"forward"`, `"backward"`, `"upload"` and so on
 
     def seconds(self, moment: float | torch.Event) -> float:
-        """Return a moment as ``time.perf_counter`` counts, in seconds."""
+        """Return a time in seconds, on the clock of ``time.perf_counter``."""
 
 
 class HostClock:

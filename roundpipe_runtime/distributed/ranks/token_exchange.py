@@ -64,7 +64,7 @@ class TokenExchange:
         return into.to(parts.device)
 
     def close(self) -> None:
-        """End an exchange that a rank has left, and the group; the next one begins anew, on all ranks."""
+        """Close a broken exchange and its process group; all ranks make a new group for the next exchange."""
         group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(RuntimeError, ValueError):

@@ -216,8 +216,8 @@ def check_arguments(args: Any) -> None:
     optimizer = str(getattr(args.optim, "value", args.optim))
     if "lomo" in optimizer or "layerwise" in optimizer:
         raise ConfigError(
-            f"RoundPipeTrainer: optim={optimizer!r} steps within the backward of a layer, which is over on the device "
-            'before the host has the gradient. Use optim="adamw_torch".'
+            f"RoundPipeTrainer: optim={optimizer!r} updates weights inside the backward pass, before their gradients "
+            'have reached the host. Use optim="adamw_torch".'
         )
 
 

@@ -182,8 +182,8 @@ def _summary(results: Results, columns: list[str]) -> str:
 def _comparison(all_results: list[Results], columns: list[str]) -> str:
     shared = set.intersection(*(set(one.types) for one in all_results))
     lines = [
-        f"## Compared with transformers' exporter\n\nThe table has the {len(shared)} types that ran in all "
-        "columns. A cell shows how many types passed, of those that were tried. onnx-diagnostic is missing: it cannot be "
+        f"## Compared with transformers' exporter\n\nThe table has the {len(shared)} types that ran in all columns. "
+        "A cell shows how many types passed, of those that were tried. onnx-diagnostic is missing: it cannot be "
         "imported with transformers 5.23.\n",
         row(["column", *(one.way for one in all_results)]),
         rule(1 + len(all_results)),

@@ -300,6 +300,6 @@ def kind_of_code(code: str) -> tuple[LayerKind, str]:
                 break
             return kind, parameter
     raise UnsupportedLayerError(
-        f"{code!r} is not the code of a cache layer that this version of yobx_flatten knows. It knows D, and W, S and X"
-        " with the number of tokens after it that a layer has room for, as in W8."
+        f"{code!r} is not the code of a cache layer that this version of yobx_flatten knows. Known codes are D, and "
+        "W, S or X followed by the capacity in tokens, like W8."
     )

@@ -87,8 +87,8 @@ nitpick_ignore_regex = [
     ("py:.*", r"(?!yobx_flatten\b|roundpipe_runtime\b).*"),
     ("py:mod", r"yobx_flatten\..*"),
     ("py:class", r"(yobx_flatten|roundpipe_runtime)(\.\w+)+\.[A-Z]"),  # type variables
-    ("py:class", r"yobx_flatten\.(declare\.scopes\.Block|generate\.score_rules\.GenerationCall)"),  # internal
-    ("py:class", r"yobx_flatten\.generate\.(beams\.BeamSettings|settings\.(Switch|Documents)|pictures\.Tiles)"),
+    ("py:class", r"yobx_flatten\.declare\.scopes\.Block"),  # internal
+    ("py:class", r"yobx_flatten\.generate\.(settings\.(Switch|Documents)|pictures\.Tiles)"),
     ("py:class", r"roundpipe_runtime\.pipeline\.live\.ModelReading"),
     ("py:class", r"yobx_flatten\.(export\.proof\.yardstick\.Yardstick|model_folder\.verify\.TokenCount)"),
     ("py:class", r"yobx_flatten\.export\.(room\.Adapter|onnx\.compare_nodes\.Compared)"),

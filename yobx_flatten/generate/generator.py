@@ -10,18 +10,15 @@ from typing import Any, Literal
 
 import torch
 
-from ..errors import FlattenError, InvalidArgumentError, describe_class
+from ..errors import FlattenError, GenerationError, InvalidArgumentError, describe_class
 from ..errors.dependencies import require
 from ..runners.folder_adapters import FolderAdapters
-from .beams import BeamSearch, BeamSettings
 from .pictures import Pictures
 from .sampling import Sampling, TokenChooser
-from .score_rules import GenerationCall, ScoreProcessor
+from .score_rules import ScoreProcessor, score_rules
 from .settings import GenerationSettings
 from .spectrogram import speak
 from .steps import Parts, Steps, TextState
-
-# Transcribe with the files of Whisper through transformers' own ``generate``.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,35 +41,6 @@ class SpeechCall:
     def asks(self) -> bool:
         """Whether anything is asked."""
         return any(value is not None for value in dataclasses.astuple(self))
-
-
-def transcribe(
-    steps: Steps,
-    sound: torch.Tensor,
-    mask: torch.Tensor | None,
-    call: SpeechCall,
-    sampling: Sampling | None,
-    options: Mapping[str, Any],
-) -> torch.Tensor:
-    """Return the tokens of ``model.generate``, without those that begin every text."""
-    # sound: features of shape (batch, bins, frames), of any number of frames
-    require("transformers", purpose="transcription", extra="transformers")
-    asked: dict[str, Any] = {**dataclasses.asdict(call), **options, "attention_mask": mask}
-    draws = sampling is not None and sampling.do_sample
-    if sampling is not None and draws:
-        names = ("temperature", "top_p", "min_p", "typical_p")
-        asked |= {name: getattr(sampling, name) for name in names} | {"top_k": sampling.top_k or 0}
-    seed = sampling.seed if sampling is not None and draws else None
-    from .model_of_files import model_of_files
-
-    model = model_of_files(steps)
-    with torch.no_grad(), contextlib.nullcontext() if seed is None else torch.random.fork_rng(devices=[]):
-        if seed is not None:
-            torch.manual_seed(seed)
-        given = {name: value for name, value in asked.items() if value is not None}
-        found = refusals_named("Whisper's generate", lambda: model.generate(sound, **given))
-    assert isinstance(found, torch.Tensor)
-    return found
 
 
 def refusals_named(what: str, call: Callable[[], Any]) -> Any:
@@ -108,9 +76,7 @@ class Inputs:
     forced_bos_token_id: int | None = None
 
 
-_INPUTS, _BEAMS, _SPEECH = (
-    tuple(field.name for field in dataclasses.fields(of)) for of in (Inputs, BeamSettings, SpeechCall)
-)
+_INPUTS, _SPEECH = (tuple(field.name for field in dataclasses.fields(of)) for of in (Inputs, SpeechCall))
 
 
 def _of(names: Sequence[str], stated: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,7 +168,7 @@ class Generator:
         Raises:
             InvalidArgumentError: when inputs do not fit the model or each other, or transformers refuses a keyword.
             GenerationError: when a file fails while it runs.
-            MissingDependencyError: when a keyword needs transformers, and it is not installed.
+            MissingDependencyError: when a search, a rule or a keyword needs transformers, and it is not installed.
         """
         stated = {name: value for name, value in locals().items() if name not in _OWN and value is not None}
         return self.with_adapter(adapter)._generated(stated, sampling, options)
@@ -253,6 +219,11 @@ class Generator:
         self, inputs: Inputs, max_new_tokens: int | None, sampling: Sampling | None
     ) -> Iterator[torch.Tensor]:
         self._check_writes("stream")
+        if self.settings.other_loops:
+            raise GenerationError(
+                f"generation_config.json asks for {', '.join(self.settings.other_loops)}, where tokens do not come one "
+                "after the other: call generate(), or remove the entry."
+            )
         source, pictures = self._read(inputs)
         if self._is_whole_speech(inputs, SpeechCall()):
             raise InvalidArgumentError(
@@ -300,15 +271,23 @@ class Generator:
                 f"not {method}."
             )
 
-    def _by_transformers(self, given: dict[str, Any], sampling: Sampling | None) -> Any:
+    def _by_transformers(self, what: str, given: dict[str, Any], sampling: Sampling | None) -> Any:
         """Generate with the loops of transformers over the files."""
+        require("transformers", purpose="this way to generate", extra="transformers")
+        seed = None
         if sampling is not None:
-            raise InvalidArgumentError(
-                "sampling= cannot be combined with keywords of transformers' generate. Pass all of them as keywords:\n"
-                "    generate(..., do_sample=True, temperature=0.7, top_p=0.9)"
-            )
-        require("transformers", purpose="these keywords of generate", extra="transformers")
-        return refusals_named("generate", lambda: self._model.generate(**given))
+            given["do_sample"] = sampling.do_sample
+        if sampling is not None and sampling.do_sample:
+            names = {"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": None, "typical_p": 1.0}
+            given |= {name: getattr(sampling, name) or every for name, every in names.items()}
+            seed = sampling.seed
+        if self.settings.processors:
+            given["logits_processor"] = [*self.settings.processors, *given.get("logits_processor", ())]
+        given = {name: value for name, value in given.items() if value is not None}
+        with torch.no_grad(), contextlib.nullcontext() if seed is None else torch.random.fork_rng(devices=[]):
+            if seed is not None:
+                torch.manual_seed(seed)
+            return refusals_named(what, lambda: self._model.generate(**given))
 
     @functools.cached_property
     def _model(self) -> Any:
@@ -317,31 +296,33 @@ class Generator:
         return model_of_files(self.steps)
 
     def _generated(self, stated: dict[str, Any], sampling: Sampling | None, options: dict[str, Any]) -> Any:
-        """Choose the loop of a call: that of transformers, of Whisper, a beam search, or one token after the other."""
+        """Choose the loop of a call: one token after the other, that of Whisper, or another one of transformers."""
         self._check_writes("generate")
         if options == {"do_sample": False} and sampling is None:  # which the loop here also does, and faster
             options, sampling = {}, Sampling()
-        drawn = sampling is None and self.settings.sampling.do_sample and stated.get("num_beams", 1) == 1
-        if options or (drawn and stated.get("num_return_sequences", 1) > 1):
-            return self._by_transformers({**stated, **options}, sampling)
-        inputs, searched = Inputs(**_of(_INPUTS, stated)), _of(_BEAMS, stated)
-        source, pictures = self._read(inputs)
-        beams = dataclasses.replace(self.settings.beams, **searched)
-        speech, limit = SpeechCall(**_of(_SPEECH, stated)), stated.get("max_new_tokens")
-        if self._is_whole_speech(inputs, speech):
-            assert inputs.input_features is not None
-            searched = {"max_new_tokens": limit, **searched}
-            return transcribe(self.steps, inputs.input_features, inputs.attention_mask, speech, sampling, searched)
-        sampling = self.settings.sampling if sampling is None else sampling
-        if beams.num_beams > 1 and sampling.do_sample:
+        if options and sampling is not None:
+            raise InvalidArgumentError(
+                "sampling= cannot be combined with keywords of transformers' generate. Pass all of them as keywords:\n"
+                "    generate(..., do_sample=True, temperature=0.7, top_p=0.9)"
+            )
+        settings = self.settings
+        beams = stated.get("num_beams", settings.num_beams)
+        if type(beams) is not int or beams < 1:
+            raise InvalidArgumentError(f"num_beams must be an int of 1 or more, found {describe_class(beams)}.")
+        if beams > 1 and sampling is not None and sampling.do_sample:
             raise InvalidArgumentError(
                 "A beam search draws no tokens: pass num_beams=1, or sampling=Sampling() for the likeliest ones."
             )
+        several = stated.get("num_return_sequences", settings.num_return_sequences) != 1
+        inputs, speech = Inputs(**_of(_INPUTS, stated)), SpeechCall(**_of(_SPEECH, stated))
+        if options or beams > 1 or several or settings.other_loops:
+            return self._by_transformers("generate", {**stated, **options}, sampling)
+        source, pictures = self._read(inputs)
+        if self._is_whole_speech(inputs, speech):
+            return self._by_transformers("Whisper's generate", stated, sampling)
         sequence = self._begin(inputs, source, pictures)
         first = sequence.tokens
-        if beams.num_beams > 1:
-            return self._search(sequence, self._limit(limit, sequence), beams)
-        new = list(self._stream(sequence, limit, sampling))
+        new = list(self._stream(sequence, stated.get("max_new_tokens"), sampling))
         return torch.cat([first, torch.stack(new, dim=1)], dim=1) if new else first
 
     # -- before the first token ----------------------------------------------------------------------------------------
@@ -406,13 +387,14 @@ class Generator:
             raise InvalidArgumentError(f"max_new_tokens must be an int of 1 or more, found {describe_class(limit)}.")
         return limit
 
-    def _processors(self, sequence: TextState, limit: int) -> list[ScoreProcessor]:
-        start = sequence.tokens.shape[1]
-        # a decoder after an encoder has no padding in front
-        padded = None if self.parts.encoder is not None else sequence.mask
-        ends, source = self.settings.eos_token_ids, sequence.source
-        call = GenerationCall(start, start + limit, ends, padded, source, sequence.forced)
-        return self.settings.processors_for(call)
+    def _processors(self, sequence: TextState, limit: int) -> Sequence[ScoreProcessor]:
+        settings = self.settings
+        if not settings.has_rules and sequence.forced is None and settings.forced_eos_token_id is None:
+            return settings.processors
+        require("transformers", purpose="the rules of generation_config.json", extra="transformers")
+        longest = sequence.tokens.shape[1] + limit
+        facts = sequence.tokens, longest, sequence.mask, sequence.source, sequence.forced
+        return score_rules(self._model, *facts), *settings.processors
 
     def _tokens(self, sequence: TextState, limit: int, choose: TokenChooser) -> Iterator[torch.Tensor]:
         ends = torch.tensor(self.settings.eos_token_ids, dtype=torch.int64)
@@ -433,28 +415,3 @@ class Generator:
             if processors or self.settings.switch is not None:
                 sequence.tokens = torch.cat([sequence.tokens, sequence.new], dim=1)
             self.steps.pass_switch(sequence)
-
-    def _search(self, sequence: TextState, limit: int, settings: BeamSettings) -> torch.Tensor:
-        """The sequences that a beam search finds; the prompt is read once, and then has as many rows as beams."""
-        pad, ends = self.settings.pad_token_id, self.settings.eos_token_ids
-        # transformers takes a padding token of 0 for none, and fills with the end
-        fill = -1 if not ends else pad or ends[0]
-        longest = sequence.tokens.shape[1] + limit
-        search = BeamSearch(sequence.tokens, settings, longest, ends, fill)
-        every = torch.arange(len(sequence.tokens)).repeat_interleave(settings.num_beams)
-        scores, rows = self.steps.step(sequence)[every], every
-        sequence.repeat(every)
-        processors = self._processors(sequence, limit)
-        while True:
-            scores = scores.log_softmax(-1)
-            for process in processors:
-                scores = process(search.tokens, scores)
-            chosen = search.step(scores)
-            if search.done:
-                return search.sequences
-            sequence.cache = self.parts.decoder.select_rows(sequence.cache, rows[chosen])
-            rows = torch.arange(len(every))
-            sequence.follow(search.tokens[:, -1:])
-            sequence.tokens = search.tokens
-            self.steps.pass_switch(sequence)
-            scores = self.steps.step(sequence)

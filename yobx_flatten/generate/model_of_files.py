@@ -198,15 +198,13 @@ class FileModel(ModelWithoutWeights):
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Let a loop begin with the cache of the files, whichever kind it makes for the model, or is passed."""
-        name, passed = installed_name(), model_kwargs.get(installed_name())
-        if passed is None:
-            generation_config.cache_implementation = None  # that of a copy, for this call
-        else:
-            model_kwargs[name] = self._cache(passed)
-        found = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        if model_kwargs.get(name) is not None:
-            model_kwargs[name] = self._cache(model_kwargs[name])
-        return found
+        name = installed_name()
+        if model_kwargs.get(name) is None:
+            if generation_config.use_cache is not False:
+                model_kwargs[name] = self._cache(None)
+            return None
+        model_kwargs[name] = self._cache(model_kwargs[name])
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
     @functools.cached_property
     def _returns_all(self) -> bool:

@@ -20,15 +20,16 @@ from .settings import Documents, GenerationSettings, settings_of
 
 _MASKS = ("attention_mask", "pixel_mask")  # one without zeros states what none states
 
-# settings, and what transformers calls them
-_SETTINGS = {
-    "eos_token_ids": "eos_token_id",
-    "pad_token_id": "pad_token_id",
-    "decoder_start_token_id": "decoder_start_token_id",
-    "forced_bos_token_id": "forced_bos_token_id",
-    "max_new_tokens": "max_new_tokens",
-    "max_length": "max_length",
-}
+# settings that transformers calls by the same name, but for the first one
+_SETTINGS = (
+    "eos_token_ids",
+    "pad_token_id",
+    "decoder_start_token_id",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "max_new_tokens",
+    "max_length",
+)
 
 
 class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers is untyped
@@ -172,15 +173,11 @@ def generation_of(settings: GenerationSettings, config: Any) -> Any:
             found = GenerationConfig.from_dict(stated)
         else:
             found = GenerationConfig.from_model_config(config)
-    if settings.processors and len(settings.processors) != len(own.processors):
-        raise InvalidArgumentError(
-            "GenerationSettings(processors=) are not read by the loop of transformers. Pass them to generate: "
-            "logits_processor=LogitsProcessorList([...])"
-        )
-    for name, theirs in _SETTINGS.items():
+    for name in _SETTINGS:
         value = getattr(settings, name)
         if value != getattr(own, name):
-            setattr(found, theirs, list(value) if isinstance(value, tuple) else value)
+            theirs = "eos_token_id" if name == "eos_token_ids" else name
+            setattr(found, theirs, list(value) or None if isinstance(value, tuple) else value)
     return found
 
 

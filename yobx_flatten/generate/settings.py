@@ -13,11 +13,10 @@ from ..errors import GenerationError, InvalidArgumentError
 from ..errors.dependencies import require
 from ..files.document import damage_as, read_configuration, read_document
 from ..huggingface.position_switch import switch_of
-from .beams import BeamSettings, beams_of
 from .layout import MANIFEST
 from .pictures import Pictures, Tiles
 from .sampling import Sampling, sampling_of
-from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_tokens, score_rules
+from .score_rules import ScoreProcessor, changes_scores, other_loops
 
 # entries of a generation_config.json that Whisper's own loop reads
 _OF_SPEECH = ("lang_to_id", "no_timestamps_token_id")
@@ -74,9 +73,11 @@ class GenerationSettings:
         max_new_tokens: number of new tokens where the caller of ``generate`` gives none; 20 by default.
         max_length: tokens of a row at most, with the prompt, instead of ``max_new_tokens``; ``None`` by default.
         sampling: how tokens are chosen where the caller gives nothing; the likeliest by default.
-        beams: what a search keeps where the caller gives nothing; by default there is none.
+        num_beams, num_return_sequences: rows of a beam search and what it returns, where the caller gives nothing; 1.
         positions: tokens of a row at most that the files read, where each position has a row of a table.
-        processors: rules that are applied to the scores, in order.
+        processors: functions of your own that change the scores, in order, after the rules of the configuration.
+        has_rules: whether the configuration has rules for the scores, which transformers' own classes apply.
+        other_loops: entries of the configuration for which transformers has a loop of its own.
         forced_bos_token_id: the second token, after a single first one: with mBART the language to translate into.
         forced_eos_token_id: the last token, or one of several, where ``max_new_tokens`` ends a row.
         spatial_merge_size: patches of a picture per token along each side, where pictures have their own positions.
@@ -103,7 +104,10 @@ class GenerationSettings:
     tokens_per_second: float | None = None
     max_length: int | None = None
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
-    beams: BeamSettings = dataclasses.field(default_factory=BeamSettings)
+    num_beams: int = 1
+    num_return_sequences: int = 1
+    has_rules: bool = False
+    other_loops: tuple[str, ...] = ()
     positions: int | None = None
     switch: Switch | None = dataclasses.field(default=None, repr=False)
     tiles: Tiles | None = None
@@ -177,19 +181,6 @@ class GenerationSettings:
         """The ``token_type_id`` of generated tokens, which are causal."""
         return int(self.sees_prompt)
 
-    def processors_for(self, call: GenerationCall) -> list[ScoreProcessor]:
-        """Return the rules for the scores of one call of ``generate``, in order.
-
-        Args:
-            call: what is known of the call.
-
-        Returns:
-            The rules, those that leave no choice last.
-        """
-        made = [rule.make(call) if isinstance(rule, RuleOfCall) else rule for rule in self.processors]
-        forced = forced_tokens(call, _ids(self.forced_eos_token_id))
-        return [*(rule for rule in made if rule is not None), *forced]
-
 
 def read_settings(folder: pathlib.Path) -> GenerationSettings:
     """Read ``config.json`` and ``generation_config.json`` of a folder, as far as they are there."""
@@ -254,16 +245,20 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
         next((token for token in (start, *map(text.get, starts)) if token is not None), None),
         next((config[name] for name in ("image_token_id", "image_token_index") if config.get(name) is not None), None),
         new or 20,
-        score_rules(rules),
-        rules.get("forced_bos_token_id"),
-        tuple(forced) if isinstance(forced, list) else forced,
-        vision.get("spatial_merge_size"),
-        config.get("model_type") == "paligemma",
-        next((config[name] for name in ("video_token_id", "video_token_index") if config.get(name) is not None), None),
-        vision.get("tokens_per_second"),
-        longest if not new and type(longest) is int else None,
-        sampling_of(rules),
-        beams_of(rules),
+        forced_bos_token_id=rules.get("forced_bos_token_id"),
+        forced_eos_token_id=tuple(forced) if isinstance(forced, list) else forced,
+        spatial_merge_size=vision.get("spatial_merge_size"),
+        sees_prompt=config.get("model_type") == "paligemma",
+        video_token_id=next(
+            (config[name] for name in ("video_token_id", "video_token_index") if config.get(name) is not None), None
+        ),
+        tokens_per_second=vision.get("tokens_per_second"),
+        max_length=longest if not new and type(longest) is int else None,
+        sampling=sampling_of(rules),
+        num_beams=rules.get("num_beams") or 1,
+        num_return_sequences=rules.get("num_return_sequences") or 1,
+        has_rules=changes_scores(rules),
+        other_loops=other_loops(rules),
         tiles=Tiles.of(config),
         documents=Documents(config, generation),
     )

@@ -20,7 +20,6 @@ from ..export.proof.yardstick import PART_OF_FLOAT32, explained
 from ..export.quantization.measure import text_scores
 from ..export.quantization.options import CHAT_SHARES, TOKEN_SHARES
 from ..files.document import inside
-from ..generate.beams import BeamSettings
 from ..generate.generator import Generator
 from ..generate.layout import SUBFOLDER, located
 from ..generate.onnx_generator import generator_for
@@ -423,7 +422,7 @@ def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share
     margins: torch.Tensor | None = case.outputs.get("margins")  # a folder of an earlier version has none
     read = _read(generator, case)
     how: dict[str, Any] = {"max_new_tokens": case.outputs["new_tokens"]}
-    how |= {"sampling": Sampling(), **dataclasses.asdict(BeamSettings())}  # whatever the folder's default is
+    how |= {"sampling": Sampling(), "num_beams": 1, "num_return_sequences": 1}  # whatever the folder's default is
     # each of the two scores may be off by the tolerance
     ties = torch.zeros_like(read) if margins is None else margins <= 2 * tolerance
     if share is None:

@@ -33,27 +33,21 @@ def llama():
 ENDS = tuple(range(3, 259, 4))
 
 
-@pytest.mark.parametrize("pad", [2, 0])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "pad", "ends"),
     [
-        {"num_beams": 3},
-        {"num_beams": 4, "num_return_sequences": 3, "length_penalty": -1.0},
-        {"num_beams": 4, "num_return_sequences": 4, "length_penalty": 2.0, "early_stopping": True},
-        {"num_beams": 2, "early_stopping": "never"},
-        {"num_beams": 3, "length_penalty": 0.0, "early_stopping": "never", "num_return_sequences": 2},
+        ({"num_beams": 4, "num_return_sequences": 3, "length_penalty": -1.0}, 2, ENDS),
+        ({"num_beams": 4, "num_return_sequences": 4, "length_penalty": 2.0, "early_stopping": True}, 0, ENDS[:2]),
+        ({"num_beams": 2, "early_stopping": "never"}, 2, ()),
     ],
 )
-def test_a_search_finds_the_sequences_of_the_library(llama, options, pad):
-    """With ends that some rows reach early, and padded rows; a padding token of 0 included."""
-    for ends in (ENDS, ENDS[:2], (ENDS[5],), ()):
-        settings = GenerationSettings(eos_token_ids=ends, pad_token_id=pad)
-        generator = Generator(Parts(EagerRunner(llama)), settings)
-        found = generator.generate(**prompts(), max_new_tokens=14, **options)
-        own = {"eos_token_id": list(ends) or None, "pad_token_id": pad, "num_beams": options["num_beams"]}
-        llama.generation_config.eos_token_id = own["eos_token_id"]
-        wanted = llama.generate(**prompts(), max_new_tokens=14, do_sample=False, **{**own, **options})
-        assert found.tolist() == wanted.tolist(), ends
+def test_a_search_finds_the_sequences_of_the_library(llama, options, pad, ends):
+    """With settings of a file that stands alone, ends that some rows reach early, and padded rows."""
+    generator = Generator(Parts(EagerRunner(llama)), GenerationSettings(eos_token_ids=ends, pad_token_id=pad))
+    found = generator.generate(**prompts(), max_new_tokens=14, **options)
+    llama.generation_config.eos_token_id = list(ends) or None
+    wanted = llama.generate(**prompts(), max_new_tokens=14, do_sample=False, pad_token_id=pad, **options)
+    assert found.tolist() == wanted.tolist()
 
 
 def test_rules_for_scores_hold_for_every_beam(llama):
@@ -70,8 +64,8 @@ def test_rules_for_scores_hold_for_every_beam(llama):
     ("options", "words"),
     [
         ({"num_beams": 0}, "num_beams must be an int of 1 or more"),
-        ({"num_return_sequences": 2}, r"Pass\s+num_beams=2 or more"),
-        ({"num_beams": 2, "early_stopping": "always"}, "early_stopping must be True, False"),
+        ({"num_return_sequences": 2}, "generate refuses this call: .*num_return_sequences"),
+        ({"num_beams": 2, "early_stopping": "always"}, "generate refuses this call: .*early_stopping"),
         ({"num_beams": 2, "sampling": Sampling(do_sample=True)}, "draws no tokens"),
     ],
 )
@@ -81,11 +75,11 @@ def test_searches_that_mean_nothing_are_refused(llama, options, words):
         Generator(Parts(EagerRunner(llama)), GenerationSettings()).generate(**prompts(), **options)
 
 
-def _check(generator, model, inputs, skipped=0, **options):
+def _check(generator, model, inputs, **options):
     options = {"num_beams": 3, "num_return_sequences": 2, **options}
     found = generator.generate(**inputs, max_new_tokens=20, **options)
     wanted = model.generate(**inputs, max_new_tokens=20, do_sample=False, **options)
-    assert found[:, skipped:].tolist() == wanted.tolist()
+    assert found.tolist() == wanted.tolist()
 
 
 @pytest.mark.slow
@@ -113,9 +107,9 @@ def test_a_decoder_after_an_encoder_is_searched(to):
 
 @pytest.mark.slow
 def test_sound_is_searched():
-    """Whisper; its own `generate` leaves the start token away."""
+    """Whisper."""
     model, folder = exported("whisper")
     config = model.config
     shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
     sound = {"input_features": torch.randn(shape, generator=torch.Generator().manual_seed(2))}
-    _check(OnnxGenerator(folder), model, sound, skipped=1, num_return_sequences=1)
+    _check(OnnxGenerator(folder), model, sound, num_return_sequences=1)

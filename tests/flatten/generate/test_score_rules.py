@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.cases import cases
-from yobx_flatten import GenerationError, GenerationSettings, OnnxGenerator, ProgramGenerator
+from yobx_flatten import GenerationSettings, OnnxGenerator, ProgramGenerator
 from yobx_flatten.generate.settings import settings_of
 
 pytest.importorskip("transformers")
@@ -107,8 +107,9 @@ def test_a_model_without_a_generation_configuration_keeps_its_rules_in_its_own()
     assert settings_of({"forced_eos_token_id": 2}, {"eos_token_id": 1}).forced_eos_token_id is None
 
 
-def test_a_rule_that_is_not_known_is_refused_by_name():
-    """Instead of other tokens than the model's."""
-    with pytest.raises(GenerationError, match="asks for guidance_scale, sequence_bias, which"):
-        settings_of({}, {"guidance_scale": 1.5, "sequence_bias": [[[1], 2.0]]})
-    assert settings_of({}, {"guidance_scale": 1.0, "sequence_bias": None}).processors == ()
+def test_values_that_do_nothing_are_no_rules():
+    """Most files state every entry; a loop of transformers is for those that ask for one."""
+    plain = settings_of({}, {"guidance_scale": 1.0, "sequence_bias": None, "num_beam_groups": 1, "min_length": 0})
+    assert (plain.has_rules, plain.other_loops) == (False, ())
+    asked = settings_of({}, {"guidance_scale": 1.5, "max_time": 2.0})
+    assert (asked.has_rules, asked.other_loops) == (True, ("max_time",))

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from yobx_flatten import GenerationError
 from yobx_flatten.generate.settings import read_settings, settings_of
@@ -32,19 +31,6 @@ def test_a_damaged_configuration_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(GenerationError, match=r"config\.json is damaged"):
         read_settings(tmp_path)
-
-
-def test_rules_for_scores_are_those_of_transformers(tmp_path):
-    """Suppressed tokens are never chosen; at the beginning others, too; what is repeated loses."""
-    pytest.importorskip("transformers")
-    rules = {"suppress_tokens": [1], "begin_suppress_tokens": [2], "repetition_penalty": 2.0}
-    (tmp_path / "generation_config.json").write_text(json.dumps(rules), encoding="utf-8")
-    penalty, suppress, begin = read_settings(tmp_path).processors
-    scores = torch.tensor([[4.0, 3.0, 2.0]])
-    assert penalty(torch.tensor([[0]]), scores.clone()).tolist() == [[2.0, 3.0, 2.0]]
-    assert suppress(torch.tensor([[0]]), scores.clone()).argmax().item() == 0
-    assert begin(torch.tensor([[0]]), scores.clone())[0, 2].item() == -float("inf")
-    assert begin(torch.tensor([[0, 1]]), scores.clone())[0, 2].item() == 2.0
 
 
 @pytest.mark.parametrize(

@@ -124,11 +124,17 @@ def test_a_search_is_made_as_stated(beams):
     assert torch.equal(generator.generate(PROMPT, MASK, **one), _tokens(model, **one, early_stopping=False))
 
 
-def test_a_search_that_draws_is_refused():
-    """With both ways out."""
-    _, generator = _pair(num_beams=3, do_sample=True)
+def test_a_search_that_draws_draws_the_tokens_of_the_model():
+    """As stated; a choice of the caller's own is another one."""
+    model, generator = _pair(num_beams=3, do_sample=True)
+    found = []
+    searches = (lambda: _tokens(model, max_new_tokens=8), lambda: generator.generate(PROMPT, MASK, max_new_tokens=8))
+    for tokens in searches:
+        torch.manual_seed(7)
+        found.append(tokens())
+    assert torch.equal(*found)
     with pytest.raises(InvalidArgumentError, match=r"num_beams=1, or sampling=Sampling\(\)"):
-        generator.generate(PROMPT, MASK)
+        generator.generate(PROMPT, MASK, sampling=Sampling(do_sample=True))
 
 
 def test_without_an_end_rows_go_on_as_in_the_model():
@@ -175,23 +181,37 @@ def test_rules_of_an_encoder_are_of_a_decoders_prompt(rules, is_padded):
 
 
 @pytest.mark.parametrize(
-    ("entry", "value"),
+    "entries",
     [
-        ("stop_strings", ["end"]),
-        ("penalty_alpha", 0.6),
-        ("prompt_lookup_num_tokens", 3),
-        ("num_beam_groups", 2),
-        ("force_words_ids", [[1]]),
-        ("dola_layers", "low"),
-        ("eta_cutoff", 0.1),
+        {"prompt_lookup_num_tokens": 3},
+        {"do_sample": True, "eta_cutoff": 0.1},
+        {"do_sample": True, "epsilon_cutoff": 0.02, "num_return_sequences": 2},
+        {"sequence_bias": [[[5], 4.0]]},
+        {"exponential_decay_length_penalty": [2, 1.5], "eos_token_id": 5},
     ],
+    ids=str,
 )
-def test_what_files_do_not_do_is_refused_by_name(entry, value, tmp_path):
-    """In one line, when the settings are read."""
-    (tmp_path / "generation_config.json").write_text(json.dumps({entry: value, "do_sample": True}), "utf-8")
-    with pytest.raises(GenerationError, match=entry) as refused:
-        read_settings(tmp_path)
-    assert "\n" not in str(refused.value)
+def test_other_loops_are_those_of_transformers(entries):
+    """Where tokens do not come one after the other, there is nothing to stream."""
+    model, generator = _pair(**entries)
+    found, prompt = [], torch.tensor([[5, 6, 5, 6, 5]])
+    for door in (model, generator):
+        torch.manual_seed(7)
+        found.append(door.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12))
+    assert torch.equal(*found)
+    if generator.settings.other_loops:
+        with pytest.raises(GenerationError, match=rf"asks for {generator.settings.other_loops[0]}, .* call generate"):
+            generator.stream(prompt)
+
+
+@pytest.mark.parametrize(
+    "entry", [{"stop_strings": ["end"]}, {"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "low"}]
+)
+def test_what_needs_more_than_files_is_refused_as_by_the_model(entry):
+    """The texts of a tokenizer, hidden states; by transformers' own words."""
+    _, generator = _pair(**entry)
+    with pytest.raises(InvalidArgumentError, match="generate refuses this call"):
+        generator.generate(PROMPT, MASK, max_new_tokens=3)
 
 
 @pytest.mark.parametrize(

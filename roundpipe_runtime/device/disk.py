@@ -304,7 +304,9 @@ _OF_MODELS: weakref.WeakKeyDictionary[nn.Module, DiskMemory] = weakref.WeakKeyDi
 
 def disk_of(tensor: torch.Tensor) -> DiskMemory | None:
     """Return the memory on a disk in which a tensor lives; ``None`` for any other memory."""
-    if not _MEMORIES or type(tensor.data) is not torch.Tensor or tensor.device.type != "cpu" or not _is_dense(tensor):
+    if not _MEMORIES or type(tensor.data) is not torch.Tensor or tensor.device.type != "cpu":
+        return None
+    if tensor.layout != torch.strided or not tensor.numel():
         return None
     return next((memory for memory in list(_MEMORIES) if memory.holds(tensor)), None)
 
@@ -367,10 +369,6 @@ def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             found.append((offset, nbytes))
     return found
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.numel() > 0
 
 
 def _rounded(number: int, unit: int) -> int:

@@ -266,7 +266,7 @@ class PinnedMemory:
         """Return an uninitialised tensor in the place of a key, which is free again when its storage is gone."""
         # tensor: tensor of the same shape, strides and dtype
         # returns: the tensor; `None` where the place is taken, has another size, or the strides leave gaps
-        if self._sizes.get(key) != tensor.nbytes or not _is_dense(tensor):
+        if self._sizes.get(key) != tensor.nbytes or not is_dense(tensor):
             return None
         with self._lock:
             found = self._holders.get(key)
@@ -283,8 +283,10 @@ class PinnedMemory:
         return flat.as_strided(tensor.shape, tensor.stride())
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the strides leave no gaps: torch keeps such strides only."""
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the strides leave no gaps: torch keeps such strides only."""
+    if tensor.layout != torch.strided:
+        return False
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 

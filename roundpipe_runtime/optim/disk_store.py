@@ -29,6 +29,7 @@ from yobx_flatten.private_names.of_torch import norm_and_scaling
 from ..device.disk import DiskMemory, disk_of, in_groups, passing
 from ..device.events import Event
 from ..device.pages import page_out
+from ..device.pinning import is_dense
 from ..device.worker import Worker
 from ..errors import ConfigError
 from .parameters import ParameterStore, is_watched, scan
@@ -109,7 +110,7 @@ class DiskStore(ParameterStore):
         places: dict[nn.Parameter, torch.Tensor] = {}
         found: Landed = {}
         for parameter, (gradient, ready) in gradients.items():
-            if _is_dense(gradient):
+            if is_dense(gradient):
                 places[parameter] = self.memory.next_empty(("gradient", layer, id(parameter)), gradient)
                 moves.append((gradient, ready, places[parameter]))
             else:
@@ -148,13 +149,13 @@ class DiskStore(ParameterStore):
             targets = self.targets(list(held))
             sums = [target.grad for target in targets if target.grad is not None]
             super().add_gradients([held])
-            self.memory.leave(filter(_is_dense, [*held.values(), *sums]))
+            self.memory.leave(filter(is_dense, [*held.values(), *sums]))
 
     def _target_of(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
         return self._masters[name].tensor if name in self._masters else parameter
 
     def _on_disk(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        if not _is_dense(gradient) or self.memory.holds(gradient):
+        if not is_dense(gradient) or self.memory.holds(gradient):
             return gradient
         return self.memory.copy(("gradient", -1, id(parameter)), gradient)
 
@@ -162,7 +163,7 @@ class DiskStore(ParameterStore):
         """Copy the gradients of master weights to their parameters, in the dtype of the parameters."""
         for name, parameter in self._with_master():
             gradient, parameter.grad = self._masters[name].tensor.grad, None
-            if gradient is not None and _is_dense(gradient):
+            if gradient is not None and is_dense(gradient):
                 parameter.grad = self.memory.copy(("shown", id(parameter)), gradient, parameter.dtype)
                 self.memory.leave([gradient, parameter.grad])
             elif gradient is not None:
@@ -210,7 +211,7 @@ class DiskStore(ParameterStore):
                 for ref in self._states.get(id(target), ())
                 if (tensor := ref()) is not None
             ]
-            return [*parameters, *targets, *filter(_is_dense, gradients), *states]
+            return [*parameters, *targets, *filter(is_dense, gradients), *states]
 
         return LayersAtHand(self.memory, [layer.index for layer in contents], of_layer, written=True)
 
@@ -326,18 +327,11 @@ def _on_host(contents: HasParameters) -> list[torch.Tensor]:
 
 def _can_move(parameter: torch.Tensor) -> bool:
     data = parameter.data
-    return type(data) is torch.Tensor and data.device.type == "cpu" and data.numel() > 0 and _is_dense(data)
+    return type(data) is torch.Tensor and data.device.type == "cpu" and data.numel() > 0 and is_dense(data)
 
 
 def _is_state(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.nbytes >= _SMALLEST and value.device.type == "cpu" and _is_dense(value)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the strides leave no gaps: torch keeps such strides only."""
-    if tensor.layout != torch.strided:
-        return False
-    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    return type(value) is torch.Tensor and value.nbytes >= _SMALLEST and value.device.type == "cpu" and is_dense(value)
 
 
 def _paged(nbytes: int) -> int:

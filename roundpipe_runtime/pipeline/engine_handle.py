@@ -147,8 +147,6 @@ class PipelineOptions:
                 f"optim_dtype={dtype!r}. Give both:\n"
                 "    RoundPipe(model, optim_dtype=torch.float32, gradient_dtype=torch.bfloat16)"
             )
-        if narrow is not None and not hasattr(torch.Tensor, "grad_dtype"):
-            raise ConfigError(f"gradient_dtype needs torch 2.10 or newer, found {torch.__version__}.")
         if not isinstance(config, RoundPipeRunConfig):
             raise ConfigError(f"model_run_config must be a RoundPipeRunConfig, found {type(config).__qualname__}.")
         wire: Any = self.reduce_dtype

@@ -251,9 +251,6 @@ class Backend(Protocol):
     def read(self, cls: type) -> Any:
         """Return all that the library holds for ``cls``, or ``None``."""
 
-    def holds(self, recipe: Recipe) -> bool:
-        """Return whether the library holds exactly this recipe for its class."""
-
     def write(self, recipe: Recipe) -> None:
         """Register the recipe, replacing the current registration."""
 

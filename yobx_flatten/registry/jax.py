@@ -47,10 +47,6 @@ class Jax:
                 return node.in_force
             return _THEIRS if _is_node(cls) else None
 
-    def holds(self, recipe: Recipe) -> bool:
-        """Return whether JAX flattens the class by this recipe, or will once it is imported."""
-        return self.read(recipe.cls) is recipe
-
     def write(self, recipe: Recipe) -> None:
         """Register the recipe."""
         self.waiting.put(recipe)

@@ -33,11 +33,6 @@ class Optree:
         with self.waiting.lock:
             return registered(NAMESPACE, cls) if self.waiting.library_is_there() else self.waiting.get(cls)
 
-    def holds(self, recipe: Recipe) -> bool:
-        """Return whether optree holds this recipe, or will once it is imported."""
-        found = self.read(recipe.cls)
-        return found is recipe or _recipe_of(found) is recipe
-
     def write(self, recipe: Recipe) -> None:
         """Register the recipe, replacing the current registration."""
         self.waiting.put(recipe)

@@ -47,14 +47,6 @@ class TorchCpp:
                     return _Pending(place, entry)
             return None
 
-    def holds(self, recipe: Recipe) -> bool:
-        """Return whether the C++ side holds this recipe, or will once it is imported."""
-        found = self.read(recipe.cls)
-        if found is None:
-            return not cxx_pytree_exists()
-        flatten = found.entry[0][1] if isinstance(found, _Pending) else found.flatten_func
-        return flatten is recipe.flatten
-
     def write(self, recipe: Recipe) -> None:
         """Register the recipe, replacing the current registration."""
         if not cxx_pytree_exists():

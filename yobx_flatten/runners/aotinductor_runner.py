@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import DamagedFileError, FlattenError, ForeignFileError, GenerationError, UntrustedFileError
+from ..errors import DamagedFileError, FlattenError, ForeignFileError, UntrustedFileError
 from ..errors.failures import raised_as
 from ..errors.messages import first_line
 from ..files.document import parse_document
@@ -48,8 +48,6 @@ class AOTInductorRunner(CheckedRunner):
         return [out.clone() if any(out is tensor for tensor in tensors) else out for out in found]
 
     def _written_in_place(self, leaves: Mapping[str, torch.Tensor]) -> InPlaceCache:
-        if len({leaves[name].shape[2] for name in self.in_place}) > 1:  # one number of tokens is for all of them
-            raise GenerationError("layers of the cache hold different numbers of tokens.")
         return TensorBuffers(leaves, self.in_place)
 
     def _call_in_place(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> Sequence[torch.Tensor]:

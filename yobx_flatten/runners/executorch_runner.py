@@ -99,8 +99,6 @@ class ExecuTorchRunner(CheckedRunner):
         return found
 
     def _written_in_place(self, leaves: Mapping[str, torch.Tensor]) -> InPlaceCache:
-        if len({leaves[name].shape[2] for name in self.in_place}) > 1:  # one number of tokens is for all of them
-            raise GenerationError("layers of the cache hold different numbers of tokens.")
         return RowBuffers(leaves, self.in_place)
 
     def _call_in_place(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> Sequence[torch.Tensor]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..errors import GenerationError
+
 
 class InPlaceCache(dict[str, Any]):
     """A cache by name of the input, in values of the library. A step changes it: earlier states are gone."""
@@ -66,6 +68,8 @@ class TensorBuffers(InPlaceCache):
 
     def __init__(self, values: Mapping[str, torch.Tensor], presents: Mapping[str, str]) -> None:
         super().__init__(values, presents)
+        if len({values[name].shape[2] for name in presents}) > 1:  # one number of tokens is for all of them
+            raise GenerationError("layers of the cache hold different numbers of tokens.")
         self._seen = self._capacity = values[next(iter(presents))].shape[2]
         self._own = False  # what was handed over belongs to the caller, and is not written to
         self._note_shapes()

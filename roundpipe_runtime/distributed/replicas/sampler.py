@@ -94,11 +94,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         return len(self.batches)  # type: ignore[arg-type] # a TypeError of its own where they have no length
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch number to the sampler, if it accepts one.
-
-        Args:
-            epoch: number of the epoch.
-        """
+        """Pass the epoch number to the sampler, if it accepts one."""
         for drawn in (self.batches, getattr(self.batches, "sampler", None)):
             if callable(getattr(drawn, "set_epoch", None)):
                 drawn.set_epoch(epoch)  # type: ignore[union-attr] # it was looked up

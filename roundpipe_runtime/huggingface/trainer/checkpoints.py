@@ -44,19 +44,7 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
     def train(
         self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: object, **kwargs: object
     ) -> object:
-        """Train as a Trainer does.
-
-        Args:
-            resume_from_checkpoint: ``True`` for the newest undamaged checkpoint, or the folder of one.
-            *args: positional arguments of the Trainer's ``train``.
-            **kwargs: keyword arguments of the Trainer's ``train``.
-
-        Returns:
-            The result of the Trainer's ``train``.
-
-        Raises:
-            DamagedCheckpointError: all checkpoints are damaged, or the given one is.
-        """
+        """Train as a Trainer does; ``resume_from_checkpoint=True`` takes the newest undamaged checkpoint, or raises."""
         if resume_from_checkpoint is True:
             with self.args.main_process_first(local=False, desc="the newest checkpoint"):  # it removes leftovers
                 found = newest_whole(pathlib.Path(self.args.output_dir))

@@ -109,13 +109,7 @@ class GroupTrainer(PipelineTrainer):
         return self._rp_global_batch() * int(args.gradient_accumulation_steps)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> Any:
-        """Return the batches of a step; an error in one process is raised in all.
-
-        Args:
-            epoch_iterator: iterator over the batches of an epoch.
-            num_batches: number of batches of a step.
-            *args: further arguments of a Trainer.
-        """
+        """Return the batches of a step; an error in one process is raised in all."""
         taken = take_together(epoch_iterator, num_batches, self.pipeline.ranks)
         return super().get_batch_samples(iter(taken), num_batches, *args)
 

@@ -86,28 +86,12 @@ class FrozenModelTrainer(PipelineTrainer):
     # -- the model itself, as its own reference ------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does.
-
-        Args:
-            *args: positional arguments of a Trainer's ``train``.
-            **kwargs: keyword arguments of a Trainer's ``train``.
-
-        Returns:
-            The value that the Trainer's ``train`` returns.
-        """
+        """Train as the Trainer does."""
         with self._rp_called_through_pipeline():
             return super().train(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as the Trainer does.
-
-        Args:
-            *args: positional arguments of a Trainer's ``evaluate``.
-            **kwargs: keyword arguments of a Trainer's ``evaluate``.
-
-        Returns:
-            The value that the Trainer's ``evaluate`` returns.
-        """
+        """Evaluate as the Trainer does."""
         with self._rp_called_through_pipeline():
             return super().evaluate(*args, **kwargs)
 

@@ -146,14 +146,7 @@ class PipelineTrainer(CheckpointingTrainer):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the optimizer for the pipeline's optimizer parameters.
-
-        Args:
-            model: ignored.
-
-        Returns:
-            The optimizer.
-        """
+        """Make the optimizer for the pipeline's optimizer parameters."""
         pipeline, own = self.pipeline, self.model
         try:
             self.model = (

@@ -38,9 +38,6 @@ class Shelf:
     def read(self, cls: type) -> Any:
         return self.held.get(cls)
 
-    def holds(self, recipe: Recipe) -> bool:
-        return self.held.get(recipe.cls) is recipe
-
     def write(self, recipe: Recipe) -> None:
         if self.refuses:
             raise KeyboardInterrupt

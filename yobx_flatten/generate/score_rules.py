@@ -54,7 +54,7 @@ def changes_scores(generation: Mapping[str, Any]) -> bool:
 
 
 def other_loops(generation: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the entries of a configuration for which transformers has a loop of its own."""
+    """Return the entries of a configuration for which transformers has its own loop."""
     return _stated(generation, {**_OF_LOOPS, **(_OF_DRAWS if generation.get("do_sample") else {})})
 
 

@@ -77,7 +77,7 @@ class GenerationSettings:
         positions: tokens of a row at most that the files read, where each position has a row of a table.
         processors: functions of your own that change the scores, in order, after the rules of the configuration.
         has_rules: whether the configuration has rules for the scores, which transformers' own classes apply.
-        other_loops: entries of the configuration for which transformers has a loop of its own.
+        other_loops: entries of the configuration for which transformers has its own loop.
         forced_bos_token_id: the second token, after a single first one: with mBART the language to translate into.
         forced_eos_token_id: the last token, or one of several, where ``max_new_tokens`` ends a row.
         spatial_merge_size: patches of a picture per token along each side, where pictures have their own positions.

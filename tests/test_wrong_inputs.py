@@ -10,9 +10,20 @@ from torch.nn.functional import mse_loss
 
 from roundpipe_runtime import RoundPipe, RoundPipeError, RoundPipeRunConfig
 from roundpipe_runtime.__main__ import main as roundpipe
-from yobx_flatten import export_folder, export_onnx, open_generator, open_model, record_calls, verify_folder
+from yobx_flatten import (
+    export_folder,
+    export_onnx,
+    export_program,
+    functions_from_fields,
+    open_generator,
+    open_model,
+    record_calls,
+    register_class_flattening,
+    unregister_class_flattening,
+    verify_folder,
+)
 from yobx_flatten.__main__ import main as flatten
-from yobx_flatten.errors import FlattenError, InvalidArgumentError
+from yobx_flatten.errors import DynamicShapesError, FlattenError, InvalidArgumentError
 
 pytest.importorskip("transformers")
 pytest.importorskip("onnxruntime")
@@ -79,18 +90,80 @@ def test_a_wrong_argument_is_refused_by_an_error_of_the_package(call, words):
 def test_tokens_of_another_kind_are_converted_by_the_line_of_the_message():
     """A list, nested or not, an array, and what a tokenizer returns."""
     export_folder("llama", "out", to="program", proof="none", dtype=torch.float32)
-    generator = open_generator("out", trust=True)
-    wanted = generator.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3)
-    for input_ids in ([[5, 6, 7]], [5, 6, 7], numpy.array([[5, 6, 7]]), numpy.array([5, 6, 7])):
-        with pytest.raises(InvalidArgumentError, match="Make a tensor of it") as refused:
-            generator.generate(input_ids, max_new_tokens=3)
-        line = str(refused.value).splitlines()[-1].strip().removeprefix("input_ids = ")
-        found = generator.generate(eval(line, {"torch": torch, "input_ids": input_ids}), max_new_tokens=3)
-        assert torch.equal(found, wanted)
+    lists = ([[5, 6, 7]], [5, 6, 7], numpy.array([[5, 6, 7]]), numpy.array([5, 6, 7]))
+    tensors = (torch.tensor([5, 6, 7]), torch.tensor([[5.0, 6.0, 7.0]]))
     inputs = transformers.BatchEncoding({"input_ids": torch.tensor([[5, 6, 7]])})
-    with pytest.raises(InvalidArgumentError, match=r"\n    generate\(\*\*inputs\)"):
-        generator.generate(inputs)
-    assert torch.equal(generator.generate(**inputs, max_new_tokens=3), wanted)
+    for opened in (open_generator("out", trust=True), open_model("out", trust=True)):
+        wanted = opened.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3)
+        for input_ids in (*lists, *tensors):
+            with pytest.raises(InvalidArgumentError, match=r"input_ids must be integers of shape.*\n") as refused:
+                opened.generate(input_ids, max_new_tokens=3)
+            line = str(refused.value).splitlines()[-1].strip().removeprefix("input_ids = ")
+            found = opened.generate(eval(line, {"torch": torch, "input_ids": input_ids}), max_new_tokens=3)
+            assert torch.equal(found, wanted)
+        with pytest.raises(InvalidArgumentError, match=r"\n    generate\(\*\*inputs\)"):
+            opened.generate(inputs)
+        assert torch.equal(opened.generate(**inputs, max_new_tokens=3), wanted)
+        with pytest.raises(InvalidArgumentError, match=r"Read a text with the tokenizer"):
+            opened.generate("hello")
+    for named in ({"input_ids": [[5, 6]]}, {"input_ids": inputs.input_ids, "attention_mask": [[1, 1, 1]]}):
+        with pytest.raises(InvalidArgumentError, match="Make a tensor of it"):
+            opened(**named)
+
+
+class Reads(torch.nn.Module):
+    def forward(self, x, extra):
+        return x * 2, extra[0]["a"] * 3
+
+
+@pytest.mark.parametrize(
+    "export", [export_program, lambda *given, **named: export_onnx(*given, **named, path="m.onnx")]
+)
+def test_an_input_of_several_tensors_without_an_entry_is_named_and_the_line_of_the_message_is_taken(export):
+    """torch alone states that structures differ; after None, which it refuses there, the sizes are the example's."""
+    inputs = {"x": torch.ones(2, 3), "extra": ({"a": torch.ones(2, 3)},)}
+    with pytest.raises(DynamicShapesError, match=r"Missing: \['extra'\]") as refused:
+        export(Reads(), kwargs=inputs, dynamic_shapes={"x": {0: "rows"}})
+    line = str(refused.value).splitlines()[-1].strip()
+    exported = export(Reads(), kwargs=inputs, dynamic_shapes={"x": {0: "rows"}, **eval(f"{{{line}}}")})
+    found = exported(x=torch.full((7, 3), 2.0), extra=inputs["extra"])
+    assert torch.equal(found[0], torch.full((7, 3), 4.0))
+    with pytest.raises((FlattenError, AssertionError, RuntimeError)):
+        exported(x=torch.ones(7, 3), extra=({"a": torch.ones(5, 3)},))
+
+
+class Chooses(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(5, 4), torch.nn.Linear(5, 4)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, self.one, self.other, (x,))
+
+
+def test_a_good_export_prints_no_log_of_torch(caplog):
+    """Sizes that the module refuses are tried, of which torch logs twenty lines; a value that decides has one line."""
+    assert export_program(Chooses(), (torch.ones(2, 5),)).report.ok
+    assert not [record.name for record in caplog.records if record.name.startswith("torch")]
+
+
+def test_the_functions_of_a_class_in_another_order_name_the_line_that_takes_them():
+    class Box:
+        def __init__(self, w, n):
+            self.w, self.n = w, n
+
+    functions = functions_from_fields(Box, ["w"], ["n"])
+    with pytest.raises(FlattenError, match=r"\n    register_class_flattening\(.*Box, functions\)"):
+        register_class_flattening(Box, *functions)
+    register_class_flattening(Box, functions)
+    unregister_class_flattening(Box)
+
+
+@pytest.mark.parametrize("name", ["newcomer", "my-model", "checkpoint", "nosuchmodel"])
+def test_only_near_names_of_types_are_proposed(name):
+    with pytest.raises(InvalidArgumentError) as refused:
+        export_folder(name, "out")
+    assert "Did you mean" not in str(refused.value)
 
 
 LAYERS = [torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)]

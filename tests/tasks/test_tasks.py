@@ -57,7 +57,13 @@ TASKS = {
         "diagnose", ("See what torch sees", "Check the inputs of an export", "Understand an error"), (), True
     ),
     "quantization": Task("quantize", (), ("onnxruntime", "onnxscript")),
+    "embeddings": Task("generate", ("From a checkpoint to tokens", "Embeddings"), ("onnxruntime", "onnxscript")),
+    "failing_call": Task("record", ("", "Export what was recorded", "Reproduce a failing call")),
     "genai": Task("runtimes", ("onnxruntime-genai",), ("onnxruntime_genai", "onnxscript")),
+    "sequential": Task("runtime", ("", "The training loop"), (), True),
+    "static_cache": Task("caches", ("", "StaticCache")),
+    "text": Task("command_line", ("roundpipe train",)),
+    "trainer": Task("runtime_trainer", ("",)),
     "training": Task("runtime_huggingface", ("",), (), True),
     "lora": Task("lora", ("", "Save and load"), ("peft",), True),
     "timeline": Task("runtime_devices", ("Choose devices", "What ran where"), (), True),

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 # `extra=` of a record that begins a step of a long call, which progress bars show.
 STEP = {"step": True}
@@ -35,3 +35,20 @@ def say(level: int, message: str, *args: object) -> None:
         file, line, function, _ = _LOGGER.findCaller(stacklevel=2)
         record = _LOGGER.makeRecord(_LOGGER.name, level, file, line, message, args, None, function)
         (_LOGGER if _LOGGER.hasHandlers() else logging.StreamHandler()).handle(record)
+
+
+@contextlib.contextmanager
+def without_records(unwanted: Mapping[str, str]) -> Iterator[None]:
+    """Keep records off the terminal whose text begins as stated, by the name of the logger."""
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(unwanted[record.name])
+
+    logs = [logging.getLogger(name) for name in unwanted]
+    for log in logs:
+        log.addFilter(is_news)
+    try:
+        yield
+    finally:
+        for log in logs:
+            log.removeFilter(is_news)

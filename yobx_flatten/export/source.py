@@ -31,7 +31,7 @@ from ..trees.naming import leaf_names
 from ..trees.shapes import shapes_of_leaves
 from .example.example import Example
 from .model_facts import ModelFacts
-from .program.traced import Traced, trace
+from .program.traced import Traced, calm, trace
 from .proof.case import Case, Proof, check_cases, choose_proof, sampled
 from .proof.exported_call import Nested
 from .proof.fitting import fitting
@@ -130,8 +130,9 @@ def traced_example(example: Example, report: ExportReport, *, strict: bool = Fal
     with report.timed("trace"):
         traced = trace(example, strict=strict)
     noted(example, traced, report)
-    if report.proof != "none" and not example.no_data and not traced.readers:
-        report.remark(*notes_on_fixed_axes(example, traced))
+    with calm():
+        if report.proof != "none" and not example.no_data and not traced.readers:
+            report.remark(*notes_on_fixed_axes(example, traced))
     return traced
 
 
@@ -157,7 +158,7 @@ def prove(
     report.runs = example.runs
     # before anything is replayed, since the cost of half precision is what a result is judged by
     asked.allowed.measure(report, example, traced)
-    with report.timed("replay"):
+    with report.timed("replay"), calm():
         cases = _cases_of(example, asked, report)
         if only_fitting and asked.cases is None:
             cases = fitting(traced.program, cases, report)

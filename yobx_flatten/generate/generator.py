@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import torch
 from ..errors import FlattenError, GenerationError, InvalidArgumentError, describe_class
 from ..errors.dependencies import require
 from ..runners.folder_adapters import FolderAdapters
+from ..trees.arguments import did_you_mean
 from .pictures import Pictures
 from .sampling import Sampling, TokenChooser
 from .score_rules import ScoreProcessor, score_rules
@@ -50,7 +52,10 @@ def refusals_named(what: str, call: Callable[[], Any]) -> Any:
     except FlattenError:
         raise
     except ValueError as error:
-        raise InvalidArgumentError(f"{what} refuses this call: {error}") from error
+        from transformers import GenerationConfig
+
+        near = did_you_mean(re.findall(r"'(\w+)'", str(error)), vars(GenerationConfig()))
+        raise InvalidArgumentError(f"{what} refuses this call: {error}{near}") from error
 
 
 # parameters of generate and stream that are no keywords of transformers' generate

@@ -29,7 +29,7 @@ from ..runners.ports import is_present
 from .file_cache import FileCache
 from .own_class import ModelWithoutWeights, config_from, exported_class, generation_of, named_class
 from .pictures import Pictures
-from .steps import Steps, TextState
+from .steps import Steps, TextState, check_given
 
 _DRAFTS: Any = GenerationMode.ASSISTED_GENERATION
 _STRIDE = 2  # frames of sound for each position of Whisper's encoder
@@ -120,6 +120,11 @@ class FileModel(ModelWithoutWeights):
         if self.steps.parts.encoder is not None:
             self.get_encoder().steps = self.steps
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the files as the model is called."""
+        check_given(dict(zip((self.main_input_name,), args, strict=False)) | kwargs)
+        return super().__call__(*args, **kwargs)
+
     @classmethod
     def can_generate(cls) -> bool:
         """Return ``True``: the files generate."""
@@ -132,6 +137,7 @@ class FileModel(ModelWithoutWeights):
     def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Generate as ``model.generate`` of the exported model does."""
         # kwargs: every keyword of `GenerationMixin.generate`, and what the model's processor returns
+        check_given({self.main_input_name: inputs} | kwargs)
         if kwargs.get("return_token_timestamps"):
             kwargs["alignment_heads"] = self._heads_in_files(kwargs)
         if kwargs.get("adapter_names") is not None:

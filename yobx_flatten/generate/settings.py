@@ -207,9 +207,9 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
 
 
 def _check_tokens(folder: pathlib.Path, stated: Mapping[str, Any], vocabulary: object) -> None:
-    """Refuse tokens that are forced, and that a model does not have; it may suppress any."""
-    for name in ("forced_bos_token_id", "forced_eos_token_id"):
-        for token in _ids(stated.get(name)):
+    """Refuse tokens that are forced or forbidden, and that a model does not have; it may suppress any."""
+    for name in ("forced_bos_token_id", "forced_eos_token_id", "bad_words_ids"):
+        for token in (token for row in _ids(stated.get(name)) for token in _ids(row)):
             if isinstance(vocabulary, int) and token >= vocabulary:
                 raise GenerationError(f"{folder} states {name} = {token:,}, and its model has {vocabulary:,} tokens.")
 

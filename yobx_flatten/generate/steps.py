@@ -354,6 +354,14 @@ def _integers(name: str, value: Any) -> torch.Tensor:
     return value.detach().cpu().long()
 
 
+def check_given(named: Mapping[str, Any]) -> None:
+    """Refuse tokens and masks that are no tensors of rows, as a tokenizer or a list gives them."""
+    for name in ("input_ids", "attention_mask", "decoder_input_ids"):
+        value = named.get(name)
+        if value is not None and (not isinstance(value, torch.Tensor) or value.ndim < 2):
+            _integers(name, value)
+
+
 def _conversion(name: str, value: Any) -> str:
     """The line that makes tokens of a value of another kind; empty where none does."""
     texts = [value] if isinstance(value, str) else value
@@ -361,6 +369,9 @@ def _conversion(name: str, value: Any) -> str:
         return " Read a text with the tokenizer of the model:\n    tokenizer(\"...\", return_tensors='pt').input_ids"
     if isinstance(value, Mapping):
         return " Pass its entries by name:\n    generate(**inputs)"
+    if isinstance(value, torch.Tensor):
+        lines = {1: f" Add an axis:\n    {name} = {name}[None]", 2: f" Make integers:\n    {name} = {name}.long()"}
+        return "" if 0 in value.shape else lines.get(value.ndim, "")
     if isinstance(value, (list, tuple)) or hasattr(value, "__array__"):
         is_row = value.ndim == 1 if hasattr(value, "ndim") else not any(isinstance(one, (list, tuple)) for one in value)
         rows = f"[{name}]" if is_row and isinstance(value, (list, tuple)) else f"{name}[None]" if is_row else name

@@ -154,9 +154,12 @@ def require_callable(
     try:
         signature.bind(*range(arity))
     except TypeError as error:
+        remedy = (
+            f" All functions are one argument:\n    {caller}({target.__qualname__}, functions)" if arity == 2 else ""
+        )
         raise InvalidRegistrationError(
-            f"{caller}({target.__qualname__}): {argument} is called as f{needed}, but its signature "
-            f"is {signature} ({error})."
+            f"{caller}({target.__qualname__}): {argument} is called as f{needed}, but its signature is {signature} "
+            f"({error}).{remedy}"
         ) from None
 
 

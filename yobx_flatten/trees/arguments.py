@@ -12,7 +12,7 @@ import torch
 
 from ..errors import DynamicShapesError, InvalidArgumentError, NotRegisteredError, describe_class
 from ..recipe.aliases import DynamicShapes, PyTree
-from .walk import check_no_cycles, class_name, torch_leaves
+from .walk import check_no_cycles, class_name, node_of, torch_leaves
 
 _EXAMPLE = '\n    export_program(module, (x,), {"y": y})'
 
@@ -113,6 +113,12 @@ def shapes_by_name(inputs: Mapping[str, Any], shapes: DynamicShapes) -> dict[str
         raise DynamicShapesError(
             f'dynamic_shapes: expected "auto", None, or a dict with the keys {list(inputs)}, found '
             f"{describe_class(shapes)}."
+        )
+    missing = [name for name, value in inputs.items() if name not in shapes and node_of(value) is not None]
+    if missing:
+        raise DynamicShapesError(
+            f"dynamic_shapes: each input that holds tensors needs an entry. Missing: {missing}. None keeps its sizes:\n"
+            f"    {missing[0]!r}: None"
         )
     return {**dict.fromkeys(inputs), **shapes}
 

@@ -150,6 +150,14 @@ def without_names(shapes: DynamicShapes) -> DynamicShapes:
     return shapes
 
 
+def with_none_below(obj: PyTree, shapes: DynamicShapes) -> DynamicShapes:
+    """Write None for each leaf for one None of a container, which ``torch.export`` does not take."""
+    node = node_of(obj)
+    if node is None or shapes is not None:
+        return shapes
+    return same_container(obj, node, [with_none_below(child, None) for child in node.children])
+
+
 def shapes_of_leaves(inputs: PyTree, shapes: DynamicShapes) -> list[dict[int, Any] | None]:
     """List the entries of a specification, one for each leaf."""
     # shapes: a specification that fits them; `None` above a leaf stands for all below it

@@ -23,7 +23,7 @@ from ...trace.dynamic_specs import attached_spec
 from ...trees.arguments import check_no_modules, has_no_data, shapes_by_name
 from ...trees.dynamic_specs import by_parameter, without_specs
 from ...trees.naming import leaf_names
-from ...trees.shapes import check_dynamic_shapes, shapes_of_leaves, without_names
+from ...trees.shapes import check_dynamic_shapes, shapes_of_leaves, with_none_below, without_names
 from ...trees.shapes import dynamic_shapes as write_dynamic_shapes
 from ..proof.case import Case, clone
 from ..proof.eager_runs import EagerRuns
@@ -249,7 +249,7 @@ def _complete(
         found = _Completed(write_dynamic_shapes(inputs), {})
     else:
         stated = without_specs(inputs, shapes_by_name(inputs, shapes), assumptions)
-        shapes = stated.shapes
+        shapes = {name: with_none_below(inputs.get(name), below) for name, below in stated.shapes.items()}
         check_dynamic_shapes(inputs, shapes)
         names = names_of(inputs, stated)
         found = _Completed(

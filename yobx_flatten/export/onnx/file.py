@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import pathlib
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 
 from ...errors import FlattenError, InvalidArgumentError, ReplayError
+from ...errors.log import without_records
 from ...errors.messages import first_line
 from ...files.onnx_data import data_files_of
 from ...files.scratch import data_path, move_in, publish_files, scratch_for
@@ -122,7 +122,8 @@ def convert(
     graph = converted.model.graph
     own = len(graph.inputs)
     open_rooms(converted.model, rooms or {})
-    with quiet_about(rooms or {}):
+    # it comes for each input that has its own value
+    with without_records({"onnx_ir.passes.common.initializer_deduplication": "Skipped deduplication of initializer"}):
         optimize_graph(converted.model)
     # after the passes, one of which makes an output of an input a separate value
     for values, names in ((graph.inputs[:own], input_names), (graph.outputs, output_names)):
@@ -236,25 +237,14 @@ def _without_noise() -> Iterator[None]:
     # The ONNX exporter translates four operators of torchvision, and states of each that torchvision is not installed,
     # also for models that use none. What cannot be converted to an opset is one line of ours instead of a traceback.
     unwanted = {
-        "torch.onnx._internal.exporter._registration": ("torchvision is not installed",),
-        "torch.onnx._internal.exporter._compat": ("Setting ONNX exporter to use operator set version",),
-        "onnxscript.version_converter": ("",),
+        "torch.onnx._internal.exporter._registration": "torchvision is not installed",
+        "torch.onnx._internal.exporter._compat": "Setting ONNX exporter to use operator set version",
+        "onnxscript.version_converter": "",
     }
-
-    def is_news(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(unwanted[record.name])
-
-    logs = [logging.getLogger(name) for name in unwanted]
-    for log in logs:
-        log.addFilter(is_news)
-    try:
-        with warnings.catch_warnings():
-            # torch 2.13 copies its own TreeSpec through its own deprecated LeafSpec; nothing of ours names that class
-            warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\). is deprecated", FutureWarning)
-            yield
-    finally:
-        for log in logs:
-            log.removeFilter(is_news)
+    with without_records(unwanted), warnings.catch_warnings():
+        # torch 2.13 copies its own TreeSpec through its own deprecated LeafSpec; nothing of ours names that class
+        warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\). is deprecated", FutureWarning)
+        yield
 
 
 # Name the axes of an ONNX file as optimum does; equal axes share one name.
@@ -440,19 +430,3 @@ def _state_rank(first: ir.Value, rank: str) -> None:
         if node.op_type != "MatMul" or place != 1 or product.shape is None:
             raise FlattenError(f"{first.name} is not multiplied with what a layer reads, but goes into {node.op_type}.")
         product.shape = ir.Shape([*product.shape[:-1], rank])
-
-
-@contextlib.contextmanager
-def quiet_about(rooms: Collection[str]) -> Iterator[None]:
-    """Keep a message of onnx_ir off the terminal, which comes for each input that has its own value."""
-    log = logging.getLogger("onnx_ir.passes.common.initializer_deduplication")
-
-    def is_news(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith("Skipped deduplication of initializer")
-
-    if rooms:
-        log.addFilter(is_news)
-    try:
-        yield
-    finally:
-        log.removeFilter(is_news)

@@ -25,7 +25,7 @@ from ...diagnose.export_errors import explain_error
 from ...diagnose.remedies import explain_leaf
 from ...errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError, StaticDataError
 from ...errors.failures import raised_as
-from ...errors.log import STEP
+from ...errors.log import STEP, without_records
 from ...errors.tried_versions import naming_untried_versions
 from ...huggingface.cache_names import CACHE, is_cache
 from ...huggingface.layer_weights import Reader, offloaded_readers, paused, streamed_readers
@@ -202,21 +202,8 @@ def _traced(example: Example, strict: bool) -> tuple[ExportedProgram, Left | Non
         is_returned = example.loop and not strict
         left = returning_left(module, finds=True) if is_returned else contextlib.nullcontext()
         kept = contextlib.nullcontext() if example.shapes is None else kept_sizes(module)
-        calm = contextlib.redirect_stderr(_WithoutGraphs(sys.stderr))
-        quiet = warnings.catch_warnings()
-        with (
-            naming_untried_versions(),
-            torch.no_grad(),
-            untouched,
-            traceable,
-            named,
-            asserted,
-            kept,
-            calm,
-            quiet,
-            left as watch,
-        ):
-            warnings.filterwarnings("ignore", _OF_RECURRENT_LAYERS, UserWarning)
+        checked = naming_untried_versions()
+        with checked, torch.no_grad(), untouched, traceable, named, asserted, kept, calm(), left as watch:
             program = torch.export.export(
                 module,
                 clone(example.args),
@@ -255,6 +242,19 @@ def described(program: ExportedProgram, example: Example, left: Left | None = No
     sizes: dict[str, Any] = {"unasserted": unasserted, "largest": largest, "asserts_values": asserts_values(program)}
     fixed: dict[str, Any] = {"constants": constants, "constant_outputs": fixed_outputs}
     return Traced(program, inputs, names, types, written, drawing, readers, left, **sizes, **fixed)
+
+
+@contextlib.contextmanager
+def calm() -> Iterator[None]:
+    """Keep torch's notes on failing calls off the terminal: an error or a remark of ours states what they are about."""
+    unwanted = {
+        "torch.fx.experimental.symbolic_shapes": "Unable to find user code corresponding to",
+        "torch._subclasses.fake_tensor": "failed while attempting to run meta for",
+    }
+    graphs = contextlib.redirect_stderr(_WithoutGraphs(sys.stderr))
+    with without_records(unwanted), graphs, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _OF_RECURRENT_LAYERS, UserWarning)
+        yield
 
 
 class _WithoutGraphs(io.TextIOBase):

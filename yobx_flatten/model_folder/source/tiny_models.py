@@ -94,7 +94,7 @@ def small_config(name: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if name not in CONFIG_MAPPING:
-        close = difflib.get_close_matches(name, list(CONFIG_MAPPING.keys()), n=3)
+        close = difflib.get_close_matches(name, list(CONFIG_MAPPING.keys()), n=3, cutoff=0.72)
         hint = f" Did you mean {', '.join(close)}?" if close else ""
         raise InvalidArgumentError(f"{name!r} is neither a folder nor a type of model that transformers has.{hint}")
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..core.effects import undisturbed
 from ..declare.scopes import register_flattening_functions
-from ..export.proof.case import Case, clone
+from ..export.proof.case import SAMPLED_FROM, Case, clone
 from ..export.proof.eager_runs import EagerRuns, Texts
+from ..export.proof.memory import weight_bytes
 from ..export.quantization.measure import read_by_model
 from ..generate.generator import Generator
 from ..generate.settings import settings_of
@@ -88,7 +90,7 @@ def generation_case(
         import transformers
 
         generate = functools.partial(transformers.GenerationMixin.generate, model)
-    with undisturbed(model=model):
+    with undisturbed(model=model), _in_one_thread(model):
         found = generate(
             **inputs,
             max_new_tokens=new_tokens,
@@ -103,6 +105,17 @@ def generation_case(
     for name in ("mm_token_type_ids", "token_type_ids"):  # which tokens are pictures, the files' generator finds out
         inputs.pop(name, None)
     return GenerationCase(inputs, found.sequences, new_tokens, _margins(found.sequences, found.scores))
+
+
+@contextlib.contextmanager
+def _in_one_thread(model: TransformersModel) -> Iterator[None]:
+    """Compute in one thread, unless a model is large: in steps of one token, further threads mostly wait, and spin."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if weight_bytes(model) < SAMPLED_FROM else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _margins(sequences: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -251,16 +264,8 @@ _LENGTH = 9  # tokens of the text
 _NEVER = math.inf  # a threshold that no frame reaches: the number of calls decides
 
 
-@dataclasses.dataclass(frozen=True)
-class SpokenCase:
-    """A text, a speaker, masks of dropout, and the spectrogram that the model makes of them."""
-
-    inputs: dict[str, torch.Tensor]  # `dropout_masks` has shape (calls, layers, width)
-    outputs: dict[str, Any]
-
-
 @torch.no_grad()
-def spoken_case(model: TransformersModel, rows: int, calls: int) -> SpokenCase:
+def spoken_case(model: TransformersModel, rows: int, calls: int) -> StoredCase:
     """Let the eager model speak; one of several rows is padded."""
     config = model.config
     read = spoken_input(model, rows, _LENGTH)
@@ -276,7 +281,7 @@ def spoken_case(model: TransformersModel, rows: int, calls: int) -> SpokenCase:
     with undisturbed(seed=0):
         masks = torch.stack([drawn_masks(config, count, model.dtype) for count in range(1, calls + 1)])
     inputs = {**read, "speaker_embeddings": speaker, "dropout_masks": masks}
-    return SpokenCase(inputs, {"spectrogram": found, "maxlenratio": ratio})
+    return StoredCase(inputs, {"spectrogram": found, "maxlenratio": ratio})
 
 
 def difference_of_speech(generator: Generator, case: StoredCase) -> float:

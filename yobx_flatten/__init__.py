@@ -104,6 +104,7 @@ _HOMES = (
     "record",
     "storage",
     "trees",
+    "verify",
 )
 
 if TYPE_CHECKING:  # the same names for a type checker, and none that is misspelt
@@ -169,5 +170,6 @@ if TYPE_CHECKING:  # the same names for a type checker, and none that is misspel
     from .record import *  # noqa: F403
     from .storage import *  # noqa: F403
     from .trees import *  # noqa: F403
+    from .verify import *  # noqa: F403
 else:
     __getattr__, __dir__ = lazy_names(globals(), (*_HOMES, "recipe.codegen"))

@@ -1,4 +1,4 @@
-"""Tests for registered classes: one test per class and check.
+"""Tests for registered classes, one test per class and check; and for files of any exporter.
 
 ::
 
@@ -6,12 +6,13 @@
 
     test_recipes = recipe_tests(Memory(torch.zeros(2, 3)), State(torch.ones(2), step=4))
 
-pytest then runs ``test_recipes[Memory-comes back the same]`` and seven more for each sample. This module needs pytest;
-nothing else imports it.
+pytest then runs ``test_recipes[Memory-comes back the same]`` and seven more for each sample. ``recipe_tests`` needs
+pytest; no other module imports this one.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,25 @@ from .diagnose.conformance import check_recipe, recipe_of
 from .errors.dependencies import require
 from .recipe.roundtrip import CHECKS
 
-__all__ = ["check_recipe", "recipe_tests"]
+__all__ = ["assert_same_as_model", "check_recipe", "recipe_tests"]
+
+
+def assert_same_as_model(path: str | os.PathLike[str], model: Any, **options: Any) -> None:
+    """Fail unless a file that any exporter wrote does what its model does.
+
+    Args:
+        path: the file, or a folder of files; see :func:`~yobx_flatten.verify_file`.
+        model: the model that it was exported from, or its name.
+        **options: further arguments of :func:`~yobx_flatten.verify_file`: ``cases``, ``names``, ``trust``.
+
+    Raises:
+        AssertionError: with the table of all cases, when a file is wrong or cannot be judged.
+    """
+    from .verify.verify_file import verify_file
+
+    found = verify_file(path, model, **options)
+    if not found:
+        raise AssertionError(str(found))
 
 
 def recipe_tests(*samples: Any) -> Callable[..., None]:

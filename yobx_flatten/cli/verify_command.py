@@ -1,26 +1,39 @@
-"""``yobx-flatten verify``: check an exported folder with its stored cases."""
+"""``yobx-flatten verify``: check an exported folder with its stored cases, or any file next to its model."""
 
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from typing import Annotated
 
 import typer
 
 from ..model_folder.verify import verify_folder
 from ..model_folder.with_model.explain import FolderExplanation, explain_folder
-from ..terminal.failures import CHECK_FAILED
+from ..terminal.failures import CHECK_FAILED, REFUSED, UserError
 from ..terminal.output import progress, say, say_json
-from .options import Device, Folder, Trust
+from ..verify.verify_file import verify_file
+from .options import Device, Trust
 
 
 def verify(
-    folder: Folder,
+    folder: Annotated[
+        pathlib.Path,
+        typer.Argument(metavar="PATH", help="A folder that export wrote; with --model any file or folder."),
+    ],
     trust: Trust = False,
     device: Device = None,
     explain: Annotated[
         str | None,
         typer.Option(metavar="MODEL", help="Also find the first node whose values differ from this model's."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Compare files that any exporter wrote with this model."),
+    ] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Option("--map", metavar="THEIRS=OURS", help="With --model: our name of an input or output (repeatable)."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
@@ -28,7 +41,13 @@ def verify(
 
     The model is not needed, because its results are stored in the folder. Exit status: 0 all results are equal; 1 a
     result differs. With --explain, the model is exported again, and its values are compared with those of the files.
+
+    With --model, the files may be from any exporter. The model runs on the same inputs: other sizes, past its window,
+    with padding, and in a loop over the file's cache. Exit status: 0 all files are right; 1 a file is wrong; 2 a file
+    cannot be judged.
     """
+    if model is not None:
+        return _verify_file(folder, model, names or [], trust=trust, json=json)
     with progress(f"reading {folder}") as show:
         report = verify_folder(folder, on_check=show, trust=trust, device=device)
         explained = None if explain is None else explain_folder(folder, explain)
@@ -41,6 +60,18 @@ def verify(
         if explained is not None:
             say(f"\n{explained}")
     return 0 if report.ok and (explained is None or explained.ok) else CHECK_FAILED
+
+
+def _verify_file(path: pathlib.Path, model: str, pairs: list[str], *, trust: bool, json: bool) -> int:
+    """Compare files of any exporter with their model."""
+    strange = next((pair for pair in pairs if "=" not in pair), None)
+    if strange is not None:
+        raise UserError(f"--map takes THEIRS=OURS, as in --map ids=input_ids, found {strange}")
+    names = dict(pair.split("=", 1) for pair in pairs)
+    with progress(f"reading {path}") as show:
+        found = verify_file(path, model, names=names, trust=trust, on_file=show)
+    say_json(found.as_dict()) if json else say(str(found))
+    return {True: 0, False: CHECK_FAILED, None: REFUSED}[found.ok]
 
 
 def _as_rows(explained: FolderExplanation) -> list[dict[str, object]]:

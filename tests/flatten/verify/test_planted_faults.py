@@ -1,0 +1,298 @@
+"""Files as other exporters write them: right ones pass, and each planted fault is found."""
+
+import json
+
+import numpy
+import onnx
+import pytest
+import torch
+from onnx import helper, numpy_helper
+from transformers import MistralConfig, MistralForCausalLM
+
+from yobx_flatten import Case, export_onnx
+from yobx_flatten.__main__ import main
+from yobx_flatten.errors import InvalidArgumentError, UntrustedFileError
+from yobx_flatten.model_folder.pieces.text import decoder_pieces
+from yobx_flatten.testing import assert_same_as_model
+from yobx_flatten.verify import verify_file
+
+WINDOW = 8
+
+
+def small_mistral(window=WINDOW):
+    torch.manual_seed(0)
+    config = MistralConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        sliding_window=window,
+        initializer_range=0.3,
+    )
+    return MistralForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small_mistral()
+
+
+def written(model, path):
+    """A file with the names of optimum and a cache of all tokens, as its decoders have."""
+    (piece,) = decoder_pieces(model, whole_cache=True, proof="none")
+    export_onnx(piece.module, kwargs=piece.kwargs, path=path, proof="none")
+    proto = onnx.load(path)
+    proto.ClearField("metadata_props")  # which others do not write
+    return proto
+
+
+@pytest.fixture(scope="module")
+def right(model, tmp_path_factory):
+    return written(model, tmp_path_factory.mktemp("right") / "model.onnx")
+
+
+def saved(proto, tmp_path):
+    path = tmp_path / "model.onnx"
+    onnx.save(proto, path)
+    return path
+
+
+def verdict(proto, model, tmp_path, **options):
+    return verify_file(saved(proto, tmp_path), model, explain=False, **options)
+
+
+def copied(proto):
+    made = onnx.ModelProto()
+    made.CopyFrom(proto)
+    return made
+
+
+def renamed(proto, names):
+    """The file with other names of its inputs and outputs."""
+    graph = proto.graph
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        value.name = names.get(value.name, value.name)
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+    return proto
+
+
+def read_through(proto, name, *nodes):
+    """Let all who read an input read what nodes make of it, whose last output is ``changed``."""
+    for node in proto.graph.node:
+        node.input[:] = ["changed" if given == name else given for given in node.input]
+    for place, node in enumerate(nodes):
+        proto.graph.node.insert(place, node)
+
+
+def returned_through(proto, name, *nodes):
+    """Return what nodes make of an output, which they read as ``unchanged``."""
+    for node in proto.graph.node:
+        node.input[:] = ["unchanged" if given == name else given for given in node.input]
+        node.output[:] = ["unchanged" if made == name else made for made in node.output]
+    proto.graph.node.extend(nodes)
+
+
+def constant(name, values, dtype=numpy.int64):
+    return helper.make_node("Constant", [], [name], value=numpy_helper.from_array(numpy.array(values, dtype)))
+
+
+def swapped_key_and_value(proto):
+    renamed(proto, {"present.0.key": "present.0.value", "present.0.value": "present.0.key"})
+
+
+def swapped_layers(proto):
+    renamed(proto, {"present.0.key": "present.1.key", "present.1.key": "present.0.key"})
+
+
+def rounded_weight(proto):
+    largest = max(proto.graph.initializer, key=lambda tensor: numpy.prod(tensor.dims))
+    largest.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(largest).round(2), largest.name))
+
+
+def permuted_head(proto):
+    gather = helper.make_node("Gather", ["past_key_values.0.key", "order"], ["changed"], axis=1)
+    read_through(proto, "past_key_values.0.key", constant("order", [1, 0]), gather)
+
+
+def stale_mask(proto):
+    nodes = [constant("zero", 0), constant("one", 1), helper.make_node("Mul", ["attention_mask", "zero"], ["none"])]
+    read_through(proto, "attention_mask", *nodes, helper.make_node("Add", ["none", "one"], ["changed"]))
+
+
+def wrong_position(proto):
+    nodes = [constant("zero", 0), helper.make_node("Mul", ["position_ids", "zero"], ["changed"])]
+    read_through(proto, "position_ids", *nodes)
+
+
+def first_row_for_all(proto):
+    nodes = [constant("first", [0]), helper.make_node("Gather", ["unchanged", "first"], ["row"], axis=0)]
+    nodes += [
+        helper.make_node("Shape", ["unchanged"], ["shape"]),
+        helper.make_node("Expand", ["row", "shape"], ["logits"]),
+    ]
+    returned_through(proto, "logits", *nodes)
+
+
+def wrong_axis(proto):
+    """The order of the tokens is turned round along another axis than the one of the vocabulary."""
+    nodes = [constant(name, [value]) for name, value in {"begin": -1, "end": -(2**31), "axis": 1, "step": -1}.items()]
+    slice_ = helper.make_node("Slice", ["unchanged", "begin", "end", "axis", "step"], ["logits"])
+    returned_through(proto, "logits", *nodes, slice_)
+
+
+def stale_cache(proto):
+    """The cache that comes out lacks its newest token, and has its oldest twice."""
+    nodes = [constant(name, [value]) for name, value in {"begin": 0, "end": -1, "first": 1, "axis": 2}.items()]
+    nodes += [helper.make_node("Slice", ["unchanged", "begin", "end", "axis"], ["older"])]
+    nodes += [helper.make_node("Slice", ["unchanged", "begin", "first", "axis"], ["oldest"])]
+    nodes += [helper.make_node("Concat", ["oldest", "older"], ["present.1.value"], axis=2)]
+    returned_through(proto, "present.1.value", *nodes)
+
+
+def clipped_tokens(proto):
+    nodes = [constant("most", 40), helper.make_node("Min", ["input_ids", "most"], ["changed"])]
+    read_through(proto, "input_ids", *nodes)
+
+
+def scaled_scores(proto):
+    nodes = [constant("scale", 1.01, numpy.float32), helper.make_node("Mul", ["unchanged", "scale"], ["logits"])]
+    returned_through(proto, "logits", *nodes)
+
+
+FAULTS = (
+    *(swapped_key_and_value, swapped_layers, rounded_weight, permuted_head, stale_mask, wrong_position),
+    *(first_row_for_all, wrong_axis, stale_cache, clipped_tokens, scaled_scores),
+)
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_found(plant, right, model, tmp_path):
+    """A file that runs, and computes something else, is wrong."""
+    proto = copied(right)
+    plant(proto)
+    report = verdict(proto, model, tmp_path)
+    assert report.ok is False, str(report)
+    assert all(case.error is None or "expected" in case.error for case in report.files["model.onnx"].report.cases)
+
+
+def test_a_lost_window_is_found(model, tmp_path):
+    """A file that attends to all tokens is wrong past the window."""
+    proto = written(small_mistral(window=None), tmp_path / "all.onnx")
+    report = verdict(proto, model, tmp_path).files["model.onnx"].report
+    wrong = {case.case: case.error for case in report.failed()}
+    assert wrong["batch 4, past 19, new 1, 9 padded"] is None, "it runs, and returns other numbers"
+
+
+NAMES = {
+    "optimum": lambda layer, kind: (f"past_key_values.{layer}.{kind}", f"present.{layer}.{kind}"),
+    "tuples": lambda layer, kind: (
+        f"past_key_values.{layer}.{kind == 'value':d}",
+        f"present.{layer}.{kind == 'value':d}",
+    ),
+    "flat": lambda layer, kind: (f"past_{2 * layer + (kind == 'value')}", f"present_{2 * layer + (kind == 'value')}"),
+    "torch": lambda layer, kind: (f"past_key_values_{kind}_{layer}", f"out_{kind}_{layer}"),
+    "transformers": lambda layer, kind: (f"input.cache.layers.{layer}.{kind}s", f"output.cache.layers.{layer}.{kind}s"),
+}
+
+
+@pytest.mark.parametrize("convention", NAMES)
+def test_conventions_of_names_are_known(convention, right, model, tmp_path):
+    """A right file passes under the names of each exporter."""
+    names = {}
+    for layer in range(2):
+        for kind in ("key", "value"):
+            given, returned = NAMES[convention](layer, kind)
+            names |= {f"past_key_values.{layer}.{kind}": given, f"present.{layer}.{kind}": returned}
+    report = verdict(renamed(copied(right), names), model, tmp_path)
+    assert report.ok is True, str(report)
+    assert {"the example", "batch 4, past 19, new 1, 9 padded", "empty cache, new 3"} <= {
+        case.case for case in report.files["model.onnx"].report.cases
+    }
+
+
+def test_names_of_nobody_are_stated(right, model, tmp_path):
+    """A file with unknown names is not judged; with a mapping it is."""
+    proto = renamed(copied(right), {"input_ids": "words"})
+    report = verdict(proto, model, tmp_path)
+    assert report.ok is None
+    assert "words" in report.files["model.onnx"].why_not
+    assert verdict(proto, model, tmp_path, names={"words": "input_ids"}).ok is True
+    with pytest.raises(InvalidArgumentError, match="no tokens to map"):
+        verdict(proto, model, tmp_path, names={"words": "tokens"})
+
+
+def test_quantized_files_are_judged_by_tokens(right, model, tmp_path):
+    """onnxruntime's own dynamic quantisation is measured; a file whose weights are lost is not excused."""
+    from onnxruntime.quantization import quantize_dynamic
+
+    how = {"op_types_to_quantize": ["MatMul"]}  # it takes the Attention of ONNX for the one of com.microsoft
+    quantize_dynamic(saved(right, tmp_path), tmp_path / "int8.onnx", per_channel=True, **how)
+    (one,) = verify_file(tmp_path / "int8.onnx", model, explain=False).files.values()
+    assert one.report is not None, str(one)
+    assert one.report.quality.weights == "int8"
+    assert one.report.quality.agreement > 0.5
+    proto = onnx.load(tmp_path / "int8.onnx")
+    wrong_axis(proto)
+    assert verdict(proto, model, tmp_path).ok is False
+
+
+def test_the_command_states_its_verdict_and_the_first_node(right, model, tmp_path, capsys):
+    """The exit status is 0, 1 or 2, and a wrong file is explained with the line of the model."""
+    model.save_pretrained(tmp_path / "mistral")
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.mkdir()
+    bad.mkdir()
+    path = saved(right, good)
+    assert main(["verify", str(path), "--model", str(tmp_path / "mistral")]) == 0
+    assert "right: with a cache" in capsys.readouterr().out
+    proto = copied(right)
+    scaled_scores(proto)
+    path = saved(proto, bad)
+    assert main(["verify", str(bad), "--model", str(tmp_path / "mistral"), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["files"]["model.onnx"]["first_node"]["operator"] == "Mul"
+    path = saved(renamed(copied(right), {"input_ids": "words"}), bad)
+    assert main(["verify", str(path), "--model", str(tmp_path / "mistral")]) == 2
+    assert main(["verify", str(path), "--model", str(tmp_path / "mistral"), "--map", "words=input_ids"]) == 0
+    assert main(["verify", str(path), "--model", str(tmp_path / "mistral"), "--map", "words"]) == 2
+
+
+def test_sizes_that_a_file_fixes_are_kept_and_stated(tmp_path):
+    """A file of fixed sizes is compared at these, with other values."""
+    torch.manual_seed(0)
+    linear = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()).eval()
+    x = torch.randn(4, 3)
+    torch.onnx.export(linear, (x,), tmp_path / "fixed.onnx", verbose=False)
+    cases = [Case("the example", (x,)), Case("seven rows", (torch.randn(7, 3),))]
+    (one,) = verify_file(tmp_path / "fixed.onnx", linear, cases=cases).files.values()
+    assert one.ok is True
+    assert "the file fixes axis 0 of input at 4" in str(one)
+    torch.nn.init.ones_(linear[0].weight)
+    with pytest.raises(AssertionError, match="WRONG"):
+        assert_same_as_model(tmp_path / "fixed.onnx", linear, cases=cases)
+
+
+def test_files_of_strangers_run_nothing(tmp_path):
+    """A program is not opened without trust, and data outside of the folder is not read."""
+    linear = torch.nn.Linear(3, 2).eval()
+    x = torch.randn(4, 3)
+    cases = [Case("the example", (x,))]
+    torch.export.save(torch.export.export(linear, (x,)), tmp_path / "linear.pt2")
+    with pytest.raises(UntrustedFileError):
+        verify_file(tmp_path / "linear.pt2", linear, cases=cases)
+    assert verify_file(tmp_path / "linear.pt2", linear, cases=cases, trust=True).ok is True
+    (tmp_path / "folder").mkdir()
+    torch.onnx.export(linear, (x,), tmp_path / "folder" / "linear.onnx", verbose=False)
+    proto = onnx.load(tmp_path / "folder" / "linear.onnx")
+    onnx.save(proto, tmp_path / "all.onnx", save_as_external_data=True, location="w.data", size_threshold=0)
+    outside = onnx.load(tmp_path / "all.onnx", load_external_data=False)
+    for tensor in outside.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = "../w.data"
+    (tmp_path / "folder" / "linear.onnx").write_bytes(outside.SerializeToString())
+    assert verify_file(tmp_path / "folder" / "linear.onnx", linear, cases=cases).ok is None

@@ -1,0 +1,8 @@
+"""Verify files that other exporters wrote: the cases of our own exports, next to the model."""
+
+from __future__ import annotations
+
+from .report import FileReport, VerifiedFile
+from .verify_file import verify_file
+
+__all__ = ["FileReport", "VerifiedFile", "verify_file"]

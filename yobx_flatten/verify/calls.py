@@ -1,0 +1,261 @@
+"""Which call of a model a file stands for, and cases of it in the sizes that the file takes.
+
+.. code-block:: text
+
+    model ──> calls that exporters write: with a cache, without, encoder, first and further tokens, one whole call
+                 └── the first whose leaves are all that the file takes ──> without what the file leaves out
+                                                                            in the sizes that the file fixes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import FlattenError
+from ..export.proof.case import Case, clone
+from ..huggingface.cache_names import cache_of
+from ..huggingface.cases import DecodeSizes, decode_inputs, default_sizes
+from ..model_folder.pieces.one_call import plain_pieces
+from ..model_folder.pieces.tasks import TASKS, pieces_for, task_of
+from ..model_folder.pieces.text import Piece, decoder_pieces, encoder_decoder_pieces, encoder_input, input_name
+from ..private_names.of_torch import pytree
+from ..recipe.aliases import TransformersModel
+from ..runners.runner import Runner
+from ..storage.matching import plain_names
+from ..trees.naming import leaf_names
+from .file_side import DERIVED
+from .names import matched, place_of
+
+_LEFT_OUT = ("attention_mask", "position_ids", "token_type_ids", "encoder_attention_mask", "decoder_attention_mask")
+"""Inputs that a file may do without: the module is then called without them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a module that a file stands for."""
+
+    what: str  # in words, for the report
+    module: torch.nn.Module
+    cases: Sequence[Case]  # the first is the example
+    inputs: Mapping[str, str]  # our name by the file's
+    leaves: Sequence[str]  # our names of all leaves, in order
+    remarks: Sequence[str] = ()
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether it continues with a cache."""
+        return any(place_of(name) for name in self.leaves)
+
+
+def calls_of(model: torch.nn.Module, runner: Runner, stated: Mapping[str, str]) -> Iterator[Call]:
+    """Yield the calls of a model that a file may stand for, likely ones first. The block must be open."""
+    for what, module, cases in _possible(model, runner):
+        for left, counted in _left_out(runner, module, cases[0]):
+            made = [_without(case, left) for case in cases]
+            call = _fitting(what, module, made, runner, stated, counted)
+            if call is not None:
+                notes = [f"the file takes no {', '.join(left)}: the model is called without."] if left else []
+                notes += [f"the file takes no {name}: the model gets those that the mask counts." for name in counted]
+                yield dataclasses.replace(call, remarks=(*call.remarks, *notes))
+
+
+def call_of_cases(
+    model: torch.nn.Module, cases: Sequence[Case], runner: Runner, stated: Mapping[str, str]
+) -> Iterator[Call]:
+    """Yield the call of the caller's own cases, if the file takes their leaves."""
+    call = _fitting("the call", model, cases, runner, stated)
+    if call is not None:
+        yield call
+
+
+def _fitting(
+    what: str,
+    module: torch.nn.Module,
+    cases: Sequence[Case],
+    runner: Runner,
+    stated: Mapping[str, str],
+    counted: Sequence[str] = (),
+) -> Call | None:
+    # counted: inputs that the file works out from others
+    inputs = _arguments(module, cases[0])
+    names, plain = leaf_names(inputs), plain_names(inputs)
+    given = pytree.tree_leaves(inputs)
+    found = matched(list(runner.ports), names, plain, stated, by_order=False)
+    merged = "use_cache_branch" in runner.ports
+    lacking = [name for name in runner.ports if name not in found and name not in DERIVED]
+    if merged:  # what the other branch reads
+        lacking = [name for name in lacking if not place_of(name) and name != "encoder_hidden_states"]
+    unread = [n for n, leaf in zip(names, given, strict=True) if isinstance(leaf, torch.Tensor)]
+    if lacking or set(unread) - set(found.values()) - set(counted):
+        return None
+    sizes = _fixed(runner, found, names, cases, module)
+    fitted = [_in_sizes(case, module, names, sizes) for case in cases] if sizes else list(cases)
+    if any(place_of(name) for name in sizes):  # its own cache is of another size
+        fitted = [dataclasses.replace(case, steps=1) for case in fitted]
+    remarks = [f"the file fixes axis {axis} of {n} at {size}" for n, of in sizes.items() for axis, size in of.items()]
+    return Call(what, module, fitted, found, names, remarks)
+
+
+def _arguments(module: torch.nn.Module, case: Case) -> dict[str, Any]:
+    """All arguments by name, in the order in which they are flattened."""
+    named = inspect.signature(module.forward).bind_partial(*case.args).arguments if case.args else {}
+    return {**named, **case.kwargs}
+
+
+# -- the calls that exporters write ------------------------------------------------------------------------------------
+
+
+def _possible(model: TransformersModel, runner: Runner) -> Iterator[tuple[str, torch.nn.Module, list[Case]]]:
+    task = task_of(model)
+    caches = runner is not None and any(place_of(name) for name in runner.ports)
+    if TASKS[task] is decoder_pieces:
+        if caches:
+            for whole in (False, True):
+                for piece in _tried(decoder_pieces, model, whole_cache=whole):
+                    yield "with a cache", piece.module, [*_cases_of(piece, 3), *_empty_cache(piece)]
+        if not caches or "use_cache_branch" in runner.ports:
+            yield "without a cache", model, _whole_texts(model)
+        return
+    if TASKS[task] is encoder_decoder_pieces:
+        for piece in _tried(encoder_decoder_pieces, model):
+            yield piece.stem, piece.module, _cases_of(piece, 3)
+        yield "encoder and decoder in one call", model, _whole_pairs(model)
+        return
+    for piece in _tried(pieces_for, model, task):
+        yield piece.stem, piece.module, _cases_of(piece, 1)
+    if TASKS[task] is not plain_pieces:
+        return
+    takes = inspect.signature(model.forward).parameters
+    for piece in _tried(plain_pieces, model):
+        if "token_type_ids" in takes and "token_type_ids" not in piece.kwargs:
+            yield piece.stem, piece.module, [_with_types(case) for case in _cases_of(piece, 1)]
+
+
+def _tried(make: Any, *args: Any, **how: Any) -> list[Piece]:
+    """The pieces of a model; none where our own exports have none of it."""
+    try:
+        found = make(*args, **how)
+    except (FlattenError, TypeError, AttributeError, LookupError, ValueError, RuntimeError, ArithmeticError):
+        return []
+    return list(found[1] if isinstance(found, tuple) else found)
+
+
+def _cases_of(piece: Piece, steps: int) -> list[Case]:
+    return [Case("the example", (), piece.kwargs, steps), *piece.cases]
+
+
+def _empty_cache(piece: Piece) -> list[Case]:
+    """The first call of a generation, with keys and values of no token; none for other states."""
+    names, leaves = leaf_names(dict(piece.kwargs)), pytree.tree_leaves(dict(piece.kwargs))
+    held = [leaf for name, leaf in zip(names, leaves, strict=True) if name.startswith("past_key_values.")]
+    cache = cache_of(piece.kwargs)
+    layers = getattr(cache, "layers", None)
+    if not held or any(leaf.dim() != 4 for leaf in held if isinstance(leaf, torch.Tensor)) or layers is None:
+        return []
+    if any(type(layer).__name__ != "DynamicLayer" for layer in layers):
+        return []
+    new = piece.kwargs["input_ids"].shape[1]
+    given = clone(dict(piece.kwargs))
+    for layer in cache_of(given).layers:
+        layer.keys, layer.values = layer.keys[:, :, :0].contiguous(), layer.values[:, :, :0].contiguous()
+    mask = given.get("attention_mask")
+    if mask is not None:
+        given["attention_mask"] = mask[:, -new:].contiguous()
+    if given.get("position_ids") is not None:
+        given["position_ids"] = torch.arange(new).expand(len(given["input_ids"]), -1).contiguous()
+    return [Case(f"empty cache, new {new}", (), given, 3)]
+
+
+def _whole_texts(model: TransformersModel) -> list[Case]:
+    """Calls that read all tokens at once: the sizes of those with a cache."""
+    takes = inspect.signature(model.forward).parameters
+    like = dict.fromkeys(name for name in ("input_ids", "attention_mask", "position_ids") if name in takes)
+    found = []
+    for seed, sizes in enumerate((DecodeSizes(), *default_sizes(model)[0])):
+        name = "the example" if not found else sizes.without_cache
+        found.append(Case(name, (), decode_inputs(model, sizes, like, seed)))
+    return found
+
+
+@torch.no_grad()
+def _whole_pairs(model: TransformersModel) -> list[Case]:
+    """Calls of an encoder and a decoder together."""
+    reads, found = input_name(model), []
+    for batch, source, length in ((2, 7, 5), (1, 9, 3), (3, 5, 8)):
+        generator = torch.Generator().manual_seed(batch)
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        tokens = torch.randint(3, vocabulary, (batch, source + length), generator=generator)
+        given: dict[str, Any] = {}
+        if reads == "input_ids":
+            mask = torch.ones(batch, source, dtype=torch.int64)
+            mask[0, source - 2 :] = 0
+            given = {"input_ids": tokens[:, :source].contiguous(), "attention_mask": mask}
+        else:
+            given = {reads: encoder_input(model, batch, 400 * source)}
+        given["decoder_input_ids"] = tokens[:, source:].contiguous()
+        name = f"batch {batch}, source {source}, length {length}" if found else "the example"
+        found.append(Case(name, (), given))
+    return found
+
+
+def _with_types(case: Case) -> Case:
+    ids = case.kwargs["input_ids"]
+    return dataclasses.replace(case, kwargs={**case.kwargs, "token_type_ids": torch.zeros_like(ids)})
+
+
+# -- what a file leaves out, and the sizes that it fixes ---------------------------------------------------------------
+
+
+def _left_out(
+    runner: Runner, module: torch.nn.Module, example: Case
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """What the module is called without, as the file does not take it; and what the file may count by the mask."""
+    takes = inspect.signature(module.forward).parameters
+    unread = [name for name in _LEFT_OUT if name in example.kwargs and name not in runner.ports]
+    left = [name for name in unread if takes[name].default is not inspect.Parameter.empty]
+    if len(left) == len(unread):
+        yield tuple(left), ()
+    if "position_ids" in unread:
+        yield tuple(name for name in left if name != "position_ids"), ("position_ids",)
+
+
+def _without(case: Case, names: Iterable[str]) -> Case:
+    left = set(names)
+    return dataclasses.replace(case, kwargs={name: leaf for name, leaf in case.kwargs.items() if name not in left})
+
+
+def _fixed(
+    runner: Runner, found: Mapping[str, str], names: Sequence[str], cases: Sequence[Case], module: torch.nn.Module
+) -> dict[str, dict[int, int]]:
+    """By leaf, the axes that differ between cases and that the file has fixed, with their sizes."""
+    shapes: dict[str, list[tuple[int, ...]]] = {name: [] for name in names}
+    for case in cases:
+        for name, leaf in zip(names, pytree.tree_leaves(_arguments(module, case)), strict=False):
+            if isinstance(leaf, torch.Tensor):
+                shapes[name].append(tuple(leaf.shape))
+    sizes: dict[str, dict[int, int]] = {}
+    for port in runner.ports.values():
+        name = found.get(port.name, "")
+        for axis, size in enumerate(port.shape):
+            taken = {shape[axis] for shape in shapes.get(name, ()) if axis < len(shape)}
+            if size is not None and len(taken) > 1:
+                sizes.setdefault(name, {})[axis] = size
+    return sizes
+
+
+def _in_sizes(case: Case, module: torch.nn.Module, names: Sequence[str], sizes: Mapping[str, dict[int, int]]) -> Case:
+    """A case whose tensors are cut, or repeated, to the sizes that a file fixes."""
+    given = _arguments(module, case)
+    leaves, spec = pytree.tree_flatten(clone(given))
+    made = []
+    for name, leaf in zip(names, leaves, strict=True):
+        for axis, size in sizes.get(name, {}).items():
+            if leaf.shape[axis] != size and leaf.shape[axis]:
+                leaf = leaf.index_select(axis, torch.arange(size) % leaf.shape[axis]).contiguous()
+        made.append(leaf)
+    return dataclasses.replace(case, args=(), kwargs=pytree.tree_unflatten(made, spec))

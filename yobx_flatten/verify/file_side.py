@@ -1,0 +1,112 @@
+"""Call a file that another exporter wrote as the module is called: its names, its types, its further inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ReplayError
+from ..export.proof.exported_call import ByName
+from ..export.proof.padding import Padding
+from ..private_names.of_torch import pytree
+from ..recipe.aliases import PyTree
+from ..runners.ports import Port
+from ..runners.runner import Runner
+from .names import place_of
+
+_BRANCH = "use_cache_branch"
+"""The input of a merged decoder that states whether the cache is read."""
+
+DERIVED = (_BRANCH, "cache_position", "position_ids", "decoder_position_ids", "token_type_ids", "num_logits_to_keep")
+DERIVED += ("logits_to_keep", "total_sequence_length", "past_sequence_length", "seqlens_k")
+"""Inputs that follow from the others, where the call of the module has none of that name."""
+
+
+class FileSide(ByName):
+    """A file of another exporter; see :class:`.exported_call.ByName`."""
+
+    # inputs, outputs: our name by the file's
+    # reads_cache: whether the module continues with a cache: a merged decoder runs that branch then
+
+    def __init__(
+        self,
+        runner: Runner,
+        leaves: Sequence[str],
+        inputs: Mapping[str, str],
+        outputs: Mapping[str, str],
+        *,
+        reads_cache: bool,
+    ) -> None:
+        super().__init__(runner, leaves)
+        self._inputs, self._outputs, self._reads_cache = inputs, outputs, reads_cache
+        self.other_types: dict[str, str] = {}  # outputs that the file returns in another type of floats
+
+    def compare(
+        self, eager: PyTree, outputs: Mapping[str, Any], names: Sequence[str], padding: Padding
+    ) -> dict[str, float]:
+        """Compare what the file returns; see :class:`.replay.Side`."""
+        leaves = pytree.tree_leaves(eager)
+        kept = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if name in outputs]
+        if not kept:
+            raise ReplayError(f"none of its outputs is known: it returns {', '.join(self._runner.outputs)}")
+        found = dict(outputs)
+        for name, leaf in kept:
+            found[name] = self._in_type(name, found[name], leaf)
+        return super().compare([leaf for _, leaf in kept], found, [name for name, _ in kept], padding)
+
+    def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Put the file's own cache instead of the eager one."""
+        lost = [name for name in self._inputs.values() if place_of(name) and ".encoder." not in name]
+        lost = [name for name in lost if "present" + name.removeprefix("past_key_values") not in outputs]
+        if lost:
+            raise ReplayError(f"it takes {lost[0]} and does not return it: the next call has no cache")
+        return super().feed_back(kwargs, outputs)
+
+    def _in_type(self, name: str, value: object, leaf: object) -> object:
+        """An output in the type that the module returns it in, where both are floats, or both integers."""
+        if not isinstance(value, torch.Tensor) or not isinstance(leaf, torch.Tensor) or value.dtype == leaf.dtype:
+            return value
+        if value.is_floating_point() != leaf.is_floating_point():
+            return value
+        if value.is_floating_point():
+            self.other_types[name] = str(value.dtype).removeprefix("torch.")
+        return value.to(leaf.dtype)
+
+    def _found(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        feeds = {name: self._fed(port, inputs) for name, port in self._runner.ports.items()}
+        found = self._runner.run(feeds)
+        return {self._outputs[name]: value for name, value in found.items() if name in self._outputs}
+
+    def _fed(self, port: Port, inputs: Mapping[str, Any]) -> Any:
+        leaf = self._inputs.get(port.name)
+        value = derived(port, inputs, reads_cache=self._reads_cache) if leaf is None else inputs[leaf]
+        is_data = isinstance(value, torch.Tensor) and port.dtype is not None
+        return value.to(port.dtype).contiguous() if is_data else value
+
+
+def derived(port: Port, inputs: Mapping[str, Any], *, reads_cache: bool) -> torch.Tensor:
+    """Make an input that follows from the others: the branch of a merged decoder, positions, empty parts."""
+    tokens = next(inputs[name] for name in ("input_ids", "decoder_input_ids", "inputs_embeds") if name in inputs)
+    rows, new = tokens.shape[:2]
+    mask = inputs.get("attention_mask")
+    held = [leaf for name, leaf in inputs.items() if place_of(name) and ".encoder." not in name]
+    past = mask.shape[1] - new if mask is not None else held[0].shape[2] if held else 0
+    if port.name == _BRANCH:
+        return torch.full(port.shape and (1,), reads_cache)
+    if port.name.endswith("position_ids"):
+        counted = torch.arange(past + new).expand(rows, -1) if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
+        return counted[:, past:]
+    known = {"cache_position": torch.arange(past, past + new), "token_type_ids": torch.zeros(rows, new)}
+    known |= {"total_sequence_length": torch.tensor(past + new), "past_sequence_length": torch.tensor(past)}
+    known |= {"seqlens_k": torch.full((rows,), past + new - 1) if mask is None else mask.sum(1) - 1}
+    if port.name in known:
+        value = known[port.name]
+        return value.reshape([size or -1 for size in port.shape]) if value.numel() == 1 else value
+    if port.shape in ((), (1,)):  # of how many last tokens scores are returned: of all
+        return torch.zeros(port.shape)
+    # the other branch of a merged decoder reads it
+    source = next((leaf.shape[1] for name, leaf in inputs.items() if name == "encoder_attention_mask"), 1)
+    axes = [rows, *([source] if not place_of(port.name) else [])]
+    return torch.zeros([size or (axes[axis] if axis < len(axes) else 1) for axis, size in enumerate(port.shape)])

@@ -1,0 +1,100 @@
+"""Match the inputs and outputs of a file with the leaves of a call, by the conventions of exporters.
+
+.. code-block:: text
+
+    file                                               leaf of the call
+    past_key_values.0.key   (optimum, genai)           past_key_values.0.key
+    past_key_values.0.1     (tuples of tuples)         past_key_values.0.value
+    past_key_values_3       (one flat tuple)           past_key_values.1.value
+    past_key_self_0         (genai's Whisper)          past_key_values.0.decoder.key
+    cache_key_0             (torch.onnx.export)        past_key_values.0.key
+    decoder_input_ids       (transformers)             input_ids of a decoder
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..errors import InvalidArgumentError
+from ..huggingface.cache_names import spellings_of
+from ..storage.matching import match
+
+_FRONT = re.compile(
+    r"(?:new_|updated_|out_)?(?:past_key_values?|present_key_values?|past|present|pkv|cache)(?=[\W_\d])"
+)
+_KINDS = {"key": "key", "keys": "key", "k": "key", "value": "value", "values": "value", "v": "value"}
+_SIDES = {"self": "decoder", "decoder": "decoder", "cross": "encoder", "encoder": "encoder"}
+
+_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "input_ids": ("decoder_input_ids",),
+    "encoder_hidden_states": ("encoder_outputs", "encoder_outputs.last_hidden_state", "encoder_last_hidden_state"),
+    "encoder_attention_mask": ("attention_mask",),
+    "last_hidden_state": ("hidden_states", "encoder_hidden_states", "token_embeddings"),
+    "input_features": ("audio_features",),
+    "logits": ("scores", "lm_logits", "prediction_logits"),
+}
+
+
+class Place(NamedTuple):
+    """Where a part of the cache belongs."""
+
+    layer: int
+    side: str  # `"decoder"` or `"encoder"`
+    kind: str  # `"key"` or `"value"`
+
+
+def place_of(name: str, *, flat: int = 2) -> Place | None:
+    """Return which keys or values a name stands for; ``None`` for any other name.
+
+    >>> place_of("past_key_values.3.decoder.key"), place_of("present_2"), place_of("input_ids")
+    (Place(layer=3, side='decoder', kind='key'), Place(layer=1, side='decoder', kind='key'), None)
+    """
+    # flat: how many tensors a layer has where all layers are in one tuple: 2, or 4 with those of an encoder
+    lowered = name.lower()
+    front = _FRONT.match(lowered)
+    words = [word for word in re.split(r"[\W_]+", lowered[front.end() if front else 0 :]) if word]
+    numbers = [int(word) for word in words if word.isdigit()]
+    kind = next((_KINDS[word] for word in words if word in _KINDS), "")
+    side = next((_SIDES[word] for word in words if word in _SIDES), "decoder")
+    if not numbers or not (front or kind):
+        return None
+    if kind:
+        return Place(numbers[0], side, kind) if len(numbers) == 1 else None
+    layer, part = numbers if len(numbers) == 2 else divmod(numbers[0], flat)
+    if not front or len(numbers) > 2 or part > 3:
+        return None
+    return Place(layer, ("decoder", "encoder")[part // 2], ("key", "value")[part % 2])
+
+
+def matched(
+    graph: Sequence[str], names: Sequence[str], plain: Sequence[str], stated: Mapping[str, str], *, by_order: bool
+) -> dict[str, str]:
+    """Return the leaf that each name of a file stands for, as far as one is found."""
+    # names, plain: of each leaf, as our files and as torch.export name it
+    # stated: the mapping of the user, by the file's name
+    # by_order: whether what has no known name at all is taken in order, as outputs may be
+    found = {name: stated[name] for name in graph if name in stated}
+    unknown = sorted(set(found.values()) - set(names))
+    if unknown:
+        raise InvalidArgumentError(f"There is no {unknown[0]} to map a name to. There are {', '.join(names)}.")
+    flat = 4 if any(".encoder." in name for name in names) else 2
+    places = {place_of(name): name for name in names}
+    for name in graph:
+        leaf = places.get(place_of(name, flat=flat)) if name not in found else None
+        if leaf is not None and place_of(leaf) is not None and leaf not in found.values():
+            found[name] = leaf
+    left = [name for name in graph if name not in found]
+    free = [(name, also) for name, also in zip(names, plain, strict=True) if name not in found.values()]
+    spelled = [(name, *_ALIASES.get(name, ()), *spellings_of(also), also) for name, also in free]
+    for name, number in match(left, spelled).items():
+        if by_order or name in spelled[number] or _like(name) in map(_like, spelled[number]):
+            found[name] = free[number][0]
+    if by_order and not found:
+        found = dict(zip(graph, names, strict=False))
+    return found
+
+
+def _like(name: str) -> str:
+    return re.sub(r"\W", "_", name).lower()

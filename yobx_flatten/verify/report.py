@@ -1,0 +1,89 @@
+"""The result of verifying files of other exporters."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..export.onnx.compare_nodes import Compared
+from ..export.proof.report import ExportReport
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifiedFile:
+    """One file next to its model.
+
+    Attributes:
+        call: the call of the model that the file stands for; ``""`` where none was found.
+        report: the cases, as of an export; ``None`` where nothing could be compared.
+        why_not: why nothing could be compared; ``""`` where something was.
+        names: our names by the file's, of inputs and of outputs.
+        not_compared: outputs of the file that stand for nothing that the model returns.
+        first: where the values inside an ONNX file first differ; ``None`` where that is not known.
+    """
+
+    call: str = ""
+    report: ExportReport | None = None
+    why_not: str = ""
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    not_compared: Sequence[str] = ()
+    first: Compared | None = None
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether every case does what the model does; ``None`` where nothing was compared."""
+        return None if self.report is None else self.report.ok
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what JSON holds of it."""
+        found: dict[str, Any] = {"ok": self.ok, "call": self.call, "why_not": self.why_not, "names": dict(self.names)}
+        if self.report is not None:
+            tolerance = self.report.tolerance
+            found["cases"] = [{**dataclasses.asdict(case), "ok": case.within(tolerance)} for case in self.report.cases]
+            found["remarks"] = self.report.remarks
+            found["quality"] = None if self.report.quality is None else self.report.quality.as_dict()
+        if self.first is not None and self.first.first is not None:
+            found["first_node"] = dataclasses.asdict(self.first.first)
+        return found
+
+    def __str__(self) -> str:
+        if self.report is None:
+            return f"NOT JUDGED: {self.why_not}"
+        lines = [f"{'right' if self.ok else 'WRONG'}: {self.call}", str(self.report)]
+        if self.not_compared:
+            lines.append(f"  note: the model returns no {', '.join(self.not_compared)}.")
+        if self.first is not None and self.first.first is not None:
+            lines.append(f"  {self.first.first}")
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class FileReport:
+    """All files that were verified: true if all do what the model does; ``print(report)`` shows tables.
+
+    Attributes:
+        path: the file, or the folder.
+        files: what was found, by the name of the file.
+    """
+
+    path: pathlib.Path
+    files: Mapping[str, VerifiedFile]
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether all files do what the model does; ``None`` where one could not be judged and none is wrong."""
+        found = [one.ok for one in self.files.values()]
+        return False if False in found else None if None in found or not found else True
+
+    def __bool__(self) -> bool:
+        return self.ok is True
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what JSON holds of it."""
+        files = {name: one.as_dict() for name, one in self.files.items()}
+        return {"path": str(self.path), "ok": self.ok, "files": files}
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {one}" for name, one in self.files.items())

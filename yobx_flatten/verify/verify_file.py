@@ -1,0 +1,269 @@
+"""Compare files that any exporter wrote with their model.
+
+.. code-block:: text
+
+    file ──> names, fixed sizes ──> the call of the model that it stands for ──> cases ──> replay ──> table
+                                    (of several that fit, the one that it does best)
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..core.compare import tolerance
+from ..declare.scopes import register_flattening_functions
+from ..errors import FlattenError, ForeignFileError, InvalidArgumentError, ReplayError
+from ..errors.messages import first_line
+from ..export.onnx.compare_nodes import Compared, compare_nodes
+from ..export.onnx_export import export_onnx
+from ..export.proof.case import Case, check_cases
+from ..export.proof.eager_runs import EagerRuns
+from ..export.proof.padding import Padding
+from ..export.proof.quality import SCORES, Distance
+from ..export.proof.replay import CaseResult, replay, side_by_side
+from ..export.proof.report import ExportReport
+from ..export.proof.yardstick import Yardstick
+from ..export.quantization.options import PERPLEXITY_RATIOS
+from ..files.onnx_data import read_onnx
+from ..model_folder.source.find import find_model
+from ..private_names.of_torch import pytree
+from ..runners.open import RUNTIMES, open_runner
+from ..runners.runner import Runner
+from ..storage.matching import plain_names
+from ..trees.naming import output_names
+from .calls import Call, call_of_cases, calls_of
+from .file_side import FileSide
+from .names import matched
+from .report import FileReport, VerifiedFile
+
+_SUFFIXES = tuple(dict.fromkeys(suffixes[0] for suffixes in RUNTIMES.values()))
+_BITS = {"MatMulNBits": "int4", "GatherBlockQuantized": "int4", "DequantizeLinear": "int8"}
+_BITS |= dict.fromkeys(("MatMulInteger", "DynamicQuantizeMatMul", "QLinearMatMul", "QGemm", "ConvInteger"), "int8")
+_EXPLAINED = 2**28
+"""Bytes of a file above which its nodes are not compared."""
+
+
+def verify_file(
+    path: str | os.PathLike[str],
+    model: Any,
+    *,
+    cases: Iterable[Case] | None = None,
+    names: Mapping[str, str] | None = None,
+    trust: bool = False,
+    explain: bool = True,
+    on_file: Callable[[str], None] | None = None,
+) -> FileReport:
+    """Compare a file that any exporter wrote with its model, at other sizes, with a cache, with padding, in a loop.
+
+    Inputs and outputs are found by name, as optimum, onnxruntime-genai, transformers.js, transformers' exporters and
+    ``torch.onnx.export`` give them. The model is called with what the file takes; sizes that the file fixes are kept.
+
+    Args:
+        path: an ONNX file, an OpenVINO file (``.xml``), a ``.pt2`` or ``.pte`` file, or a folder of them.
+        model: the model that it was exported from: a module, or what ``export_folder`` takes as one.
+        cases: inputs to compare on, the first of the sizes of the export; by default those of our own exports, which
+            need a Hugging Face model.
+        names: our name of an input or output by the file's, where they are not found; none by default.
+        trust: whether the caller knows who wrote the file; asked for ``.pt2`` files only. ``False`` by default.
+        explain: whether the first node that differs is looked for in an ONNX file that is wrong; ``True`` by default.
+        on_file: a function that is called with the name of each file before it is opened.
+
+    Returns:
+        The results, file by file: true if all of them do what the model does.
+
+    Raises:
+        ForeignFileError: when there is no file that could be opened.
+        UntrustedFileError: when a file runs code on loading, and ``trust`` is ``False``.
+        InvalidArgumentError: when ``names`` maps to a name that there is not.
+
+    >>> import tempfile
+    >>> linear = torch.nn.Linear(3, 2).eval()
+    >>> x = torch.ones(4, 3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     done = torch.onnx.export(linear, (x,), f"{folder}/linear.onnx", verbose=False)
+    ...     report = verify_file(f"{folder}/linear.onnx", linear, cases=[Case("the example", (x,))])
+    >>> report.ok
+    True
+    """
+    place = pathlib.Path(path)
+    given = None if cases is None else check_cases(cases)
+    base = find_model(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else model
+    if given is None and isinstance(base, torch.nn.Module) and not hasattr(base, "config"):
+        raise InvalidArgumentError(
+            f"verify_file: {type(base).__qualname__} is not a Hugging Face model, whose inputs are made here. Pass "
+            'cases=[Case("the example", args), Case("five rows", others)].'
+        )
+    found: dict[str, VerifiedFile] = {}
+    loaded: dict[str, torch.nn.Module] = {}
+    for file in _files(place):
+        name = file.name if place.is_file() else file.relative_to(place).as_posix()
+        if on_file is not None:
+            on_file(name)
+        facts = _Facts.of(file)
+        if facts.dtype not in loaded:
+            loaded[facts.dtype] = _in_type(base, facts.dtype)
+        found[name] = _verified(file, facts, loaded[facts.dtype], given, names or {}, trust, explain)
+    return FileReport(place, found)
+
+
+def _files(place: pathlib.Path) -> list[pathlib.Path]:
+    if place.is_file():
+        return [place]
+    below = (place, place / "onnx") if place.is_dir() else ()
+    found = sorted(file for folder in below for file in folder.glob("*") if file.suffix in _SUFFIXES)
+    if not found:
+        raise ForeignFileError(f"There is no file with the suffix {', '.join(_SUFFIXES)} at {place}.")
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """What an ONNX file states without being run."""
+
+    dtype: str = "float32"  # of its weights
+    quantized: str = ""  # `"int8"` or `"int4"` where weights are stored in fewer bits
+
+    @classmethod
+    def of(cls, file: pathlib.Path) -> _Facts:
+        if file.suffix != ".onnx":
+            return cls()
+        model = read_onnx(file, failure=ForeignFileError)
+        graph = model.graph
+        kinds = {_BITS[node.op_type] for node in graph.node if node.op_type in _BITS}
+        sizes: dict[str, int] = {}
+        for tensor in graph.initializer:
+            kind = {1: "float32", 10: "float16", 16: "bfloat16"}.get(tensor.data_type, "")
+            sizes[kind] = sizes.get(kind, 0) + int(torch.tensor(list(tensor.dims)).prod())
+        largest = max((size, kind) for kind, size in {"float32": 0, **sizes}.items() if kind)[1]
+        return cls(largest, min(kinds, default=""))  # "int4" is the coarser
+
+
+def _in_type(model: Any, dtype: str) -> torch.nn.Module:
+    """The model with weights of the type of a file."""
+    if not isinstance(model, torch.nn.Module):
+        return model.load(dtype=dtype)  # type: ignore[no-any-return] # a module of transformers
+    if dtype == "float32" or getattr(model, "dtype", None) == getattr(torch, dtype):
+        return model
+    return copy.deepcopy(model).to(getattr(torch, dtype))
+
+
+def _verified(
+    file: pathlib.Path,
+    facts: _Facts,
+    model: torch.nn.Module,
+    cases: list[Case] | None,
+    stated: Mapping[str, str],
+    trust: bool,
+    explain: bool,
+) -> VerifiedFile:
+    try:
+        runner = open_runner(file, trust=trust, caller="verify_file", failure=ReplayError)
+    except ReplayError as error:
+        return VerifiedFile(why_not=first_line(error))
+    best: tuple[VerifiedFile, Call] | None = None
+    with register_flattening_functions(patch_transformers=True), torch.no_grad():
+        found = calls_of(model, runner, stated) if cases is None else call_of_cases(model, cases, runner, stated)
+        for call in found:
+            one = _compared(call, runner, facts, stated)
+            best = (one, call) if best is None or _rank(one) > _rank(best[0]) else best
+            if one.ok:
+                return one
+        if best is None:
+            known = "which matches none of the calls known of this model. State names=, or pass cases="
+            return VerifiedFile(why_not=f"it takes {', '.join(runner.ports)}, {known}.")
+        if explain and file.suffix == ".onnx" and not facts.quantized:
+            return dataclasses.replace(best[0], first=_first_node(file, best[1]))
+    return best[0]
+
+
+def _rank(one: VerifiedFile) -> tuple[int, int]:
+    """How much of a call a file does right."""
+    if one.report is None:
+        return 0, 0
+    passed = [case for case in one.report.cases if case.within(one.report.tolerance)]
+    return sum(case.error is None for case in one.report.cases), len(passed)
+
+
+def _compared(call: Call, runner: Runner, facts: _Facts, stated: Mapping[str, str]) -> VerifiedFile:
+    """Replay the cases of a call."""
+    runs, example = EagerRuns(call.module), call.cases[0]
+    report = ExportReport(type(call.module).__qualname__, tolerance=tolerance("file", facts.dtype))
+    try:
+        eager = runs.steps(example, twice=True)[0].outputs
+    except FlattenError as error:
+        return VerifiedFile(why_not=first_line(error))
+    expected = output_names(eager, call.leaves)
+    outputs = matched(list(runner.outputs), expected, plain_names(eager), stated, by_order=True)
+    side = FileSide(runner, call.leaves, call.inputs, outputs, reads_cache=call.reads_cache)
+    is_half = facts.dtype != "float32"
+    yardstick = None if Yardstick.why_not(call.module) else Yardstick(call.module, call.leaves, is_half=is_half)
+    report.yardstick, report.spare = (yardstick, None) if is_half else (None, yardstick)
+    with report.timed("replay"):
+        if facts.quantized:
+            _measure(side, call, runs, report, facts.quantized)
+        else:
+            report.cases += [_result(side, call, runs, case, report) for case in call.cases]
+    report.remark(*call.remarks)
+    report.input_names, report.output_names = list(runner.ports), list(runner.outputs)
+    for kind in set(side.other_types.values()):
+        report.remark(f"the file returns {kind} where the model returns another type.")
+    missing = [name for name in expected if name not in outputs.values()]
+    if missing:
+        report.remark(f"not compared, as the file does not return them: {', '.join(missing)}.")
+    return VerifiedFile(
+        call.what,
+        report,
+        names={**call.inputs, **outputs},
+        not_compared=[name for name in runner.outputs if name not in outputs],
+    )
+
+
+def _result(side: FileSide, call: Call, runs: EagerRuns, case: Case, report: ExportReport) -> CaseResult:
+    allowed = report.explained(case)
+    found = replay(side, runs, case, taken=call.leaves, allowed=allowed)
+    if not found.within(report.tolerance) and found.error is None:
+        found = dataclasses.replace(found, allowed=report.explained_by_float64(case) or found.allowed)
+    return found
+
+
+def _measure(side: FileSide, call: Call, runs: EagerRuns, report: ExportReport, bits: str) -> None:
+    """Measure a file with quantized weights by its tokens, and the perplexity that they cost."""
+    distance = Distance()
+    for case in call.cases:
+        padding, steps = Padding(), runs.steps(case, twice=True)
+        error = None
+        try:
+            for pair in side_by_side(side, call.module, case, steps, call.leaves, padding):
+                leaves = pytree.tree_leaves(padding.blank_leaves(pair.eager, pair.names))
+                sides = [dict(zip(pair.names, leaves, strict=True)), pair.outputs]
+                wanted = [SCORES] if SCORES in sides[0] else [name for name in sides[0] if name in sides[1]]
+                distance.add({n: sides[0][n] for n in wanted}, {n: padding.blank(n, sides[1][n]) for n in wanted})
+        except (FlattenError, RuntimeError) as failed:
+            error = first_line(failed)
+        report.cases.append(CaseResult(case.name, side.runtime, case.steps, {}, 0.0, error))
+    report.quality = distance.quality(bits, 0, PERPLEXITY_RATIOS[bits])
+
+
+def _first_node(file: pathlib.Path, call: Call) -> Compared | None:
+    """Where the values of a file first differ from those of a right one that is exported here; ``None`` if unknown."""
+    if file.stat().st_size > _EXPLAINED:
+        return None
+    case = call.cases[0]
+    leaves = pytree.tree_leaves((case.args, dict(case.kwargs)))
+    inputs = dict(zip(call.leaves, leaves, strict=True))
+    inputs |= {name: inputs[leaf] for name, leaf in call.inputs.items()}
+    with tempfile.TemporaryDirectory() as scratch:
+        right = pathlib.Path(scratch) / "model.onnx"
+        try:
+            export_onnx(call.module, case.args, kwargs=case.kwargs, path=right, proof="none")
+            return compare_nodes(file, right, inputs)
+        except (FlattenError, RuntimeError, KeyError, TypeError):  # other names inside, or no export of ours
+            return None

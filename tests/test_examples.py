@@ -36,6 +36,17 @@ def test_digits_are_learnt_alike(capsys):
     assert float(statistics.split()[-1].rstrip(".")) < 1e-5
 
 
+def test_a_chat_is_trained_and_shipped_in_4_bits(tmp_path, capsys):
+    """The files hold integers of 4 bits, and give the answer that was learnt."""
+    for name in ("typer", "transformers", "accelerate", "onnxruntime"):
+        pytest.importorskip(name, reason="the example runs both commands")
+    out = runpy.run_path(str(EXAMPLES / "chat_in_4_bits.py"))["main"](folder=tmp_path)
+    shown = capsys.readouterr().out
+    assert "million in 4 bits" in shown
+    assert shown.rstrip().endswith("holds a layer")
+    assert (out / "model.onnx").is_file()
+
+
 def test_every_example_has_a_test():
     """A script that nobody runs is soon wrong."""
     tested = Path(__file__).read_text(encoding="utf-8")

@@ -23,6 +23,7 @@ from .errors import FineTuneError
 from .job import Job, named_error
 from .model_card import check_curve, model_card, replace_card, save_curve, sparkline
 from .models import ModelSource, model_source
+from .quantize_aware import quantize_aware
 from .records import EvalRecord, StepRecord
 from .rows import Rows
 from .run import Outcome, run, timeline_of_rank
@@ -39,6 +40,7 @@ __all__ = [  # noqa: RUF022 # in the order of use
     "load_tokenizer",
     "Lora",
     "add_lora",
+    "quantize_aware",
     # text and conversations in rows
     "Rows",
     "Blocks",

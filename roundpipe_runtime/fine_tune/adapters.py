@@ -70,13 +70,7 @@ def add_lora(model: nn.Module, lora: Lora, *, seed: int = 0) -> nn.Module:
     require("peft", purpose="add_lora", extra="lora")
     import peft
 
-    modules = dict(model.named_modules())
-    for target in lora.targets:
-        if not any(f".{name}".endswith(f".{target}") for name in modules):
-            linear = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, nn.Linear)}
-            raise FineTuneError(
-                f"{type(model).__name__} has no module {target}. Its linear layers are {', '.join(sorted(linear))}."
-            )
+    check_targets(model, lora.targets)
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -87,6 +81,17 @@ def add_lora(model: nn.Module, lora: Lora, *, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
         adapted: nn.Module = peft.get_peft_model(model, config)
     return adapted
+
+
+def check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
+    """Refuse suffixes of names that no module has."""
+    modules = dict(model.named_modules())
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in modules):
+            linear = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, nn.Linear)}
+            raise FineTuneError(
+                f"{type(model).__name__} has no module {target}. Its linear layers are {', '.join(sorted(linear))}."
+            )
 
 
 @contextlib.contextmanager

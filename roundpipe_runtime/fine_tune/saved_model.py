@@ -14,6 +14,7 @@ from torch import nn
 from yobx_flatten.errors.messages import format_bytes
 from yobx_flatten.files.scratch import check_writable, publish_folder, scratch_for, settle
 from yobx_flatten.model_folder.source.configuration import FILES_ONLY
+from yobx_flatten.model_folder.source.find import find_model
 
 from ..device.composite import is_composite
 from ..device.disk import disk_folder, disk_of
@@ -23,6 +24,7 @@ from .data.tokenizer import Tokenizer
 from .errors import FineTuneError
 from .model_card import CARD
 from .models import ModelSource
+from .quantize_aware import packed_state, rounded_layers, unrounded_state
 from .settings import Settings
 
 
@@ -140,13 +142,25 @@ def save_model(
     with scratch_for(path.absolute()) as half:
         if tokenizer.eos_token_id is not None and not source.has_weights:
             _tell_end(model, tokenizer.eos_token_id)
-        model.save_pretrained(half)  # type: ignore[operator] # attributes of modules have no types
+        _write_weights(model, half)
         tokenizer.save_pretrained(half)
         if card is not None:
             (half / CARD).write_text(card, encoding="utf-8")
         _verify(model, half, source)
         publish_folder(half, path.absolute())
     return path
+
+
+def _write_weights(model: Any, folder: pathlib.Path) -> None:
+    """Save a model; what was trained in integers is saved as these."""
+    if not rounded_layers(model):
+        model.save_pretrained(folder)
+        return
+    state, model.config.quantization_config = packed_state(model)
+    try:
+        model.save_pretrained(folder, state_dict=state)
+    finally:
+        del model.config.quantization_config
 
 
 def _tell_end(model: nn.Module, end: int) -> None:
@@ -175,6 +189,9 @@ def _verify(model: nn.Module, folder: pathlib.Path, source: ModelSource) -> None
             loaded = peft.PeftModel.from_pretrained(base, folder)
         expected = peft.get_peft_model_state_dict(model)
         found = peft.get_peft_model_state_dict(loaded)
+    elif rounded_layers(model):
+        found = find_model(str(folder)).load().state_dict()
+        expected = unrounded_state(model)
     else:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **FILES_ONLY)
         expected, found = model.state_dict(), loaded.state_dict()

@@ -24,6 +24,7 @@ from ..huggingface.wrapped_model import WrappedModel
 from .data.chat_rows import ChatRows, check_packing
 from .errors import FineTuneError
 from .job import Job
+from .quantize_aware import rounded_layers
 from .records import EvalRecord, StepRecord, record_of
 from .rows import Rows
 from .saved_model import check_place
@@ -331,7 +332,8 @@ def _names_and_shapes(model: nn.Module) -> str:
     shapes = sorted(
         (name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in model.named_parameters()
     )
-    return hashlib.sha256(repr(shapes).encode()).hexdigest()
+    grids = [(name, layer.grid) for name, layer in rounded_layers(model).items()]
+    return hashlib.sha256(repr([*shapes, *grids]).encode()).hexdigest()
 
 
 def _check_causal(model: nn.Module) -> None:

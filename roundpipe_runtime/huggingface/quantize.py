@@ -54,7 +54,7 @@ def quantize_frozen(
     if kind not in get_args(FewBits):
         raise ConfigError(f"quantize_frozen: kind must be one of {', '.join(get_args(FewBits))}, found {kind!r}.")
     require("torchao" if kind == "int8" else "bitsandbytes", purpose=kind, extra="quantized")
-    chosen = dict(_linear_layers(model))
+    chosen = dict(linear_layers(model))
     if not chosen:
         raise ConfigError(f"quantize_frozen: {type(model).__name__} has no linear layer in a list of layers.")
     model.requires_grad_(False)
@@ -120,8 +120,8 @@ class _Weights:
         return found
 
 
-def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers in lists of modules, whose weight no other module has."""
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linear layers in lists of modules, whose weight no other module has, with their names."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for found in candidates(model):
         for path, layer in found.layers.items():

@@ -117,7 +117,7 @@ def _prepared(
 
     def read() -> tuple[tuning.ModelSource, tuning.Lora | None, tuning.Tokenizer, tuning.Blocks | tuning.ChatRows]:
         source = dataclasses.replace(source_of(what.name), unmatched_weights=step.unmatched_weights)
-        adapters = _adapters(learning.lora, source)
+        adapters = _adapters(learning, source)
         tokenizer = tuning.load_tokenizer(source, data.tokenizer)
         source = read_by(source, tokenizer)
         return source, adapters, tokenizer, _rows(source, tokenizer, what, data, learning.seed)
@@ -218,7 +218,7 @@ def _card(training: tuning.Training, pupil: _Pupil, given: Mapping[str, Any]) ->
         training.history,
         data=f"{names}\n\n{data}\n\nDigest of the rows: `{rows.digest[:16]}`",
         options=options,
-        is_adapter=given["lora"] is not None,
+        is_adapter=given["lora"] is not None and given["quantize_aware"] == "none",
     )
 
 
@@ -297,22 +297,30 @@ def _length(length: int | None, source: tuning.ModelSource) -> int:
     return length or min(512, most or 512)
 
 
-def _adapters(text: str | None, source: tuning.ModelSource) -> tuning.Lora | None:
-    if text is None:
-        return None
-    if not source.has_weights:
+def _adapters(learning: LearningOptions, source: tuning.ModelSource) -> tuning.Lora | None:
+    if source.has_weights:
+        return None if learning.lora is None else tuning.Lora.parse(learning.lora)
+    if learning.lora is not None:
         raise UserError(
             f"{source.name} has random weights, so adapters would be useless. Name a folder with weights, "
             "or leave --lora out"
         )
-    return tuning.Lora.parse(text)
+    if learning.quantize_aware != "none":
+        raise UserError(
+            f"{source.name} has random weights, and its embedding would not learn. Name a folder with weights, or "
+            "leave --quantize-aware out"
+        )
+    return None
 
 
 def _learner(
     source: tuning.ModelSource, adapters: tuning.Lora | None, step: StepOptions, learning: LearningOptions
 ) -> nn.Module:
-    quantize = few_bits(learning.quantize)
-    learner = source.load(dtype=dtype_named(step.dtype), seed=learning.seed, quantize=quantize, host=step.host)
+    quantize, aware = few_bits(learning.quantize), learning.quantize_aware
+    dtype = dtype_named("float32" if aware != "none" and step.dtype == "auto" else step.dtype)
+    learner = source.load(dtype=dtype, seed=learning.seed, quantize=quantize, host=step.host)
+    if aware != "none":
+        return tuning.quantize_aware(learner, aware, lora=adapters, seed=learning.seed)
     return learner if adapters is None else tuning.add_lora(learner, adapters, seed=learning.seed)
 
 

@@ -74,6 +74,15 @@ Quantize = Annotated[
 ]
 
 
+QuantizeAware = Annotated[
+    Literal["none", "int4", "int8"],
+    typer.Option(
+        help="Train in the integers that yobx-flatten export --quantize keep stores; --lora is added before rounding.",
+        rich_help_panel=_RATE,
+    ),
+]
+
+
 Host = Annotated[
     str,
     option(
@@ -282,6 +291,7 @@ class LearningOptions:
         option("R[,ALPHA[,NAMES]]", "Train LoRA adapters of rank R only: 8, or 8,16, or 8,16,q_proj,v_proj.", _RATE),
     ] = None
     quantize: Quantize = "none"
+    quantize_aware: QuantizeAware = "none"
     lr: Annotated[float, option("X", "Peak learning rate.", _RATE)] = 0.0003
     warmup: Annotated[
         int | None, _number("Steps until --lr is reached (default: a tenth of all steps, at most 100).", _RATE, least=0)
@@ -306,6 +316,11 @@ class LearningOptions:
 
     def __post_init__(self) -> None:
         check_quantize(self.quantize, self.lora)
+        if "none" not in (self.quantize, self.quantize_aware):
+            raise UserError(
+                f"--quantize {self.quantize} freezes the weights that --quantize-aware {self.quantize_aware} rounds "
+                "anew in each step. Leave one out"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

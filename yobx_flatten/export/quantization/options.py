@@ -209,11 +209,13 @@ def _check_tool(chosen: Quantization, runtime: str, caller: str) -> None:
             f"{caller}: activations={chosen.activations!r} is for onnxruntime files only; {runtime} decides this "
             "itself. Leave it out."
         )
-    if chosen.weights == "keep":
+    if chosen.weights == "keep" and runtime != "openvino":
         raise InvalidArgumentError(
-            f"{caller}: {asked} is for files of onnxruntime; the tools of {runtime} round weights themselves. Leave it "
-            'out, or take quantize="int8"'
+            f"{caller}: {asked} is for files of onnxruntime and OpenVINO; the tools of {runtime} round weights "
+            'themselves. Leave it out, or take quantize="int8"'
         )
+    if chosen.weights == "keep":
+        return
     if runtime == "openvino":
         require("nncf", purpose=f"{caller}: {asked} for OpenVINO", extra="nncf")
     elif runtime == "executorch":

@@ -35,12 +35,11 @@ from .options import Quantization
 
 def blocks_of(quantization: Quantization) -> int:
     """Return how many weights share a scale: 0 for all of an output, which is how both tools store 8 bits."""
-    return quantization.block_size if quantization.bits == 4 else 0
+    return quantization.block_size if quantization.bits == 4 or quantization.weights == "keep" else 0
 
 
 def compress_openvino(path: pathlib.Path, quantization: Quantization, report: ExportReport) -> None:
     """Store the weights of a model of OpenVINO in fewer bits, instead of the model."""
-    openvino = import_openvino()
     four = quantization.bits == 4
 
     def refused(error: BaseException) -> FlattenError:
@@ -49,18 +48,23 @@ def compress_openvino(path: pathlib.Path, quantization: Quantization, report: Ex
             'size or 8 bits:\n    quantize="int8"'
         )
 
-    with _nncf() as nncf, tempfile.TemporaryDirectory(dir=path.parent, prefix=".compressed-") as folder:
+    with _nncf() as nncf:
         mode = nncf.CompressWeightsMode.INT4_ASYM if four else nncf.CompressWeightsMode.INT8_ASYM
         blocks = {"group_size": quantization.block_size} if four else {}
         with raised_as(refused):  # NNCF has errors of several kinds, without a common class
-            made = nncf.compress_weights(read_model(path), mode=mode, **blocks)
-        compressed = pathlib.Path(folder) / path.name
-        openvino.save_model(made, str(compressed), compress_to_fp16=False)
-        del made  # reads from the file that is replaced now
-        for file in sorted(pathlib.Path(folder).iterdir()):
-            file.replace(path.parent / file.name)
+            made = [nncf.compress_weights(read_model(path), mode=mode, **blocks)]
+    replace_openvino(path, made)
     others = ", those of embeddings and of the last projection in int8" if four else ", embeddings among them"
     report.remark(f"NNCF stored the weights in {quantization.weights}{others}.")
+
+
+def replace_openvino(path: pathlib.Path, made: list[Any]) -> None:
+    """Write a model, taken out of its list, instead of the one whose file its constants are read from."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compressed-") as folder:
+        import_openvino().save_model(made[0], str(pathlib.Path(folder) / path.name), compress_to_fp16=False)
+        made.clear()
+        for file in sorted(pathlib.Path(folder).iterdir()):
+            file.replace(path.parent / file.name)
 
 
 @contextlib.contextmanager

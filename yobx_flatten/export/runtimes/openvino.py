@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...errors import FlattenError
+from ...errors import FlattenError, InvalidArgumentError
 from ...errors.failures import raised_as
 from ...runners.openvino_runner import BEAMS, FLOAT32, import_openvino, last_line, read_model
 from ...runners.ports import present_of
@@ -16,8 +17,11 @@ from ...runners.signature import KEY
 from ..example.example import Example
 from ..onnx.file import UnprovenFile, convert
 from ..onnx.opset import ATTENTION_OPSET
+from ..onnx.weight_grid import WeightGrid, find_grid
 from ..program.flat_program import signature_of
 from ..program.traced import Traced
+from ..proof.report import ExportReport
+from ..quantization.runtimes import replace_openvino
 
 
 def has_growing_cache(traced: Traced) -> bool:
@@ -204,3 +208,67 @@ def _repeat_by_product(tile: Any, operators: Any, numpy: Any) -> None:
         joined = operators.reshape(product, target, True)
         for after in reader.output(0).get_target_inputs():
             after.replace_source_output(joined.output(0))
+
+
+# Store weights that are integers with scales as these.
+
+
+def keep_in_openvino(path: pathlib.Path, report: ExportReport) -> None:
+    """Store the matrices that are integers with scales as these, and all others as they are."""
+    import numpy
+
+    openvino = import_openvino()
+    from openvino import opset13 as operators
+
+    made, kept = [read_model(path)], Counter[int]()
+    for node in made[0].get_ordered_ops():
+        if node.get_type_name() != "Constant" or node.get_element_type() != openvino.Type.f32 or len(node.shape) != 2:
+            continue
+        readers = [target.get_node() for target in node.output(0).get_target_inputs()]
+        kinds = {(reader.get_type_name(), reader.get_attributes().get("transpose_b", True)) for reader in readers}
+        turned = kinds == {("MatMul", False)}  # the file has a column for each output
+        if not turned and not kinds <= {("MatMul", True), ("Gather", True)}:
+            continue
+        grid = find_grid(numpy.ascontiguousarray(node.data.T) if turned else node.data)
+        if grid is None or grid.lowest is not None:
+            continue
+        stored = _decompressed(openvino, grid)
+        for target, reader in zip(node.output(0).get_target_inputs(), readers, strict=True):
+            if not turned:
+                target.replace_source_output(stored.output(0))
+                continue
+            sides = reader.input(0).get_source_output(), stored, reader.get_attributes()["transpose_a"], True
+            product = operators.matmul(*sides, name=reader.get_friendly_name())
+            product.output(0).set_names(reader.output(0).get_names())
+            for after in reader.output(0).get_target_inputs():
+                after.replace_source_output(product.output(0))
+        kept[grid.bits] += node.data.size
+    if not kept:
+        raise InvalidArgumentError(
+            f'quantize="keep": no weight of {report.module} is stored as integers of 4 or 8 bits with scales. To '
+            'quantize them: quantize="int4" or quantize="int8" (--quantize int4)'
+        )
+    made[0].validate_nodes_and_infer_types()
+    # what is multiplied with integers would be rounded to 8 bits
+    made[0].set_rt_info("0", ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"])
+    replace_openvino(path, made)
+    counts = " and ".join(f"{count / 1e6:.3g} million in {bits} bits" for bits, count in sorted(kept.items()))
+    report.remark(f"made of integers with scales, which are stored without rounding them again: {counts}.")
+
+
+def _decompressed(openvino: Any, grid: WeightGrid) -> Any:
+    """Nodes of a matrix that OpenVINO fuses with its product: integers, less their zeros, times their scales."""
+    import numpy
+    from openvino import opset13 as operators
+
+    packed, rows = grid.packed(), len(grid.numbers)
+    kind = getattr(openvino.Type, f"{'i' if grid.zeros is None else 'u'}{grid.bits}")
+    if grid.zeros is None:  # from the middle, as signed numbers have it
+        packed = packed ^ numpy.uint8(0x88 if grid.bits == 4 else 0x80)
+    tensor = openvino.Tensor(kind, openvino.Shape(grid.numbers.shape))  # of its own memory, which the constant keeps
+    tensor.data.reshape(-1)[:] = packed.reshape(-1)
+    found = operators.convert(openvino.op.Constant(tensor), "f32")
+    if grid.zeros is not None:
+        found = operators.subtract(found, operators.constant(grid.zeros[..., None].astype(numpy.float32)))
+    scaled = operators.multiply(found, operators.constant(grid.scales[..., None].astype(numpy.float32)))
+    return operators.reshape(scaled, operators.constant(numpy.array([rows, -1])), False)

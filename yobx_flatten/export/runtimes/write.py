@@ -51,7 +51,7 @@ from ..source import Source, replay_file, traced_example
 from .aotinductor import write_package, write_package_in_place
 from .executorch import Backend, Written, write_pte
 from .file_options import FileOptions, check_libraries
-from .openvino import has_growing_cache, write_openvino, write_openvino_in_place
+from .openvino import has_growing_cache, keep_in_openvino, write_openvino, write_openvino_in_place
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -284,8 +284,14 @@ def _openvino(job: _Job) -> None:
         with report.timed("convert"):
             write_openvino(source.traced, source.example, job.file.path)
         job.replay()
-    compress = functools.partial(compress_openvino, job.file.path, report=report)
-    job.quantize(functools.partial(job.measured, compress))
+
+    def fewer_bits(asked: Quantization) -> None:
+        if asked.weights == "keep":
+            keep_in_openvino(job.file.path, report)
+        else:
+            compress_openvino(job.file.path, asked, report)
+
+    job.quantize(functools.partial(job.measured, fewer_bits))
 
 
 _WRITERS: Mapping[str, Callable[[_Job], None]] = {

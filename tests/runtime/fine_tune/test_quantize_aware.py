@@ -157,7 +157,7 @@ def test_a_resumed_training_has_the_same_bits(folder, name, tmp_path):
     for key, value in whole.state_dict().items():
         assert torch.equal(value, second.state_dict()[key]), key
     other = made(folder, name.replace("int4", "int2").replace("int8", "int4").replace("int2", "int8"))
-    with Training(other, rows(), STEPS) as training, pytest.raises(CheckpointError, match="another model"):
+    with Training(other, rows(), STEPS) as training, pytest.raises(CheckpointError, match="a different model"):
         training.restore(tmp_path / "checkpoints")
 
 

@@ -17,6 +17,7 @@ from ..errors import ConfigError, DeviceError
 from .accelerator import AcceleratorDevice, is_held_elsewhere
 from .composite import all_tensors, is_composite, memory_of, parts_of, plain_numbers, states_of
 from .protocol import Device
+from .transfer import sent_dtype
 
 
 class PinnedModel:
@@ -54,7 +55,8 @@ class PinnedModel:
     def _tensors(self) -> Iterator[torch.Tensor]:
         """The host tensors that stages copy to devices, if nothing shares their memory."""
         for parameter in self._model.parameters():
-            if not is_composite(parameter) and _is_on_host(parameter):
+            is_sent = sent_dtype(parameter) == parameter.dtype  # else what is copied is made of it
+            if is_sent and not is_composite(parameter) and _is_on_host(parameter):
                 yield parameter
         for part in parts_of(self._composites()):
             if _is_on_host(part):

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from yobx_flatten import find_unregistered
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import PyTree
 
-from ..errors import UnregisteredObjectError
+from ..errors import ConfigError, UnregisteredObjectError
 from .block_masks import is_block_mask, leaf_test, parts_of_mask
 from .events import Event
 from .protocol import Device
@@ -173,3 +174,57 @@ def shapes_of(tensors: Sequence[torch.Tensor]) -> str:
     'float32(2, 3)'
     """
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}" for t in tensors) or "no tensors"
+
+
+# Round parameters on their way to devices: on the host they have the dtype of the optimizer.
+
+
+# Attribute of a parameter: its dtype on devices, where that is another one than on the host.
+_SENT_AS = "_roundpipe_sent_as"
+
+
+def sent_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a parameter on devices."""
+    found: torch.dtype = parameter.__dict__.get(_SENT_AS, parameter.dtype)
+    return found
+
+
+def sent_nbytes(parameter: torch.Tensor) -> int:
+    """Return the bytes of a parameter on a device."""
+    return parameter.numel() * sent_dtype(parameter).itemsize
+
+
+def as_sent(part: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host in the dtype of devices, where this one copies from without waiting."""
+    if part.dtype == dtype:
+        return part
+    made = torch.empty_like(part, dtype=dtype, requires_grad=False, pin_memory=device.type not in ("cpu", "meta"))
+    return made.copy_(part.detach())
+
+
+def widen(parameters: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
+    """Give trained parameters another dtype on the host; on devices they have the one that they had at first."""
+    for parameter in parameters:
+        if not (parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != dtype):
+            continue
+        if type(parameter.data) is not torch.Tensor or parameter.layout != torch.strided:
+            raise ConfigError(
+                f"A {type(parameter.data).__name__} {tuple(parameter.shape)} is trained, and cannot have the dtype of "
+                'the optimizer. Freeze the parameter, or leave update= out:\n    RoundPipe(model, update="masters")'
+            )
+        parameter.__dict__.setdefault(_SENT_AS, parameter.dtype)
+        parameter.data = parameter.data.to(dtype)
+
+
+def sent_as(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtypes on devices of the parameters that have another one on the host, by name."""
+    return {name: p.__dict__[_SENT_AS] for name, p in model.named_parameters() if _SENT_AS in p.__dict__}
+
+
+def send_as(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Set the dtypes on devices of parameters; the others have those of the host."""
+    for name, parameter in model.named_parameters():
+        if name in dtypes:
+            parameter.__dict__[_SENT_AS] = dtypes[name]
+        else:
+            parameter.__dict__.pop(_SENT_AS, None)

@@ -18,6 +18,7 @@ from yobx_flatten.private_names.of_torch import transforms_are_active
 from ..device.events import NOW
 from ..device.transfer import HostValue
 from ..errors import StageError
+from ..optim.parameters import added
 from ..schedule.round_robin import Stage
 from .run import Run
 
@@ -133,7 +134,8 @@ class _Pipeline(torch.autograd.Function):
 def _learned(run: Run) -> list[torch.Tensor]:
     """The parameters that hold their own gradient, each once."""
     held = [parameter for layer in run.spec.span for parameter in run.spec.contents[layer].parameters()]
-    own = {id(p): p for p in held if p.requires_grad and run.store.gradient_dtype(p) == p.dtype}
+    store = run.store
+    own = {id(p): p for p in held if p.requires_grad and store.gradient_dtype(p) == store.dtype_between(p) == p.dtype}
     return list(own.values())
 
 
@@ -144,14 +146,8 @@ def _take_gradients(run: Run, learned: Sequence[torch.Tensor]) -> list[torch.Ten
         for parameter in [parameter for parameter in run.collected.gradients[layer] if id(parameter) in totals]:
             gradient = arrived(run.collected.gradients[layer].pop(parameter))
             before = totals[id(parameter)]
-            totals[id(parameter)] = gradient if before is None else _sum(before, gradient)
+            totals[id(parameter)] = gradient if before is None else added(before, gradient)
     return [totals[id(parameter)] for parameter in learned]
-
-
-def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    if one.layout != torch.strided and other.layout == torch.strided:
-        return other.add_(one)  # torch adds sparse to dense, and not the other way round
-    return one.add_(other)
 
 
 def arrived(copy: tuple[torch.Tensor, Any]) -> torch.Tensor:

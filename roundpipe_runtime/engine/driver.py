@@ -26,6 +26,7 @@ from ..device.pinning import PinnedModel
 from ..device.protocol import Device
 from ..device.transfer import HostValue
 from ..errors import ConfigError, SplitError
+from ..optim.parameters import Update
 from ..optim.tables import LargeTables
 from .autograd import call
 from .compiled import NOT_COMPILED, CompiledLayers
@@ -67,10 +68,22 @@ class Engine(RunLifecycle):
         compiled: CompiledLayers = NOT_COMPILED,
         large_tables: LargeTables = "whole",
         disk: DiskMemory | None = None,
+        update: Update = "masters",
     ) -> None:
         groups = OneGroup() if groups is None else groups
         super().__init__(
-            model, layers, devices, optim_dtype, tag, pinned, groups, gradient_dtype, compiled, large_tables, disk
+            model,
+            layers,
+            devices,
+            optim_dtype,
+            tag,
+            pinned,
+            groups,
+            gradient_dtype,
+            compiled,
+            large_tables,
+            disk,
+            update,
         )
         self._warned = False
         self.row_check: RowCheck | None = RowCheck()

@@ -31,7 +31,8 @@ from ..device.transfer import HostValue
 from ..device.worker import collect
 from ..errors import DeviceError, StageError
 from ..optim.disk_store import DiskStore
-from ..optim.parameters import LayerContents, check_gradients, scan
+from ..optim.in_backward import InBackwardStore
+from ..optim.parameters import LayerContents, Update, check_gradients, scan
 from ..optim.readiness import ReadinessTable
 from ..optim.step import wait_for_updates
 from ..optim.tables import LargeTables
@@ -79,6 +80,7 @@ class RunLifecycle:
         compiled: CompiledLayers,
         large_tables: LargeTables,
         disk: DiskMemory | None,
+        update: Update,
     ) -> None:
         self.layers = list(layers)
         self._compiled = compiled
@@ -87,8 +89,9 @@ class RunLifecycle:
         self.step = 0
         self.groups = groups
         made = partial(groups.make_store, model) if disk is None else partial(DiskStore, model, disk, self.layers)
-        self.store = made(optim_dtype)
+        self.store = InBackwardStore(model, optim_dtype) if update == "in_backward" else made(optim_dtype)
         self.store.kept_dtype = gradient_dtype
+        self.store.is_in_place = update != "masters"
         self.table = ReadinessTable(len(self.layers))
         self.dispatch = Dispatch(self.devices)
         self.round_robin = self.dispatch.round_robin
@@ -102,8 +105,9 @@ class RunLifecycle:
         )
         self.steps = groups.make_steps(self.store, self.table, partial(scan, self.layers))
         is_accelerated = any(device.torch_device.type != "cpu" for device in self.devices)
-        # gradients that land on a disk need pinned memory on their way only
-        self.gradient_memory = GradientMemory() if is_accelerated and disk is None else None
+        # gradients that land on a disk, or in their step, need pinned memory on their way only
+        stay = disk is None and update != "in_backward"
+        self.gradient_memory = GradientMemory() if is_accelerated and stay else None
         self._is_accelerated = is_accelerated
         self.kept = KeptParameters(self.devices)
         self.lock = threading.RLock()
@@ -184,6 +188,8 @@ class RunLifecycle:
         if memory is not None and spec.requires_grad:
             memory.prepare(spec.contents, self.store.landing_dtype)
         partial_plan = self._partial_plan(spec, config, size)
+        if kind == "fused":
+            self.store.begin_run(contents)
         at_hand = self.store.at_hand(contents, [layer for stage in spec.stages for layer in stage.layers])
         how = timer, contract, self.kept, draws, at_hand, memory, self.steps.wait_cleared, partial_plan
         return Run(spec, self.store, self.table, self.version(), *how)
@@ -286,6 +292,7 @@ class RunLifecycle:
         """Forget a run that has failed."""
         self.kept.drop()  # the run may have ended in the middle of an upload
         run.discard()
+        self.store.note_failed(error)
         self.steps.note_raised(error)
 
     def commit(self, run: Run) -> None:
@@ -317,6 +324,7 @@ class RunLifecycle:
         with Uninterrupted():
             self.steps.run_ended()
             run.commit_gradients()
+            self.store.end_run()
 
     def wait_step(self, run: Run) -> None:
         """Wait for a background step, so that its error is raised before this run writes anything."""
@@ -351,6 +359,7 @@ class RunLifecycle:
     def progress(self) -> PipelineProgress:
         """Return the state to save in addition to parameters and buffers, after the last step."""
         self.synchronize()
+        self.store.check_whole()
         masters = self.store.masters()  # before `named`, which makes those that no optimizer has asked for
         gradients = {name: target.grad for name, target in self.store.named() if target.grad is not None}
         return PipelineProgress(self.step, masters, gradients)

@@ -313,7 +313,7 @@ class WrappedModel(CutModel):
             ConfigError: an optimizer has copies, because of ``optim_dtype``.
         """
         self.synchronize()
-        if (args or kwargs) and self._rp_engine.store.masters():
+        if (args or kwargs) and (self._rp_engine.store.masters() or self._rp_options.update != "masters"):
             raise resized_late()
         return self.cut.model.resize_token_embeddings(*args, **kwargs)  # type: ignore[operator] # attributes of modules
 

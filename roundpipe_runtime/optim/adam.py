@@ -52,7 +52,7 @@ class Adam(torch.optim.Adam):
         how = {"maximize": maximize, "decoupled_weight_decay": decoupled_weight_decay}
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, fused=True, **how)
         self._choose_kernels()
-        self.register_step_pre_hook(_check_shapes)
+        self.register_step_pre_hook(check_shapes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with a kernel that supports them."""
@@ -72,10 +72,11 @@ class Adam(torch.optim.Adam):
         self._step_supports_amp_scaling = all(group["fused"] for group in self.param_groups)
 
 
-def _check_shapes(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    # the fused kernel compares no shapes: it would write outside of the moments of a parameter that was resized
-    for one in [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]:
+def check_shapes(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Check that no parameter was resized: the fused kernel would write outside of its moments."""
+    for one in [one for group in optimizer.param_groups for one in group["params"]]:
         moments = optimizer.state.get(one, {}).get("exp_avg", one)
-        if one.grad.shape != one.shape or moments.shape != one.shape:
-            shapes = f"{tuple(one.shape)}, its gradient has {tuple(one.grad.shape)}, its moments {tuple(moments.shape)}"
+        gradient = one if one.grad is None else one.grad
+        if gradient.shape != one.shape or moments.shape != one.shape:
+            shapes = f"{tuple(one.shape)}, its gradient has {tuple(gradient.shape)}, its moments {tuple(moments.shape)}"
             raise ConfigError(f"Adam: a parameter was resized to {shapes}. Make the optimizer again.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +28,9 @@ class HasMasters(Protocol):
 
     def has_master_gradients(self) -> bool:
         """Report whether a master weight has a gradient."""
+
+    def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
+        """Return why gradients of these parameters cannot be clipped; ``None`` if they can."""
 
 
 _STORES: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -59,7 +62,11 @@ def _checked(clip: Callable[..., Any]) -> Callable[..., Any]:
 
 def check_clipped(parameters: Iterable[torch.Tensor]) -> None:
     """Check that the gradients of these parameters are where torch looks for them."""
-    without, dtype = _originals(parameters)
+    given = list(parameters)
+    for store in list(_STORES):
+        if reason := store.why_not_clipped(given):
+            raise ConfigError(reason)
+    without, dtype = _originals(given)
     if any(without):
         raise ConfigError(
             f"{sum(without)} of these parameters have their gradients in {dtype} master weights (optim_dtype), so "

@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from ..device.composite import StateSlot, parts_of, states_of
 from ..device.forking import free_after_fork
 from ..device.pinning import PinnedMemory
+from ..device.transfer import sent_dtype, sent_nbytes, widen
 from ..errors import ConfigError, StageError
 from .clipping import watch_originals
 from .places import InMemory, Mark
@@ -30,6 +31,9 @@ from .torch_steps import dtype_of_gradient, install, number_of_steps
 
 # Whether a parameter was written, and torch has counted it.
 Change: TypeAlias = Literal["none", "counted", "uncounted"]
+
+# Which weights an optimizer updates, and when.
+Update: TypeAlias = Literal["masters", "in_place", "in_backward"]
 
 # Slices of a table that are on a device at once: the one that computes, and the one that comes or goes.
 _SLICES_AT_ONCE = 2
@@ -111,9 +115,9 @@ class LayerContents:
         """Return the bytes of a part on a device: of a table, those of slices; rows are like activations."""
         table = self.tables.get(id(part))
         if table is None:
-            return part.element_size() * part.numel()
+            return sent_nbytes(part)
         rows = min(_SLICES_AT_ONCE * (table.slice_rows or 0), part.shape[0]) if table.is_head else 0
-        return rows * part.shape[1] * part.element_size()
+        return rows * part.shape[1] * sent_dtype(part).itemsize
 
 
 # A module may be part of two pipelines, so its lock belongs to it and not to either.
@@ -183,6 +187,9 @@ class ParameterStore(InMemory):
     # whether the numbers of parameters are at hand at any time, to see writes by way of `data`
     has_numbers_at_hand = True
 
+    # whether trained parameters have the dtype of the optimizer themselves, and are rounded on their way to devices
+    is_in_place = False
+
     def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None = None) -> None:
         self.model = model
         self.optim_dtype = optim_dtype
@@ -228,7 +235,7 @@ class ParameterStore(InMemory):
     def dtype_between(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype of the gradient of a parameter between a run and the step."""
         summed = self._dtype(parameter)
-        return summed if summed == parameter.dtype else self.kept_dtype or summed
+        return summed if summed == sent_dtype(parameter) else self.kept_dtype or summed
 
     def landing_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype in which the gradient of a parameter comes out of a run."""
@@ -247,6 +254,8 @@ class ParameterStore(InMemory):
         """Make parameters and master weights agree: a changed parameter wins, otherwise its master weight."""
         # stepped: whether the optimizer has just run. One of torch's that has run since the last time is known.
         stepped = self.note_published() or stepped
+        if self.is_in_place:
+            self._widen(self.model.parameters())
         if not stepped:
             self.adopt()
         for name, parameter in self._with_master():
@@ -366,6 +375,10 @@ class ParameterStore(InMemory):
         """Report whether a master weight has a gradient."""
         return any(master.tensor.grad is not None for master in self._masters.values())
 
+    def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
+        """Return why gradients of these parameters cannot be clipped; ``None`` if they can."""
+        return None
+
     def dtypes_of_masters(self) -> dict[int, torch.dtype]:
         """Return the dtype of the master weight of each parameter of the model that has one, by identity."""
         return {id(parameter): self._dtype(parameter) for name, parameter in self._listed() if name in self._masters}
@@ -377,7 +390,18 @@ class ParameterStore(InMemory):
     def _dtype(self, parameter: nn.Parameter) -> torch.dtype:
         return self.optim_dtype if self.optim_dtype and parameter.is_floating_point() else parameter.dtype
 
+    def _widen(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give parameters that are trained now the dtype of the optimizer."""
+        for parameter in parameters if self.optim_dtype is not None else ():
+            widen([parameter], self.optim_dtype)
+            kept = self.dtype_between(parameter)
+            if parameter.requires_grad and kept != dtype_of_gradient(parameter):
+                parameter.grad_dtype = kept
+
     def _target(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if self.is_in_place:
+            self._widen([parameter])
+            return parameter
         if self._dtype(parameter) == parameter.dtype:
             self._masters.pop(name, None)
             return parameter
@@ -479,12 +503,14 @@ class _Master:
 
 def _accumulate(target: nn.Parameter, gradient: torch.Tensor) -> None:
     gradient = gradient.to(dtype_of_gradient(target))
-    if target.grad is None:
-        target.grad = gradient
-    elif target.grad.layout != torch.strided and gradient.layout == torch.strided:
-        target.grad = gradient.add_(target.grad)  # torch adds sparse to dense, and not the other way round
-    else:
-        target.grad.add_(gradient)
+    target.grad = gradient if target.grad is None else added(target.grad, gradient)
+
+
+def added(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the sum of two gradients, in the memory of one of them."""
+    if total.layout != torch.strided and gradient.layout == torch.strided:
+        return gradient.add_(total)  # torch adds sparse to dense, and not the other way round
+    return total.add_(gradient)
 
 
 def is_watched(target: torch.Tensor) -> bool:

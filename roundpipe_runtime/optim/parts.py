@@ -51,6 +51,11 @@ class OptimizerParts:
         ]
         self.parameters: list[torch.Tensor] = list(dict.fromkeys(itertools.chain.from_iterable(self._gradients)))
 
+    def give(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Add gradients that were not there when the step began."""
+        for group, known in zip(self._optimizer.param_groups, self._gradients, strict=True):
+            known.update({p: (gradients[p], gradients[p]._version) for p in group["params"] if p in gradients})
+
     def step(self, parameters: Collection[int]) -> None:
         """Update some parameters, and forget their gradients."""
         part, owners = self._part(parameters)

@@ -60,6 +60,18 @@ class InMemory:
     def wait_landed(self) -> None:
         """Wait until gradients are where they stay; raise what went wrong."""
 
+    def begin_run(self, contents: Sequence[HasParameters]) -> None:
+        """Check that the gradients of a run can land, before it begins."""
+
+    def note_failed(self, error: BaseException) -> None:
+        """Note that a run has failed, of which gradients may have landed."""
+
+    def end_run(self) -> None:
+        """Note that all of a run has reached the model."""
+
+    def check_whole(self) -> None:
+        """Check that no run has failed when it had stepped some of the layers."""
+
     def close(self) -> None:
         """Release what belongs to the place."""
 

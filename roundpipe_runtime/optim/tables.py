@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
+from ..device.transfer import sent_dtype, sent_nbytes
 from ..errors import ConfigError
 from .parameters import LayerContents, ParameterSlot, Table, scan
 
@@ -63,7 +64,7 @@ class TableRule:
     def _tables(self, layer: LayerContents) -> Mapping[int, Table]:
         if self.is_compiled and getattr(layer.module, _TO_COMPILE, layer.module) is not None:
             return {}
-        large = [slot for slot in layer.slots if slot.parameter.nbytes >= LARGE and _is_plain(slot.parameter)]
+        large = [slot for slot in layer.slots if sent_nbytes(slot.parameter) >= LARGE and _is_plain(slot.parameter)]
         if not large:
             return {}
         head = getattr(layer.module, _HEAD, None)
@@ -78,7 +79,7 @@ class TableRule:
         return {key: table for key, table in found.items() if key not in others}
 
     def _slice_rows(self, parameter: torch.Tensor) -> int:
-        of_row = max(1, parameter.shape[1] * parameter.element_size())
+        of_row = max(1, parameter.shape[1] * sent_dtype(parameter).itemsize)
         return max(_ROWS, self.slice_nbytes // of_row // _ROWS * _ROWS)
 
 
@@ -140,6 +141,6 @@ def needed_bytes(
     for parameter in trained:
         of_one = layer.nbytes_of(parameter)
         gradients += of_one
-        if id(parameter) not in layer.tables and gradient_dtype(parameter) != parameter.dtype:
+        if id(parameter) not in layer.tables and gradient_dtype(parameter) != sent_dtype(parameter):
             gradients += parameter.numel() * gradient_dtype(parameter).itemsize
     return layer.nbytes(), gradients

@@ -58,6 +58,12 @@ def number_of_steps() -> int:
     return _counted
 
 
+def count_step() -> None:
+    """Count a step that torch does not know of."""
+    global _counted
+    _counted += 1
+
+
 def dtype_of_gradient(tensor: torch.Tensor) -> torch.dtype:
     """Return the dtype that torch takes as the gradient of a tensor."""
     chosen: torch.dtype | None = getattr(tensor, "grad_dtype", None) if tensor.is_leaf else None
@@ -148,8 +154,7 @@ def _take(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    global _counted
-    _counted += 1
+    count_step()
     if optimizer in _TAKING.depths:
         _TAKING.depths[optimizer] -= 1
     elif optimizer in _TAKING.hooks:

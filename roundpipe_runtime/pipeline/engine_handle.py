@@ -14,11 +14,13 @@ from ..device.accelerator import AcceleratorDevice
 from ..device.disk import HOST_IN_MEMORY, disk_folder
 from ..device.parse import DeviceSpec
 from ..device.protocol import Device
+from ..device.transfer import send_as
 from ..engine.compiled import check_compile_options
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
 from ..engine.parameters.kept import ParameterTraffic
 from ..errors import ConfigError
+from ..optim.parameters import Update
 from ..optim.tables import LargeTables, check_large_tables
 from ..schedule.costs import LayerCost
 from .model_proxy import ModelProxy
@@ -107,6 +109,7 @@ class EngineHandle(ModelProxy):
     def close(self) -> None:
         """Wait for a background step and end the threads; the pipeline cannot run afterwards."""
         self._rp_engine.close()
+        send_as(self._rp_model, {})
 
     def __repr__(self) -> str:
         devices = ", ".join(device.name for device in self.devices)
@@ -134,6 +137,7 @@ class PipelineOptions:
     compile: bool | Mapping[str, object] = False
     large_tables: LargeTables = "auto"
     host: str = HOST_IN_MEMORY
+    update: Update = "masters"
 
     def __post_init__(self) -> None:
         dtype: Any = self.optim_dtype
@@ -160,6 +164,14 @@ class PipelineOptions:
             raise ConfigError(
                 f'host="{self.host}" trains in one process without groups, but mesh= or replicas= asks for several. '
                 'Leave them out, or train in memory:\n    RoundPipe(model, mesh=mesh, host="memory")'
+            )
+        if self.update not in ("masters", "in_place", "in_backward"):
+            raise ConfigError(f'update must be "masters", "in_place" or "in_backward", found {self.update!r}.')
+        if self.update != "masters" and (self.has_groups or disk_folder(self.host) is not None):
+            other = "mesh= or replicas=" if self.has_groups else f'host="{self.host}"'
+            raise ConfigError(
+                f'update="{self.update}" trains in one process and in memory, and {other} asks for something else. '
+                'Leave one of them out:\n    RoundPipe(model, update="masters")'
             )
         if self.replicas is not None and not (type(self.replicas) is int and self.replicas >= 1):
             raise ConfigError(f"replicas must be a number of at least 1, found {self.replicas!r}.")

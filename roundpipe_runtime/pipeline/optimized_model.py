@@ -12,6 +12,8 @@ from torch import nn
 from ..engine.compiled import PipelineProgress
 from ..errors import ConfigError, RoundPipeWarning, warn
 from ..optim.bound_step import bound_now
+from ..optim.clipping import check_clipped
+from ..optim.in_backward import InBackwardStore
 from ..optim.step import in_optimizer_ctx
 from .engine_handle import EngineHandle
 
@@ -81,6 +83,36 @@ class OptimizedModel(EngineHandle):
             memo.add(self)
             yield prefix, _Holder(dict(self.optim_named_parameters(remove_duplicate=remove_duplicate)))
 
+    def step_with(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Set the optimizers that step each layer in ``forward_backward``, of a pipeline with ``update="in_backward"``.
+
+        ``optimizer.step()`` is called after each ``forward_backward`` all the same, as schedulers expect it: it steps
+        what is in no layer, like parameters of a loss. Gradients of layers are gone then.
+
+        Args:
+            *optimizers: optimizers of :meth:`optim_parameters`, of which each trained parameter has one.
+
+        Raises:
+            ConfigError: the pipeline has another ``update``.
+
+        >>> layer = nn.Linear(4, 4).bfloat16()
+        >>> model = RoundPipe(layer, optim_dtype=torch.float32, update="in_backward", devices="virtual:1")
+        >>> optimizer = torch.optim.AdamW(model.optim_parameters())
+        >>> model.step_with(optimizer)
+        >>> loss = model.forward_backward((torch.ones(2, 4).bfloat16(),), loss_fn=lambda outputs, _: outputs.sum())
+        >>> layer.weight.dtype, layer.weight.grad, optimizer.state[layer.weight]["step"].item()
+        (torch.float32, None, 1.0)
+        >>> optimizer.step()
+        >>> model.close()
+        """
+        store = self._rp_engine.store
+        if not isinstance(store, InBackwardStore):
+            raise ConfigError(
+                "step_with is for a pipeline that steps in forward_backward:\n"
+                '    RoundPipe(model, optim_dtype=torch.float32, update="in_backward")'
+            )
+        store.use(optimizers)
+
     def step(
         self, step_fn: Callable[..., Any], is_async: bool | Literal["exact"] = False, *args: Any, **kwargs: Any
     ) -> None:
@@ -103,6 +135,13 @@ class OptimizedModel(EngineHandle):
                 "    model.step(lambda: (optimizer.step(), optimizer.zero_grad()))"
             )
         steps = self._rp_engine.steps
+        if is_async in (True, "exact") and isinstance(self._rp_engine.store, InBackwardStore):
+            if is_async is True:
+                raise ConfigError(
+                    'update="in_backward" has stepped the parameters already, so the next run cannot read those from '
+                    "before the step:\n    model.step(step_fn)"
+                )
+            is_async = False
         if isinstance(is_async, str):
             if is_async != "exact":
                 raise ConfigError(f'is_async must be True, False or "exact", found {is_async!r}.')
@@ -136,6 +175,7 @@ class OptimizedModel(EngineHandle):
         from ..distributed.weights.gradient_norm import clip_grad_norm  # torch's DTensor takes a while to load
 
         targets = list(self.optim_parameters())
+        check_clipped(targets)
         return clip_grad_norm(targets, self.ranks, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def synchronize(self) -> None:

@@ -15,6 +15,7 @@ from ..batch.flat import check_call, check_loss_fn
 from ..device.disk import HOST_IN_MEMORY, disk_folder, memory_for
 from ..device.parse import DeviceSpec, parse_devices
 from ..device.pinning import PinnedModel
+from ..device.transfer import send_as, sent_as, widen
 from ..engine.compiled import CompiledLayers, check_compile_options
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine, in_two_passes
@@ -72,6 +73,10 @@ class RoundPipe(OptimizedModel, SavedModel):
         host: ``"disk:DIR"`` has parameters, gradients, master weights and the state of the optimizer in a scratch file
             of this folder, of which a few layers are in memory at a time; the numbers are the same. Default:
             ``"memory"``.
+        update: what the optimizer updates. ``"masters"``: copies of ``optim_dtype``, which a step rounds into the
+            parameters. ``"in_place"``: the parameters themselves, which get ``optim_dtype``, and are rounded to their
+            first dtype while they are uploaded. ``"in_backward"``: the same, and ``forward_backward`` steps each layer
+            when its gradient is complete, see :meth:`step_with`. The numbers are the same. Default: ``"masters"``.
 
     Raises:
         ConfigError: when an argument has a value that it cannot have.
@@ -104,6 +109,7 @@ class RoundPipe(OptimizedModel, SavedModel):
         compile: bool | Mapping[str, object] = False,
         large_tables: Literal["auto", "whole", "slices"] = "auto",
         host: str = HOST_IN_MEMORY,
+        update: Literal["masters", "in_place", "in_backward"] = "masters",
     ) -> None:
         super().__init__()
         config = RoundPipeRunConfig() if model_run_config is None else model_run_config
@@ -122,6 +128,7 @@ class RoundPipe(OptimizedModel, SavedModel):
             compile,
             large_tables,
             host,
+            update,
         )
         self._rp_build(as_module(model), options, None)
 
@@ -130,6 +137,8 @@ class RoundPipe(OptimizedModel, SavedModel):
         layers = self._rp_layers(model)
         scan(layers)  # refuses what cannot travel
         check_copyable(model)
+        if options.update != "masters" and options.optim_dtype is not None:
+            widen(model.parameters(), options.optim_dtype)
         shares = options.shares_host_weights
         folder = disk_folder(options.host)
         stays = shares or folder is not None
@@ -152,6 +161,7 @@ class RoundPipe(OptimizedModel, SavedModel):
             CompiledLayers(layers, check_compile_options(options.compile)),
             options.large_tables,
             None if folder is None else memory_for(model, folder),
+            options.update,
         )
         self._rp_reading = read_model(model, layers)
         if shares and options.pin_model != "off" and torch.cuda.is_available():  # they are where they stay now
@@ -345,10 +355,12 @@ class RoundPipe(OptimizedModel, SavedModel):
             "options": self._rp_options.picklable(self._rp_engine.devices),
             "step": self._rp_engine.step,
             "masters": self._rp_engine.store.masters(),
+            "sent": sent_as(self._rp_model),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__init__(self)
+        send_as(state["model"], state.get("sent", {}))
         self._rp_build(state["model"], state["options"], state["original"])
         self._rp_engine.step = state["step"]
         self._rp_engine.store.load_masters(state["masters"])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..device.composite import parts_of
+from ..device.transfer import sent_dtype, sent_nbytes
 from ..errors import PlanError
 
 __all__ = ["LayerCost", "MeasuredCosts", "analytic_cost", "layer_costs"]
@@ -115,14 +116,14 @@ def analytic_cost(
         forward=work,
         # forward again, and a gradient for inputs and one for weights
         backward=work * (3.0 if trained else 2.0),
-        param_bytes=sum(t.numel() * t.element_size() for t in [*parts_of(params), *layer.buffers()]),
-        grad_bytes=sum(p.nbytes + _sum_bytes(p, gradient_dtype(p)) for p in trained),
+        param_bytes=sum(map(sent_nbytes, [*parts_of(params), *layer.buffers()])),
+        grad_bytes=sum(sent_nbytes(p) + _sum_bytes(p, gradient_dtype(p)) for p in trained),
     )
 
 
 def _sum_bytes(parameter: nn.Parameter, dtype: torch.dtype) -> int:
     """Bytes of a sum of gradients next to the gradient of a microbatch: none, if that is added up where it is."""
-    return 0 if dtype == parameter.dtype else parameter.numel() * dtype.itemsize
+    return 0 if dtype == sent_dtype(parameter) else parameter.numel() * dtype.itemsize
 
 
 class MeasuredCosts:

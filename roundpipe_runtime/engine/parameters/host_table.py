@@ -22,6 +22,7 @@ from yobx_flatten.private_names.of_torch import DisableTorchFunctionSubclass, ma
 
 from ...device.events import NOW, Event
 from ...device.protocol import Device
+from ...device.transfer import as_sent, sent_dtype
 from ...errors import StageError
 from ...optim.parameters import LayerContents, Table
 from .host_sum import HostSum
@@ -73,7 +74,7 @@ class HostTable(torch.Tensor):
         """Make one without memory."""
         source = access.source
         made: HostTable = make_wrapper_subclass(
-            cls, source.shape, dtype=source.dtype, device=access.torch_device, requires_grad=requires_grad
+            cls, source.shape, dtype=access.dtype, device=access.torch_device, requires_grad=requires_grad
         )
         made.access = access
         made._is_param = True  # by which torch knows a parameter
@@ -126,6 +127,7 @@ class TableAccess:
     # source: numbers on the host, which stay as they are while a run reads them
     # new_sum: function that returns a sum of gradients to which nothing was added
     # count: function that is given the bytes of each part that goes up. Default: they are not counted.
+    # dtype: dtype of the parts on the device. Default: that of the source.
 
     def __init__(
         self,
@@ -136,9 +138,10 @@ class TableAccess:
         requires_grad: bool,
         new_sum: Callable[[], HostSum],
         count: Callable[[int], None] = lambda nbytes: None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.device, self.source, self.table = device, source.detach(), table
-        self.requires_grad = requires_grad
+        self.requires_grad, self.dtype = requires_grad, dtype or source.dtype
         self.torch_device = device.torch_device
         self._new_sum, self._count = new_sum, count
         self.sum = new_sum()
@@ -165,12 +168,13 @@ class TableAccess:
         return copy
 
     def _up_part(self, part: torch.Tensor) -> torch.Tensor:
+        part = as_sent(part, self.dtype, self.torch_device)
         self._count(part.nbytes)
         return self.up(part)
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return rows, on the device, by their numbers on the host."""
-        if self.torch_device.type in ("cpu", "meta"):
+        if self.torch_device.type in ("cpu", "meta") or self.dtype != self.source.dtype:
             return self._up_part(self.source.index_select(0, numbers))
         like = torch.empty(len(numbers), self.source.shape[1], dtype=self.source.dtype, pin_memory=True)
         return self._up_part(torch.index_select(self.source, 0, numbers, out=like))
@@ -308,7 +312,7 @@ class _Product(torch.autograd.Function):
         ctx.access, ctx.rows = access, rows
         ctx.save_for_backward(hidden, bias)
         if not hidden.numel():  # the form alone; under autocast, the dtype is another than that of the table
-            probe = functional.linear(hidden, hidden.new_empty(1, hidden.shape[-1], dtype=access.source.dtype))
+            probe = functional.linear(hidden, hidden.new_empty(1, hidden.shape[-1], dtype=access.dtype))
             return probe.new_empty(*hidden.shape[:-1], access.size)
         found: torch.Tensor | None = None
         for place, part in access.slices(rows):
@@ -331,7 +335,7 @@ class _Product(torch.autograd.Function):
             if of_hidden is not None:
                 of_hidden += columns @ part.to(columns.dtype)
             if ctx.needs_input_grad[1]:
-                access.add(place, (columns.T @ flat.to(columns.dtype)).to(access.source.dtype))
+                access.add(place, (columns.T @ flat.to(columns.dtype)).to(access.dtype))
         of_bias = slope.sum(0).to(bias.dtype) if bias is not None and ctx.needs_input_grad[2] else None
         result = None if of_hidden is None else of_hidden.to(hidden.dtype).reshape(hidden.shape)
         return result, None, of_bias, None, None
@@ -380,6 +384,7 @@ class LayerTables:
             requires_grad=parameter.requires_grad,
             new_sum=lambda: HostSum(form, lambda form: None if memory is None else memory.take(index, parameter, form)),
             count=self._count,
+            dtype=sent_dtype(parameter),
         )
         return cast(nn.Parameter, HostTable(access, requires_grad=parameter.requires_grad))
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from ...device.pinning import PinnedMemory
 from ...device.protocol import Device
+from ...device.transfer import sent_nbytes
 from ...errors import DeviceMemoryError
 from ...optim.parameters import LayerContents
 from ...optim.places import Mark, is_plain
@@ -107,9 +108,9 @@ class KeptParameters:
         found = {id(part): part for layer in contents for part in layer.parts() if id(part) not in layer.tables}
         chosen, left = set(), nbytes
         for parameter in sorted(found.values(), key=lambda one: one.requires_grad):  # the order of layers otherwise
-            if parameter.nbytes <= left and is_plain(parameter):
+            if sent_nbytes(parameter) <= left and is_plain(parameter):
                 chosen.add(id(parameter))
-                left -= parameter.nbytes
+                left -= sent_nbytes(parameter)
         self._chosen = frozenset(chosen)
         for copies in self._copies.values():
             for key in list(copies):

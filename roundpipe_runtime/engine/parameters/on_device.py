@@ -17,6 +17,7 @@ from ...device.accelerator import PIECE
 from ...device.composite import Rebuilding, is_composite, plain_numbers
 from ...device.events import Event
 from ...device.protocol import Device
+from ...device.transfer import as_sent, sent_dtype
 from ...errors import StageError
 from ...optim.copyable import same_numbers, weights_kept
 from ...optim.parameters import LayerContents
@@ -100,7 +101,7 @@ class LayerOnDevice:
             else:
                 copy = self._copy_parameter(parameter, source(parameter), kept, version)
             self._parameters[id(parameter)] = copy
-            if dtype != parameter.dtype:
+            if dtype != sent_dtype(parameter):
                 self._wide.append((id(parameter), dtype))
         self._places = [
             (slot.owner, slot.name, self._parameters[id(slot.parameter)], slot.parameter) for slot in contents.slots
@@ -120,6 +121,9 @@ class LayerOnDevice:
     def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.device.copy_in(tensor.detach(), parameter=True)
 
+    def _upload_rounded(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self._upload(as_sent(tensor, dtype, self.device.torch_device))
+
     def _upload_part(self, part: torch.Tensor, kept: KeptParameters, version: int) -> torch.Tensor:
         uploaded, stays = kept.upload(self.device, part, part, version, lambda one: self._upload(plain_numbers(one)))
         if not stays:
@@ -129,8 +133,12 @@ class LayerOnDevice:
     def _copy_parameter(
         self, parameter: nn.Parameter, source: torch.Tensor, kept: KeptParameters, version: int
     ) -> nn.Parameter:
-        reserve = self._partial.reserve(parameter, kept.count)
-        uploaded, stays = kept.upload(self.device, parameter, source, version, reserve or self._upload)
+        dtype, upload = sent_dtype(parameter), self._upload
+        if dtype == source.dtype:
+            upload = self._partial.reserve(parameter, kept.count) or upload
+        else:
+            upload = partial(self._upload_rounded, dtype=dtype)
+        uploaded, stays = kept.upload(self.device, parameter, source, version, upload)
         if not stays:
             self._memory.append(uploaded)
         copy = self._with_attributes(nn.Parameter(uploaded, requires_grad=parameter.requires_grad), parameter)
@@ -204,17 +212,21 @@ class LayerOnDevice:
 
     def _has_numbers_of(self, parameter: nn.Parameter, copy: nn.Parameter, source: torch.Tensor) -> bool | torch.Tensor:
         if not self._partial.has(parameter):
-            return self._are_as_copied(copy, source)
+            return self._are_as_copied(copy, source, sent_dtype(parameter))
         with torch.no_grad():
             found = [self._are_as_copied(*part) for part in self._partial.present_parts(parameter, copy, source)]
         there = [one for one in found if isinstance(one, torch.Tensor)]
         with self.device.computing(self.ready):
             return torch.stack(there).all() if there and len(there) == len(found) else all(map(bool, found))
 
-    def _are_as_copied(self, copy: torch.Tensor, source: torch.Tensor) -> bool | torch.Tensor:
+    def _are_as_copied(
+        self, copy: torch.Tensor, source: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> bool | torch.Tensor:
         """Whether a copy has the numbers of the host; on an accelerator, which compares them, a tensor of it."""
+        # dtype: dtype to which the copy was rounded. Default: that of the source.
         if not is_compared(source):
             return True
+        source = source if dtype is None else as_sent(source, dtype, self.device.torch_device)
         if copy.shape != source.shape or copy.dtype != source.dtype:
             return False
         if copy.device == source.device:

@@ -98,7 +98,7 @@ class StageLayers:
 
     def download(self) -> None:
         """Copy gradients that are not on the host yet, and buffers that the stage wrote."""
-        run, collected = self.run, self.run.collected
+        collected = self.run.collected
         self._place.doing = _DOWNLOAD
         for layer, resident in self.here.items():
             self._place.layer = layer
@@ -107,9 +107,8 @@ class StageLayers:
                     self._download_gradients(resident)
                 if self.stage.kind != "backward":
                     collected.buffers.add(layer, resident.download_buffers())
-                    if run.spec.looks:
-                        with run.at_hand(layer), self.device.computing(resident.ready):
-                            resident.check_parameters(run.store.source)
+                if self.stage.kind == "forward":
+                    self._check_parameters(resident)
 
     def download_early(self, layer: int) -> None:
         """Copy the gradients of a layer while the layers before it go backward."""
@@ -120,11 +119,19 @@ class StageLayers:
             self._download_gradients(self.here[layer])
         place.microbatch = microbatch
 
+    def _check_parameters(self, resident: LayerOnDevice) -> None:
+        if self.run.spec.looks:
+            with self.run.at_hand(resident.contents.index), self.device.computing(resident.ready):
+                resident.check_parameters(self.run.store.source)
+
     def _download_gradients(self, resident: LayerOnDevice) -> None:
         run, index = self.run, resident.contents.index
+        if self.stage.kind == "fused":  # before a step writes what it compares with
+            self._check_parameters(resident)
         run.wait_cleared()
         gradients = resident.download_gradients(run.gradient_scale(), run.gradient_memory, run.store.landing_dtype)
-        gradients = run.store.land(index, gradients)
+        if run.gradient_scale() != 0.0:  # zeros for all parameters are added when the run is committed
+            gradients = run.store.land(index, gradients)
         run.collected.gradients[index] = gradients
         if run.spec.gradients_landed is not None:
             run.spec.gradients_landed(index, gradients)

@@ -244,6 +244,8 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
             process g modulo their number, so that the numbers do not depend on how many there are. Default: number of
             processes.
         host: where the host's part of the training lives, as for :class:`RoundPipe`: ``"memory"``, or ``"disk:DIR"``.
+        update: what the optimizer updates, and when, as for :class:`RoundPipe`. ``"in_backward"`` needs
+            ``max_grad_norm=0`` and ``gradient_accumulation_steps=1``.
         **options: keyword arguments of a Trainer.
 
     Raises:
@@ -266,6 +268,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
         replicas: int | None = None,
         use_sequential_preset: bool | None = None,
         host: str | None = None,
+        update: Literal["masters", "in_place", "in_backward"] | None = None,
         **options: Any,
     ) -> None:
         check_overrides(type(self))
@@ -276,6 +279,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
             "replicas": replicas,
             "use_sequential_preset": use_sequential_preset,
             "host": host,
+            "update": update,
         }
         self._rp_options = {name: value for name, value in given.items() if value is not None}
         self._rp_config = RoundPipeRunConfig(num_microbatch=microbatches, keep_parameters=keep_parameters)

@@ -115,11 +115,12 @@ class PipelineTrainer(CheckpointingTrainer):
         """Run the backward of a loss of this process's rows, as a share of the mean over all processes."""
         self._rp_plain_backward(loss / self.args.world_size, **kwargs)
 
-    def _rp_clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip as accelerate does, or with the same bits for any number of processes."""
+    def _rp_clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
+        """Clip as accelerate does, or with the same bits for any number of processes; return the norm, if known."""
+        if self.pipeline._rp_options.update == "in_backward":  # it is asked for the log alone: gradients are gone
+            return None
         if not self._rp_has_groups():
-            clipped: torch.Tensor = self._rp_plain_clip(parameters, max_norm, norm_type)
-            return clipped
+            return self._rp_plain_clip(parameters, max_norm, norm_type)
         return self.pipeline.clip_grad_norm_(max_norm, norm_type)
 
     def _rp_has_groups(self) -> bool:
@@ -160,6 +161,9 @@ class PipelineTrainer(CheckpointingTrainer):
             given = getattr(self, "optimizer_cls_and_kwargs", None)
             kind, options = given or self.get_optimizer_cls_and_kwargs(self.args, own)
             check_kernels(kind, options, has_copies="optim_dtype" in self._rp_options)
+        if pipeline._rp_options.update == "in_backward":
+            check_steps_in_backward(self.args)
+            pipeline.step_with(made)
         return made
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -212,6 +216,17 @@ def check_arguments(args: Any) -> None:
             f"RoundPipeTrainer: optim={optimizer!r} updates weights inside the backward pass, before their gradients "
             'have reached the host. Use optim="adamw_torch".'
         )
+
+
+def check_steps_in_backward(args: Any) -> None:
+    """Check that training arguments ask for nothing between the backward and the step."""
+    for name, most in (("max_grad_norm", 0), ("gradient_accumulation_steps", 1)):
+        if (getattr(args, name) or 0) > most:
+            raise ConfigError(
+                f'RoundPipeTrainer: update="in_backward" steps in each backward, and {name}={getattr(args, name)} '
+                f"needs all gradients first. Give TrainingArguments({name}={most}), or keep them: "
+                'RoundPipeTrainer(..., update="in_place").'
+            )
 
 
 def compile_options(args: Any) -> dict[str, str]:

@@ -1,0 +1,273 @@
+"""Step each layer of a model as soon as its gradient is complete, while the layers before it still go backward.
+
+::
+
+    devices      L3 backward | L2 backward | L1 backward | L0 backward
+    gradients            g3 --->      g2 --->       g1 --->      g0      float32, two layers at a time
+    this thread             step L3    |  step L2    |  step L1    | step L0
+
+No buffer has the gradients of all layers. Nothing reads a layer whose backward has ended, so the numbers are those of a
+step after the run. A parameter of several layers is stepped when the last of them has gone back.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..device.outcome import on_error
+from ..device.worker import Worker, add_note_once
+from ..errors import ConfigError, StageError
+from .adam import check_shapes
+from .clipping import watch_originals
+from .parameters import ParameterStore, added, is_watched
+from .parts import OptimizerParts, can_step_in_parts
+from .places import HasParameters, Landed
+from .torch_steps import Optimizer, count_step, dtype_of_gradient
+
+# Layers whose gradients may be on their way from devices to their step.
+_LANDING = 2
+
+_IN_PLACE = 'RoundPipe(model, optim_dtype=torch.float32, gradient_dtype=torch.bfloat16, update="in_place")'
+
+
+class InBackwardStore(ParameterStore):
+    """A store whose parameters are stepped during the run."""
+
+    is_in_place = True
+
+    def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None = None) -> None:
+        super().__init__(model, optim_dtype)
+        self._optimizers: list[Optimizer] = []
+        self._not_called: set[Optimizer] = set()  # whose `step` was not called since the last run
+        self._worker = Worker("in backward")
+        self._landing: collections.deque[Future[None]] = collections.deque()
+        self._lock = threading.Lock()
+        self._current: _Steps | None = None
+        self._stepped: list[int] = []  # layers that a run has stepped that has not ended well
+        _STORES.add(self)
+        _watch_scalers()
+        watch_originals(self)
+
+    def use(self, optimizers: Sequence[Optimizer]) -> None:
+        """Step with these optimizers from now on."""
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(self._note_called)
+        self._optimizers = list(optimizers)
+        self._not_called.clear()
+
+    def _note_called(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._not_called.discard(optimizer)
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a run is under way."""
+        return self._current is not None
+
+    def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
+        """Return why gradients of these parameters cannot be clipped; ``None`` for those of other models."""
+        held = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+        if held.isdisjoint(map(id, parameters)):
+            return None
+        return (
+            'update="in_backward" has stepped each layer when its gradient came, so nothing is left to clip. Keep the '
+            f"gradients until the step:\n    {_IN_PLACE}"
+        )
+
+    # -- a run -------------------------------------------------------------------------------------------------------
+
+    def begin_run(self, contents: Sequence[HasParameters]) -> None:
+        """Check that the gradients of a run can be stepped, before it begins."""
+        self._current = None
+        self.check_whole()
+        if self._not_called:
+            raise ConfigError(
+                f'update="in_backward": {type(next(iter(self._not_called))).__name__}.step() was not called after the '
+                "last forward_backward, which has stepped already: gradients of two calls cannot be added. Call it "
+                "after each, and cut larger batches into more microbatches instead:\n"
+                "    RoundPipeRunConfig(num_microbatch=...)"
+            )
+        trained = [p for layer in contents for p in layer.parameters() if p.requires_grad]
+        self._check(trained)
+        self._current = _Steps(self._optimizers, contents)
+
+    def _check(self, trained: Sequence[nn.Parameter]) -> None:
+        if not self._optimizers:
+            raise ConfigError(
+                'update="in_backward" needs the optimizer before the run:\n    model.step_with(optimizer)'
+            )
+        holders = collections.Counter(
+            id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
+        )
+        for parameter in trained:
+            reason = ""
+            if holders[id(parameter)] != 1:
+                reason = f"{holders[id(parameter)]} of the optimizers hold it: freeze it, or give it to one"
+            elif is_watched(parameter):
+                reason = "it has a hook, which would see no gradient: remove the hook"
+            elif parameter.grad is not None:
+                reason = "it has a gradient from before the run, which no step would see: call optimizer.zero_grad()"
+            if reason:
+                raise ConfigError(f'update="in_backward" cannot step a parameter {tuple(parameter.shape)}: {reason}.')
+        for optimizer in self._optimizers:
+            name = type(optimizer).__name__
+            before = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if hook is not check_shapes]
+            after = [hook for hook in optimizer._optimizer_step_post_hooks.values() if hook != self._note_called]
+            if before or after:
+                raise ConfigError(
+                    f'update="in_backward": {name} has hooks around its step, which would see no gradient. Remove '
+                    f"them, or keep the gradients until the step:\n    {_IN_PLACE}"
+                )
+            if not can_step_in_parts(optimizer):
+                raise ConfigError(
+                    f'update="in_backward" steps layer by layer, and {name} does not update one parameter after the '
+                    f"other. Use an optimizer that does, like AdamW, or:\n    {_IN_PLACE}"
+                )
+            check_shapes(optimizer, (), {})
+
+    def land(self, layer: int, gradients: Landed) -> Landed:
+        """Step a layer with its gradients; none are left."""
+        steps = self._current
+        if steps is None:
+            raise StageError(
+                'update="in_backward" steps in forward_backward, and this is the backward of a forward, whose loss was '
+                f"computed of all outputs. Use forward_backward with a loss of microbatches, or:\n    {_IN_PLACE}"
+            )
+        coming = dict(gradients)
+        gradients.clear()
+        with self._lock:
+            self._landing.append(self._worker.submit(self._step, steps, layer, coming))
+            waiting = [self._landing.popleft() for _ in range(len(self._landing) - _LANDING)]
+        for earlier in waiting:
+            earlier.result()
+        return {}
+
+    def _step(self, steps: _Steps, layer: int, coming: Landed) -> None:
+        if steps.has_failed:
+            return
+        with on_error(steps.stop):
+            for _, ready in coming.values():
+                ready.result()
+            complete = steps.complete(layer, coming)
+            coming.clear()
+            if complete:
+                self._stepped.append(layer)
+                steps.step(complete)
+
+    def wait_landed(self) -> None:
+        """Wait until all layers are stepped; raise what went wrong."""
+        with self._lock:
+            waiting = list(self._landing)
+            self._landing.clear()
+        for landed in waiting:
+            landed.result()
+
+    def note_failed(self, error: BaseException) -> None:
+        """Name the layers that a run has stepped which has failed."""
+        steps, self._current = self._current, None
+        if steps is not None:
+            steps.stop(error)
+            with suppress(BaseException):
+                self.wait_landed()
+        if self._stepped:
+            add_note_once(error, self._damage())
+
+    def end_run(self) -> None:
+        """Note that all of a run has reached the model: its optimizers count as stepped."""
+        steps, self._current = self._current, None
+        if steps is not None:
+            steps.finish()
+            count_step()
+            self._stepped.clear()
+            self._not_called = set(self._optimizers)
+
+    def check_whole(self) -> None:
+        """Check that no run has failed when it had stepped some of the layers."""
+        if self._stepped:
+            raise StageError(self._damage())
+
+    def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
+        """Take the state that was loaded as a whole one."""
+        super().load_masters(masters)
+        self._stepped.clear()
+        self._not_called.clear()
+
+    def _damage(self) -> str:
+        return (
+            f'update="in_backward" had stepped layers {min(self._stepped)} to {max(self._stepped)} when the run '
+            "failed, and those before them not. Go back to the last checkpoint:\n"
+            "    load_checkpoint(folder, model, optimizer=optimizer)"
+        )
+
+    def close(self) -> None:
+        """End the thread."""
+        self._current = None
+        self._worker.close()
+        _STORES.discard(self)
+
+
+class _Steps:
+    """The steps of one run: what has come of each parameter, and what has not."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], contents: Sequence[HasParameters]) -> None:
+        self.has_failed = False
+        self._parts = [OptimizerParts(optimizer) for optimizer in optimizers]
+        self._own = [{id(p) for g in optimizer.param_groups for p in g["params"]} for optimizer in optimizers]
+        self._layers = {layer.index: layer.parameters() for layer in contents}
+        self._left = collections.Counter(id(p) for held in self._layers.values() for p in held)
+        self._found: dict[nn.Parameter, dict[int, torch.Tensor]] = {}
+
+    def complete(self, layer: int, gradients: Landed) -> dict[nn.Parameter, torch.Tensor]:
+        """Return the parameters whose last layer this is, with their gradients, summed last layer first."""
+        for parameter, (gradient, _) in gradients.items():
+            self._found.setdefault(parameter, {})[layer] = gradient.to(dtype_of_gradient(parameter))
+        found = {}
+        for parameter in self._layers[layer]:
+            self._left[id(parameter)] -= 1
+            if not self._left[id(parameter)] and parameter in self._found:
+                parts = self._found.pop(parameter)
+                found[parameter] = functools.reduce(added, [parts[number] for number in sorted(parts, reverse=True)])
+        return found
+
+    def step(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        for parts, own in zip(self._parts, self._own, strict=True):
+            mine: dict[torch.Tensor, torch.Tensor] = {p: g for p, g in gradients.items() if id(p) in own}
+            parts.give(mine)
+            parts.step(set(map(id, mine)))
+
+    def stop(self, error: BaseException) -> None:
+        """Let later layers alone."""
+        self.has_failed = True
+
+    def finish(self) -> None:
+        for parts in self._parts:
+            parts.finish()
+
+
+_STORES: weakref.WeakSet[InBackwardStore] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_scalers() -> None:
+    """Refuse, from now on, to scale a loss in a run whose gradients are stepped before a scaler sees them."""
+    plain: Callable[..., Any] = torch.amp.GradScaler.scale
+
+    @functools.wraps(plain)
+    def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
+        if self.is_enabled() and any(store.is_stepping for store in list(_STORES)):
+            raise ConfigError(
+                f'update="in_backward" steps with gradients as they come, so {type(self).__name__} could not divide '
+                f"them by its scale. Train in bfloat16 without a scaler, or:\n    {_IN_PLACE}"
+            )
+        return plain(self, outputs)
+
+    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign] # torch has no hook for it

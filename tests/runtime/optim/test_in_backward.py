@@ -1,0 +1,656 @@
+"""RoundPipe(update=...): weights rounded while they are uploaded, and layers stepped in the backward."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import ConfigError, GradScaler, RoundPipeRunConfig, StageError
+from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
+from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
+from tests.ctrl_c import press
+from tests.runtime.huggingface.hf_small import known_model
+from tests.runtime.small import batch, relative_error, same_bits, small_model
+
+F = nn.functional
+MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
+UPDATES = ("in_place", "in_backward")
+FLOAT = {"optim_dtype": torch.float32}
+
+
+def mse(outputs, labels):
+    return F.mse_loss(outputs.float(), labels)
+
+
+def give(pipe, optimizer):
+    if pipe._rp_options.update == "in_backward":
+        pipe.step_with(optimizer)
+    return optimizer
+
+
+def step(pipe, optimizer, how=False):
+    pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=how)
+
+
+def adam(pipe, **options):
+    return give(pipe, torch.optim.AdamW(pipe.optim_parameters(), lr=1e-2, **options))
+
+
+def numbers(pipe, *optimizers):
+    """Master weights and moments, and the weights as devices see them."""
+    pipe.synchronize()
+    masters = [p.detach().float().clone() for p in pipe.optim_parameters() if p.requires_grad]
+    states = [
+        optimizer.state[p][key].clone()
+        for optimizer in optimizers
+        for p in pipe.optim_parameters()
+        for key in sorted(optimizer.state.get(p, {}))
+    ]
+    return masters + states + [m.bfloat16() for m in masters]
+
+
+def layers_of(name):
+    if name == "tied":  # of two layers in different stages
+        return small_model(tied=True).bfloat16()
+    if name == "batch norm":
+        return small_model(norm=True).bfloat16()
+    made = small_model().bfloat16()
+    if name == "frozen":
+        made[0].requires_grad_(False)
+    if name == "mixed":  # one layer computes in float32
+        made[4] = nn.Sequential(Casts(torch.float32), made[4].float(), Casts(torch.bfloat16))
+    return made
+
+
+class Casts(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        return x.to(self.dtype)
+
+
+def train(pipe, make=adam, steps=3, rows=7, how=False):
+    optimizer = make(pipe)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    losses = []
+    for seed in range(steps):
+        inputs, labels = batch(rows, seed=seed)
+        losses.append(pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=mse))
+        step(pipe, optimizer, how)
+        scheduler.step()
+    return losses + numbers(pipe, optimizer)
+
+
+@pytest.mark.parametrize("how", [False, "exact"])
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("name", ["plain", "tied", "batch norm", "frozen", "mixed"])
+def test_the_numbers_are_those_of_master_weights(wrap, name, update, how):
+    """Losses, master weights, moments and the weights of devices are bitwise those of an ordinary step."""
+    expected = train(wrap(layers_of(name), model_run_config=MEAN, **FLOAT))
+    found = train(wrap(layers_of(name), model_run_config=MEAN, update=update, **FLOAT), how=how)
+    assert same_bits(found, expected)
+
+
+OPTIMIZERS = {
+    "AdamW fused": lambda pipe: adam(pipe, fused=True),
+    "Adam amsgrad": lambda pipe: give(pipe, torch.optim.Adam(pipe.optim_parameters(), lr=1e-2, amsgrad=True)),
+    "SGD momentum": lambda pipe: give(pipe, torch.optim.SGD(pipe.optim_parameters(), lr=0.1, momentum=0.9)),
+    "Adafactor": lambda pipe: give(pipe, torch.optim.Adafactor(pipe.optim_parameters(), lr=1e-2)),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("gradients", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_that_steps_parameter_by_parameter(wrap, name, gradients, update):
+    """Also with gradients of 16 bits, which an ordinary step with `gradient_dtype` reads."""
+    options = {**FLOAT, "gradient_dtype": gradients, "model_run_config": MEAN}
+    expected = train(wrap(layers_of("tied"), **options), OPTIMIZERS[name])
+    assert same_bits(train(wrap(layers_of("tied"), update=update, **options), OPTIMIZERS[name]), expected)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize(
+    "config",
+    [
+        RoundPipeRunConfig(num_microbatch=1),
+        RoundPipeRunConfig(num_microbatch=5, last_stage_copies=2),
+        RoundPipeRunConfig(num_microbatch=3, recompute_grain="layer", keep_parameters="auto"),
+    ],
+    ids=["one", "copies", "kept"],
+)
+def test_however_a_run_is_cut(wrap, config, update):
+    """Also where devices keep parameters, or compute the last layer together."""
+    expected = train(wrap(layers_of("plain"), model_run_config=config.over(MEAN), **FLOAT))
+    found = train(wrap(layers_of("plain"), model_run_config=config.over(MEAN), update=update, **FLOAT))
+    assert same_bits(found, expected)
+
+
+def refuses_to_clip(pipe):
+    for clip in (
+        lambda: nn.utils.clip_grad_norm_(pipe.optim_parameters(), 1.0),
+        lambda: nn.utils.clip_grad_value_(list(pipe.optim_parameters())[:1], 1.0),
+        lambda: pipe.clip_grad_norm_(1.0),
+    ):
+        with pytest.raises(ConfigError, match=r"nothing is left to clip(.|\n)*update=\"in_place\""):
+            clip()
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_clipping_in_place_is_that_of_master_weights(wrap, update):
+    """With 14 bytes per parameter a step is clipped as with 16; in the backward it is refused, in one line."""
+    options = {**FLOAT, "gradient_dtype": torch.bfloat16, "model_run_config": MEAN}
+    found = []
+    for way in ("masters", update):
+        pipe = wrap(layers_of("tied"), update=way, **options)
+        optimizer = adam(pipe)
+        for seed in range(3):
+            inputs, labels = batch(6, seed=seed)
+            pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=mse)
+            if way == "in_backward":
+                refuses_to_clip(pipe)
+                return
+            norm = nn.utils.clip_grad_norm_(pipe.optim_parameters(), 0.05)
+            assert norm > 0.05
+            step(pipe, optimizer)
+        found.append(numbers(pipe, optimizer))
+    assert same_bits(*found)
+
+
+def test_parameters_are_wide_on_the_host_and_nothing_else_is(wrap):
+    """12 bytes per parameter: no gradient, no second copy; a layer computes with the dtype that it was given."""
+    seen = []
+    model = layers_of("plain")
+    model[0].register_forward_hook(lambda layer, args, output: seen.append(layer.weight.dtype))
+    pipe = wrap(model, model_run_config=MEAN, update="in_backward", **FLOAT)
+    optimizer = adam(pipe)
+    inputs, labels = batch(6)
+    pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=mse)
+    held = {id(p): p for p in [*pipe.optim_parameters(), *model.parameters()]}
+    moments = [v for p in held.values() for v in optimizer.state[p].values() if v.dim()]
+    assert all(p.dtype == torch.float32 and p.grad is None for p in held.values())
+    assert sum(t.nbytes for t in [*held.values(), *moments]) == 12 * sum(p.numel() for p in model.parameters())
+    assert set(seen) == {torch.bfloat16}
+    assert pipe._rp_engine.store.masters() == {}
+
+
+def model_of(name):
+    if name != "t5":
+        return known_model(name).to(torch.bfloat16)
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=64,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+        dropout_rate=0.0,
+    )
+    made = T5ForConditionalGeneration(config).to(torch.bfloat16)
+    made.decoder.block[1].layer[2].DenseReluDense.wo.float()  # as transformers loads it
+    assert made.shared.weight is made.lm_head.weight
+    return made
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("name", ["llama", "t5", "mixtral"])
+def test_models_of_transformers(name, update):
+    """A small Llama, a T5 with tied embeddings, and a mixture of experts; compared with master weights."""
+    found = []
+    for way in ("masters", update):
+        torch.manual_seed(0)
+        model = model_of(name)
+        torch.manual_seed(0)
+        pipe = wrap_model_to_roundpipe(
+            model, lower_threshold=0, devices="virtual:2", name="same", update=way, model_run_config=MEAN, **FLOAT
+        )
+        optimizer = adam(pipe)
+        tokens = torch.randint(2, 60, (5, 6), generator=torch.Generator().manual_seed(1))
+        losses = []
+        for _ in range(2):
+            losses.append(pipe.forward_backward(input_kwargs={"input_ids": tokens, "labels": tokens}))
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(pipe(input_ids=tokens, labels=tokens).loss)
+        found.append(losses + numbers(pipe, optimizer))
+        pipe.close()
+    assert len(found[0]) > 10
+    assert same_bits(*found)
+
+
+@pytest.mark.parametrize("tables", ["whole", "slices"])
+def test_large_tables(tables, monkeypatch):
+    """Rows of an embedding and slices of a head are rounded like whole parameters."""
+    monkeypatch.setattr("roundpipe_runtime.optim.tables.LARGE", 2**10)
+    monkeypatch.setattr("roundpipe_runtime.optim.tables._SMALLEST_SLICE", 2**10)
+    found = []
+    for way in ("masters", "in_backward"):
+        torch.manual_seed(0)
+        model = known_model("llama").to(torch.bfloat16)
+        pipe = wrap_model_to_roundpipe(
+            model, lower_threshold=0, devices="virtual:2", update=way, large_tables=tables, name="same", **FLOAT
+        )
+        marked = pipe._rp_engine.planner.rule.mark(pipe._rp_engine._read_layers())
+        assert any(layer.tables for layer in marked) == (tables == "slices")
+        optimizer = adam(pipe)
+        tokens = torch.randint(2, 60, (5, 6), generator=torch.Generator().manual_seed(1))
+        losses = []
+        for _ in range(2):
+            losses.append(pipe.forward_backward(input_kwargs={"input_ids": tokens, "labels": tokens}))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(losses + numbers(pipe, optimizer))
+        pipe.close()
+    assert same_bits(*found)
+
+
+# -- a step that is not whole -----------------------------------------------------------------------------------------
+
+
+class Breaks(nn.Module):
+    """A layer whose backward raises, or is interrupted, when it is told to."""
+
+    act = None
+
+    def forward(self, x):
+        if x.requires_grad and self.act is not None:
+            x.register_hook(lambda gradient: self.act())
+        return x * 1
+
+
+def broken():
+    return nn.Sequential(nn.Linear(4, 4), Breaks(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).bfloat16()
+
+
+def fails():
+    raise ZeroDivisionError("in the backward")
+
+
+@pytest.mark.parametrize("act", [fails, press], ids=["exception", "Ctrl-C"])
+def test_what_fails_half_way_is_named_and_a_checkpoint_is_the_way_back(wrap, tmp_path, act):
+    """Later layers were stepped and earlier ones not: nothing runs or is saved until a checkpoint is loaded."""
+    from roundpipe_runtime import load_checkpoint, save_checkpoint
+
+    torch.manual_seed(0)
+    model = broken()
+    pipe = wrap(model, model_run_config=MEAN, update="in_backward", name="same", **FLOAT)
+    optimizer = adam(pipe)
+    inputs, labels = batch(6)
+
+    def run():
+        return pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=mse)
+
+    run()
+    optimizer.step()
+    save_checkpoint(tmp_path / "saved", pipe, optimizer=optimizer)
+    before = numbers(pipe, optimizer)
+    expected = run()
+    optimizer.step()
+    after = numbers(pipe, optimizer)
+    load_checkpoint(tmp_path / "saved", pipe, optimizer=optimizer)
+
+    Breaks.act = staticmethod(act)
+    try:
+        with pytest.raises((ZeroDivisionError, KeyboardInterrupt)) as raised:
+            run()
+    finally:
+        Breaks.act = None
+    if same_bits(numbers(pipe, optimizer), before):  # a signal may come before the first step
+        assert act is press
+        assert run() == expected
+        return
+    assert "Go back to the last checkpoint" in "".join(raised.value.__notes__)
+    for use in (run, lambda: save_checkpoint(tmp_path / "broken", pipe, optimizer=optimizer)):
+        with pytest.raises(StageError, match=r"had stepped layers \d to 4(.|\n)*load_checkpoint"):
+            use()
+    assert not (tmp_path / "broken").exists()
+    load_checkpoint(tmp_path / "saved", pipe, optimizer=optimizer)
+    assert same_bits(numbers(pipe, optimizer), before)
+    assert run() == expected
+    optimizer.step()
+    assert same_bits(numbers(pipe, optimizer), after)
+
+
+def test_a_failure_before_the_backward_changes_nothing(wrap):
+    """The loss raises: no layer was stepped, and the next run is an ordinary one."""
+    pipe = wrap(broken(), model_run_config=MEAN, update="in_backward", **FLOAT)
+    optimizer = adam(pipe)
+    before = numbers(pipe, optimizer)
+    inputs, labels = batch(6)
+    with pytest.raises(ZeroDivisionError):
+        pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=lambda outputs, labels: 1 / 0)
+    assert same_bits(numbers(pipe, optimizer), before)
+    pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=mse)
+    assert not same_bits(numbers(pipe), before)
+
+
+# -- what is not possible is refused ----------------------------------------------------------------------------------
+
+
+def pipe_and_run(wrap, make=adam, model=None, **options):
+    pipe = wrap(model or layers_of("plain"), model_run_config=MEAN, **{**FLOAT, "update": "in_backward", **options})
+    optimizer = make(pipe)
+    inputs, labels = batch(6)
+    return pipe, optimizer, lambda: pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=mse)
+
+
+def test_gradients_of_two_calls_are_not_added(wrap):
+    """A loop that accumulates is refused at its second call; a loop that steps each time is an ordinary one."""
+    pipe, optimizer, run = pipe_and_run(wrap)
+    run()
+    with pytest.raises(ConfigError, match=r"AdamW\.step\(\) was not called(.|\n)*num_microbatch"):
+        run()
+    optimizer.step()
+    run()
+    second = torch.optim.SGD([next(iter(pipe.optim_parameters()))], lr=0.1)
+    pipe.step_with(optimizer, second)
+    with pytest.raises(ConfigError, match="2 of the optimizers hold it"):
+        run()
+
+
+def test_a_scaler_is_refused_before_a_step(wrap):
+    """Gradients would be stepped before they are divided by the scale: of torch's scaler and of the pipeline's."""
+    for scaler in (GradScaler(), torch.amp.GradScaler("cpu")):
+        pipe, optimizer, _ = pipe_and_run(wrap)
+        before = numbers(pipe, optimizer)
+        inputs, labels = batch(6)
+        with pytest.raises(ConfigError, match="could not divide them by its scale"):
+            pipe.forward_backward(
+                (inputs.bfloat16(),), label=labels, loss_fn=lambda outputs, y, s=scaler: s.scale(mse(outputs, y))
+            )
+        assert same_bits(numbers(pipe, optimizer), before)
+    assert GradScaler().scale(torch.ones(())) == 2.0**16
+
+
+class NeedsAll(torch.optim.SGD):
+    """An optimizer that needs all gradients at a time."""
+
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.05)
+        return super().step(closure)
+
+
+def hooked(optimizer):
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda pipe: None, r"needs the optimizer before the run(.|\n)*step_with"),
+        (lambda pipe: give(pipe, NeedsAll(pipe.optim_parameters(), lr=0.1)), "one parameter after the other"),
+        (lambda pipe: hooked(adam(pipe)), "has hooks around its step"),
+        (lambda pipe: give(pipe, torch.optim.SGD(list(pipe.optim_parameters())[:2], lr=0.1)), "0 of the optimizers"),
+    ],
+    ids=["none", "not in parts", "hooks", "not held"],
+)
+def test_optimizers_that_cannot_step_in_the_backward(wrap, make, match):
+    """Each is refused before a run, and names what to change."""
+    _, _, run = pipe_and_run(wrap, make)
+    with pytest.raises(ConfigError, match=match):
+        run()
+
+
+def test_hooks_and_older_gradients_of_parameters_are_refused(wrap):
+    """What a step would not see is named."""
+    pipe, optimizer, run = pipe_and_run(wrap)
+    first = next(iter(pipe.optim_parameters()))
+    hook = first.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(ConfigError, match="it has a hook"):
+        run()
+    hook.remove()
+    first.grad = torch.ones_like(first)
+    with pytest.raises(ConfigError, match=r"optimizer\.zero_grad"):
+        run()
+    optimizer.zero_grad()
+    run()
+
+
+def test_a_backward_of_outputs_is_refused(wrap):
+    """A loss of all outputs goes back layer by layer too, and a second one may follow: nothing is stepped."""
+    pipe, optimizer, run = pipe_and_run(wrap)
+    before = numbers(pipe, optimizer)
+    inputs, labels = batch(6)
+    with pytest.raises(StageError, match="steps in forward_backward"):
+        mse(pipe(inputs.bfloat16()), labels).backward()
+    assert same_bits(numbers(pipe, optimizer), before)
+    run()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"replicas": 2}, "replicas="),
+        ({"host": "disk:."}, "host="),
+        ({"update": "now"}, "must be"),
+    ],
+)
+@pytest.mark.parametrize("update", UPDATES)
+def test_options_that_do_not_go_together(wrap, options, match, update):
+    """Groups, ranks and a disk have other places for master weights and gradients."""
+    with pytest.raises(ConfigError, match=match):
+        wrap(layers_of("plain"), **{**FLOAT, "update": update, **options})
+
+
+def test_a_step_next_to_the_next_run_has_been_done(wrap):
+    """`is_async=True` would read weights from before the step; an optimizer given to another pipeline is refused."""
+    pipe, optimizer, run = pipe_and_run(wrap)
+    run()
+    with pytest.raises(ConfigError, match="has stepped the parameters already"):
+        pipe.step(optimizer.step, is_async=True)
+    other = wrap(layers_of("plain"), **FLOAT)
+    with pytest.raises(ConfigError, match=r"update=\"in_backward\""):
+        other.step_with(torch.optim.AdamW(other.optim_parameters()))
+
+
+# -- the rest of a training -------------------------------------------------------------------------------------------
+
+
+def test_a_batch_without_weight_has_zero_gradients(wrap):
+    """The ordinary step of zeros follows when the optimizer is called, for all parameters."""
+    found = []
+    for way in ("masters", "in_backward"):
+        config = RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean")
+        pipe = wrap(layers_of("plain"), update=way, model_run_config=config, **FLOAT)
+        optimizer = adam(pipe)
+        inputs, labels = batch(6)
+        for weight in (1.0, 0.0, 1.0):
+            pipe.forward_backward(
+                (inputs.bfloat16(),),
+                label=labels,
+                loss_fn=lambda outputs, y, w=weight: (mse(outputs, y) * len(y) * w, w * len(y)),
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(numbers(pipe, optimizer))
+    assert same_bits(*found)
+
+
+def test_parameters_of_a_loss_are_stepped_by_the_call(wrap):
+    """They are in no layer: `optimizer.step()` steps them, and no layer twice."""
+    found = []
+    for way in ("masters", "in_backward"):
+        torch.manual_seed(0)
+        scale = nn.Parameter(torch.ones(3))
+        pipe = wrap(layers_of("plain"), update=way, model_run_config=MEAN, **FLOAT)
+        optimizer = give(pipe, torch.optim.AdamW([*pipe.optim_parameters(), scale], lr=1e-2))
+        inputs, labels = batch(6)
+        for _ in range(3):
+            pipe.forward_backward(
+                (inputs.bfloat16(),), label=labels, loss_fn=lambda outputs, y, s=scale: mse(outputs * s, y)
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([*numbers(pipe, optimizer), scale.detach().clone()])
+    assert relative_error(found[0][-1], torch.ones(3)) > 0.001
+    assert same_bits(*found)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_an_evaluation_sees_the_step(wrap, update):
+    """Also before `optimizer.step()` is called, and where devices keep their copies."""
+    config = RoundPipeRunConfig(keep_parameters="auto").over(MEAN)
+    expected = None
+    for way in ("masters", update):
+        pipe = wrap(layers_of("plain"), update=way, model_run_config=config, **FLOAT)
+        optimizer = adam(pipe)
+        inputs, labels = batch(6)
+        pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=mse)
+        if way != "in_backward":
+            step(pipe, optimizer)
+        with torch.no_grad():
+            found = pipe(inputs.bfloat16())
+        expected = found if expected is None else expected
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_checkpoint_continues_with_the_same_bits(wrap, tmp_path, update):
+    """A new pipeline of the same kind continues bitwise; one with master weights refuses the wider file."""
+    from roundpipe_runtime import load_checkpoint, save_checkpoint
+    from roundpipe_runtime.checkpoint import CheckpointError
+
+    def made():
+        torch.manual_seed(0)
+        return wrap(small_model(dropout=0.3).bfloat16(), model_run_config=MEAN, update=update, name="same", **FLOAT)
+
+    def run(pipe, optimizer, steps):
+        for seed in steps:
+            inputs, labels = batch(6, seed=seed)
+            pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=mse)
+            step(pipe, optimizer)
+
+    pipe = made()
+    optimizer = adam(pipe)
+    run(pipe, optimizer, range(2))
+    save_checkpoint(tmp_path / "saved", pipe, optimizer=optimizer)
+    run(pipe, optimizer, range(2, 4))
+    expected = numbers(pipe, optimizer)
+    again = made()
+    other = adam(again)
+    load_checkpoint(tmp_path / "saved", again, optimizer=other)
+    run(again, other, range(2, 4))
+    assert same_bits(numbers(again, other), expected)
+    ordinary = wrap(small_model(dropout=0.3).bfloat16(), model_run_config=MEAN, **FLOAT)
+    with pytest.raises(CheckpointError, match="float32"):
+        load_checkpoint(tmp_path / "saved", ordinary, optimizer=adam(ordinary))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_copy_computes_in_the_same_dtype(wrap, again, update):
+    """A copied pipeline uploads as the first one does; a closed one leaves plain float32 parameters."""
+    pipe, _, run = pipe_and_run(wrap, update=update)
+    inputs, _ = batch(6)
+    run()
+    made = again(pipe)
+    with torch.no_grad():
+        assert torch.equal(made(inputs.bfloat16()), pipe(inputs.bfloat16()))
+    made.close()
+    model = pipe.model
+    pipe.close()
+    with torch.no_grad():
+        assert model(inputs).dtype == torch.float32
+        plain = wrap(model)
+        assert torch.equal(plain(inputs), model(inputs))
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_layer_that_is_unfrozen_later(wrap, update):
+    """It is widened before the next run, as its master weight would be made."""
+    found = []
+    for way in ("masters", update):
+        model = layers_of("frozen")
+        pipe = wrap(model, model_run_config=MEAN, update=way, **FLOAT)
+        optimizer = adam(pipe)
+        for seed in range(4):
+            if seed == 2:
+                model[0].requires_grad_(True)
+            inputs, labels = batch(6, seed=seed)
+            pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=mse)
+            step(pipe, optimizer)
+        found.append(numbers(pipe, optimizer))
+    assert same_bits(*found)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_adapters_of_peft(update):
+    """LoRA around a frozen model of 16 bits: adapters have 12 or 16 bytes, the rest stays as it is."""
+    peft = pytest.importorskip("peft")
+    found = []
+    for way in ("masters", update):
+        torch.manual_seed(0)
+        model = known_model("llama").to(torch.bfloat16)
+        made = peft.get_peft_model(
+            model,
+            peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+            autocast_adapter_dtype=False,
+        )
+        pipe = wrap_model_to_roundpipe(made, lower_threshold=0, devices="virtual:2", update=way, name="same", **FLOAT)
+        trained = [p for p in pipe.optim_parameters() if p.requires_grad]
+        optimizer = give(pipe, torch.optim.AdamW(trained, lr=1e-2))
+        tokens = torch.randint(2, 60, (4, 6), generator=torch.Generator().manual_seed(1))
+        losses = []
+        for _ in range(2):
+            losses.append(pipe.forward_backward(input_kwargs={"input_ids": tokens, "labels": tokens}))
+            optimizer.step()
+            optimizer.zero_grad()
+        frozen = {p.dtype for p in made.parameters() if not p.requires_grad}
+        assert frozen == {torch.bfloat16}
+        found.append(losses + [p.detach().clone() for p in trained])
+        pipe.close()
+    assert same_bits(*found)
+
+
+def trainer(tmp_path, update, **options):
+    from transformers import TrainingArguments
+
+    torch.manual_seed(0)
+    model = known_model("llama").to(torch.bfloat16)
+    tokens = torch.randint(2, 60, (8, 6), generator=torch.Generator().manual_seed(1))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    args = TrainingArguments(
+        str(tmp_path / update),
+        per_device_train_batch_size=4,
+        max_steps=4,
+        report_to=[],
+        use_cpu=True,
+        **{"max_grad_norm": 0.0, "save_strategy": "no", "disable_tqdm": True, **options},
+    )
+    return RoundPipeTrainer(
+        model, args, train_dataset=rows, devices="virtual:2", optim_dtype=torch.float32, update=update
+    )
+
+
+def test_the_trainer_steps_in_the_backward(tmp_path):
+    """Weights and moments are those of the Trainer with master weights; it resumes from its wide weights."""
+    found = []
+    for way in ("masters", *UPDATES):
+        made = trainer(tmp_path, way, save_strategy="steps", save_steps=2)
+        made.train()
+        found.append(numbers(made.pipeline, made.optimizer.optimizer))
+        made.pipeline.close()
+        again = trainer(tmp_path, way, save_strategy="no")
+        again.train(resume_from_checkpoint=str(tmp_path / way / "checkpoint-2"))
+        assert same_bits(numbers(again.pipeline, again.optimizer.optimizer), found[-1])
+        again.pipeline.close()
+    assert same_bits(found[0], found[1])
+    assert same_bits(found[0], found[2])
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_grad_norm": 1.0}, {"gradient_accumulation_steps": 2}], ids=lambda o: next(iter(o))
+)
+def test_the_trainer_refuses_what_needs_all_gradients(tmp_path, options):
+    """Before the first batch."""
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        trainer(tmp_path, "in_backward", **options).train()

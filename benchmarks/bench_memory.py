@@ -39,17 +39,32 @@ from roundpipe_runtime import (
     VirtualDevice,
     wrap_model_to_roundpipe,
 )
+from roundpipe_runtime.estimate import measure_layers
+from roundpipe_runtime.estimate.memory_estimate import device_memory, host_memory
 
 LAYERS, ROWS, TINY = 48, 32, 64
 MMAP_THRESHOLD = 2**20
 EIGHT = "float32 copies, bfloat16 gradients, moments in 8 bits"
+IN_BACKWARD = "float32, stepped in the backward"
 WAYS: dict[str, dict[str, Any]] = {
     "float32 copies, float32 gradients": {"optim_dtype": torch.float32},
     "float32 copies, bfloat16 gradients": {"optim_dtype": torch.float32, "gradient_dtype": torch.bfloat16},
     EIGHT: {"optim_dtype": torch.float32, "gradient_dtype": torch.bfloat16},
+    "float32 in place, bfloat16 gradients": {
+        "optim_dtype": torch.float32,
+        "gradient_dtype": torch.bfloat16,
+        "update": "in_place",
+    },
+    IN_BACKWARD: {"optim_dtype": torch.float32, "update": "in_backward"},
     "bfloat16 only": {},
 }
-BARS = {"float32 copies, bfloat16 gradients": 16.5, EIGHT: 12.0, "bfloat16 only": 12.0}
+BARS = {
+    "float32 copies, bfloat16 gradients": 16.5,
+    EIGHT: 12.0,
+    "float32 in place, bfloat16 gradients": 14.5,
+    IN_BACKWARD: 12.5,
+    "bfloat16 only": 12.0,
+}
 # of the losses
 RATE, ROWS_OF_TEXT, LENGTH, AVERAGED = 3e-3, 4, 64, 20
 
@@ -63,18 +78,41 @@ def optimizer_of(way: str, parameters: Any, rate: float) -> torch.optim.Optimize
     return found
 
 
+def layers_of(width: int) -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(LAYERS)]
+
+
+def plan_of() -> ModelExecutePlan:
+    stages = [range(n, n + 1) for n in range(LAYERS)]
+    return ModelExecutePlan(stages[:-1], [stages[-1], *reversed(stages[:-1])])
+
+
+def planned(width: int, way: str) -> float | None:
+    """Return the bytes that the plan states, of the host and the device; none for moments and gradients in few bits."""
+    options = WAYS[way]
+    if "gradient_dtype" in options:
+        return None
+    dtype = options.get("optim_dtype")
+    with torch.device("meta"):
+        layers, inputs = layers_of(width), torch.empty(ROWS, width)
+    found = measure_layers(layers, (inputs,), gradient_dtype=lambda parameter: dtype or parameter.dtype)
+    stages = plan_of().stages("fused", LAYERS)
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    update = options.get("update", "masters")
+    host = host_memory(parameters, [], stages, found, 1, optim_dtype=dtype, update=update)
+    (device,) = device_memory(stages, [0] * len(stages), found, 1, stays=False, prefetches=False)
+    return host.total + device.total
+
+
 def train(width: int, way: str) -> int:
     """Take three steps; return the highest resident bytes of the last one."""
-    layers = [nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(LAYERS)]
-    stages = [range(n, n + 1) for n in range(LAYERS)]
-    config = RoundPipeRunConfig(
-        num_microbatch=1,
-        loss_reduction="mean",
-        execute_plan=ModelExecutePlan(stages[:-1], [stages[-1], *reversed(stages[:-1])]),
-    )
+    layers = layers_of(width)
+    config = RoundPipeRunConfig(num_microbatch=1, loss_reduction="mean", execute_plan=plan_of())
     device = VirtualDevice("virtual:0", memory_limit=max(2 * LAYERS * width**2 // 10, 2**20))
     pipe = RoundPipe(nn.Sequential(*layers), devices=[device], model_run_config=config, **WAYS[way])
     optimizer = optimizer_of(way, pipe.optim_parameters(), 1e-4)
+    if way == IN_BACKWARD:
+        pipe.step_with(optimizer)
     inputs = torch.ones(ROWS, width)
     for _ in range(3):
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
@@ -93,7 +131,9 @@ def measure(way: str, millions: int) -> dict[str, float]:
     before = status("VmRSS")
     width = round((1e6 * millions / LAYERS) ** 0.5 / 16) * 16  # blocks of 8-bit moments have 256 numbers
     parameters = LAYERS * width**2
-    return {"parameters": parameters, "bytes per parameter": (train(width, way) - before) / parameters}
+    plan = planned(width, way)
+    found = {"parameters": parameters, "bytes per parameter": (train(width, way) - before) / parameters}
+    return found if plan is None else {**found, "planned": plan / parameters}
 
 
 def losses(ways: list[str], steps: int) -> dict[str, list[float]]:
@@ -112,6 +152,8 @@ def losses(ways: list[str], steps: int) -> dict[str, list[float]]:
         run = RoundPipeRunConfig(num_microbatch=1)
         pipe = wrap_model_to_roundpipe(model, devices="virtual:1", model_run_config=run, check=False, **WAYS[way])
         optimizer = optimizer_of(way, list(pipe.optim_parameters()), RATE)
+        if way == IN_BACKWARD:
+            pipe.step_with(optimizer)
         found = []
         for number in range(steps):
             tokens = tokens_of_text(ROWS_OF_TEXT, LENGTH, number)
@@ -152,7 +194,8 @@ def main() -> int:
         for millions in arguments.millions:
             found = of_child("bytes", way, millions)
             results.setdefault(way, {})[str(millions)] = found
-            print(f"{way}, {millions} M: {found['bytes per parameter']:.2f} bytes per parameter", flush=True)
+            plan = f", planned {found['planned']:.2f}" if "planned" in found else ""
+            print(f"{way}, {millions} M: {found['bytes per parameter']:.2f} bytes per parameter{plan}", flush=True)
             if found["bytes per parameter"] > BARS.get(way, float("inf")):
                 above.append(f"{way}, {millions} M")
             if arguments.json:  # each time: the largest may not fit into the memory of a machine

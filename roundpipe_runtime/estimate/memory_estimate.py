@@ -26,6 +26,8 @@ from torch import nn
 
 from ..device.composite import parts_of
 from ..engine.planner import FOR_PARAMETERS, bytes_to_keep
+from ..optim.in_backward import LANDING
+from ..optim.parameters import Update
 from ..schedule.round_robin import Stage
 from .layer_footprint import LayerFootprint
 
@@ -66,8 +68,9 @@ class HostMemory:
     """Memory of the host and its parts, in bytes.
 
     Attributes:
-        parameters: parameters and buffers of the model.
-        gradients: gradients of the trainable parameters.
+        parameters: parameters and buffers of the model, which are master weights too unless ``update`` is
+            ``"masters"``.
+        gradients: gradients of the trainable parameters; those of a few layers with ``update="in_backward"``.
         masters: master weights in the dtype of the optimizer, if that is another one.
         optimizer: state of Adam, two numbers per parameter.
         activations: inputs of backward stages, and tensors that are being copied, with the gradients that copies of
@@ -209,10 +212,12 @@ def host_memory(
     num_microbatch: int,
     *,
     optim_dtype: torch.dtype | None = None,
+    update: Update = "masters",
 ) -> HostMemory:
     """Estimate the peak memory of the host in a run with its optimizer step."""
     # parameters: the parameters of the model, each once
     # optim_dtype: what the optimizer works in. Default: the dtype of each parameter.
+    # update: what the optimizer updates, and when, as in `RoundPipe`. Default: `"masters"`.
     params = list(parameters)
     trained = [p for p in params if p.requires_grad]
     wide = [(p, optim_dtype or p.dtype) for p in trained]
@@ -220,10 +225,19 @@ def host_memory(
     # of copies of the last stage, all but the last may be done before it adds up what they sent
     sent = sum(len(s.microbatches(num_microbatch)) * share_bytes(s, layers) for s in stages if not s.is_last_copy)
     between = max((layers[stage.layers[-1]].outputs for stage in stages if stage.kind == "forward"), default=0)
+    masters = sum(p.numel() * dtype.itemsize for p, dtype in wide if dtype != p.dtype)
+    kept = sum(t.numel() * t.element_size() for t in [*parts_of(params), *buffers])
+    gradients = sum(p.numel() * dtype.itemsize for p, dtype in wide)
+    if update != "masters":
+        kept += masters - sum(p.nbytes for p, dtype in wide if dtype != p.dtype)
+        masters = 0
+    if update == "in_backward":
+        landing = [layer.grad_bytes + layer.table_grad_bytes for layer in layers]
+        gradients = min(gradients, max((sum(landing[i : i + LANDING + 1]) for i in range(len(landing))), default=0))
     return HostMemory(
-        parameters=sum(t.numel() * t.element_size() for t in [*parts_of(params), *buffers]),
-        gradients=sum(p.numel() * dtype.itemsize for p, dtype in wide),
-        masters=sum(p.numel() * dtype.itemsize for p, dtype in wide if dtype != p.dtype),
+        parameters=kept,
+        gradients=gradients,
+        masters=masters,
         optimizer=sum(2 * p.numel() * dtype.itemsize for p, dtype in wide),
         activations=num_microbatch * (sum(layers[index].inputs for index in restarts) + between) + sent,
     )

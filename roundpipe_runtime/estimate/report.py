@@ -11,7 +11,7 @@ from torch import nn
 
 from ..engine.planner import FOR_PARAMETERS, guessed_costs
 from ..errors import PlanError
-from ..optim.parameters import scan
+from ..optim.parameters import Update, scan
 from ..optim.tables import TableRule
 from ..schedule.costs import LayerCost
 from ..schedule.partitioning import CLEAR_GAIN
@@ -160,6 +160,7 @@ def plan_report(
     rule: TableRule | None = None,
     least_rule: TableRule | None = None,
     host: Literal["memory", "disk"] = "memory",
+    update: Update = "masters",
 ) -> PlanReport:
     """Plan a training and estimate its memory and times."""
     # model: the model whose parameters the host holds; they can be on `meta`
@@ -171,6 +172,7 @@ def plan_report(
     # rule: which tables travel in parts, in the layers as they were measured. Default: none.
     # least_rule: the same with the least memory that a device may have. Default: `rule`.
     # host: where parameters, gradients and the optimizer's state are. Default: `"memory"`.
+    # update: what the optimizer updates, and when, as in `RoundPipe`. Default: `"masters"`.
     rule = rule or TableRule()
 
     def sums_in(parameter: nn.Parameter) -> torch.dtype:
@@ -185,10 +187,8 @@ def plan_report(
     if limit is None and host == "disk" and hardware.is_virtual:  # whose memory is that of the host
         limit = 2 * max(cost.param_bytes + cost.grad_bytes for cost in costs)
     plans, too_large = _plans(costs, hardware, limit, last_stage_copies, num_microbatch)
-    steps = [
-        step_plan(plan, layers, model, num_microbatch=num_microbatch, tokens=tokens, optim_dtype=optim_dtype)
-        for plan in plans
-    ]
+    how = {"num_microbatch": num_microbatch, "tokens": tokens}
+    steps = [step_plan(plan, layers, model, **how, optim_dtype=optim_dtype, update=update) for plan in plans]
     stays = limit is None or sum(cost.param_bytes + cost.grad_bytes for cost in costs) <= limit
     simulated = [simulate(step, hardware, stays=stays, keep_parameters=keep_parameters, host=host) for step in steps]
     best = _fewest_copies(simulated, hardware.memory)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
+from ..optim.parameters import Update
 from ..schedule.costs import LayerCost
 from ..schedule.plan import ModelExecutePlan
 from ..schedule.round_robin import Kind, RoundRobin, Stage
@@ -33,6 +35,8 @@ class StepPlan:
         optimizer_bytes: bytes that AdamW reads and writes in a step.
         measured: seconds of each layer on one microbatch, as a pipeline measured them on the machine itself. Default:
             ``None``, seconds follow from operations.
+        update: what the optimizer updates, and when, as in ``RoundPipe``. Default: ``"masters"``.
+        least_host: bytes of the host with ``update="in_backward"``. Default: 0.
     """
 
     plan: ModelExecutePlan
@@ -42,6 +46,8 @@ class StepPlan:
     host_memory: HostMemory
     optimizer_bytes: int
     measured: Sequence[LayerCost] | None = None
+    update: Update = "masters"
+    least_host: int = 0
 
     @property
     def expert_bytes(self) -> tuple[int, int]:
@@ -118,6 +124,7 @@ def step_plan(
     tokens: int,
     optim_dtype: torch.dtype | None = None,
     measured: Sequence[LayerCost] | None = None,
+    update: Update = "masters",
 ) -> StepPlan:
     """Describe a training step of a model.
 
@@ -130,6 +137,7 @@ def step_plan(
         optim_dtype: dtype in which the optimizer works. Default: the dtype of each parameter.
         measured: seconds of each layer, as ``RoundPipe.layer_costs()`` returns them after some steps. Default: seconds
             follow from operations.
+        update: what the optimizer updates, and when, as in ``RoundPipe``. Default: ``"masters"``.
 
     Returns:
         The description.
@@ -139,14 +147,18 @@ def step_plan(
     """
     parameters = list({id(p): p for p in model.parameters()}.values())
     stages = plan.stages("fused", len(layers), most_copies=num_microbatch)
-    host = host_memory(parameters, model.buffers(), stages, layers, num_microbatch, optim_dtype=optim_dtype)
-    return StepPlan(plan, layers, num_microbatch, tokens, host, _bytes_of_adam(host, parameters), measured)
+    known = partial(
+        host_memory, parameters, list(model.buffers()), stages, layers, num_microbatch, optim_dtype=optim_dtype
+    )
+    host, least = known(update=update), known(update="in_backward").total
+    of_adam = _bytes_of_adam(host, parameters)
+    return StepPlan(plan, layers, num_microbatch, tokens, host, of_adam, measured, update, least)
 
 
 def _bytes_of_adam(host: HostMemory, parameters: Sequence[nn.Parameter]) -> int:
     """Bytes that AdamW reads (parameter, gradient, two moments) and writes (three of them), and the model's copies."""
     rounded = sum(p.nbytes for p in parameters if p.requires_grad) if host.masters else 0
-    return 7 * host.gradients + host.masters + rounded
+    return 7 * host.optimizer // 2 + host.masters + rounded
 
 
 def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep: float = 0.0) -> list[StageLoad]:

@@ -19,6 +19,7 @@ from ..estimate.layer_footprint import LayerFootprint, measure_layers
 from ..estimate.memory_estimate import JoinedLoss, joined_loss
 from ..estimate.meta_kernels import device_kernels
 from ..estimate.report import PlanReport, plan_report
+from ..optim.parameters import Update
 from ..optim.tables import LargeTables, rule_for
 from .cutting.cut import Cut, cut
 from .cutting.example import without_cache
@@ -54,6 +55,7 @@ class PlannedTraining:
     # optim_dtype: dtype in which the optimizer works. Default: the dtype of each parameter.
     # large_tables: how tables of large vocabularies travel, as in `RoundPipe`. Default: `"auto"`.
     # host: where parameters, gradients and the optimizer's state are. Default: `"memory"`.
+    # update: what the optimizer updates, and when, as in `RoundPipe`. Default: `"masters"`.
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class PlannedTraining:
         optim_dtype: torch.dtype | None = None,
         large_tables: LargeTables = "auto",
         host: Literal["memory", "disk"] = "memory",
+        update: Update = "masters",
     ) -> None:
         if not all(parameter.is_meta for parameter in model.parameters()):
             raise ConfigError(
@@ -73,6 +76,7 @@ class PlannedTraining:
         self.hardware = hardware
         self.optim_dtype = optim_dtype
         self.host: Literal["memory", "disk"] = host
+        self.update: Update = update
         self._measured: dict[tuple[int, int, int], list[LayerFootprint]] = {}
         self.cut: Cut = _cut(model, hardware.kind)
         limit = None if hardware.memory is None else stage_limit(FOR_PARAMETERS * hardware.memory / 1e9)
@@ -105,6 +109,7 @@ class PlannedTraining:
             rule=self.rule,
             least_rule=self._least_rule,
             host=self.host,
+            update=self.update,
         )
 
     def joined_loss(self, *, batch: int, length: int) -> JoinedLoss:

@@ -35,7 +35,7 @@ from .places import HasParameters, Landed
 from .torch_steps import Optimizer, count_step, dtype_of_gradient
 
 # Layers whose gradients may be on their way from devices to their step.
-_LANDING = 2
+LANDING = 2
 
 _IN_PLACE = 'RoundPipe(model, optim_dtype=torch.float32, gradient_dtype=torch.bfloat16, update="in_place")'
 
@@ -146,7 +146,7 @@ class InBackwardStore(ParameterStore):
         gradients.clear()
         with self._lock:
             self._landing.append(self._worker.submit(self._step, steps, layer, coming))
-            waiting = [self._landing.popleft() for _ in range(len(self._landing) - _LANDING)]
+            waiting = [self._landing.popleft() for _ in range(len(self._landing) - LANDING)]
         for earlier in waiting:
             earlier.result()
         return {}

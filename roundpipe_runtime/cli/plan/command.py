@@ -86,9 +86,8 @@ def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, s
     hardware = step.with_disk(machine.hardware(kept))
     show("cutting the model")
     place: Literal["memory", "disk"] = "disk" if step.is_on_disk else "memory"
-    return PlannedTraining(
-        made, hardware, optim_dtype=dtype_named(step.optim_dtype), large_tables=step.large_tables, host=place
-    )
+    how: Any = {"large_tables": step.large_tables, "host": place, "update": step.update}
+    return PlannedTraining(made, hardware, optim_dtype=dtype_named(step.optim_dtype), **how)
 
 
 def _reference(training: PlannedTraining, report: PlanReport) -> tuple[PlanReport, Reference]:

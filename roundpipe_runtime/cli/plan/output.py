@@ -130,11 +130,12 @@ def _model(training: PlannedTraining, report: PlanReport, *, is_small: bool) -> 
     count, trainable = _parameters(training), _parameters(training, trainable=True)
     dtype = str(next(p.dtype for p in training.model.parameters() if p.is_floating_point())).removeprefix("torch.")
     optim = str(training.optim_dtype or dtype).removeprefix("torch.")
+    update = report.step.update
     some = "" if trainable == count else f", of which {format_count(trainable)} are trainable"
     kind = ": a small model with random weights" if is_small else ""
     lines = [
         f"{training.cut.report.model}, {format_count(count)} parameters{some}{kind}",
-        f"{dtype}, gradients and AdamW in {optim}",
+        f"{dtype}, gradients and AdamW in {optim}" + ("" if update == "masters" else f", update {update}"),
     ]
     if "assumed" in report.hardware.origin.values():
         lines.append("The devices are not here. Give their rates for better times: --bandwidth, --flops")
@@ -149,7 +150,6 @@ def _summary(report: PlanReport, rows: int, length: int) -> list[str]:
     memory = ["unknown: give it with --memory"]
     if machine.memory is not None:
         memory = [format_bytes(machine.memory), origin["memory"]]
-    seconds = format_seconds(report.optimizer_seconds)
     return table(
         [
             ["devices", names],
@@ -158,11 +158,18 @@ def _summary(report: PlanReport, rows: int, length: int) -> list[str]:
             ["compute", f"{_operations(machine.flops)}/s", origin["flops"]],
             ["a step", f"{rows} rows of {length} tokens", f"{report.num_microbatch} microbatches"],
             ["its time", format_seconds(run.time), f"devices compute {100 * run.utilisation:.0f} % of it"],
-            ["then AdamW", seconds, "on the host"],
-            ["together", format_seconds(_exact(report)), 'with is_async="exact"'],
+            *_adam(report),
             ["bottleneck", report.simulated.bottleneck],
         ]
     )
+
+
+def _adam(report: PlanReport) -> list[list[str]]:
+    """When AdamW steps, and for how long."""
+    seconds, together = format_seconds(report.optimizer_seconds), format_seconds(_exact(report))
+    if report.step.update == "in_backward":
+        return [["AdamW", seconds, "on the host, during the backward"]]
+    return [["then AdamW", seconds, "on the host"], ["together", together, 'with is_async="exact"']]
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
@@ -429,7 +436,12 @@ def _host_remedies(report: PlanReport) -> list[str]:
         return f"  With {option} it needs about {format_bytes(count)}, which {verdict}."
 
     lines = []
-    if host.gradients > 0.1 * host.parameters:  # with adapters, a reference is the model without them
+    if report.step.least_host < 0.9 * host.total and report.disk is None:
+        least = report.step.least_host + host.reference
+        lines.append(line("--update in_backward", least))
+    if (
+        report.step.update == "masters" and host.gradients > 0.1 * host.parameters
+    ):  # with adapters, a reference is the model without them
         lines.append(line("adapters (--lora 8)", host.parameters + host.activations))
     if host.masters:
         narrow = host.total - host.masters - (host.gradients + host.optimizer) // 2

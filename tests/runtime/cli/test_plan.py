@@ -236,6 +236,8 @@ def test_a_type_of_model_is_a_small_one(capsys):
         (["--lora", "x"], "--lora 8"),
         (["--dtype", "int8"], "int8"),
         (["--batch", "0"], "--batch"),
+        (["--update", "in_backward", "--host", "disk:."], "--update in_backward trains in memory"),
+        (["--update", "now"], "now"),
     ],
 )
 def test_wrong_options_are_one_line_and_2(small, capsys, options, message):
@@ -333,6 +335,32 @@ def test_a_profile_that_is_none_is_one_line(small, tmp_path, capsys):
     (tmp_path / "shop.json").write_text("{}")
     assert run(["plan", str(small), "--machine", str(tmp_path / "shop.json")]) == 2
     assert "names is missing" in capsys.readouterr().err
+
+
+def test_float32_states_of_8_billion_parameters_fit_into_128_gb(tmp_path, capsys, monkeypatch):
+    """12 bytes per parameter and activations; the verdict on master weights names the option, with the same number."""
+    from transformers import LlamaConfig
+
+    sizes = {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
+    LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16", **sizes).save_pretrained(tmp_path)
+    monkeypatch.setattr("roundpipe_runtime.estimate.hardware.host_memory_available", lambda: 128 * 10**9)
+    request = ["plan", str(tmp_path), *CARDS, "--memory", "80GB", "--batch", "32", "--length", "2048"]
+    request += ["--microbatches", "8"]
+    assert run(request) == 1
+    advice = next(line for line in capsys.readouterr().out.splitlines() if "--update in_backward" in line)
+    assert run([*request, "--update", "in_backward"]) == 0
+    out = capsys.readouterr().out
+    needed = re.search(r"Host: fits, (\d+) GB of 128 GB", out)[1]
+    assert 12 * 8.03 < int(needed) < 128
+    assert f"needs about {needed} GB, which fits" in advice
+    assert max(map(len, [advice, *out.splitlines()])) <= 80
+    assert "update in_backward" in out
+    assert "during the backward" in out
+    assert run([*request, "--update", "in_backward", "--json"]) == 0
+    host = json.loads(capsys.readouterr().out)["host_memory"]
+    assert host["masters"] == 0
+    assert host["optimizer"] == 2 * 4 * 8030261248
+    assert 0 <= host["parameters"] - 4 * 8030261248 < 10**4  # buffers
 
 
 def test_a_reference_is_part_of_the_plan(short, capsys, monkeypatch):

@@ -208,6 +208,19 @@ def test_masters_take_the_memory_of_the_optimizers_dtype():
     assert host.total == 312 + 400 + 400 + 800
 
 
+def test_in_the_backward_the_host_holds_12_bytes_and_a_few_layers():
+    """Weights of two bytes become their own masters; gradients are those of the layers that are on their way."""
+    layers = [nn.Linear(8, 8, bias=False, dtype=torch.bfloat16, device="meta") for _ in range(6)]
+    frozen = nn.Parameter(torch.empty(50, dtype=torch.bfloat16), requires_grad=False)
+    wide = {"gradient_dtype": lambda parameter: torch.float32}
+    found = measure_layers(layers, (torch.empty(4, 8, dtype=torch.bfloat16, device="meta"),), **wide)
+    parameters = [*(layer.weight for layer in layers), frozen]
+    for update, gradients in (("in_place", 6 * 64 * 4), ("in_backward", 3 * 64 * 4)):
+        host = host_memory(parameters, [], [], found, 1, optim_dtype=torch.float32, update=update)
+        assert (host.parameters, host.gradients, host.masters) == (6 * 64 * 4 + 100, gradients, 0)
+        assert host.optimizer == 6 * 64 * 8
+
+
 def test_an_accelerator_also_holds_what_arrives():
     """The next stage's parameters, and copies of the other microbatches, come while a stage computes."""
     layers = [nn.Linear(8, 8, device="meta") for _ in range(3)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -187,8 +187,8 @@ def plan_report(
     if limit is None and host == "disk" and hardware.is_virtual:  # whose memory is that of the host
         limit = 2 * max(cost.param_bytes + cost.grad_bytes for cost in costs)
     plans, too_large = _plans(costs, hardware, limit, last_stage_copies, num_microbatch)
-    how = {"num_microbatch": num_microbatch, "tokens": tokens}
-    steps = [step_plan(plan, layers, model, **how, optim_dtype=optim_dtype, update=update) for plan in plans]
+    how: Any = {"num_microbatch": num_microbatch, "tokens": tokens, "optim_dtype": optim_dtype, "update": update}
+    steps = [step_plan(plan, layers, model, **how) for plan in plans]
     stays = limit is None or sum(cost.param_bytes + cost.grad_bytes for cost in costs) <= limit
     simulated = [simulate(step, hardware, stays=stays, keep_parameters=keep_parameters, host=host) for step in steps]
     best = _fewest_copies(simulated, hardware.memory)

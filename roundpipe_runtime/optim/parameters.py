@@ -392,8 +392,8 @@ class ParameterStore(InMemory):
 
     def _widen(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give parameters that are trained now the dtype of the optimizer."""
-        for parameter in parameters if self.optim_dtype is not None else ():
-            widen([parameter], self.optim_dtype)
+        for parameter in parameters:
+            widen([parameter], self.optim_dtype or parameter.dtype)
             kept = self.dtype_between(parameter)
             if parameter.requires_grad and kept != dtype_of_gradient(parameter):
                 parameter.grad_dtype = kept

@@ -123,7 +123,7 @@ OTHERWISE = {("RoundPipe.step", "is_async"): (False, "`step` is asynchronous by 
 ADDED = {
     "RoundPipe": [
         *("devices", "mesh", "replicas", "reduce_dtype", "gradient_dtype", "host_weights", "compile"),
-        *("large_tables", "host"),
+        *("large_tables", "host", "update"),
     ],
     "wrap_model_to_roundpipe": ["example", "check"],
     "RoundPipeRunConfig": ["loss_reduction", "last_stage_copies", "keep_parameters", "upload_experts"],

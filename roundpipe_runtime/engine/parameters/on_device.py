@@ -133,7 +133,8 @@ class LayerOnDevice:
     def _copy_parameter(
         self, parameter: nn.Parameter, source: torch.Tensor, kept: KeptParameters, version: int
     ) -> nn.Parameter:
-        dtype, upload = sent_dtype(parameter), self._upload
+        dtype = sent_dtype(parameter)
+        upload: Callable[[torch.Tensor], torch.Tensor] = self._upload
         if dtype == source.dtype:
             upload = self._partial.reserve(parameter, kept.count) or upload
         else:

@@ -102,7 +102,7 @@ class PipelineTrainer(CheckpointingTrainer):
         check_precision(self.accelerator.mixed_precision)
         self.accelerator.device_placement = False
         self._rp_plain_clip = self.accelerator.clip_grad_norm_
-        self.accelerator.clip_grad_norm_ = self._rp_clip_grad_norm
+        self.accelerator.clip_grad_norm_ = self._rp_norm
         if self.args.world_size > 1:
             # the gradient of a backward is the sum over the processes, where DDP takes their mean
             self._rp_plain_backward = self.accelerator.backward
@@ -115,12 +115,16 @@ class PipelineTrainer(CheckpointingTrainer):
         """Run the backward of a loss of this process's rows, as a share of the mean over all processes."""
         self._rp_plain_backward(loss / self.args.world_size, **kwargs)
 
-    def _rp_clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
-        """Clip as accelerate does, or with the same bits for any number of processes; return the norm, if known."""
-        if self.pipeline._rp_options.update == "in_backward":  # it is asked for the log alone: gradients are gone
-            return None
+    def _rp_norm(self, *args: Any, **options: Any) -> torch.Tensor | None:
+        """Clip, and return the norm; ``None`` where gradients are gone, of which the log would have the norm."""
+        is_gone = self.pipeline._rp_options.update == "in_backward"
+        return None if is_gone else self._rp_clip_grad_norm(*args, **options)
+
+    def _rp_clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip as accelerate does, or with the same bits for any number of processes."""
         if not self._rp_has_groups():
-            return self._rp_plain_clip(parameters, max_norm, norm_type)
+            clipped: torch.Tensor = self._rp_plain_clip(parameters, max_norm, norm_type)
+            return clipped
         return self.pipeline.clip_grad_norm_(max_norm, norm_type)
 
     def _rp_has_groups(self) -> bool:

@@ -112,7 +112,7 @@ def _arguments(module: torch.nn.Module, case: Case) -> dict[str, Any]:
 
 def _possible(model: TransformersModel, runner: Runner) -> Iterator[tuple[str, torch.nn.Module, list[Case]]]:
     task = task_of(model)
-    caches = runner is not None and any(place_of(name) for name in runner.ports)
+    caches = any(place_of(name) for name in runner.ports)
     if TASKS[task] is decoder_pieces:
         if caches:
             for whole in (False, True):
@@ -175,7 +175,7 @@ def _whole_texts(model: TransformersModel) -> list[Case]:
     """Calls that read all tokens at once: the sizes of those with a cache."""
     takes = inspect.signature(model.forward).parameters
     like = dict.fromkeys(name for name in ("input_ids", "attention_mask", "position_ids") if name in takes)
-    found = []
+    found: list[Case] = []
     for seed, sizes in enumerate((DecodeSizes(), *default_sizes(model)[0])):
         name = "the example" if not found else sizes.without_cache
         found.append(Case(name, (), decode_inputs(model, sizes, like, seed)))
@@ -185,7 +185,8 @@ def _whole_texts(model: TransformersModel) -> list[Case]:
 @torch.no_grad()
 def _whole_pairs(model: TransformersModel) -> list[Case]:
     """Calls of an encoder and a decoder together."""
-    reads, found = input_name(model), []
+    reads = input_name(model)
+    found: list[Case] = []
     for batch, source, length in ((2, 7, 5), (1, 9, 3), (3, 5, 8)):
         generator = torch.Generator().manual_seed(batch)
         vocabulary = model.config.get_text_config(decoder=True).vocab_size

@@ -161,7 +161,8 @@ def _materialised(parameter: nn.Parameter, name: str, index: int, module: nn.Mod
 def check_gradients(layers: Iterable[LayerContents]) -> None:
     """Check that no parameter was resized after it got a gradient, to which torch could add no other."""
     for title, slot in [(layer.title, slot) for layer in layers for slot in layer.slots]:
-        shape, gradient = slot.parameter.shape, slot.parameter.grad
+        shape = slot.parameter.shape
+        gradient = slot.parameter.grad if slot.parameter.is_leaf else None  # others have none, and torch warns
         if gradient is not None and gradient.shape != shape:
             raise ConfigError(
                 f"{title}: {slot.name!r} was resized from {tuple(gradient.shape)} to {tuple(shape)}, and its gradient "

@@ -95,6 +95,7 @@ class OptimizedModel(EngineHandle):
         Raises:
             ConfigError: the pipeline has another ``update``.
 
+        >>> from roundpipe_runtime import RoundPipe
         >>> layer = nn.Linear(4, 4).bfloat16()
         >>> model = RoundPipe(layer, optim_dtype=torch.float32, update="in_backward", devices="virtual:1")
         >>> optimizer = torch.optim.AdamW(model.optim_parameters())

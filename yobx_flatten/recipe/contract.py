@@ -154,9 +154,8 @@ def require_callable(
     try:
         signature.bind(*range(arity))
     except TypeError as error:
-        remedy = (
-            f" All functions are one argument:\n    {caller}({target.__qualname__}, functions)" if arity == 2 else ""
-        )
+        line = f"{caller}({target.__qualname__}, functions)"
+        remedy = f" Functions of functions_from_fields are one argument:\n    {line}" if arity == 2 else ""
         raise InvalidRegistrationError(
             f"{caller}({target.__qualname__}): {argument} is called as f{needed}, but its signature is {signature} "
             f"({error}).{remedy}"

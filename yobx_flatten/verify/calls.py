@@ -18,7 +18,7 @@ import torch
 
 from ..errors import FlattenError
 from ..export.proof.case import Case, clone
-from ..huggingface.cache_names import cache_of
+from ..huggingface.cache_names import after_cache, cache_of
 from ..huggingface.cases import DecodeSizes, decode_inputs, default_sizes
 from ..model_folder.pieces.one_call import plain_pieces
 from ..model_folder.pieces.tasks import TASKS, pieces_for, task_of
@@ -152,7 +152,7 @@ def _cases_of(piece: Piece, steps: int) -> list[Case]:
 def _empty_cache(piece: Piece) -> list[Case]:
     """The first call of a generation, with keys and values of no token; none for other states."""
     names, leaves = leaf_names(dict(piece.kwargs)), pytree.tree_leaves(dict(piece.kwargs))
-    held = [leaf for name, leaf in zip(names, leaves, strict=True) if name.startswith("past_key_values.")]
+    held = [leaf for name, leaf in zip(names, leaves, strict=True) if after_cache(name) is not None]
     cache = cache_of(piece.kwargs)
     layers = getattr(cache, "layers", None)
     if not held or any(leaf.dim() != 4 for leaf in held if isinstance(leaf, torch.Tensor)) or layers is None:

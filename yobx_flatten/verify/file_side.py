@@ -10,6 +10,7 @@ import torch
 from ..errors import ReplayError
 from ..export.proof.exported_call import ByName
 from ..export.proof.padding import Padding
+from ..huggingface.cache_names import CACHE, PRESENT
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import PyTree
 from ..runners.ports import Port
@@ -61,7 +62,7 @@ class FileSide(ByName):
     def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Put the file's own cache instead of the eager one."""
         lost = [name for name in self._inputs.values() if place_of(name) and ".encoder." not in name]
-        lost = [name for name in lost if "present" + name.removeprefix("past_key_values") not in outputs]
+        lost = [name for name in lost if PRESENT + name.removeprefix(CACHE) not in outputs]
         if lost:
             raise ReplayError(f"it takes {lost[0]} and does not return it: the next call has no cache")
         return super().feed_back(kwargs, outputs)

@@ -5,7 +5,7 @@
     file                                               leaf of the call
     past_key_values.0.key   (optimum, genai)           past_key_values.0.key
     past_key_values.0.1     (tuples of tuples)         past_key_values.0.value
-    past_key_values_3       (one flat tuple)           past_key_values.1.value
+    present_3               (one flat tuple)           past_key_values.1.value
     past_key_self_0         (genai's Whisper)          past_key_values.0.decoder.key
     cache_key_0             (torch.onnx.export)        past_key_values.0.key
     decoder_input_ids       (transformers)             input_ids of a decoder
@@ -18,12 +18,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..errors import InvalidArgumentError
-from ..huggingface.cache_names import spellings_of
+from ..huggingface.cache_names import CACHE, PRESENT, spellings_of
 from ..storage.matching import match
 
-_FRONT = re.compile(
-    r"(?:new_|updated_|out_)?(?:past_key_values?|present_key_values?|past|present|pkv|cache)(?=[\W_\d])"
-)
+_FRONT = re.compile(rf"(?:new_|updated_|out_)?(?:{CACHE}?|present_key_values?|past|{PRESENT}|pkv|cache)(?=[\W_\d])")
 _KINDS = {"key": "key", "keys": "key", "k": "key", "value": "value", "values": "value", "v": "value"}
 _SIDES = {"self": "decoder", "decoder": "decoder", "cross": "encoder", "encoder": "encoder"}
 

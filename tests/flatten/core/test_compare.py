@@ -108,9 +108,13 @@ def test_what_has_no_difference_is_an_error(expected, found, message):
         ({"y": True}, {"y": 1}, "output 'y': expected the bool True, found the int 1"),
         ({"y": 3}, {"y": T(3)}, r"output 'y': expected the int 3, found a tensor of shape \(\)"),
         ({"y": T([1.0])}, {"y": None}, "output 'y': expected a tensor"),
-        ([T([1.0])], (T([1.0]),), "another structure: output expected: list of 1 found: tuple of 1"),
-        ({"y": T([1.0])}, OrderedDict(y=T([1.0])), "another structure: output expected: dict .* found: OrderedDict"),
-        ({"y": [1]}, {"y": [1, 2]}, r"another structure: output\['y'\] expected: list of 1 found: list of 2"),
+        ([T([1.0])], (T([1.0]),), "a different structure: output expected: list of 1 found: tuple of 1"),
+        (
+            {"y": T([1.0])},
+            OrderedDict(y=T([1.0])),
+            "a different structure: output expected: dict .* found: OrderedDict",
+        ),
+        ({"y": [1]}, {"y": [1, 2]}, r"a different structure: output\['y'\] expected: list of 1 found: list of 2"),
     ],
 )
 def test_outputs_are_of_one_structure_and_of_the_same_kinds(expected, found, message):

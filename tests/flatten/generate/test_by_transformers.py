@@ -147,7 +147,7 @@ def test_what_files_cannot_do_is_refused_with_what_to_do(llama, tmp_path):
         files(ids, attention_mask=torch.ones(1, 9))
     with pytest.raises(InvalidArgumentError, match="Pass all of them as keywords"):
         generator.generate(ids, sampling=Sampling(), top_p=0.9)
-    with pytest.raises(InvalidArgumentError, match=r"not of meta\. Choose where"):
+    with pytest.raises(InvalidArgumentError, match=r"not meta tensors\. Choose the device"):
         files.to("meta")
     assert files.to("cpu").device.type == "cpu"
     with pytest.raises(InvalidArgumentError, match="max_new_token"):

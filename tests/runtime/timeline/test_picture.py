@@ -23,7 +23,7 @@ def test_the_end_of_the_name_says_the_format(tmp_path, name, start):
 def test_a_name_without_a_known_end_is_refused(tmp_path):
     """Nothing is written then."""
     pytest.importorskip("matplotlib", reason="pictures are drawn by matplotlib")
-    with pytest.raises(TimelineFileError, match=r"ends in .png"):
+    with pytest.raises(TimelineFileError, match=r"must end in .png"):
         save_picture(RECORDS, tmp_path / "run.xyz")
     assert not list(tmp_path.iterdir())
 

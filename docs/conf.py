@@ -166,7 +166,7 @@ LABELS = {
 # On a code host a page links to the program of an example, on the site to what the program prints and draws.
 EXAMPLE = re.compile(r"\]\(((?:\.\./)?)examples/(export|pipelines)/(plot_\w+)\.py\)")
 # A table that a code host opens by a link stands below the link on the site.
-TABLE = re.compile(r"\[([^]]+)\]\(\.\./tables/\w+\.md\)")
+TABLE = re.compile(r"\[([^]]+)\]\((?:\.\./)?tables/\w+\.md\)")
 
 
 def setup(app):

@@ -27,9 +27,9 @@ def assert_same_as_model(path: str | os.PathLike[str], model: Any, **options: An
     """Fail unless a file that any exporter wrote does what its model does.
 
     Args:
-        path: the file, or a folder of files; see :func:`~yobx_flatten.verify_file`.
+        path: the file, or a folder of files; see :func:`~yobx_flatten.verify.verify_file`.
         model: the model that it was exported from, or its name.
-        **options: further arguments of :func:`~yobx_flatten.verify_file`: ``cases``, ``names``, ``trust``.
+        **options: further arguments of :func:`~yobx_flatten.verify.verify_file`: ``cases``, ``names``, ``trust``.
 
     Raises:
         AssertionError: with the table of all cases, when a file is wrong or cannot be judged.

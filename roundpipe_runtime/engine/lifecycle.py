@@ -115,6 +115,7 @@ class RunLifecycle:
         self._pinned = pinned
         self._routed = RoutedParameters()
         self._runs: collections.Counter[RunType] = collections.Counter()
+        self._shapes: dict[int, torch.Size] = {}  # of parameters by identity, when their gradients were checked
 
     def pin(self, pinned: PinnedModel | None) -> None:
         """Set the pinned memory of the model, which later runs keep up to date."""
@@ -171,8 +172,11 @@ class RunLifecycle:
         # its error otherwise, also after the cause is gone.
         self.steps.resume()
         contents = self._read_layers()
-        if kind != "infer":
+        shapes = {id(slot.parameter): slot.parameter.shape for layer in contents for slot in layer.slots}
+        if kind != "infer" and shapes != self._shapes:
+            self.steps.wait_update()  # a step in the background writes gradients, which no other thread may read then
             check_gradients(contents)
+            self._shapes = shapes
         made = self._spec(kind, config, contents, len(rows), span, of_spec.get("loss_fn"))
         spec = dataclasses.replace(made, **of_spec)
         moves = self.groups.moves_generators

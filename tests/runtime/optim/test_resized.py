@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from roundpipe_runtime import ConfigError, optim
+from roundpipe_runtime import ConfigError, RoundPipe, optim
+from roundpipe_runtime.engine import lifecycle
 
 
 def stepped():
@@ -44,3 +46,18 @@ def test_other_data_of_the_same_shape_is_stepped():
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert torch.allclose(parameter, torch.full((64, 16), -0.1), atol=1e-4)
+
+
+def test_no_gradient_is_read_while_a_step_runs_in_the_background(monkeypatch):
+    """That step sets gradients to None in its thread: reading one there at the same time would corrupt memory."""
+    reads, check = [], lifecycle.check_gradients
+    monkeypatch.setattr(lifecycle, "check_gradients", lambda contents: reads.append(1) or check(contents))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    pipeline = RoundPipe(model, devices="virtual:2")
+    optimizer = torch.optim.Adam(pipeline.optim_parameters())
+    for _ in range(3):
+        pipeline.forward_backward((torch.ones(6, 4),), label=torch.ones(6, 2), loss_fn=F.mse_loss)
+        pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=True)
+    pipeline.synchronize()
+    assert len(reads) == 1
+    pipeline.close()

@@ -227,7 +227,7 @@ class LossContract:
 
     @property
     def weights(self) -> list[float]:
-        """The weight of each microbatch in averages over all results, a ``WeightedLoss`` states it; by default, its rows."""
+        """The weight of each microbatch in averages over all results, by default its rows."""
         return [self._weight(index) for index in range(len(self.rows))]
 
     def gradient_scale(self) -> float:

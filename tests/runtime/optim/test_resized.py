@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.nn import functional as F
 
 from roundpipe_runtime import ConfigError, RoundPipe, optim
 from roundpipe_runtime.engine import lifecycle

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from roundpipe_runtime import ConfigError, RoundPipe, optim
@@ -56,7 +55,7 @@ def test_no_gradient_is_read_while_a_step_runs_in_the_background(monkeypatch):
     pipeline = RoundPipe(model, devices="virtual:2")
     optimizer = torch.optim.Adam(pipeline.optim_parameters())
     for _ in range(3):
-        pipeline.forward_backward((torch.ones(6, 4),), label=torch.ones(6, 2), loss_fn=F.mse_loss)
+        pipeline.forward_backward((torch.ones(6, 4),), label=torch.ones(6, 2), loss_fn=nn.functional.mse_loss)
         pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=True)
     pipeline.synchronize()
     assert len(reads) == 1

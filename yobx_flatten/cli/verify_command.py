@@ -47,7 +47,13 @@ def verify(
     cannot be judged.
     """
     if model is not None:
+        if device is not None or explain is not None:
+            raise UserError("--device and --explain are for folders that export wrote. Leave them out with --model.")
         return _verify_file(folder, model, names or [], trust=trust, json=json)
+    if names:
+        raise UserError(
+            f"--map goes with the model of the file:\n    yobx-flatten verify {folder} --model MODEL --map ..."
+        )
     with progress(f"reading {folder}") as show:
         report = verify_folder(folder, on_check=show, trust=trust, device=device)
         explained = None if explain is None else explain_folder(folder, explain)

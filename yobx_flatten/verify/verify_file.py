@@ -117,6 +117,8 @@ def verify_file(
 def _files(place: pathlib.Path) -> list[pathlib.Path]:
     if place.is_file():
         return [place]
+    if not place.exists():
+        raise ForeignFileError(f"There is no file and no folder at {place}.")
     below = (place, place / "onnx") if place.is_dir() else ()
     found = sorted(file for folder in below for file in folder.glob("*") if file.suffix in _SUFFIXES)
     if not found:

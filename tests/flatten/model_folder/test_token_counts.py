@@ -93,7 +93,7 @@ def test_rounded_weights_are_judged_by_the_share_that_agrees_after_the_same_text
 
 
 def test_rounded_weights_that_end_before_the_model_does_choose_no_token_there():
-    """What is missing counts as other tokens: one of four, and two of five."""
+    """A missing token counts as a differing token."""
     found = MODEL[:, :4]
     count = count_tokens(Fixed(found), _case(_margins()), 1e-4, 0.75)
     assert (count.different, count.ok) == (3, False)

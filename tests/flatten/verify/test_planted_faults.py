@@ -214,7 +214,7 @@ def test_conventions_of_names_are_known(convention, right, model, tmp_path):
     }
 
 
-def test_names_of_nobody_are_stated(right, model, tmp_path):
+def test_unknown_names_need_a_mapping(right, model, tmp_path):
     """A file with unknown names is not judged; with a mapping it is."""
     proto = renamed(copied(right), {"input_ids": "words"})
     report = verdict(proto, model, tmp_path)
@@ -259,6 +259,13 @@ def test_the_command_states_its_verdict_and_the_first_node(right, model, tmp_pat
     assert main(["verify", str(path), "--model", str(tmp_path / "mistral")]) == 2
     assert main(["verify", str(path), "--model", str(tmp_path / "mistral"), "--map", "words=input_ids"]) == 0
     assert main(["verify", str(path), "--model", str(tmp_path / "mistral"), "--map", "words"]) == 2
+    assert main(["verify", str(path), "--map", "words=input_ids"]) == 2
+    assert main(["verify", str(path), "--model", str(tmp_path / "mistral"), "--device", "cuda"]) == 2
+    assert main(["verify", str(tmp_path / "nowhere.onnx"), "--model", str(tmp_path / "mistral")]) == 2
+    errors = capsys.readouterr().err
+    assert "--map goes with the model" in errors
+    assert "Leave them out with --model" in errors
+    assert "There is no file and no folder at" in errors
 
 
 def test_sizes_that_a_file_fixes_are_kept_and_stated(tmp_path):

@@ -249,7 +249,7 @@ def test_an_unknown_class_reads_as_none(backend):
 
 
 def test_what_others_hold_is_read(library, backend):
-    """A class of somebody else's is no unknown one."""
+    """A class that another library registered is known."""
     library.register(Pair)
     assert backend.read(Pair) is not None
 

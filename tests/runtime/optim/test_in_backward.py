@@ -277,7 +277,7 @@ def fails():
 
 
 @pytest.mark.parametrize("act", [fails, press], ids=["exception", "Ctrl-C"])
-def test_what_fails_half_way_is_named_and_a_checkpoint_is_the_way_back(wrap, tmp_path, act):
+def test_what_fails_half_way_is_named_and_a_checkpoint_is_the_way_back(wrap, tmp_path, act, python_handles_ctrl_c):
     """Later layers were stepped and earlier ones not: nothing runs or is saved until a checkpoint is loaded."""
     from roundpipe_runtime import load_checkpoint, save_checkpoint
 

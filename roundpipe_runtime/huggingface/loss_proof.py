@@ -171,9 +171,15 @@ class Tail:
         self._options = dataclasses.replace(options, weight_by="rows")  # a loss over no items stays as it is
         self._has_auxiliary = has_auxiliary_loss(made.model, kwargs)
         # with graphs of their own: a graph that is still held may be of a parameter before it was resized
+        apart = {
+            parameter: in_32_bits(parameter.detach()).requires_grad_(parameter.requires_grad)
+            for parameter in self._piece.parameters()
+        }
+        # one name for each module: torch's functional_call does not put back a module that has two
         self._parameters = {
-            name: in_32_bits(parameter.detach()).requires_grad_(parameter.requires_grad)
-            for name, parameter in self._piece.named_parameters()
+            f"{path}.{name}".lstrip("."): apart[parameter]
+            for path, module in self._piece.named_modules()
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         }
 
     def without_proof(self, rows: SomeRows) -> LossProof | None:
@@ -260,7 +266,7 @@ class Tail:
             args = (dataclasses.replace(rows.state, call=(args, kwargs), values=values, **options),)
             kwargs = {}
         with counting() as items, NoDropout():
-            output, _, _ = functional_call(self._piece, self._parameters, args, kwargs)
+            output, _, _ = functional_call(self._piece, self._parameters, args, kwargs, tie_weights=False)
             loss = loss_of(output)
             if loss is not None and self._has_auxiliary:
                 loss = without_auxiliary_loss(self._model, output)

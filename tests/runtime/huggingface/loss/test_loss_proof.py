@@ -126,6 +126,37 @@ def test_any_term_is_proven_where_the_code_after_the_layers_is_frozen(term):
     pipeline.close()
 
 
+class TwoNames(Llama):
+    """A Llama whose table has two names and the weights of the head, as the table of T5 in transformers 4.56."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        head = self._modules.pop("lm_head")
+        self.table = self.again = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+        self.table.weight = head.weight
+        self.lm_head = head  # after the table, whose name is that of the parameter
+
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        if outputs.loss is not None:
+            outputs.loss = outputs.loss * (1 + self.again.weight.square().mean())
+        return outputs
+
+
+def test_a_module_with_two_names_is_proven():
+    """The weights of the loss are items, and the gradients of the table and the head add up."""
+    plain, batch = made(kind=TwoNames)
+    model = copy.deepcopy(plain)
+    expected = plain(**batch).loss
+    expected.backward()
+    pipeline = wrapped(model)
+    loss = pipeline.forward_backward(input_kwargs=batch, run_config=RoundPipeRunConfig(num_microbatch=3))
+    assert ways(pipeline) == ["items"]
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert worst_gradient(model, plain) < 1e-6
+    pipeline.close()
+
+
 @pytest.mark.parametrize("name", ["gpt2", "gemma3_text", "gpt_neox", "olmo2"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["all", "layers"])
 def test_a_model_of_16_bits_is_proven_without_a_warning(name, frozen):

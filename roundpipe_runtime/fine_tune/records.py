@@ -37,7 +37,7 @@ class StepRecord:
         tokens: number of tokens of the step.
         tokens_per_s: tokens per second of this step, including copies and optimizer.
         lr: learning rate.
-        grad_norm: norm of all gradients, before clipping.
+        grad_norm: norm of all gradients, before clipping; ``None`` with ``update="in_backward"``.
         seconds: duration of the step.
         process_bytes: memory of the process, after the step.
         device_bytes: peak bytes of tensors on one accelerator so far; ``None`` without accelerators.
@@ -48,7 +48,7 @@ class StepRecord:
     tokens: int
     tokens_per_s: float
     lr: float
-    grad_norm: float
+    grad_norm: float | None
     seconds: float
     process_bytes: int | None
     device_bytes: int | None
@@ -81,9 +81,10 @@ def record_of(logs: Mapping[str, float], step: int) -> StepRecord | EvalRecord |
         return EvalRecord(step, logs["eval_loss"], int(logs["eval_tokens"]), logs["eval_runtime"])
     if "loss" not in logs:
         return None
-    names = ("loss", "tokens", "tokens_per_s", "grad_norm", "seconds", "process_bytes")
+    names = ("loss", "tokens", "tokens_per_s", "seconds", "process_bytes")
     known: dict[str, Any] = {name: logs[name] for name in names}
-    return StepRecord(step=step, lr=logs["learning_rate"], device_bytes=logs.get("device_bytes"), **known)  # type: ignore[arg-type] # bytes are whole numbers
+    known |= {name: logs.get(name) for name in ("grad_norm", "device_bytes")}
+    return StepRecord(step=step, lr=logs["learning_rate"], **known)
 
 
 def process_memory() -> int:

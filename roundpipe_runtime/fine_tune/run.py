@@ -144,7 +144,8 @@ def _save_after_error(training: Training, saved: str | None) -> str | None:
     """Save the steps before an error, and return a note; a second error, as of the same full disk, is only noted."""
     trainer = training.trainer
     # in a step of several processes, the others may be gone; one that began to write is neither done nor undone
-    is_whole = not trainer.in_step or (training.job.size == 1 and not trainer.is_stepping)
+    can_undo = training.job.size == 1 and training.settings.update != "in_backward"
+    is_whole = not trainer.in_step or (can_undo and not trainer.is_stepping)
     if not is_whole:
         return None
 

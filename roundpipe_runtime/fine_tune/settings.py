@@ -12,6 +12,7 @@ from ..device.disk import HOST_IN_MEMORY, check_host
 from ..device.parse import DeviceSpec
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError
+from ..optim.parameters import Update
 from ..optim.tables import LargeTables, check_large_tables
 
 
@@ -155,6 +156,7 @@ class Settings(BatchSettings, LearningSettings):
         large_tables: how tables of large vocabularies travel, as in :class:`RoundPipe`.
         host: where parameters, gradients, master weights and moments live: ``"memory"``, or ``"disk:DIR"``, as for
             :class:`RoundPipe`; the numbers are the same.
+        update: what the optimizer updates, and when, as in :class:`RoundPipe`; the numbers are the same.
         eval_every: number of steps between two evaluations; ``None`` for one at the end.
         check: whether to compare the cut model with the reference model first.
         report_to: where the Trainer also sends what it logs: ``"tensorboard"``, ``"wandb"``, ``"mlflow"`` and others.
@@ -168,6 +170,7 @@ class Settings(BatchSettings, LearningSettings):
     keep_parameters: float | Literal["auto"] = 0
     large_tables: LargeTables = "auto"
     host: str = HOST_IN_MEMORY
+    update: Update = "masters"
     eval_every: int | None = None
     check: bool = True
     report_to: tuple[str, ...] = ()
@@ -180,6 +183,12 @@ class Settings(BatchSettings, LearningSettings):
         check_large_tables(self.large_tables)
         RoundPipeRunConfig(keep_parameters=self.keep_parameters)  # which raises where it is none
         check_host(self.host)
+        if self.update == "in_backward" and (self.clip or self.accumulate > 1):
+            raise ConfigError(
+                'update="in_backward" steps each layer in the backward of its batch, before the norm of all gradients '
+                f"or the next batch is known; found clip={self.clip:g} and accumulate={self.accumulate}. Write "
+                'clip=0, accumulate=1, or keep the gradients: update="in_place"'
+            )
 
 
 def _check_count(name: str, found: object, *, least: int) -> None:

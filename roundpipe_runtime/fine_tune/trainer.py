@@ -48,7 +48,8 @@ class TextTrainer(RoundPipeTrainer):
             per_device_train_batch_size=settings.batch,
             per_device_eval_batch_size=settings.rows_of_group(pipeline.replicas),
             gradient_accumulation_steps=settings.accumulate,
-            max_grad_norm=settings.clip or math.inf,
+            max_grad_norm=settings.clip
+            or (0 if settings.update == "in_backward" else math.inf),  # infinite: only measured
             seed=settings.seed,
             logging_strategy="no",  # these three are decided by a callback: a checkpoint would bring its own intervals
             eval_strategy="no",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -84,6 +85,7 @@ class Training:
         if isinstance(blocks, ChatRows) and blocks.positions:
             self.job.together(lambda: check_packing(model))
         torch.manual_seed(settings.seed)
+        self._dtypes = {parameter: parameter.dtype for parameter in model.parameters()}
         self.pipeline: WrappedModel = wrap_model_to_roundpipe(
             model,
             lower_threshold=0,
@@ -95,6 +97,7 @@ class Training:
             replicas=settings.replicas,
             large_tables=settings.large_tables,
             host=settings.host,
+            update=settings.update,
         )
         self.optimizer = torch.optim.AdamW(self._groups(), lr=settings.lr, fused=self._is_fused())
         self.trainer = TextTrainer(self.pipeline, self.optimizer, blocks, settings, self.job)
@@ -130,7 +133,8 @@ class Training:
         """Train to the last step, or until a callback of ``trainer`` stops it; see :func:`run`.
 
         Raises:
-            FineTuneError: the loss or a gradient is not finite; the parameters are unchanged. Or it was stopped before.
+            FineTuneError: the loss or a gradient is not finite; the parameters are unchanged, except with
+                ``update="in_backward"``. Or it was stopped before.
         """
         found, self._checkpoint = self._checkpoint, None
         if found is None and self.step == self.steps:
@@ -141,6 +145,18 @@ class Training:
                 "new Training, from a checkpoint:\n    training = Training(...)\n    training.restore(folder)"
             )
         self.trainer.train(resume_from_checkpoint=None if found is None else os.fspath(found))
+
+    @contextlib.contextmanager
+    def first_dtypes(self) -> Iterator[None]:
+        """Round the parameters to the dtypes that they had before the training, in the block, as for saving."""
+        wide = {parameter: parameter.data for parameter, dtype in self._dtypes.items() if parameter.dtype != dtype}
+        try:
+            for parameter in wide:
+                parameter.data = parameter.data.to(self._dtypes[parameter])
+            yield
+        finally:
+            for parameter, data in wide.items():
+                parameter.data = data
 
     @property
     def history(self) -> list[StepRecord | EvalRecord]:
@@ -251,6 +267,7 @@ class Training:
             "batch": settings.batch,
             "accumulate": settings.accumulate,
             "seed": settings.seed,
+            "update": settings.update,
             "model": _names_and_shapes(self.model),
             "text": self.blocks.digest,
             "eval-share": len(self.blocks.held_out),
@@ -264,7 +281,11 @@ class Training:
                     f"{folder}: The checkpoint is for a different model. Names or shapes of weights differ."
                 )
             if before.get(name) != now[name]:
-                was = f"--{name} {before.get(name)}" if name in ("length", "batch", "accumulate", "seed") else ""
+                was = (
+                    f"--{name} {before.get(name)}"
+                    if name in ("length", "batch", "accumulate", "seed", "update")
+                    else ""
+                )
                 another = "chat" if name == "text" and isinstance(self.blocks, ChatRows) else name
                 raise FineTuneError(
                     f"{folder} was trained with {was or f'another --{another}'}. Continue with the same, or start in "
@@ -305,6 +326,8 @@ def _step_of(checkpoint: pathlib.Path) -> int:
 def _check_groups(settings: Settings, size: int) -> None:
     """Refuse groups that do not fit the processes, of which each needs one."""
     replicas = settings.replicas or size
+    if settings.update != "masters" and (size > 1 or settings.replicas is not None):
+        raise ConfigError(f"--update {settings.update} trains in one process and one group. Use: --update masters")
     if replicas < size:
         raise ConfigError(
             f"A batch is split into {replicas} groups, so some of the {size} processes would have nothing to do. "

@@ -106,15 +106,11 @@ class StepOptions:
     keep_parameters: train.KeepParameters = "0"
     large_tables: train.LargeTables = "auto"
     host: train.Host = HOST_IN_MEMORY
-    update: Annotated[
-        Literal["masters", "in_place", "in_backward"],
-        typer.Option(help="Update that RoundPipe and RoundPipeTrainer are given.", rich_help_panel=_STEP),
-    ] = "masters"
+    update: train.Update = "masters"
 
     def __post_init__(self) -> None:
         train.check_host_option(self.host)
-        if self.is_on_disk and self.update != "masters":
-            raise UserError(f"--update {self.update} trains in memory: leave --host {self.host} out")
+        train.check_update(self.update, self.host)
         parse_gigabytes(self.keep_parameters, "--keep-parameters")
         train.check_quantize(self.quantize, self.lora)
         text = self.last_stage_copies

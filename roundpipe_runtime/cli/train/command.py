@@ -177,7 +177,8 @@ def _run(
 
         def save() -> None:
             training.pipeline.synchronize()
-            job.together(write)
+            with training.first_dtypes():
+                job.together(write)
 
         outcome = tuning.run(
             training,
@@ -429,7 +430,7 @@ def format_step(record: StepRecord) -> list[str]:
         f"{record.tokens_per_s:,.0f} tokens/s",
         ", ".join(word for word in (memory, device) if word),
         f"lr {record.lr:.2e}",
-        f"gradient {record.grad_norm:.3g}",
+        *([] if record.grad_norm is None else [f"gradient {record.grad_norm:.3g}"]),
     ]
 
 

@@ -67,6 +67,16 @@ LargeTables = Annotated[
     ),
 ]
 
+Update = Annotated[
+    Literal["masters", "in_place", "in_backward"],
+    typer.Option(
+        help="What AdamW updates: masters, copies in --optim-dtype; in_place, the weights themselves, which get that "
+        "type; in_backward, the same during the backward pass, so that gradients need no room (no --clip, no "
+        "--accumulate). The results are the same.",
+        rich_help_panel=_STEP,
+    ),
+]
+
 
 Quantize = Annotated[
     Literal["none", "nf4", "fp4", "int8"],
@@ -253,9 +263,13 @@ class StepOptions:
     keep_parameters: KeepParameters = "0"
     large_tables: LargeTables = "auto"
     host: Host = HOST_IN_MEMORY
+    update: Update = "masters"
 
     def __post_init__(self) -> None:
         check_host_option(self.host)
+        check_update(self.update, self.host)
+        if self.update != "masters" and self.replicas is not None:
+            raise UserError(f"--update {self.update} trains in one group. Leave --replicas {self.replicas} out")
         if self.steps is not None and self.epochs is not None:
             raise UserError("--steps and --epochs both set the length. Leave one out")
         parse_gigabytes(self.keep_parameters, "--keep-parameters")
@@ -397,6 +411,11 @@ def settings_of(
 ) -> Settings:
     """Return the settings of a training."""
     # report_to: where the Trainer also sends what it logs
+    if step.update == "in_backward" and (learning.clip or step.accumulate > 1):
+        raise UserError(
+            "--update in_backward steps each layer in the backward of its batch, before the norm of all gradients or "
+            "the next batch is known. Add: --clip 0 --accumulate 1; or use: --update in_place"
+        )
     return Settings(
         batch=step.batch,
         microbatches=step.microbatches,
@@ -409,6 +428,7 @@ def settings_of(
         keep_parameters=parse_gigabytes(step.keep_parameters, "--keep-parameters"),
         large_tables=step.large_tables,
         host=step.host,
+        update=step.update,
         lr=learning.lr,
         warmup=learning.warmup,
         schedule=learning.schedule,
@@ -419,6 +439,12 @@ def settings_of(
         check=learning.check,
         report_to=tuple(report_to or ()),
     )
+
+
+def check_update(update: str, host: str) -> None:
+    """Refuse an update of the weights themselves on a disk."""
+    if update != "masters" and host != HOST_IN_MEMORY:
+        raise UserError(f"--update {update} trains in memory. Leave --host {host} out")
 
 
 def check_quantize(kind: str, lora: str | None) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 
 import pytest
@@ -85,6 +86,40 @@ def test_weights_with_their_tokenizer_go_on_learning(here, capsys):
     assert all(tensor.dtype == torch.bfloat16 for tensor in after.values())
     assert not same_bits(before, after)
     assert transformers.AutoTokenizer.from_pretrained("out")("pipe", add_special_tokens=False)["input_ids"] == [4]
+
+
+@pytest.mark.parametrize("update", ["in_place", "in_backward"])
+def test_an_update_of_the_weights_themselves_saves_the_same_bits(here, update, capsys):
+    """The losses and the bfloat16 weights are those of master weights, also after a stop; no other update resumes."""
+    tiny.weights_folder(here / "model", dtype=torch.bfloat16)
+    common = ["train", "model", "--text", "texts", *FEW, "--lr", "1e-2", "--clip", "0"]
+    assert main([*common, "-o", "masters", "--metrics", "masters.jsonl"]) == 0
+    assert main([*common, "-o", "out", "--update", update, "--metrics", "m.jsonl", "--every", "2"]) == 0
+    assert same_bits(digest("masters"), digest("out"))
+    assert tiny.metrics_of(here / "m.jsonl") == tiny.metrics_of(here / "masters.jsonl")
+    shutil.rmtree(here / "out-checkpoints" / "checkpoint-3")  # as if the run had been stopped after step 2
+    rest = ["--checkpoint", "out-checkpoints", "--resume"]
+    assert main([*common, "-o", "resumed", "--update", update, *rest]) == 0
+    assert same_bits(digest("masters"), digest("resumed"))
+    capsys.readouterr()
+    assert main([*common, "-o", "other", *rest]) == 2
+    assert f"was trained with --update {update}. Continue with the same" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ("--update in_backward", "Add: --clip 0 --accumulate 1; or use: --update in_place"),
+        ("--update in_backward --clip 0 --accumulate 2", "Add: --clip 0 --accumulate 1; or use: --update in_place"),
+        ("--update in_place --host disk:state", "Leave --host disk:state out"),
+        ("--update in_place --replicas 2", "Leave --replicas 2 out"),
+    ],
+)
+def test_an_update_that_cannot_be_is_refused(here, options, advice, capsys):
+    """Before anything is read, with the options to write."""
+    assert main(["train", "conf", "--text", "texts", "-o", "out", *FEW, *options.split()]) == 2
+    assert capsys.readouterr().err.strip().endswith(advice)
+    assert sorted(path.name for path in here.iterdir()) == ["conf", "texts"]
 
 
 def test_adapters_are_saved_alone(here, capsys):

@@ -274,7 +274,7 @@ class Training:
         }
 
     def _check_same(self, before: dict[str, Any], folder: str) -> None:
-        now = self._same()
+        now, before = self._same(), {"update": "masters", **before}
         for name in now:
             if name == "model" and before.get(name) not in (None, now[name]):
                 raise CheckpointError(

@@ -128,7 +128,7 @@ def language_model(
     """A model of transformers with its own loss, in a plan of the runtime's own."""
     from transformers import AutoConfig
 
-    from roundpipe_runtime.estimate.meta_kernels import device_kernels
+    from roundpipe_runtime.estimate.footprint import device_kernels
     from roundpipe_runtime.huggingface.cutting.cut import cut
     from roundpipe_runtime.huggingface.plan_training import model_on_meta
 

@@ -86,17 +86,15 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
 # Where the names are defined.
 _HOMES = (
     "batch.loss",
-    "batch.packed",
     "batch.spec",
     "checkpoint",
-    "device.parse",
+    "device.accelerator",
     "device.protocol",
     "device.virtual",
     "engine.config",
     "engine.recompute.states",
     "errors",
     "huggingface",
-    "optim.scaler",
     "optim.step",
     "pipeline",
     "schedule.costs",
@@ -120,10 +118,9 @@ if TYPE_CHECKING:  # the same names for a type checker, and none that is misspel
 
     # a loss that is exact in microbatches
     from .batch.loss import WeightedLoss
-    from .batch.packed import RoundPipePackedData
 
     # say how a batch is cut and joined
-    from .batch.spec import Replicate, TensorChunkSpec
+    from .batch.spec import Replicate, RoundPipePackedData, TensorChunkSpec
 
     # save a training and continue with it
     from .checkpoint import (
@@ -137,7 +134,7 @@ if TYPE_CHECKING:  # the same names for a type checker, and none that is misspel
     )
 
     # where it runs
-    from .device.parse import parse_devices
+    from .device.accelerator import parse_devices
     from .device.protocol import Device
     from .device.virtual import VirtualDevice
 
@@ -182,10 +179,9 @@ if TYPE_CHECKING:  # the same names for a type checker, and none that is misspel
     # train with the Trainer of transformers
     from .huggingface.trainer.classes import RoundPipeSeq2SeqTrainer as RoundPipeSeq2SeqTrainer
     from .huggingface.trainer.classes import RoundPipeTrainer as RoundPipeTrainer
-    from .optim.scaler import GradScaler
 
     # the optimizer's side
-    from .optim.step import OptimizerCtx
+    from .optim.step import GradScaler, OptimizerCtx
 
     # wrap a model
     from .pipeline import RoundPipe

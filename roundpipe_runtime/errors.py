@@ -8,7 +8,10 @@ import types
 import warnings
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointWarning",
     "ConfigError",
+    "DamagedCheckpointError",
     "DeviceError",
     "DeviceMemoryError",
     "DistributedError",
@@ -103,3 +106,15 @@ def _of_caller() -> tuple[int, types.FrameType]:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
         level, frame = level + 1, frame.f_back
     return level, frame
+
+
+class CheckpointError(RoundPipeError, ValueError):
+    """A state cannot be stored, or a checkpoint does not fit the objects that it is loaded into."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is incomplete, or its files differ from those that were written."""
+
+
+class CheckpointWarning(RoundPipeWarning):
+    """A damaged checkpoint was skipped, or a part of a checkpoint was not requested."""

@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 import roundpipe_runtime
 import yobx_flatten
 from roundpipe_runtime.cli.app import app as roundpipe
-from roundpipe_runtime.estimate.machine_file import load_machine
+from roundpipe_runtime.estimate.hardware import load_machine
 from tests.test_docs_guide import FENCE
 from yobx_flatten.cli.app import app as flatten
 

@@ -27,8 +27,7 @@ import torch
 
 from roundpipe_runtime.cli.doctor.checks import train_difference
 from roundpipe_runtime.estimate.device_rates import call_seconds, measure_device
-from roundpipe_runtime.estimate.hardware import Hardware, describe_hardware
-from roundpipe_runtime.estimate.machine_file import save_machine
+from roundpipe_runtime.estimate.hardware import Hardware, describe_hardware, save_machine
 
 __all__ = ["machine", "profile", "versions"]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from .joining import join
 from .loss import LossContract, WeightedLoss, read_loss
-from .packed import RoundPipePackedData
-from .spec import Replicate, TensorChunkSpec, sizes
+from .spec import Replicate, RoundPipePackedData, TensorChunkSpec, sizes
 from .splitting import Microbatch, infer_batch_size, split
 
 __all__ = [

@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from yobx_flatten import find_unregistered
+from yobx_flatten import Leaf, find_unregistered, leaves
+from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import PyTree
 
-from ..device.block_masks import HeldMask, held
-from ..errors import SplitError, UnregisteredObjectError
-from .flat import FlatTree
-from .packed import RoundPipePackedData, counted_rows, known_rows
-from .spec import Rule, is_below, rule_for
+from ..device.transfer import HeldMask, held, is_block_mask, leaf_test
+from ..errors import ConfigError, SplitError, UnregisteredObjectError
+from .spec import RoundPipePackedData, Rule, counted_rows, is_below, known_rows, rule_for, sizes
 
 # Leaves of these types hold nothing that torch would have to flatten; a batch mostly has no others.
 _CLOSED = frozenset(
@@ -142,3 +141,220 @@ def is_cache(value: Any) -> bool:
     """Return whether a value is a cache of transformers."""
     module = sys.modules.get("transformers.cache_utils")
     return module is not None and isinstance(value, module.Cache)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlatTree:
+    """A nested value and its leaves; a block mask is one leaf, in a :class:`HeldMask`."""
+
+    name: str  # name of the value in key paths
+    tree: Any
+    leaves: list[Leaf]  # its leaves, in order
+
+    @classmethod
+    def of(cls, tree: Any, name: str) -> FlatTree:
+        """Flatten a nested value."""
+        found = leaves(_with_held_masks(tree), name=name)
+        return cls(name, tree, [_hold(leaf) if is_block_mask(leaf.value) else leaf for leaf in found])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlatBatch:
+    """Inputs and labels of a batch."""
+
+    args: FlatTree  # positional arguments
+    kwargs: FlatTree  # keyword arguments
+    label: FlatTree
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any) -> FlatBatch:
+        """Flatten inputs and labels."""
+        return cls(FlatTree.of(args, "args"), FlatTree.of(dict(kwargs), "kwargs"), FlatTree.of(label, "label"))
+
+    def __iter__(self) -> Iterator[FlatTree]:
+        return iter((self.args, self.kwargs, self.label))
+
+    def specs(self) -> tuple[pytree.TreeSpec, pytree.TreeSpec]:
+        """Return the structures of ``(args, kwargs)`` and of the labels."""
+        call = _with_held_masks((self.args.tree, self.kwargs.tree))
+        return pytree.tree_structure(call), pytree.tree_structure(_with_held_masks(self.label.tree))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlatMicrobatch:
+    """The leaves of one microbatch."""
+
+    inputs: list[Any]  # leaves of arguments and keyword arguments
+    spec: pytree.TreeSpec  # structure of `(args, kwargs)`
+    labels: list[Any]  # leaves of the labels
+    label_spec: pytree.TreeSpec  # structure of the labels
+    rows: int | None  # number of rows, as in `Microbatch`
+
+
+def _with_held_masks(tree: Any) -> Any:
+    """The tree with masks as leaves: torch would flatten those of a registered class, whose tensors cannot be cut."""
+    return tree if leaf_test() is None else held(tree)
+
+
+def _hold(leaf: Leaf) -> Leaf:
+    return leaf._replace(value=HeldMask(leaf.value))
+
+
+# Check the arguments of ``forward_backward`` before anything runs.
+
+
+def check_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Check the arguments of ``forward_backward`` and return them as positional and keyword arguments of the model.
+
+    >>> check_call([1, 2], None)
+    ((1, 2), {})
+    """
+    # input_args: a tuple or list with one entry per argument
+    if not isinstance(input_args, (tuple, list)) or isinstance(input_args, RoundPipePackedData):
+        raise ConfigError(
+            "input_args must be a tuple with the positional arguments of the model, found "
+            f"{type(input_args).__qualname__}. A model of one argument:\n"
+            "    forward_backward((x,), label=labels, loss_fn=loss_fn)"
+        )
+    if input_kwargs is not None and not isinstance(input_kwargs, Mapping):
+        raise ConfigError(
+            f"input_kwargs must be a mapping from names to arguments, found {type(input_kwargs).__qualname__}:\n"
+            "    forward_backward(input_kwargs={'mask': mask}, label=labels, loss_fn=loss_fn)"
+        )
+    return tuple(input_args), dict(input_kwargs or {})
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Check that a loss function can be called."""
+    if not callable(loss_fn) or isinstance(loss_fn, type):
+        way = f"{loss_fn.__name__}()" if isinstance(loss_fn, type) else "none if the outputs are the loss"
+        raise ConfigError(
+            f"loss_fn must be a function of the outputs and labels of a microbatch, found {loss_fn!r}. Pass {way}."
+        )
+
+
+def check_labels(label: FlatTree) -> None:
+    """Check that no label requires a gradient: devices have copies, so no gradient reaches the labels."""
+    for leaf in label.leaves:
+        is_packed = isinstance(leaf.value, RoundPipePackedData)
+        tensors = leaf.value if is_packed else [leaf.value]
+        if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
+            line = "forward_backward(..., label=label.detach())"
+            if is_packed:
+                line = "with torch.no_grad(): label = teacher(x)"
+            raise ConfigError(
+                f"{leaf.path} requires a gradient, but labels never get gradients. If it needs none, as the outputs "
+                f"of a teacher:\n    {line}\nOtherwise pass it to the model as an argument, and let the last layer "
+                "return it."
+            )
+
+
+Rows = tuple[int, ...]
+
+
+def check_packed_counts(entries: Sequence[Entry]) -> None:
+    """Check that all packed data has the same number of microbatches."""
+    counts = {entry.path: len(entry.value) for entry in entries if isinstance(entry.value, RoundPipePackedData)}
+    if len(set(counts.values())) > 1:
+        counted = ", ".join(f"{path} into {count}" for path, count in counts.items())
+        raise SplitError(f"These were split into different numbers of microbatches: {counted}.")
+
+
+def rows_with_packed(
+    entries: Sequence[Entry], batch: int | None, cut: Sequence[str], *, apart: bool
+) -> list[int | None] | None:
+    """Return the rows of the microbatches that packed data is in; ``None`` where there is no packed data."""
+    # apart: whether rules cut each leaf separately
+    packed = [entry for entry in entries if isinstance(entry.value, RoundPipePackedData)]
+    if not packed:
+        return None
+    paths, count = ", ".join(entry.path for entry in packed), len(packed[0].value)
+    found = {entry.stated for entry in packed if entry.stated is not None}
+    found |= {entry.counted for entry in packed if entry.counted and sum(entry.counted) == batch}
+    if len(found) == 1:
+        return list(found.pop())
+    if found and not apart:
+        raise SplitError(f"{paths}: the rows of the microbatches differ, {[list(rows) for rows in sorted(found)]}.")
+    if count == 1:
+        return [batch]
+    if apart and batch is not None:
+        return list(sizes(batch, count))
+    if apart or not cut:
+        return [None] * count
+    raise SplitError(
+        f"{paths}: it is not known how many rows each of the {count} microbatches has, but {', '.join(cut)} must be "
+        "split at the same rows. Give the row counts with the data, or split by a function:\n"
+        "    RoundPipePackedData(values, rows=[...])\n    RoundPipeRunConfig(split_input=...)"
+    )
+
+
+def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whose: str) -> None:
+    """Check that packed data has the microbatches that a function of the user made of the other side."""
+    # rows: rows of each microbatch of the other side
+    for entry in entries:
+        if not isinstance(entry.value, RoundPipePackedData):
+            continue
+        if len(entry.value) != len(rows):
+            raise SplitError(f"{entry.path} has {len(entry.value)} microbatches, and {whose} made {len(rows)}.")
+        own = entry.stated or entry.counted
+        is_of_batch = own is not None and (entry.stated is not None or sum(own) == sum(count or 0 for count in rows))
+        if own is not None and is_of_batch and None not in rows and own != tuple(rows):
+            raise SplitError(
+                f"{entry.path} has microbatches of {list(own)} rows, and {whose} made microbatches of {list(rows)}. "
+                "Both must be split at the same rows."
+            )
+
+
+def rows_of_parts(
+    parts: Sequence[Mapping[str, Any]], whole: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()
+) -> list[int | None]:
+    """Return the rows of each part that a function of the user made; ``None`` for each where they cannot be determined.
+
+    What is the same object in all parts was not cut. Of the rest, the sizes along the batch axis are the rows: where
+    there are several, those that add up to the size of what was cut, or those that the other side also has.
+
+    >>> import torch
+    >>> table = torch.zeros(5, 6)
+    >>> rows_of_parts([{"x": torch.zeros(1, 4), "table": table}, {"x": torch.zeros(2, 4), "table": table}], {})
+    [1, 2]
+    """
+    # parts: trees by name, one mapping per microbatch
+    # others: parts of the other side, if a function made them
+    known, seen = _columns(parts)
+    if not known and len(seen) > 1:
+        before = {entry.path: entry.shape[entry.axis or 0] for entry in _entries(whole) if entry.shape}
+        cut = [rows for rows, paths in seen.items() if any(before.get(path) == sum(rows) for path in paths)]
+        seen = {rows: seen[rows] for rows in cut or seen}
+    found = known or set(seen)
+    if len(found) != 1 and others:
+        known, seen = _columns(others)
+        found = {rows for rows in known or set(seen) if not found or rows in found}
+    return list(*found) if len(found) == 1 else [None] * len(parts)
+
+
+def _columns(parts: Sequence[Mapping[str, Any]]) -> tuple[set[Rows], dict[Rows, list[str]]]:
+    """The sizes that the leaves have in the parts: those along a known batch axis, and along axis 0, with the paths."""
+    tables = [{entry.path: entry for entry in _entries(part)} for part in parts]
+    known: set[Rows] = set()
+    seen: dict[Rows, list[str]] = {}
+    for path in [path for path in tables[0] if all(path in table for table in tables)]:
+        column = [table[path] for table in tables]
+        first = column[0]
+        if isinstance(first.value, RoundPipePackedData):
+            if len(first.value) == len(parts) and first.stated is not None:
+                known.add(first.stated)
+            elif len(first.value) == len(parts) and first.counted is not None:
+                seen.setdefault(first.counted, []).append(path)
+        elif all(entry.shape and (entry.axis is not None or not entry.is_known) for entry in column):
+            rows = tuple(entry.shape[entry.axis or 0] for entry in column)
+            if len(parts) > 1 and all(entry.value is first.value for entry in column):
+                continue
+            if first.is_known:
+                known.add(rows)
+            else:
+                seen.setdefault(rows, []).append(path)
+    return known, seen
+
+
+def _entries(trees: Mapping[str, Any]) -> list[Entry]:
+    return [entry for name, tree in trees.items() for entry in entries_of(tree, name, {})]

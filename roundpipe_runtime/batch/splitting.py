@@ -11,13 +11,21 @@ import torch
 
 from yobx_flatten.private_names.of_torch import pytree
 
-from ..device.block_masks import HeldMask, cut_mask, held, leaf_test
+from ..device.transfer import HeldMask, cut_mask, held, leaf_test
 from ..errors import SplitError
-from .entries import Entry, check_registered, entries_of, entries_of_flat
-from .flat import FlatBatch, FlatMicrobatch
-from .packed import RoundPipePackedData
-from .part_rows import check_packed_counts, check_packed_rows, rows_of_parts, rows_with_packed
-from .spec import Rules, format_value, is_below, read_rules, sizes
+from .entries import (
+    Entry,
+    FlatBatch,
+    FlatMicrobatch,
+    check_packed_counts,
+    check_packed_rows,
+    check_registered,
+    entries_of,
+    entries_of_flat,
+    rows_of_parts,
+    rows_with_packed,
+)
+from .spec import RoundPipePackedData, Rules, format_value, is_below, read_rules, sizes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
+from ..errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
 from .load import load_checkpoint
 from .save import Checkpoint, list_checkpoints, save_checkpoint
 

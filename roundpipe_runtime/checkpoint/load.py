@@ -14,11 +14,9 @@ from torch import nn
 
 from yobx_flatten.files.document import damage_as
 
-from ..device.outcome import noting
-from ..errors import RoundPipeError, warn
-from .errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
-from .folder import checkpoints_in, is_checkpoint
-from .manifest import verify
+from ..device.worker import noting
+from ..errors import CheckpointError, CheckpointWarning, DamagedCheckpointError, RoundPipeError, warn
+from .folder import checkpoints_in, is_checkpoint, verify
 from .model_state import (
     check_masters,
     check_model,
@@ -27,16 +25,17 @@ from .model_state import (
     restore_parameters,
     restore_progress,
 )
-from .optimizer_state import check_optimizer, restore_optimizer
-from .ranks import CheckpointRanks, ranks_of
 from .save import finish_writing, training_objects
+from .shards import CheckpointRanks, ranks_of
 from .tensor_files import need_safetensors, open_tensors
 from .training_state import (
     TRAINING,
     TrainingObjects,
+    check_optimizer,
     check_random_state,
     read_training,
     read_weights,
+    restore_optimizer,
     restore_random_state,
 )
 

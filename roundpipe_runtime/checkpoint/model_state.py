@@ -11,14 +11,11 @@ import torch
 from torch import nn
 
 from ..device.composite import is_composite, parts_of, plain_numbers, states_of
-from ..device.disk import HOST_IN_MEMORY, disk_of, leave
-from ..device.pages import page_out
+from ..device.disk import HOST_IN_MEMORY, disk_of, leave, page_out
 from ..engine.compiled import PipelineProgress
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..pipeline import RoundPipe, wrapped_model
-from .codec import encode
-from .errors import CheckpointError
-from .tensor_files import open_tensors
+from .tensor_files import encode, open_tensors
 
 # Bytes of parameters that are loaded to a disk at a time.
 _PART = 64 * 2**20

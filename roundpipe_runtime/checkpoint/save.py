@@ -14,15 +14,21 @@ from typing import Any
 
 from torch import nn
 
-from ..device.forking import free_after_fork
-from ..device.interrupts import Uninterrupted, is_done, wait_for
-from ..device.outcome import noting, on_error
-from ..device.worker import Worker
+from ..device.worker import Uninterrupted, Worker, free_after_fork, is_done, noting, on_error, wait_for
 from ..errors import ConfigError
-from .folder import appearing, checkpoints_in, next_path, only_writer, remove_leftovers, remove_old, writing_path
-from .manifest import describe_files, write_manifest
+from .folder import (
+    appearing,
+    checkpoints_in,
+    describe_files,
+    next_path,
+    only_writer,
+    remove_leftovers,
+    remove_old,
+    write_manifest,
+    writing_path,
+)
 from .model_state import check_writes_at_once, optimizer_targets
-from .ranks import CheckpointRanks, ranks_of
+from .shards import CheckpointRanks, ranks_of
 from .tensor_files import need_safetensors
 from .training_state import TrainingObjects, TrainingState, collect_state, read_training
 

@@ -8,18 +8,24 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
+import math
 import pathlib
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
 
 import torch
 
 from yobx_flatten.errors.dependencies import require
 from yobx_flatten.files.tensors import opened_tensors, write_tensor_file
+from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass
 
 from ..device.disk import disk_of, leave
-from .errors import DamagedCheckpointError
+from ..errors import CheckpointError, DamagedCheckpointError
+from .shards import is_sharded
 
 # Bytes of a file with tensors that live on a disk: so many are in memory while it is written.
 _SHARD_OF_DISK = 128 * 2**20
@@ -81,3 +87,199 @@ def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
         shards[-1].append(name)
         size += tensor.nbytes
     return shards
+
+
+def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:
+    """Encode a value for JSON; its tensors are stored separately, under names made from their key paths.
+
+    >>> encode({"step": 3, "betas": (0.9, float("inf"))}, "state", {})
+    {'step': 3, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}}
+    """
+    # value: nested dictionaries, lists, tuples, sets, counters, numbers, strings, bytes, tensors, arrays of NumPy
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, torch.Tensor):
+        if _is_made_of_others(value):
+            return _encode_parts(value, path, tensors)
+        return {"$tensor": _put(value, path, tensors)}
+    writer = _WRITERS.get(kind)
+    if writer is not None:
+        return writer(value, path, tensors)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        return _encode_numpy(value, path, tensors)
+    raise CheckpointError(_refusal(value, path))
+
+
+def decode(stored: Any, tensors: Mapping[str, torch.Tensor], *, largest_copy: int | None = None) -> Any:
+    """Decode a value that :func:`encode` encoded.
+
+    >>> decode({'step': 3, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}}, {})
+    {'step': 3, 'betas': (0.9, inf)}
+    """
+    # largest_copy: bytes of the largest tensor that is copied; larger ones are those of the mapping. Default: all are
+    # copied.
+    return _decode(stored, _Copies(tensors, largest_copy))
+
+
+class _Copies(Mapping[str, torch.Tensor]):
+    """Copies of tensors; those of more bytes than a limit are handed out themselves."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], largest: int | None) -> None:
+        self._tensors, self._largest = tensors, largest
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        return tensor.clone() if self._largest is None or tensor.nbytes <= self._largest else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _decode(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(stored, list):
+        return [_decode(item, tensors) for item in stored]
+    if not isinstance(stored, dict):
+        return stored
+    tag = next(iter(stored), "")
+    if len(stored) == 1 and tag.startswith("$"):
+        if tag == "$tensor":
+            return tensors[stored[tag]]
+        if tag == "$numpy":
+            array = tensors[stored[tag]["$tensor"]].numpy().copy()
+            return array[()] if stored[tag]["scalar"] else array
+        return _READERS[tag](stored[tag], tensors)
+    return {key: _decode(item, tensors) for key, item in stored.items()}
+
+
+def _is_made_of_others(value: Any) -> bool:
+    found: bool = is_traceable_wrapper_subclass(value)
+    return found and not is_sharded(value)
+
+
+def _encode_parts(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:
+    names, context = value.__tensor_flatten__()
+    parts = {name: encode(getattr(value, name), f"{path}.{name}", tensors) for name in names}
+    rest = {"context": context, "size": value.size(), "stride": value.stride()}
+    return {"$parts": {"class": _name_of(type(value)), "parts": parts, "rest": encode(rest, path, tensors)}}
+
+
+def _decode_parts(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    # Nothing is imported for a file: the class is one that a library has given to torch as safe to load.
+    known = {_name_of(kind): kind for kind in torch.serialization.get_safe_globals() if isinstance(kind, type)}
+    kind: Any = known.get(stored["class"])
+    if kind is None or not hasattr(kind, "__tensor_unflatten__"):
+        module, _, name = stored["class"].rpartition(".")
+        raise CheckpointError(
+            f"The checkpoint contains tensors of class {name}, which torch does not know. Import it before loading:\n"
+            f"    import {module}"
+        )
+    rest = _decode(stored["rest"], tensors)
+    return kind.__tensor_unflatten__(_decode(stored["parts"], tensors), rest["context"], rest["size"], rest["stride"])
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _put(tensor: torch.Tensor, path: str, tensors: MutableMapping[str, torch.Tensor]) -> str:
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) or is_sharded(tensor)
+    if not is_plain or tensor.layout != torch.strided:
+        raise CheckpointError(
+            f"{path} is a {type(tensor).__qualname__} of layout {tensor.layout}, and a checkpoint contains dense "
+            "tensors only. Store its parts."
+        )
+    name, count = path, 1
+    while name in tensors:  # {"a.b": x, "a": {"b": y}}
+        count += 1
+        name = f"{path}~{count}"
+    tensors[name] = tensor.detach()
+    return name
+
+
+def _encode_items(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> list[Any]:
+    return [encode(item, f"{path}.{number}", tensors) for number, item in enumerate(value)]
+
+
+def _encode_dict(value: dict[Any, Any], path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:
+    if all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
+    return {"$pairs": _encode_pairs(value, path, tensors)}
+
+
+def _encode_pairs(value: dict[Any, Any], path: str, tensors: MutableMapping[str, torch.Tensor]) -> list[Any]:
+    return [[encode(key, path, tensors), encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]
+
+
+def _encode_numpy(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:
+    numpy = sys.modules["numpy"]
+    try:
+        tensor = torch.from_numpy(numpy.array(value))
+    except TypeError as error:
+        raise CheckpointError(f"{path} is an array of {value.dtype}, which torch has no dtype for.") from error
+    return {"$numpy": {"$tensor": _put(tensor, path, tensors), "scalar": isinstance(value, numpy.generic)}}
+
+
+def _refusal(value: Any, path: str) -> str:
+    kind = type(value)
+    message = f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot contain."
+    if isinstance(value, torch.Generator):
+        return f"{message} Store its state:\n    generator.get_state()"
+    if callable(getattr(value, "state_dict", None)):
+        return f"{message} Store its state:\n    {path.rpartition('.')[2]}.state_dict()"
+    return f"{message} It takes dictionaries, lists, tuples, sets, numbers, strings, bytes, tensors and arrays."
+
+
+_Writer = Callable[[Any, str, MutableMapping[str, torch.Tensor]], Any]
+_WRITERS: dict[type, _Writer] = {
+    dict: _encode_dict,
+    list: _encode_items,
+    tuple: lambda value, path, tensors: {"$tuple": _encode_items(value, path, tensors)},
+    torch.Size: lambda value, path, tensors: {"$size": list(value)},
+    set: lambda value, path, tensors: {"$set": _encode_items(sorted(value, key=repr), path, tensors)},
+    collections.OrderedDict: lambda value, path, tensors: {"$ordered": _encode_pairs(value, path, tensors)},
+    collections.Counter: lambda value, path, tensors: {"$counter": _encode_pairs(value, path, tensors)},
+    collections.deque: lambda value, path, tensors: {
+        "$deque": {"items": _encode_items(value, path, tensors), "maxlen": value.maxlen}
+    },
+    bytes: lambda value, path, tensors: {"$bytes": value.hex()},
+    complex: lambda value, path, tensors: {"$complex": repr(value)},
+    torch.dtype: lambda value, path, tensors: {"$dtype": str(value).removeprefix("torch.")},
+    torch.device: lambda value, path, tensors: {"$device": str(value)},
+}
+
+_Reader = Callable[[Any, Mapping[str, torch.Tensor]], Any]
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name} is not a dtype")
+    return found
+
+
+def _pairs(stored: Any, tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
+    return {_decode(key, tensors): _decode(item, tensors) for key, item in stored}
+
+
+_READERS: dict[str, _Reader] = {
+    "$pairs": _pairs,
+    "$parts": _decode_parts,
+    "$tuple": lambda stored, tensors: tuple(_decode(stored, tensors)),
+    "$size": lambda stored, tensors: torch.Size(stored),
+    "$set": lambda stored, tensors: set(_decode(stored, tensors)),
+    "$ordered": lambda stored, tensors: collections.OrderedDict(_pairs(stored, tensors)),
+    "$counter": lambda stored, tensors: collections.Counter(_pairs(stored, tensors)),
+    "$deque": lambda stored, tensors: collections.deque(_decode(stored["items"], tensors), stored["maxlen"]),
+    "$float": lambda stored, tensors: float(stored),
+    "$bytes": lambda stored, tensors: bytes.fromhex(stored),
+    "$complex": lambda stored, tensors: complex(stored),
+    "$dtype": lambda stored, tensors: _dtype(stored),
+    "$device": lambda stored, tensors: torch.device(stored),
+}

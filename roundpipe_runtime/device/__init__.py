@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .events import Event
-from .parse import parse_devices
-from .protocol import Device
+from .accelerator import parse_devices
+from .protocol import Device, Event
 from .virtual import VirtualDevice
 
 __all__ = [

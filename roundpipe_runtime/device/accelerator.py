@@ -20,17 +20,18 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from yobx_flatten.private_names.of_torch import storage_use_count
 
-from ..errors import DeviceError, DeviceMemoryError
-from .events import NOW, Event, EventClock
-from .outcome import noting
-from .worker import Worker
+from ..errors import ConfigError, DeviceError, DeviceMemoryError
+from .protocol import NOW, Device, Event, EventClock
+from .virtual import VirtualDevice
+from .worker import Worker, noting
 
 # Bytes of one piece of a parameter: a link finishes a copy that it began, so an activation waits this long at most.
 PIECE = 32 * 1024**2
@@ -349,3 +350,89 @@ def copy_in_pieces(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> N
         return
     for piece, part in zip(target.view(-1).split(size), source.view(-1).split(size), strict=True):
         piece.copy_(part, non_blocking=True)
+
+
+DeviceSpec: TypeAlias = "str | torch.device | Sequence[torch.device | str | Device] | None"
+
+__all__ = ["parse_devices"]
+
+# One object, so one thread, per accelerator and process, for as long as a pipeline holds it.
+_ACCELERATORS: weakref.WeakValueDictionary[torch.device, AcceleratorDevice] = weakref.WeakValueDictionary()
+_STREAMS: dict[torch.device, tuple[torch.Stream, ...]] = {}
+
+
+def parse_devices(devices: DeviceSpec = None) -> list[Device]:
+    """Parse an argument ``devices=`` into a list of devices.
+
+    Args:
+        devices: ``"virtual:N"`` for N devices made of the CPU, ``"virtual:N:check"`` for N that check every access; a
+            list of torch devices, or of :class:`Device` objects to share between pipelines; ``None`` for all
+            accelerators of the machine, or two virtual devices where there is none.
+
+    Returns:
+        The devices.
+
+    Raises:
+        ConfigError: the argument describes no device.
+
+    >>> parse_devices("virtual:2")
+    [VirtualDevice('virtual:0'), VirtualDevice('virtual:1')]
+    """
+    if devices is None:
+        devices = _all_accelerators() or "virtual:2"
+    if isinstance(devices, torch.device):
+        return [_accelerator(devices)]
+    if isinstance(devices, str):
+        if not devices.startswith("virtual"):
+            return [_accelerator(devices)]
+        return _virtual(devices)
+    try:
+        named = list(devices)
+    except TypeError as error:
+        raise ConfigError(
+            f"devices={devices!r} names no device. Use 'virtual:2', or a list of torch devices."
+        ) from error
+    found = [_one(device) for device in named]
+    if not found:
+        raise ConfigError("devices=[] names no device. Use 'virtual:2', or a list of torch devices.")
+    names = [device.name for device in found]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"devices={names} names a device twice.")
+    return found
+
+
+def _virtual(text: str) -> list[Device]:
+    _, _, rest = text.partition(":")
+    number, _, option = rest.partition(":")
+    if not number.isdecimal() or int(number) < 1 or option not in ("", "check"):
+        raise ConfigError(f"devices={text!r} names no device. Use 'virtual:N' or 'virtual:N:check', N at least 1.")
+    return [VirtualDevice(f"virtual:{index}", check=option == "check") for index in range(int(number))]
+
+
+def _one(device: torch.device | str | Device) -> Device:
+    return device if isinstance(device, Device) else _accelerator(device)
+
+
+def _accelerator(device: torch.device | str) -> Device:
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"{device!r} names no device. Use 'virtual:2', or a list of torch devices.") from error
+    if device.type in ("cpu", "meta"):
+        raise ConfigError(f"{str(device)!r} is not an accelerator. To run on the CPU, use devices='virtual:2'.")
+    if not torch.accelerator.is_available():
+        raise DeviceError(f"{str(device)!r} was asked for, but torch finds no accelerator here. Use 'virtual:2'.")
+    index: int | None = device.index  # torch's stubs know no device without one
+    if index is None:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    found = _ACCELERATORS.get(device)
+    if found is None or found.worker.is_closed:
+        found = _ACCELERATORS[device] = AcceleratorDevice(device, _STREAMS.get(device, ()))
+        _STREAMS[device] = found.streams
+    return found
+
+
+def _all_accelerators() -> list[torch.device]:
+    kind: Callable[[], torch.device | None] = torch.accelerator.current_accelerator
+    found = kind() if torch.accelerator.is_available() else None
+    return [] if found is None else [torch.device(found.type, i) for i in range(torch.accelerator.device_count())]

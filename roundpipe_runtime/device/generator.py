@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .forking import free_after_fork
+from .worker import free_after_fork
 
 # A layer that has the generator may call another pipeline, and waits for its threads. They know by their context, and
 # take turns among themselves.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import DeviceMemoryError, UseAfterReleaseError
-from .events import HOST_CLOCK, NOW, Clock, Event
+from .protocol import HOST_CLOCK, NOW, Clock, Event
 from .worker import Worker
 
 __all__ = ["VirtualDevice"]

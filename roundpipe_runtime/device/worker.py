@@ -6,14 +6,19 @@ other thread leaves at its next wait, and the caller raises the error itself, wi
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import os
+import queue
+import signal
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
+from functools import partial
+from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from ..errors import DeviceError
@@ -164,3 +169,155 @@ def add_note_once(error: BaseException, note: str) -> None:
     """Add a note to an exception unless it has that note already."""
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
+
+
+class Outcome:
+    """Keeps the error of a block until other ranks know it; then its owner raises it.
+
+    >>> with Outcome() as outcome:
+    ...     1 / 0
+    >>> outcome.error
+    ZeroDivisionError('division by zero')
+    """
+
+    # error: the error; `None` if the block has succeeded
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> Outcome:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        self.error = error
+        return True
+
+
+@contextlib.contextmanager
+def on_error(act: Callable[[BaseException], object]) -> Iterator[None]:
+    """Undo a block that has raised, or notify others of its error, before the error propagates.
+
+    >>> with contextlib.suppress(ZeroDivisionError), on_error(print):
+    ...     1 / 0
+    division by zero
+    """
+    try:
+        yield
+    except BaseException as error:  # an interruption must also be undone
+        act(error)
+        raise
+
+
+def noting(note: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which an error gets a note, once."""
+    return on_error(partial(add_note_once, note=note))
+
+
+L = TypeVar("L")
+
+_LOCKS: list[Any] = []
+
+
+def free_after_fork(lock: L) -> L:
+    """Return a lock that is free in a forked child, whichever thread held it: the child does not have that thread."""
+    _LOCKS.append(lock)
+    return lock
+
+
+def _free() -> None:
+    for lock in _LOCKS:
+        lock._at_fork_reinit()  # as the standard library does with the locks of its modules
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_free)
+
+
+class Uninterrupted:
+    """A context manager that defers ``KeyboardInterrupt`` to its end.
+
+    Python raises it from its handler of SIGINT, between any two lines of the main thread. During the block
+    another handler is installed. In other threads, and where Python has no handler, the block does nothing.
+
+    ::
+
+        with Uninterrupted():
+            for parameter, gradient in found:  # all or none
+                parameter.grad = gradient
+    """
+
+    # stop: called at once with what the handler raises, to make the block end soon; the block raises it, or else its
+    # end does. Later signals change nothing. Without `stop` the handler is called at the end of the block.
+
+    __slots__ = ("_before", "_error", "_late", "_stop")
+
+    def __init__(self, stop: Callable[[BaseException], None] | None = None) -> None:
+        self._stop = stop
+        self._before: Any = None
+        self._late: tuple[int, FrameType | None] | None = None
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            before = signal.getsignal(signal.SIGINT)
+            if callable(before):
+                self._before = before
+                signal.signal(signal.SIGINT, self._take)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._stop is None:
+            self._late = number, frame
+        elif self._error is None:
+            try:
+                self._before(number, frame)
+            except BaseException as error:  # KeyboardInterrupt, or whatever a handler of the user raises
+                self._error = error
+                self._stop(error)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._before is None:
+            return
+        signal.signal(signal.SIGINT, self._before)
+        late, pending, self._error = self._late, self._error, None
+        if late is not None:
+            self._before(*late)
+        if pending is not None and error is None:
+            raise pending
+
+
+def wait_for(future: Future[T]) -> T:
+    """Wait until a future is done and return its result; Ctrl-C ends only the wait.
+
+    ``Future.result`` waits on a condition: an interruption between two lines of that comes out as ``RuntimeError``, or
+    leaves the lock with a thread that has gone on (https://github.com/python/cpython/issues/78667).
+
+    >>> future = Future()
+    >>> future.set_result(3)
+    >>> wait_for(future)
+    3
+    """
+    news: queue.SimpleQueue[object] = queue.SimpleQueue()  # a handler of signals may put something into it at any time
+    with Uninterrupted(stop=news.put):
+        future.add_done_callback(news.put)
+        if news.get() is future:
+            return future.result()
+    raise KeyboardInterrupt  # the block has raised what the handler did
+
+
+def is_done(future: Future[Any]) -> bool:
+    """Report whether a future is done; the main thread asks here, as it waits in :func:`wait_for`.
+
+    ``Future.done`` takes the lock that ``set_result`` needs: an interruption in between leaves it taken for ever.
+    """
+    with Uninterrupted():
+        return future.done()
+
+
+def error_of(future: Future[Any]) -> BaseException | None:
+    """Return the error of a future that has failed; ``None`` while it is not done, and if it has a result."""
+    with Uninterrupted():
+        return future.exception() if future.done() else None

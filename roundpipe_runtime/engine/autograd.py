@@ -15,7 +15,7 @@ import torch
 
 from yobx_flatten.private_names.of_torch import transforms_are_active
 
-from ..device.events import NOW
+from ..device.protocol import NOW
 from ..device.transfer import HostValue
 from ..errors import StageError
 from ..optim.parameters import added

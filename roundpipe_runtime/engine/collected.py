@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from ..device.events import NOW, Event
+from ..device.protocol import NOW, Event
 from ..device.transfer import HostValue
 from ..errors import StageError
 from ..optim.parameters import LayerContents

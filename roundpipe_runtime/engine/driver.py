@@ -17,7 +17,7 @@ from yobx_flatten.errors.failures import raised_as
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import PyTree
 
-from ..batch.flat import FlatBatch, FlatMicrobatch, check_labels
+from ..batch.entries import FlatBatch, FlatMicrobatch, check_labels
 from ..batch.joining import join
 from ..batch.loss import warn_if_uneven
 from ..batch.splitting import split, split_flat
@@ -26,8 +26,8 @@ from ..device.pinning import PinnedModel
 from ..device.protocol import Device
 from ..device.transfer import HostValue
 from ..errors import ConfigError, SplitError
+from ..optim.copyable import LargeTables
 from ..optim.parameters import Update
-from ..optim.tables import LargeTables
 from .autograd import call
 from .compiled import NOT_COMPILED, CompiledLayers
 from .config import RoundPipeRunConfig

@@ -19,23 +19,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..batch.flat import FlatMicrobatch
+from ..batch.entries import FlatMicrobatch
 from ..batch.loss import LossContract
 from ..device.disk import DiskMemory
-from ..device.forking import free_after_fork
-from ..device.interrupts import Uninterrupted
-from ..device.outcome import Outcome, on_error
 from ..device.pinning import PinnedModel
 from ..device.protocol import Device
 from ..device.transfer import HostValue
-from ..device.worker import collect
+from ..device.worker import Outcome, Uninterrupted, collect, free_after_fork, on_error
 from ..errors import DeviceError, StageError
+from ..optim.copyable import LargeTables
 from ..optim.disk_store import DiskStore
 from ..optim.in_backward import InBackwardStore
 from ..optim.parameters import LayerContents, Update, check_gradients, scan
 from ..optim.readiness import ReadinessTable
 from ..optim.step import wait_for_updates
-from ..optim.tables import LargeTables
 from ..schedule.costs import MeasuredCosts
 from ..schedule.plan import RunType
 from ..schedule.round_robin import RoundRobin, Stage, stages_within

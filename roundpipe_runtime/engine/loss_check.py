@@ -25,8 +25,8 @@ import torch
 from yobx_flatten.core.effects import undisturbed
 from yobx_flatten.private_names.of_torch import pytree
 
-from ..batch.averages import count_items
-from ..batch.flat import FlatMicrobatch
+from ..batch.averages import SteadyDraws, count_items
+from ..batch.entries import FlatMicrobatch
 from ..batch.loss import Reduction, read_loss
 from ..batch.loss_proof import (
     Column,
@@ -41,7 +41,6 @@ from ..batch.loss_proof import (
     prove,
     variants,
 )
-from ..batch.steady_draws import SteadyDraws
 from ..device.generator import generator_alone
 from ..errors import JoinError, LossError, RoundPipeWarning, SplitError, warn
 from .layer_graph import other_leaves

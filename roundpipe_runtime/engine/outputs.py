@@ -10,12 +10,12 @@ import torch
 
 from yobx_flatten.private_names.of_torch import pytree
 
-from ..batch.flat import FlatMicrobatch
+from ..batch.entries import FlatMicrobatch
 from ..batch.joining import common_spec, join
 from ..batch.loss import LossContract, Reduction
-from ..batch.packed import RoundPipePackedData
-from ..device.outcome import noting
+from ..batch.spec import RoundPipePackedData
 from ..device.transfer import HostValue, separate
+from ..device.worker import noting
 from .config import RoundPipeRunConfig
 from .parameters.on_device import Gradients
 from .run import Run

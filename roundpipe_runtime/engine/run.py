@@ -17,7 +17,7 @@ from ..device.transfer import HostValue
 from ..device.worker import Mailbox
 from ..errors import StageError
 from ..optim.parameters import LayerContents, ParameterStore
-from ..optim.places import AtHand
+from ..optim.parts import AtHand
 from ..optim.readiness import ReadinessTable
 from ..schedule.plan import RunType
 from ..schedule.round_robin import Stage

@@ -6,8 +6,7 @@ import contextlib
 
 import torch
 
-from ..device.events import Clock
-from ..device.protocol import Device
+from ..device.protocol import Clock, Device
 from ..schedule.costs import MeasuredCosts
 from ..timeline.record import Timeline
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from .disk_step import DiskUse
-from .hardware import Hardware, describe_hardware
+from .hardware import Hardware, describe_hardware, load_machine, save_machine
 from .layer_footprint import LayerFootprint, measure_layers
-from .machine_file import load_machine, save_machine
 from .memory_estimate import DeviceMemory, HostMemory
 from .step_plan import StepPlan, expected_share, step_plan
-from .step_simulation import StepSimulation, simulate
+from .step_simulation import DiskUse, StepSimulation, simulate
 
 __all__ = [
     "DeviceMemory",

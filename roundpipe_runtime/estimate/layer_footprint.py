@@ -15,15 +15,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..device.events import NOW, Event
+from ..device.protocol import NOW, Event
 from ..device.transfer import flatten_value
 from ..engine.layer_graph import LayerGraph, Values, enter, plain
 from ..engine.parameters.host_sum import HostSum
 from ..engine.parameters.host_table import HostTable, TableAccess
+from ..optim.copyable import TableRule
 from ..optim.parameters import LayerContents, scan
-from ..optim.tables import TableRule
-from .footprint import Footprint, storage_bytes
-from .meta_kernels import device_kernels
+from .footprint import Footprint, device_kernels, storage_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,20 +11,19 @@ from torch import nn
 
 from ..engine.planner import FOR_PARAMETERS, guessed_costs
 from ..errors import PlanError
+from ..optim.copyable import TableRule
 from ..optim.parameters import Update, scan
-from ..optim.tables import TableRule
 from ..schedule.costs import LayerCost
 from ..schedule.partitioning import CLEAR_GAIN
 from ..schedule.plan import ModelExecutePlan
 from ..schedule.round_robin import RoundRobin, Stage
 from ..schedule.simulation import Simulation, StageLoad
 from ..schedule.simulation import simulate as simulate_schedule
-from .disk_step import DiskUse
 from .hardware import Hardware
 from .layer_footprint import LayerFootprint
 from .memory_estimate import DeviceMemory, HostMemory
 from .step_plan import StepPlan, step_plan
-from .step_simulation import StepSimulation, machine_of, simulate
+from .step_simulation import DiskUse, StepSimulation, machine_of, simulate
 
 # Work of a stage that multiplies nothing, in seconds: an order for the plan, and nothing in the sum.
 _NEXT_TO_NOTHING = 1e-7

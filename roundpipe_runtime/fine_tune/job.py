@@ -13,7 +13,7 @@ from yobx_flatten import FlattenError
 from yobx_flatten.errors.failures import result_or
 from yobx_flatten.private_names.of_torch import default_store
 
-from ..checkpoint.ranks import CheckpointRanks
+from ..checkpoint.shards import CheckpointRanks
 from ..distributed.ranks.errors import format_failure, ranks_disagree
 from ..distributed.ranks.torchrun import join_job
 from ..errors import DistributedError, RoundPipeError

@@ -18,9 +18,8 @@ from yobx_flatten.model_folder.source.gguf_file import GGUF, gguf_config, gguf_w
 from yobx_flatten.model_folder.source.stored_weights import UnmatchedWeights, load_stored
 from yobx_flatten.model_folder.source.streamed import NotStreamableError, open_checkpoint, unread_model
 
-from ..device.disk import HOST_IN_MEMORY, DiskMemory, disk_folder, keep_with
+from ..device.disk import HOST_IN_MEMORY, DiskMemory, disk_folder, keep_with, page_out
 from ..device.generator import generator_kept
-from ..device.pages import page_out
 from ..huggingface.quantize import FewBits, quantize_frozen
 from .errors import FineTuneError
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from yobx_flatten.errors.failures import result_or
 
-from ..device.outcome import on_error
+from ..device.worker import on_error
 from .interruption import Interruption
 from .records import EvalRecord, MetricsFile, StepRecord
 from .training import Training

@@ -8,12 +8,12 @@ from typing import Literal
 
 import torch
 
+from ..device.accelerator import DeviceSpec
 from ..device.disk import HOST_IN_MEMORY, check_host
-from ..device.parse import DeviceSpec
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError
+from ..optim.copyable import LargeTables, check_large_tables
 from ..optim.parameters import Update
-from ..optim.tables import LargeTables, check_large_tables
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

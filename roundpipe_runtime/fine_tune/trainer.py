@@ -17,9 +17,9 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from yobx_flatten.files.document import read_document
 
-from ..checkpoint.errors import DamagedCheckpointError
 from ..device.accelerator import AcceleratorDevice
 from ..engine.config import RoundPipeRunConfig
+from ..errors import DamagedCheckpointError
 from ..huggingface.loss.call_options import CALL_OPTIONS, CallOptions
 from ..huggingface.trainer.classes import RoundPipeTrainer
 from ..huggingface.wrapped_model import WrappedModel

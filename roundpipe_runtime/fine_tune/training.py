@@ -17,7 +17,7 @@ from torch import nn
 from yobx_flatten.errors.dependencies import require
 
 from ..checkpoint import CheckpointError
-from ..device.parse import parse_devices
+from ..device.accelerator import parse_devices
 from ..errors import ConfigError
 from ..huggingface.cutting.check import evaluating
 from ..huggingface.wrap import wrap_model_to_roundpipe

@@ -15,7 +15,7 @@ import torch
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs
 
-from ..batch.flat import FlatBatch, FlatMicrobatch
+from ..batch.entries import FlatBatch, FlatMicrobatch
 from ..batch.joining import join
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine

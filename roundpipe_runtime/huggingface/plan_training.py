@@ -14,13 +14,13 @@ from yobx_flatten.recipe.aliases import Kwargs
 
 from ..engine.planner import FOR_PARAMETERS, stage_limit
 from ..errors import ConfigError
+from ..estimate.footprint import device_kernels
 from ..estimate.hardware import Hardware
 from ..estimate.layer_footprint import LayerFootprint, measure_layers
 from ..estimate.memory_estimate import JoinedLoss, joined_loss
-from ..estimate.meta_kernels import device_kernels
 from ..estimate.report import PlanReport, plan_report
+from ..optim.copyable import LargeTables, rule_for
 from ..optim.parameters import Update
-from ..optim.tables import LargeTables, rule_for
 from .cutting.cut import Cut, cut
 from .cutting.example import without_cache
 from .cutting.pieces import Phase, Whole

@@ -13,7 +13,7 @@ from torch import nn
 from yobx_flatten.errors.dependencies import require
 
 from ..device.composite import is_composite
-from ..device.pages import return_freed
+from ..device.disk import return_freed
 from ..errors import ConfigError
 from .cutting.layers import candidates
 

@@ -7,10 +7,11 @@ equal, nothing of the host may be left in the copy, and its layer must compute t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -19,7 +20,9 @@ from yobx_flatten import find_unregistered
 from yobx_flatten.errors.failures import result_or
 
 from ..device.composite import Rebuilding, is_composite, is_wrapper, parts_of, plain_numbers, states_of
+from ..device.transfer import sent_dtype, sent_nbytes
 from ..errors import ConfigError
+from .parameters import LayerContents, ParameterSlot, Table, scan
 
 _NOT_ENTERED = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
@@ -215,3 +218,127 @@ def _restore(parameter: nn.Parameter, numbers: torch.Tensor | None, before: dict
             parameter.data = numbers
     vars(parameter).clear()
     vars(parameter).update(before)
+
+
+LargeTables: TypeAlias = Literal["auto", "whole", "slices"]
+
+# Bytes from which on a table is large. A smaller one travels in about the time that finding its rows takes.
+LARGE = 16 * 2**20
+
+# Bytes of a slice: half of the largest layer, within these bounds.
+_SMALLEST_SLICE, _LARGEST_SLICE = 2**20, 2**28
+
+# A slice has a multiple of so many rows, for the sake of kernels.
+_ROWS = 64
+
+# Attribute of a layer: the weight that makes its logits, if it has one.
+_HEAD = "_rp_head_weight"
+
+# Attribute of a layer: what torch compiles of it; such code does not take stand-ins for parameters.
+_TO_COMPILE = "_rp_to_compile"
+
+
+def check_large_tables(value: Any) -> None:
+    """Check the option ``large_tables``."""
+    if value not in ("auto", "whole", "slices"):
+        raise ConfigError(f'large_tables must be "auto", "whole" or "slices", found {value!r}.')
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TableRule:
+    """Decides which parameters of a model are tables, once, by the model and its options."""
+
+    by_rows: bool = False  # whether embeddings send rows
+    by_slices: bool = False  # whether products with tables are computed by slices
+    slice_nbytes: int = _SMALLEST_SLICE
+    is_compiled: bool = False  # whether torch compiles layers
+
+    def mark(self, contents: Sequence[LayerContents]) -> list[LayerContents]:
+        """Return the layers with their tables."""
+        if not self.by_rows:
+            return list(contents)
+        return [dataclasses.replace(layer, tables=self._tables(layer)) for layer in contents]
+
+    def _tables(self, layer: LayerContents) -> Mapping[int, Table]:
+        if self.is_compiled and getattr(layer.module, _TO_COMPILE, layer.module) is not None:
+            return {}
+        large = [slot for slot in layer.slots if sent_nbytes(slot.parameter) >= LARGE and _is_plain(slot.parameter)]
+        if not large:
+            return {}
+        head = getattr(layer.module, _HEAD, None)
+        found = {}
+        for slot in large:
+            is_head = slot.parameter is head
+            if self.by_slices if is_head else _looks_up(slot):
+                rows = self._slice_rows(slot.parameter) if self.by_slices else None
+                found[id(slot.parameter)] = Table(rows, is_head)
+        # a parameter in two places of one layer is a table only if it is one in both
+        others = {id(slot.parameter) for slot in large if slot.parameter is not head and not _looks_up(slot)}
+        return {key: table for key, table in found.items() if key not in others}
+
+    def _slice_rows(self, parameter: torch.Tensor) -> int:
+        of_row = max(1, parameter.shape[1] * sent_dtype(parameter).itemsize)
+        return max(_ROWS, self.slice_nbytes // of_row // _ROWS * _ROWS)
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a matrix of numbers on the host, and nothing that another library made of it."""
+    is_matrix = parameter.dim() == 2 and parameter.is_floating_point() and parameter.layout == torch.strided
+    return type(parameter) is nn.Parameter and is_matrix and parameter.device.type in ("cpu", "meta")
+
+
+def _looks_up(slot: ParameterSlot) -> bool:
+    """Whether a parameter is the table of an embedding that reads rows and does nothing else with it."""
+    owner = slot.owner
+    if not isinstance(owner, nn.Embedding) or slot.name != "weight":
+        return False
+    return owner.max_norm is None and not owner.scale_grad_by_freq and not owner.sparse
+
+
+def rule_for(
+    layers: Sequence[nn.Module],
+    option: LargeTables,
+    stage_nbytes: float | None,
+    gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
+    *,
+    is_compiled: bool = False,
+) -> TableRule:
+    """Return the rule for the layers of a model."""
+    # stage_nbytes: bytes of parameters and gradients that a stage may have; `None` for no limit
+    # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
+    if option == "whole":
+        return TableRule()
+    contents = scan(layers)
+    sliced = TableRule(by_rows=True, by_slices=True, is_compiled=is_compiled)
+    marked = sliced.mark(contents)
+    # of the layers without tables, so that no option changes the size of a slice
+    largest = max((layer.nbytes() for layer in marked if not layer.tables), default=0)
+    nbytes = min(max(largest // 2, _SMALLEST_SLICE), _LARGEST_SLICE)
+    sliced = dataclasses.replace(sliced, slice_nbytes=nbytes)
+    by_rows = dataclasses.replace(sliced, by_slices=False)
+    if option == "slices":
+        return sliced
+    if stage_nbytes is None:
+        return by_rows
+    heads = [
+        layer
+        for layer, other in zip(by_rows.mark(contents), sliced.mark(contents), strict=True)
+        if any(table.is_head for table in other.tables.values())
+    ]
+    is_too_large = any(sum(needed_bytes(layer, gradient_dtype)) > stage_nbytes for layer in heads)
+    return sliced if is_too_large else by_rows
+
+
+def needed_bytes(
+    layer: LayerContents,
+    gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
+) -> tuple[int, int]:
+    """Return the bytes of a layer on a device, and of its gradients with their sums, as plans count them."""
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    gradients = 0
+    for parameter in trained:
+        of_one = layer.nbytes_of(parameter)
+        gradients += of_one
+        if id(parameter) not in layer.tables and gradient_dtype(parameter) != sent_dtype(parameter):
+            gradients += parameter.numel() * gradient_dtype(parameter).itemsize
+    return layer.nbytes(), gradients

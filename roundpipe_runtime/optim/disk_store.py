@@ -26,15 +26,13 @@ from torch import nn
 
 from yobx_flatten.private_names.of_torch import norm_and_scaling
 
-from ..device.disk import DiskMemory, disk_of, in_groups, passing
-from ..device.events import Event
-from ..device.pages import page_out
+from ..device.disk import DiskMemory, disk_of, in_groups, page_out, passing
 from ..device.pinning import is_dense
+from ..device.protocol import Event
 from ..device.worker import Worker
 from ..errors import ConfigError
 from .parameters import ParameterStore, is_watched, scan
-from .parts import OptimizerParts, can_step_in_parts, state_share
-from .places import AtHand, HasParameters, Landed
+from .parts import AtHand, HasParameters, Landed, OptimizerParts, can_step_in_parts, state_share
 from .torch_steps import Optimizer, take_over_always
 
 # Bytes of the smallest tensor of an optimizer that goes to the disk: others, like counts of steps, are read everywhere.

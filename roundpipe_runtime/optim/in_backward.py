@@ -24,15 +24,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..device.outcome import on_error
-from ..device.worker import Worker, add_note_once
+from ..device.worker import Worker, add_note_once, on_error
 from ..errors import ConfigError, StageError
 from .adam import check_shapes
-from .clipping import watch_originals
 from .parameters import ParameterStore, added, is_watched
-from .parts import OptimizerParts, can_step_in_parts
-from .places import HasParameters, Landed
-from .torch_steps import Optimizer, count_step, dtype_of_gradient
+from .parts import HasParameters, Landed, OptimizerParts, can_step_in_parts
+from .torch_steps import Optimizer, count_step, dtype_of_gradient, watch_originals
 
 # Layers whose gradients may be on their way from devices to their step.
 LANDING = 2

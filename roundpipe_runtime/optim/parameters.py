@@ -21,13 +21,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..device.composite import StateSlot, parts_of, states_of
-from ..device.forking import free_after_fork
 from ..device.pinning import PinnedMemory
 from ..device.transfer import sent_dtype, sent_nbytes, widen
+from ..device.worker import free_after_fork
 from ..errors import ConfigError, StageError
-from .clipping import watch_originals
-from .places import InMemory, Mark
-from .torch_steps import dtype_of_gradient, install, number_of_steps
+from .parts import InMemory, Mark
+from .torch_steps import dtype_of_gradient, install, number_of_steps, watch_originals
 
 # Whether a parameter was written, and torch has counted it.
 Change: TypeAlias = Literal["none", "counted", "uncounted"]

@@ -14,8 +14,8 @@ from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import PyTree
 
 from ..batch.loss import WeightedLoss, terms_of_batch
-from ..device.outcome import noting
 from ..device.transfer import shapes_of
+from ..device.worker import noting
 from ..engine.config import RoundPipeRunConfig
 
 Loss: TypeAlias = torch.Tensor | WeightedLoss | tuple[torch.Tensor | float, torch.Tensor | float]

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..device.accelerator import AcceleratorDevice
+from ..device.accelerator import AcceleratorDevice, DeviceSpec
 from ..device.disk import HOST_IN_MEMORY, disk_folder
-from ..device.parse import DeviceSpec
 from ..device.protocol import Device
 from ..device.transfer import send_as
 from ..engine.compiled import check_compile_options
@@ -20,8 +19,8 @@ from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
 from ..engine.parameters.kept import ParameterTraffic
 from ..errors import ConfigError
+from ..optim.copyable import LargeTables, check_large_tables
 from ..optim.parameters import Update
-from ..optim.tables import LargeTables, check_large_tables
 from ..schedule.costs import LayerCost
 from .model_proxy import ModelProxy
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..batch.flat import check_call, check_loss_fn
+from ..batch.entries import check_call, check_loss_fn
+from ..device.accelerator import DeviceSpec, parse_devices
 from ..device.disk import HOST_IN_MEMORY, disk_folder, memory_for
-from ..device.parse import DeviceSpec, parse_devices
 from ..device.pinning import PinnedModel
 from ..device.transfer import send_as, sent_as, widen
 from ..engine.compiled import CompiledLayers, check_compile_options

@@ -14,8 +14,7 @@ from yobx_flatten.errors.dependencies import require
 from yobx_flatten.files.scratch import whole_file, write_text
 
 from .bubbles import CAUSES, bubbles_of
-from .file import TimelineFileError
-from .record import KINDS, Record, Timeline
+from .record import KINDS, Record, Timeline, TimelineFileError
 
 # What a letter of the drawing stands for, and its colour on a terminal.
 _WORK = {

@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-from roundpipe_runtime.device import parse
+from roundpipe_runtime.device import accelerator
 from roundpipe_runtime.device.accelerator import AcceleratorDevice
 from roundpipe_runtime.device.protocol import Device
 from roundpipe_runtime.estimate.device_rates import measure_device
@@ -34,7 +34,7 @@ def _late(count: int) -> list[AcceleratorDevice]:
 
 
 def _on_late(text: str) -> list[Device]:
-    """In the place of ``parse._virtual``, which parses ``"virtual:N"``."""
+    """In the place of ``accelerator._virtual``, which parses ``"virtual:N"``."""
     return [*_late(len(_virtual(text)))]
 
 
@@ -49,7 +49,7 @@ def _late_devices(count: int) -> Iterator[list[AcceleratorDevice]]:
             device.close()
 
 
-_virtual, parse._virtual = parse._virtual, _on_late
+_virtual, accelerator._virtual = accelerator._virtual, _on_late
 small.checked_devices = _late_devices
 
 # What the doctor measures takes a second on a device, and minutes where its kernels are those of the CPU.

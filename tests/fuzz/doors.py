@@ -299,7 +299,7 @@ def _write_timeline(folder: pathlib.Path) -> None:
 
 
 def _read_timeline(folder: pathlib.Path) -> None:
-    from roundpipe_runtime.timeline.file import load_timeline
+    from roundpipe_runtime.timeline.record import load_timeline
 
     load_timeline(folder / "step.json").draw()
 
@@ -310,7 +310,7 @@ def _write_machine(folder: pathlib.Path) -> None:
 
 
 def _read_machine(folder: pathlib.Path) -> None:
-    from roundpipe_runtime.estimate.machine_file import load_machine
+    from roundpipe_runtime.estimate.hardware import load_machine
 
     load_machine(folder / "machine.json")
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import Device, RoundPipe, RoundPipeRunConfig, parse_devices
-from roundpipe_runtime.device.parse import DeviceSpec
+from roundpipe_runtime.device.accelerator import DeviceSpec
 from tests.runtime.small import allocated
 
 __all__ = ["MODES", "Mode", "Place", "Plain", "on_a_device"]

@@ -129,7 +129,7 @@ def _write_timeline(folder: pathlib.Path, value: float) -> None:
 
 
 def _read_timeline(folder: pathlib.Path) -> float:
-    from roundpipe_runtime.timeline.file import load_timeline
+    from roundpipe_runtime.timeline.record import load_timeline
 
     (record,) = load_timeline(folder / "step.json").records
     return record.end

@@ -29,8 +29,8 @@ from yobx_flatten.errors.messages import format_bytes, table
 from yobx_flatten.terminal.output import console as make_console
 from yobx_flatten.terminal.output import say_json
 
-from ...device.events import Event
 from ...device.generator import generator_kept
+from ...device.protocol import Event
 from ...device.virtual import VirtualDevice
 from ...engine.config import RoundPipeRunConfig
 from ...errors import DeviceMemoryError

@@ -20,12 +20,11 @@ from yobx_flatten.errors.failures import result_or
 from yobx_flatten.errors.messages import first_line, format_bytes
 from yobx_flatten.errors.tried_versions import NEWEST_TRIED, untried_versions
 
-from ...device.accelerator import memory_info
+from ...device.accelerator import DeviceSpec, memory_info
 from ...device.generator import generator_kept
-from ...device.parse import DeviceSpec
 from ...engine.config import RoundPipeRunConfig
 from ...errors import ConfigError
-from ...estimate.disk_rates import measure_disk
+from ...estimate.device_rates import measure_disk
 from ...estimate.hardware import cores, host_memory_available, host_memory_rate
 from ...optim.step import OptimizerCtx
 from ...pipeline import RoundPipe

@@ -14,10 +14,8 @@ from yobx_flatten.terminal.failures import CHECK_FAILED
 from yobx_flatten.terminal.output import console, progress, say, say_json
 
 from ...errors import ConfigError
-from ...estimate.device_rates import call_seconds
-from ...estimate.disk_rates import measure_disk
-from ...estimate.hardware import describe_hardware
-from ...estimate.machine_file import save_machine
+from ...estimate.device_rates import call_seconds, measure_disk
+from ...estimate.hardware import describe_hardware, save_machine
 from .checks import HERE, examine
 from .devices import Check
 

@@ -65,8 +65,7 @@ class MachineOptions:
 
     def hardware(self, dtype: torch.dtype) -> Hardware:
         """Return the profile with the given options; without a profile, measured or assumed values."""
-        from ...estimate.hardware import describe_hardware, device_kind, device_names
-        from ...estimate.machine_file import load_machine
+        from ...estimate.hardware import describe_hardware, device_kind, device_names, load_machine
 
         if self.machine is None:
             devices = None if self.devices == "auto" else self.devices
@@ -125,7 +124,7 @@ class StepOptions:
     def with_disk(self, machine: Hardware) -> Hardware:
         """Return a machine with the rates of the disk, which is measured where the profile does not state them."""
         from ...device.disk import disk_folder
-        from ...estimate.disk_rates import measure_disk
+        from ...estimate.device_rates import measure_disk
 
         folder = disk_folder(self.host)
         if folder is None or (machine.disk_read is not None and machine.disk_write is not None):

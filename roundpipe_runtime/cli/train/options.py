@@ -18,8 +18,8 @@ from yobx_flatten.files.document import read_text
 from yobx_flatten.model_folder.source.find import MODEL_NAMES
 from yobx_flatten.terminal.failures import UserError
 
+from ...device.accelerator import parse_devices
 from ...device.disk import HOST_IN_MEMORY, check_host
-from ...device.parse import parse_devices
 from ...device.protocol import Device
 from ...device.virtual import VirtualDevice
 from ...distributed.ranks.torchrun import own_devices

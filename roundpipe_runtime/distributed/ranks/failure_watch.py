@@ -7,7 +7,7 @@ import queue
 from collections.abc import Iterator
 from concurrent.futures import Future
 
-from ...device.interrupts import Uninterrupted
+from ...device.worker import Uninterrupted
 from ...engine.run import Run
 from .alarm import Alarm
 from .errors import StoppedByRankError

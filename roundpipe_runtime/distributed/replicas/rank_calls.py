@@ -19,13 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...batch.flat import FlatMicrobatch
+from ...batch.entries import FlatMicrobatch
 from ...batch.loss import LossContract
 from ...batch.loss import Reduction as LossReduction
-from ...device.events import NOW
-from ...device.interrupts import Uninterrupted
-from ...device.outcome import Outcome, on_error
-from ...device.worker import Worker
+from ...device.protocol import NOW
+from ...device.worker import Outcome, Uninterrupted, Worker, on_error
 from ...engine.config import RoundPipeRunConfig
 from ...engine.driver import Engine
 from ...engine.one_group import OneGroup

@@ -18,11 +18,10 @@ import torch
 
 from yobx_flatten.private_names.of_torch import pytree
 
-from ...batch.flat import FlatBatch, FlatMicrobatch
-from ...device.events import NOW
-from ...device.interrupts import Uninterrupted
-from ...device.outcome import Outcome, noting
+from ...batch.entries import FlatBatch, FlatMicrobatch
+from ...device.protocol import NOW
 from ...device.transfer import HostValue
+from ...device.worker import Outcome, Uninterrupted, noting
 from ...engine.autograd import arrived, return_outputs
 from ...engine.config import RoundPipeRunConfig
 from ...engine.driver import Engine

@@ -24,8 +24,8 @@ from torch import nn
 from yobx_flatten.errors.failures import raised_as, result_or
 from yobx_flatten.private_names.of_torch import FakeTensorMode, pytree
 
-from ...device.outcome import Outcome
 from ...device.transfer import TreeStructure, flatten_value
+from ...device.worker import Outcome
 from ...errors import ConfigError, StageError
 
 

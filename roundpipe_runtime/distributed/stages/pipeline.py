@@ -27,7 +27,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from yobx_flatten import leaves
 from yobx_flatten.private_names.of_torch import default_store, pytree
 
-from ...batch.flat import check_call
+from ...batch.entries import check_call
 from ...batch.joining import join
 from ...batch.splitting import Microbatch, split
 from ...errors import ConfigError, DistributedError, LossError, SplitError

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from ...device.outcome import Outcome, on_error
+from ...device.worker import Outcome, on_error
 from ...errors import ConfigError, DistributedError
 from ..ranks.machine import this_machine
 from ..ranks.ranks import Ranks

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from ...device.interrupts import Uninterrupted
-from ...device.outcome import Outcome
+from ...device.worker import Outcome, Uninterrupted
 from ...errors import DistributedError
 from ...optim.parameters import LayerContents
 from ...optim.readiness import ReadinessTable

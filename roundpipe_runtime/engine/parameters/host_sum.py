@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...device.events import Event
+from ...device.protocol import Event
 
 
 class HostSum:

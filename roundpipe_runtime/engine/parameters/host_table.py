@@ -20,8 +20,7 @@ from torch.nn import functional
 
 from yobx_flatten.private_names.of_torch import DisableTorchFunctionSubclass, make_wrapper_subclass, pytree
 
-from ...device.events import NOW, Event
-from ...device.protocol import Device
+from ...device.protocol import NOW, Device, Event
 from ...device.transfer import as_sent, sent_dtype
 from ...errors import StageError
 from ...optim.parameters import LayerContents, Table

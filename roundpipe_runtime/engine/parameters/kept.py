@@ -20,7 +20,7 @@ from ...device.protocol import Device
 from ...device.transfer import sent_nbytes
 from ...errors import DeviceMemoryError
 from ...optim.parameters import LayerContents
-from ...optim.places import Mark, is_plain
+from ...optim.parts import Mark, is_plain
 from ...optim.torch_steps import number_of_steps
 from .partial_table import bytes_present
 

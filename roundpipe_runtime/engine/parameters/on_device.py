@@ -15,8 +15,7 @@ from yobx_flatten.registry.patches import AttributePatch
 
 from ...device.accelerator import PIECE
 from ...device.composite import Rebuilding, is_composite, plain_numbers
-from ...device.events import Event
-from ...device.protocol import Device
+from ...device.protocol import Device, Event
 from ...device.transfer import as_sent, sent_dtype
 from ...errors import StageError
 from ...optim.copyable import same_numbers, weights_kept

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...device.events import Event
+from ...device.protocol import Event
 from ...errors import StageError
 from ..layer_graph import LayerGraph, Values
 from ..parameters.on_device import LayerOnDevice

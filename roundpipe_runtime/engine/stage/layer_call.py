@@ -10,9 +10,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from ...batch.averages import count_items
+from ...batch.averages import SteadyDraws, count_items
 from ...batch.loss import BackwardTerm
-from ...batch.steady_draws import SteadyDraws
 from ...device.protocol import Device
 from ...errors import RoundPipeError, StageError
 from ..layer_graph import Values, enter, is_refused_write, other_leaves

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from ...device.events import NOW, Event
-from ...device.protocol import Device, HasRoom
+from ...device.protocol import NOW, Device, Event, HasRoom
 from ...device.transfer import HostCopies, HostValue, TreeStructure, fetch, flatten_value, send
 from ...device.worker import StoppedRun, add_note_once
 from ...schedule.round_robin import Stage

@@ -15,7 +15,7 @@ from yobx_flatten import leaves
 from yobx_flatten.core.compare import tolerance
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
-from ...device.events import Event
+from ...device.protocol import Event
 from ...device.virtual import VirtualDevice
 from ...engine.config import RoundPipeRunConfig
 from ...engine.driver import Engine

@@ -22,10 +22,16 @@ from transformers import Trainer
 
 from yobx_flatten.files.document import read_document
 
-from ...checkpoint.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
-from ...checkpoint.folder import appearing, only_writer, remove_checkpoint, remove_leftovers
-from ...checkpoint.manifest import MANIFEST, is_complete, verify
-from ...errors import warn
+from ...checkpoint.folder import (
+    MANIFEST,
+    appearing,
+    is_complete,
+    only_writer,
+    remove_checkpoint,
+    remove_leftovers,
+    verify,
+)
+from ...errors import CheckpointError, CheckpointWarning, DamagedCheckpointError, warn
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _STATE = "trainer_state.json"  # what a Trainer writes last

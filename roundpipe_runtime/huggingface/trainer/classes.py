@@ -25,8 +25,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
-from ...device.outcome import Outcome
-from ...device.parse import DeviceSpec
+from ...device.accelerator import DeviceSpec
+from ...device.worker import Outcome
 from ...distributed.ranks.errors import format_failure, raise_first
 from ...distributed.ranks.ranks import Ranks
 from ...distributed.replicas.sampler import ReplicaBatchSampler, collate_with_empty

@@ -19,8 +19,8 @@ from torch import nn
 
 from yobx_flatten.huggingface.cache_names import cache_of
 
+from ...device.accelerator import parse_devices
 from ...device.generator import generator_kept
-from ...device.parse import parse_devices
 from ...distributed.ranks.torchrun import own_devices
 from ...engine.config import RoundPipeRunConfig
 from ...pipeline import RoundPipe

@@ -20,15 +20,12 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from yobx_flatten.files.document import read_document
 
-from ...checkpoint.errors import CheckpointError, DamagedCheckpointError
 from ...checkpoint.model_state import collect_progress, load_weights, optimizer_targets, restore_progress
-from ...checkpoint.optimizer_state import check_optimizer, named_state, restore_optimizer
-from ...checkpoint.ranks import ranks_of
-from ...checkpoint.shards import cut_like
-from ...checkpoint.training_state import read_values, write_values
+from ...checkpoint.shards import cut_like, ranks_of
+from ...checkpoint.training_state import check_optimizer, named_state, read_values, restore_optimizer, write_values
 from ...device.disk import HOST_IN_MEMORY
 from ...device.generator import generator_kept
-from ...errors import ConfigError
+from ...errors import CheckpointError, ConfigError, DamagedCheckpointError
 from ...optim.disk_store import hold_on_disk
 from ...pipeline import RoundPipe
 from .pipeline_trainer import PipelineTrainer

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import DeviceError, RoundPipe, RoundPipeRunConfig
-from roundpipe_runtime.device.accelerator import AcceleratorDevice
-from roundpipe_runtime.device.parse import parse_devices
+from roundpipe_runtime.device.accelerator import AcceleratorDevice, parse_devices
 from tests.accelerator import late
 from tests.accelerator.training import late_devices
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import ConfigError, RoundPipe, RoundPipePackedData
-from roundpipe_runtime.batch.flat import FlatTree, check_labels
+from roundpipe_runtime.batch.entries import FlatTree, check_labels
 
 F = nn.functional
 

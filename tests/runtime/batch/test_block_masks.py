@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from roundpipe_runtime import Replicate, RoundPipe, RoundPipeRunConfig, SplitError, TensorChunkSpec
 from roundpipe_runtime.batch.splitting import split
-from roundpipe_runtime.device.block_masks import cut_mask, parts_of_mask
+from roundpipe_runtime.device.transfer import cut_mask, parts_of_mask
 from yobx_flatten import functions_from_fields, register_class_flattening, unregister_class_flattening
 
 # what is not compiled is slow, torch says; here it is the reference

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._pytree import register_pytree_node, tree_unflatten
 
 from roundpipe_runtime import RoundPipe, RoundPipePackedData, RoundPipeRunConfig
-from roundpipe_runtime.batch.flat import FlatBatch
+from roundpipe_runtime.batch.entries import FlatBatch
 from roundpipe_runtime.batch.splitting import split, split_flat
 from tests.runtime.small import without_row_check
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.distributed.pipelining.microbatch import TensorChunkSpec as TorchChunkSpec
 
-from roundpipe_runtime.batch.packed import RoundPipePackedData
-from roundpipe_runtime.batch.spec import Replicate, TensorChunkSpec
+from roundpipe_runtime.batch.spec import Replicate, RoundPipePackedData, TensorChunkSpec
 from roundpipe_runtime.batch.splitting import split
 from roundpipe_runtime.errors import SplitError
 from tests.runtime.batch.rows import firsts, rows

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from roundpipe_runtime.batch.packed import RoundPipePackedData
-from roundpipe_runtime.batch.part_rows import rows_of_parts
-from roundpipe_runtime.batch.spec import Replicate, TensorChunkSpec
+from roundpipe_runtime.batch.entries import rows_of_parts
+from roundpipe_runtime.batch.spec import Replicate, RoundPipePackedData, TensorChunkSpec
 from roundpipe_runtime.batch.splitting import split
 from roundpipe_runtime.errors import SplitError
 from yobx_flatten import make_dynamic_cache, register_flattening_functions

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from roundpipe_runtime.batch.packed import RoundPipePackedData
+from roundpipe_runtime.batch.spec import RoundPipePackedData
 from roundpipe_runtime.batch.splitting import split
 from roundpipe_runtime.errors import SplitError
 from tests.runtime.batch.rows import firsts, rows

@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.checkpoint.codec: nested states through JSON and back."""
+"""Tests of roundpipe_runtime.checkpoint.tensor_files: nested states through JSON and back."""
 
 import collections
 import json
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
 from roundpipe_runtime.checkpoint import CheckpointError
-from roundpipe_runtime.checkpoint.codec import decode, encode
+from roundpipe_runtime.checkpoint.tensor_files import decode, encode
 
 
 def round_trip(value):

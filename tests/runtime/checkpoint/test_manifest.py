@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.checkpoint.manifest: every kind of damage is seen."""
+"""Tests of roundpipe_runtime.checkpoint.folder: every kind of damage is seen."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ import json
 import pytest
 
 from roundpipe_runtime.checkpoint import CheckpointError, DamagedCheckpointError
-from roundpipe_runtime.checkpoint.manifest import MANIFEST, is_complete, verify, write_manifest
+from roundpipe_runtime.checkpoint.folder import MANIFEST, is_complete, verify, write_manifest
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.checkpoint.optimizer_state: any optimizer goes on as if nothing had happened."""
+"""Tests of roundpipe_runtime.checkpoint.training_state: any optimizer goes on as if nothing had happened."""
 
 import copy
 
@@ -15,7 +15,7 @@ from roundpipe_runtime import (
     optim,
     save_checkpoint,
 )
-from roundpipe_runtime.checkpoint.optimizer_state import named_state, restore_optimizer
+from roundpipe_runtime.checkpoint.training_state import named_state, restore_optimizer
 from tests.runtime.small import batch, same_bits, small_model
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")

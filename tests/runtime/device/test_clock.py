@@ -1,11 +1,11 @@
-"""Tests of roundpipe_runtime.device.events: work is measured where it is done."""
+"""Tests of roundpipe_runtime.device.protocol: work is measured where it is done."""
 
 import pytest
 import torch
 from torch import nn
 
 from roundpipe_runtime import Timeline, VirtualDevice
-from roundpipe_runtime.device.events import EventClock
+from roundpipe_runtime.device.protocol import EventClock
 from roundpipe_runtime.engine.planner import Planner
 from roundpipe_runtime.engine.timer import Timer
 from roundpipe_runtime.schedule.costs import LayerCost, MeasuredCosts

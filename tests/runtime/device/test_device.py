@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from roundpipe_runtime import ConfigError, DeviceError, DeviceMemoryError, UseAfterReleaseError
-from roundpipe_runtime.device.parse import parse_devices
+from roundpipe_runtime.device.accelerator import parse_devices
 from roundpipe_runtime.device.protocol import Device
 from roundpipe_runtime.device.virtual import VirtualDevice
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roundpipe_runtime import ConfigError
-from roundpipe_runtime.device import disk, pages
+from roundpipe_runtime.device import disk
 from roundpipe_runtime.device.disk import DiskMemory, disk_of, in_groups, passing
 
 MIB = 2**20
@@ -72,7 +72,7 @@ def test_a_kernel_without_the_request_reads_ahead_too(memory, monkeypatch):
     tensor = memory.copy(("a",), torch.arange(MIB))
     memory.leave([tensor])
     memory.settle()
-    monkeypatch.setattr(pages, "fetch", lambda start, end: False)
+    monkeypatch.setattr(disk, "fetch", lambda start, end: False)
     memory.fetch([tensor]).result()
     assert torch.equal(tensor, torch.arange(MIB))
 
@@ -150,7 +150,7 @@ def test_an_error_of_the_disk_is_raised(memory, monkeypatch):
     def broken(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(pages, "write_out", broken)
+    monkeypatch.setattr(disk, "write_out", broken)
 
     def left():
         memory.leave([tensor])

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from roundpipe_runtime.device.interrupts import Uninterrupted, error_of, is_done, wait_for
+from roundpipe_runtime.device.worker import Uninterrupted, error_of, is_done, wait_for
 from tests.ctrl_c import interrupt_at_line, press
 
 pytestmark = pytest.mark.usefixtures("python_handles_ctrl_c")

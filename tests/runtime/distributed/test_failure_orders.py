@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from roundpipe_runtime import RoundPipeRunConfig, doing_recompute
-from roundpipe_runtime.device.parse import parse_devices
+from roundpipe_runtime.device.accelerator import parse_devices
 from roundpipe_runtime.distributed.replicas.rank_groups import RankGroups
 from roundpipe_runtime.engine.driver import Engine
 from roundpipe_runtime.errors import DistributedError

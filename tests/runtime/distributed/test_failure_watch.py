@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import RoundPipeRunConfig
-from roundpipe_runtime.device.outcome import Outcome
+from roundpipe_runtime.device.worker import Outcome
 from roundpipe_runtime.distributed.ranks.alarm import Alarm
 from roundpipe_runtime.distributed.ranks.errors import StoppedByRankError
 from roundpipe_runtime.distributed.ranks.failure_watch import News

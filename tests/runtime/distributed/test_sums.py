@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from roundpipe_runtime.device.events import NOW
+from roundpipe_runtime.device.protocol import NOW
 from roundpipe_runtime.distributed.ranks.ranks import Ranks
 from roundpipe_runtime.distributed.replicas.groups import group_sizes, groups_of, num_turns, rows_of_rank
 from roundpipe_runtime.distributed.replicas.reduction import Reduction, ReductionPlan

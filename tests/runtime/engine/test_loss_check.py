@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import LossError, RoundPipe, RoundPipeRunConfig, RoundPipeWarning, WeightedLoss
-from roundpipe_runtime.batch.flat import FlatBatch
+from roundpipe_runtime.batch.entries import FlatBatch
 from roundpipe_runtime.batch.splitting import split_flat
 from roundpipe_runtime.device.generator import generator_lock
 from roundpipe_runtime.engine.loss_check import LossChecks, Sample

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, SplitError
-from roundpipe_runtime.batch.same_rows import mixes_rows, shared_by_rows
+from roundpipe_runtime.engine.rows import mixes_rows, shared_by_rows
 from yobx_flatten.core.compare import tolerance
 
 F = nn.functional

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, VirtualDevice, WeightedLoss
-from roundpipe_runtime.device.events import NOW
+from roundpipe_runtime.device.protocol import NOW
 from roundpipe_runtime.engine.parameters.on_device import LayerOnDevice
 from roundpipe_runtime.optim.parameters import scan
 from tests.runtime.small import batch, gradients, near, same_bits, small_model

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import ConfigError, ModelExecutePlan, OptimizerCtx, RoundPipe, RoundPipeRunConfig
-from roundpipe_runtime.device import pages
+from roundpipe_runtime.device import disk
 from roundpipe_runtime.device.disk import DiskMemory
 from roundpipe_runtime.estimate import Hardware, measure_layers, simulate, step_plan
-from roundpipe_runtime.estimate.disk_rates import measure_disk
+from roundpipe_runtime.estimate.device_rates import measure_disk
 
 WIDTH, ROWS, LAYERS = 256, 8, 4
 MATRIX = 4 * WIDTH * WIDTH  # bytes in float32
@@ -90,7 +90,7 @@ def test_rates_are_measured(folder_on_disk):
 def test_a_step_takes_as_long_as_simulated(folder_on_disk, monkeypatch):
     """On a disk whose reads and writes take a time that is known, so long that computing counts little."""
     read_rate, write_rate = 4e6, 6e6
-    fetch, write_out = pages.fetch, pages.write_out
+    fetch, write_out = disk.fetch, disk.write_out
     reading, writing = threading.Lock(), threading.Lock()
 
     def slow_fetch(start, end):
@@ -123,8 +123,8 @@ def test_a_step_takes_as_long_as_simulated(folder_on_disk, monkeypatch):
 
     for _ in range(3):  # the optimizer makes its state, and the pipeline looks at layers and the loss
         step()
-    monkeypatch.setattr(pages, "fetch", slow_fetch)
-    monkeypatch.setattr(pages, "write_out", slow_write)
+    monkeypatch.setattr(disk, "fetch", slow_fetch)
+    monkeypatch.setattr(disk, "write_out", slow_write)
     seconds = []
     for _ in range(4):
         start = time.perf_counter()

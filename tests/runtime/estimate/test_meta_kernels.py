@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from roundpipe_runtime.estimate.footprint import Footprint
-from roundpipe_runtime.estimate.meta_kernels import device_kernels
+from roundpipe_runtime.estimate.footprint import Footprint, device_kernels
 
 
 def attention(device, *, mask=False, causal=False, dropout=0.0, heads=4):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from roundpipe_runtime.estimate.meta_kernels import device_kernels
+from roundpipe_runtime.estimate.footprint import device_kernels
 
 ROWS = torch.empty(6, 4, device="meta")
 HALVES = ROWS.bfloat16()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from roundpipe_runtime import RoundPipe
-from roundpipe_runtime.optim.bound_step import bound_now
+from roundpipe_runtime.pipeline.optimized_model import bound_now
 
 NAME = "first"
 

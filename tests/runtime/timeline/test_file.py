@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundpipe_runtime import Record, Timeline
-from roundpipe_runtime.timeline.file import TimelineFileError, load_timeline
-from roundpipe_runtime.timeline.record import KINDS
+from roundpipe_runtime.timeline.record import KINDS, TimelineFileError, load_timeline
 
 numbers = st.integers(-1, 500)
 seconds = st.floats(0, 1e4, allow_nan=False).map(lambda value: round(value, 6))

@@ -6,7 +6,7 @@ import pytest
 
 from roundpipe_runtime import Record
 from roundpipe_runtime.timeline.drawing import save_picture
-from roundpipe_runtime.timeline.file import TimelineFileError
+from roundpipe_runtime.timeline.record import TimelineFileError
 from yobx_flatten import MissingDependencyError
 
 RECORDS = [Record(0, 0, "a", "forward", 5.0, 5.5), Record(1, 0, "b", "upload", 5.5, 6.0)]

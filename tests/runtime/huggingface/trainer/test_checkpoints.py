@@ -13,7 +13,7 @@ pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
 from transformers import Trainer, TrainerCallback
 
 from roundpipe_runtime import CheckpointError, CheckpointWarning, DamagedCheckpointError, load_checkpoint
-from roundpipe_runtime.checkpoint.manifest import MANIFEST, write_manifest
+from roundpipe_runtime.checkpoint.folder import MANIFEST, write_manifest
 from roundpipe_runtime.huggingface.trainer.checkpoints import newest_whole, remove_all_but
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
 from tests import fresh_process
